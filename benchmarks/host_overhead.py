@@ -34,7 +34,7 @@ from graphrt import (
 )
 from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.core.capture.wrapper import wrapper_class
-from graphrt.core.device.lookup import resolve_platform
+from graphrt.core.device.registry import resolve_platform
 
 ROUNDS, CALLS, PIECES = 41, 400, 33
 TOO_LARGE = 600

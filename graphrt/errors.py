@@ -81,7 +81,7 @@ from graphrt.core.base.errors import (
     VerificationError,
 )
 from graphrt.core.base.private_torch import UntestedTorchWarning
-from graphrt.core.device.found import PluginWarning
+from graphrt.core.device.registry import PluginWarning
 
 __all__ = [
     "BakedScalarError",

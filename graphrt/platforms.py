@@ -11,11 +11,9 @@ from __future__ import annotations
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
 from graphrt.core.device._allowed import AllowedPlugins
 from graphrt.core.device._contract import CONTRACT_VERSION, Capability
-from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.captures import Captures, Memory
 from graphrt.core.device.error_chain import error_chain
 from graphrt.core.device.figures import GraphWork, Limits, MemoryFigures, StreamRoom, UpdateFigures
-from graphrt.core.device.found import FoundPlatform
 from graphrt.core.device.graph import (
     DeviceEvent,
     DeviceGraph,
@@ -24,11 +22,11 @@ from graphrt.core.device.graph import (
     MemoryBlock,
     TaskUpdate,
 )
-from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import Availability, Platform
-from graphrt.core.device.pool_memory import Allocator, PoolHandle, PoolMemory
+from graphrt.core.device.pool_memory import Allocator, PoolHandle, PoolMemory, weak_alias
 from graphrt.core.device.registry import (
     PLATFORM_VARIABLE,
+    FoundPlatform,
     PlatformHooks,
     PlatformRegistry,
     current_platform,
@@ -36,6 +34,7 @@ from graphrt.core.device.registry import (
     hookimpl,
     installed_platforms,
     register,
+    resolve_platform,
 )
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphrt.core.batch.axes import Axis
 from graphrt.core.batch.context import AllowedCapture, Announcer
 from graphrt.core.dispatch.reasons import Agreed
-from graphrt.core.inputs.output_axes import OutputAxes
+from graphrt.core.inputs.outputs import OutputAxes
 from graphrt.core.plan.arguments import PlanArguments
 from graphrt.core.plan.budget import CostModel, LeftOut, PlannedCapture
 from graphrt.core.plan.resolution import ModeResolution, ResolutionStep

@@ -10,7 +10,29 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MOST_INPUTS = 64 };
+enum { MOST_INPUTS = 64, MOST_PARTS = 18 };
+
+/* An object that is made of objects of Python: all that it owns are its parts. */
+#define HOLDER_HEAD                                                                                \
+    PyObject_HEAD                                                                                  \
+    vectorcallfunc call;                                                                           \
+    PyObject *of[MOST_PARTS];
+
+typedef struct {
+    HOLDER_HEAD
+} Holder;
+
+int holder_traverse(PyObject *self, visitproc visit, void *arg);
+int holder_clear(PyObject *self);
+void holder_dealloc(PyObject *self);
+
+/* What its type has; `more` flags are those of one that is called as a function is. */
+#define HOLDER_TYPE(name, size, more)                                                              \
+    PyVarObject_HEAD_INIT(NULL, 0)                                                                 \
+    .tp_name = "graphrt.core.base._native." name, .tp_basicsize = (size),                          \
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | (more), .tp_traverse = holder_traverse,  \
+    .tp_clear = holder_clear, .tp_vectorcall_offset = offsetof(Holder, call),                      \
+    .tp_call = (more) ? PyVectorcall_Call : NULL
 
 extern PyTypeObject WriterType, ReplayType, PathType;
 
@@ -37,6 +59,18 @@ static inline Py_ssize_t offset_of(PyTypeObject *type, const char *name) {
     Py_DECREF(found);
     return offset;
 }
+
+/* A slot of a class, and where its place is noted. */
+typedef struct {
+    void *type;
+    const char *name;
+    Py_ssize_t *into;
+} Slot;
+
+/* Note the places of so many slots; -1 with an error set. */
+int find_slots(const Slot *slots, size_t count);
+
+#define COUNT(array) (sizeof(array) / sizeof(*(array)))
 
 static inline PyObject **slot_of(PyObject *object, Py_ssize_t offset) {
     return (PyObject **)((char *)object + offset);

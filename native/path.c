@@ -11,12 +11,12 @@ enum {
 };
 
 typedef struct {
-    PyObject_HEAD
-    vectorcallfunc call;
-    PyObject *of[PARTS];
+    HOLDER_HEAD
     Py_ssize_t pool_owner, last_dispatch, live_tokens, may_capture, answers, batches, native,
         on, pending, looks;
 } Path;
+
+_Static_assert((int)PARTS <= (int)MOST_PARTS, "a path has more parts than a holder");
 
 static PyObject *name_version;
 
@@ -176,27 +176,19 @@ static PyObject *path_call(PyObject *callable, PyObject *const *args, size_t fla
 }
 
 static int find_all(Path *self) {
-    struct {
-        PyObject *type;
-        const char *name;
-        Py_ssize_t *into;
-    } slots[] = {
-        {(PyObject *)Py_TYPE(self->of[POOL]), "owner", &self->pool_owner},
-        {(PyObject *)Py_TYPE(self->of[ENGINE]), "last_dispatch", &self->last_dispatch},
-        {(PyObject *)Py_TYPE(self->of[ENGINE]), "live_tokens", &self->live_tokens},
-        {(PyObject *)Py_TYPE(self->of[SEALING]), "may_capture", &self->may_capture},
-        {(PyObject *)Py_TYPE(self->of[CHECKS]), "on", &self->on},
-        {(PyObject *)Py_TYPE(self->of[CHECKS]), "pending", &self->pending},
-        {(PyObject *)Py_TYPE(self->of[GLANCES]), "looks", &self->looks},
+    const Slot slots[] = {
+        {Py_TYPE(self->of[POOL]), "owner", &self->pool_owner},
+        {Py_TYPE(self->of[ENGINE]), "last_dispatch", &self->last_dispatch},
+        {Py_TYPE(self->of[ENGINE]), "live_tokens", &self->live_tokens},
+        {Py_TYPE(self->of[SEALING]), "may_capture", &self->may_capture},
+        {Py_TYPE(self->of[CHECKS]), "on", &self->on},
+        {Py_TYPE(self->of[CHECKS]), "pending", &self->pending},
+        {Py_TYPE(self->of[GLANCES]), "looks", &self->looks},
         {self->of[VERSION], "answers", &self->answers},
         {self->of[RESERVED], "batches", &self->batches},
         {self->of[PREPARED], "native", &self->native},
     };
-    for (size_t each = 0; each < sizeof(slots) / sizeof(*slots); each++) {
-        *slots[each].into = offset_of((PyTypeObject *)slots[each].type, slots[each].name);
-        if (*slots[each].into < 0) return -1;
-    }
-    return 0;
+    return find_slots(slots, COUNT(slots));
 }
 
 static PyObject *path_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -221,36 +213,13 @@ static PyObject *path_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     return NULL;
 }
 
-static int path_traverse(Path *self, visitproc visit, void *arg) {
-    for (int each = 0; each < PARTS; each++) Py_VISIT(self->of[each]);
-    return 0;
-}
-
-static int path_clear(Path *self) {
-    for (int each = 0; each < PARTS; each++) Py_CLEAR(self->of[each]);
-    return 0;
-}
-
-static void path_dealloc(Path *self) {
-    PyObject_GC_UnTrack(self);
-    path_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
 int prepare_path(void) {
     name_version = PyUnicode_InternFromString("version");
     return name_version == NULL ? -1 : 0;
 }
 
 PyTypeObject PathType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "graphrt.core.base._native.Path",
-    .tp_basicsize = sizeof(Path),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    HOLDER_TYPE("Path", sizeof(Path), Py_TPFLAGS_HAVE_VECTORCALL),
     .tp_new = path_new,
-    .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(Path, call),
-    .tp_traverse = (traverseproc)path_traverse,
-    .tp_clear = (inquiry)path_clear,
-    .tp_dealloc = (destructor)path_dealloc,
+    .tp_dealloc = holder_dealloc,
 };

@@ -3,20 +3,21 @@
    leaves to Python before it has done anything. */
 #include "native.h"
 
-/* The storages of outputs: see graphrt/core/replay/handout.py. */
-typedef struct {
-    PyObject *type, *use_count, *weakrefs, *is_inference, *all;
-    long own;
-    Py_ssize_t storage, cdata, alone, references, left, address, bases;
-} Shells;
+/* What it is made of, by Python. `SHELL`, of the class `SHELLS`, hands out the output, and `OUT` is
+   what the last step handed out: see graphrt/core/replay/handout.py. */
+enum {
+    ENTRY, POOL, INPUTS, RING, FETCH, GRAPH, STREAM, MOVES, KNOWN, SHAPES,
+    SHELL, SHELLS, OUT, USE_COUNT, WEAKREFS, IS_INFERENCE, PARTS
+};
 
 typedef struct {
-    PyObject_HEAD
-    PyObject *entry, *pool, *inputs, *ring, *fetch, *graph, *stream, *moves, *known, *shapes, *shell;
-    Shells shells;
+    HOLDER_HEAD
     Py_ssize_t count;
     Py_ssize_t entry_graph, unchecked, closed, step, stream_id, generation, turn, alike;
     Py_ssize_t pending, ring_count, unsure;
+    /* In a shell, and how many references to its storage are those of who counts them. */
+    Py_ssize_t storage, cdata, alone, references, left, address, bases;
+    long own;
 } Replay;
 
 static PyObject *name_replay, *name_give_up, *name_anew, *name_data, *name_data_ptr, *name_dict;
@@ -26,24 +27,24 @@ static int is_equal(PyObject *one, PyObject *other) {
 }
 
 /* As Shell.is_held: 1, 0, or -1 with an error set. */
-static int is_held(const Shells *at, PyObject *shell) {
-    PyObject *storage = in_slot(shell, at->storage);
+static int is_held(const Replay *self, PyObject *shell) {
+    PyObject *storage = in_slot(shell, self->storage);
     if (storage == NULL || storage == Py_None) return 0;
-    if (add_to_slot(shell, at->left, -1) < 0) return -1;
-    long references = PyLong_AsLong(in_slot(shell, at->references));
-    long left = PyLong_AsLong(in_slot(shell, at->left));
+    if (add_to_slot(shell, self->left, -1) < 0) return -1;
+    long references = PyLong_AsLong(in_slot(shell, self->references));
+    long left = PyLong_AsLong(in_slot(shell, self->left));
     if (PyErr_Occurred()) return -1;
     /* What Python counts there are two more, or as many as it holds while it asks. */
-    if (left < 0 || (long)Py_REFCNT(storage) != references - at->own) return 1;
+    if (left < 0 || (long)Py_REFCNT(storage) != references - self->own) return 1;
     Py_INCREF(storage);
     int held = -1;
-    PyObject *uses = PyObject_CallOneArg(at->use_count, in_slot(shell, at->cdata));
+    PyObject *uses = PyObject_CallOneArg(self->of[USE_COUNT], in_slot(shell, self->cdata));
     PyObject *address = uses ? PyObject_CallMethodNoArgs(storage, name_data_ptr) : NULL;
     PyObject *given = address ? PyObject_GetAttr(storage, name_dict) : NULL;
-    PyObject *watched = given ? PyObject_CallOneArg(at->weakrefs, storage) : NULL;
+    PyObject *watched = given ? PyObject_CallOneArg(self->of[WEAKREFS], storage) : NULL;
     if (watched != NULL) {
-        int same = is_equal(uses, in_slot(shell, at->alone));
-        int there = same <= 0 ? same : is_equal(address, in_slot(shell, at->address));
+        int same = is_equal(uses, in_slot(shell, self->alone));
+        int there = same <= 0 ? same : is_equal(address, in_slot(shell, self->address));
         int bare = there <= 0 ? there : !PyObject_IsTrue(given) && !PyObject_IsTrue(watched);
         held = bare < 0 ? -1 : !bare;
     }
@@ -56,12 +57,12 @@ static int is_held(const Shells *at, PyObject *shell) {
 }
 
 /* As expire. */
-static int expire(const Shells *at) {
-    for (Py_ssize_t each = 0; each < PyList_GET_SIZE(at->all); each++) {
-        PyObject *shell = Py_NewRef(PyList_GET_ITEM(at->all, each));
+static int expire(const Replay *self) {
+    for (Py_ssize_t each = 0; each < PyList_GET_SIZE(self->of[OUT]); each++) {
+        PyObject *shell = Py_NewRef(PyList_GET_ITEM(self->of[OUT], each));
         int held = -1;
-        if (PyObject_TypeCheck(shell, (PyTypeObject *)at->type))
-            held = is_held(at, shell);
+        if (PyObject_TypeCheck(shell, (PyTypeObject *)self->of[SHELLS]))
+            held = is_held(self, shell);
         else
             PyErr_SetString(PyExc_TypeError, "outputs are handed out by shells");
         PyObject *gone = held > 0 ? PyObject_CallMethodNoArgs(shell, name_give_up) : NULL;
@@ -69,15 +70,15 @@ static int expire(const Shells *at) {
         if (held < 0 || (held > 0 && gone == NULL)) return -1;
         Py_XDECREF(gone);
     }
-    return PyList_SetSlice(at->all, 0, PyList_GET_SIZE(at->all), NULL);
+    return PyList_SetSlice(self->of[OUT], 0, PyList_GET_SIZE(self->of[OUT]), NULL);
 }
 
 /* As Shell.hand_out. */
-static PyObject *hand_out(const Shells *at, PyObject *shell, PyObject *shape) {
-    if (PyList_Append(at->all, shell) < 0) return NULL;
-    PyObject *inference = PyObject_CallNoArgs(at->is_inference);
+static PyObject *hand_out(const Replay *self, PyObject *shell, PyObject *shape) {
+    if (PyList_Append(self->of[OUT], shell) < 0) return NULL;
+    PyObject *inference = PyObject_CallNoArgs(self->of[IS_INFERENCE]);
     if (inference == NULL) return NULL;
-    PyObject *bases = in_slot(shell, at->bases), *base = NULL;
+    PyObject *bases = in_slot(shell, self->bases), *base = NULL;
     if (bases != NULL && PyTuple_CheckExact(bases) && PyTuple_GET_SIZE(bases) == 2) {
         PyObject *known = PyTuple_GET_ITEM(bases, inference == Py_True);
         if (PyDict_CheckExact(known)) base = PyDict_GetItemWithError(known, shape);
@@ -102,12 +103,12 @@ static PyObject *known_in(PyObject *dict, PyObject *key) {
 static int look_up(const Replay *self, PyObject *batch, PyObject **moves, PyObject **shape) {
     PyObject *key = PyTuple_GetSlice(batch, 0, 2), *shapes = NULL;
     if (key == NULL) return -1;
-    *moves = known_in(self->known, key);
-    if (*moves != NULL) shapes = known_in(self->shapes, key);
+    *moves = known_in(self->of[KNOWN], key);
+    if (*moves != NULL) shapes = known_in(self->of[SHAPES], key);
     Py_DECREF(key);
     if (shapes != NULL && PyList_CheckExact(shapes) && PyList_GET_SIZE(shapes) == 1 &&
         PyTuple_CheckExact(PyList_GET_ITEM(shapes, 0)) &&
-        (PyObject *)Py_TYPE(*moves) == self->moves)
+        (PyObject *)Py_TYPE(*moves) == self->of[MOVES])
         *shape = Py_NewRef(PyList_GET_ITEM(shapes, 0));
     Py_XDECREF(shapes);
     if (*shape != NULL) return 1;
@@ -117,46 +118,46 @@ static int look_up(const Replay *self, PyObject *batch, PyObject **moves, PyObje
 
 /* Whether the entry is still to be replayed. Whose turn it is in the pool the caller knows. */
 static int is_usable(const Replay *self) {
-    PyObject *pool = self->pool;
-    return in_slot(self->entry, self->entry_graph) == self->graph &&
-           in_slot(self->entry, self->unchecked) == Py_False &&
+    PyObject *pool = self->of[POOL];
+    return in_slot(self->of[ENTRY], self->entry_graph) == self->of[GRAPH] &&
+           in_slot(self->of[ENTRY], self->unchecked) == Py_False &&
            in_slot(pool, self->closed) == Py_False && in_slot(pool, self->step) == Py_None;
 }
 
 /* Whether the stream is the one that the pool's last step ran on, or there are none: 1, 0 or -1. */
 static int is_same_stream(const Replay *self) {
-    if (self->stream == Py_None) return 1;
-    PyObject *stream = PyObject_CallNoArgs(self->stream);
+    if (self->of[STREAM] == Py_None) return 1;
+    PyObject *stream = PyObject_CallNoArgs(self->of[STREAM]);
     if (stream == NULL) return -1;
-    int same = is_equal(stream, in_slot(self->pool, self->stream_id));
+    int same = is_equal(stream, in_slot(self->of[POOL], self->stream_id));
     Py_DECREF(stream);
     return same;
 }
 
 /* The outputs; NULL with an error set, or without one where Python has to do the step. */
 static PyObject *run(Replay *self, PyObject *moves, PyObject *shape, PyObject *values) {
-    PyObject *pool = self->pool, *ring = self->ring;
+    PyObject *pool = self->of[POOL], *ring = self->of[RING];
     if (is_same_stream(self) <= 0) return NULL;
     PyObject *alike = in_slot(moves, self->alike);
     if (alike == NULL || alike == Py_None) return NULL;
     /* First: slots that were handed out are given up, whatever comes of the step. */
-    if (add_to_slot(self->inputs, self->turn, 1) < 0) return NULL;
-    PyObject *given[] = {values, self->fetch, Py_True};
+    if (add_to_slot(self->of[INPUTS], self->turn, 1) < 0) return NULL;
+    PyObject *given[] = {values, self->of[FETCH], Py_True};
     Py_INCREF(alike);
     PyObject *written = PyObject_Vectorcall(alike, given, 3, NULL);
     Py_DECREF(alike);
     Py_XDECREF(written);
     if (written != Py_True) return NULL;
     /* Not before: they may have been among the inputs. */
-    if (PyList_GET_SIZE(self->shells.all) && expire(&self->shells) < 0) return NULL;
+    if (PyList_GET_SIZE(self->of[OUT]) && expire(self) < 0) return NULL;
     if (add_to_slot(pool, self->generation, 1) < 0) return NULL;
-    PyObject *launched = PyObject_CallMethodNoArgs(self->graph, name_replay);
+    PyObject *launched = PyObject_CallMethodNoArgs(self->of[GRAPH], name_replay);
     if (launched == NULL) return NULL;
     Py_DECREF(launched);
     set_slot(ring, self->pending, Py_None);
     if (add_to_slot(ring, self->ring_count, 1) < 0) return NULL;
     set_slot(ring, self->unsure, Py_False);
-    return hand_out(&self->shells, self->shell, shape);
+    return hand_out(self, self->of[SHELL], shape);
 }
 
 PyObject *replay_step(PyObject *replay, PyObject *batch, PyObject *values) {
@@ -177,7 +178,7 @@ int prepare_replay(void) {
     } names[] = {{&name_replay, "replay"}, {&name_give_up, "give_up"},
                  {&name_anew, "_anew"},    {&name_data, "data"},
                  {&name_data_ptr, "data_ptr"}, {&name_dict, "__dict__"}};
-    for (size_t each = 0; each < sizeof(names) / sizeof(*names); each++) {
+    for (size_t each = 0; each < COUNT(names); each++) {
         *names[each].into = PyUnicode_InternFromString(names[each].text);
         if (*names[each].into == NULL) return -1;
     }
@@ -185,113 +186,58 @@ int prepare_replay(void) {
 }
 
 static int find_all(Replay *self) {
-    struct {
-        PyTypeObject *type;
-        const char *name;
-        Py_ssize_t *into;
-    } slots[] = {
-        {Py_TYPE(self->entry), "graph", &self->entry_graph},
-        {Py_TYPE(self->entry), "unchecked", &self->unchecked},
-        {Py_TYPE(self->pool), "closed", &self->closed},
-        {Py_TYPE(self->pool), "step", &self->step},
-        {Py_TYPE(self->pool), "stream_id", &self->stream_id},
-        {Py_TYPE(self->pool), "generation", &self->generation},
-        {Py_TYPE(self->inputs), "turn", &self->turn},
-        {(PyTypeObject *)self->moves, "alike", &self->alike},
-        {Py_TYPE(self->ring), "pending", &self->pending},
-        {Py_TYPE(self->ring), "count", &self->ring_count},
-        {Py_TYPE(self->ring), "unsure", &self->unsure},
-        {(PyTypeObject *)self->shells.type, "_storage", &self->shells.storage},
-        {(PyTypeObject *)self->shells.type, "_cdata", &self->shells.cdata},
-        {(PyTypeObject *)self->shells.type, "_alone", &self->shells.alone},
-        {(PyTypeObject *)self->shells.type, "_references", &self->shells.references},
-        {(PyTypeObject *)self->shells.type, "_left", &self->shells.left},
-        {(PyTypeObject *)self->shells.type, "_address", &self->shells.address},
-        {(PyTypeObject *)self->shells.type, "_bases", &self->shells.bases},
+    const Slot slots[] = {
+        {Py_TYPE(self->of[ENTRY]), "graph", &self->entry_graph},
+        {Py_TYPE(self->of[ENTRY]), "unchecked", &self->unchecked},
+        {Py_TYPE(self->of[POOL]), "closed", &self->closed},
+        {Py_TYPE(self->of[POOL]), "step", &self->step},
+        {Py_TYPE(self->of[POOL]), "stream_id", &self->stream_id},
+        {Py_TYPE(self->of[POOL]), "generation", &self->generation},
+        {Py_TYPE(self->of[INPUTS]), "turn", &self->turn},
+        {self->of[MOVES], "alike", &self->alike},
+        {Py_TYPE(self->of[RING]), "pending", &self->pending},
+        {Py_TYPE(self->of[RING]), "count", &self->ring_count},
+        {Py_TYPE(self->of[RING]), "unsure", &self->unsure},
+        {self->of[SHELLS], "_storage", &self->storage},
+        {self->of[SHELLS], "_cdata", &self->cdata},
+        {self->of[SHELLS], "_alone", &self->alone},
+        {self->of[SHELLS], "_references", &self->references},
+        {self->of[SHELLS], "_left", &self->left},
+        {self->of[SHELLS], "_address", &self->address},
+        {self->of[SHELLS], "_bases", &self->bases},
     };
-    for (size_t each = 0; each < sizeof(slots) / sizeof(*slots); each++) {
-        *slots[each].into = offset_of(slots[each].type, slots[each].name);
-        if (*slots[each].into < 0) return -1;
-    }
-    return 0;
+    return find_slots(slots, COUNT(slots));
 }
 
 static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"entry",  "pool",  "inputs", "ring",  "fetch",  "graph",  "stream",
                                "count",  "moves", "known",  "shapes", "outputs", NULL};
-    PyObject *entry, *pool, *inputs, *ring, *fetch, *graph, *stream, *moves, *known, *shapes;
-    PyObject *shell, *of_shells, *all, *use_count, *weakrefs, *is_inference;
+    PyObject *of[PARTS];
     Py_ssize_t count;
     long own;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOOOOOnO!O!O!(OO!O!OOOl)", keywords, &entry, &pool, &inputs, &ring,
-            &fetch, &graph, &stream, &count, &PyType_Type, &moves, &PyDict_Type, &known,
-            &PyDict_Type, &shapes, &shell, &PyType_Type, &of_shells, &PyList_Type, &all, &use_count,
-            &weakrefs, &is_inference, &own))
+            args, kwargs, "OOOOOOOnO!O!O!(OO!O!OOOl)", keywords, &of[ENTRY], &of[POOL], &of[INPUTS],
+            &of[RING], &of[FETCH], &of[GRAPH], &of[STREAM], &count, &PyType_Type, &of[MOVES],
+            &PyDict_Type, &of[KNOWN], &PyDict_Type, &of[SHAPES], &of[SHELL], &PyType_Type,
+            &of[SHELLS], &PyList_Type, &of[OUT], &of[USE_COUNT], &of[WEAKREFS], &of[IS_INFERENCE],
+            &own))
         return NULL;
-    if (!PyObject_TypeCheck(shell, (PyTypeObject *)of_shells)) {
+    if (!PyObject_TypeCheck(of[SHELL], (PyTypeObject *)of[SHELLS])) {
         PyErr_SetString(PyExc_ValueError, "outputs are handed out by a shell");
         return NULL;
     }
     Replay *self = (Replay *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
-    self->entry = Py_NewRef(entry);
-    self->pool = Py_NewRef(pool);
-    self->inputs = Py_NewRef(inputs);
-    self->ring = Py_NewRef(ring);
-    self->fetch = Py_NewRef(fetch);
-    self->graph = Py_NewRef(graph);
-    self->stream = Py_NewRef(stream);
-    self->moves = Py_NewRef(moves);
-    self->known = Py_NewRef(known);
-    self->shapes = Py_NewRef(shapes);
-    self->shell = Py_NewRef(shell);
-    self->shells.type = Py_NewRef(of_shells);
-    self->shells.all = Py_NewRef(all);
-    self->shells.use_count = Py_NewRef(use_count);
-    self->shells.weakrefs = Py_NewRef(weakrefs);
-    self->shells.is_inference = Py_NewRef(is_inference);
-    self->shells.own = own;
+    for (int each = 0; each < PARTS; each++) self->of[each] = Py_NewRef(of[each]);
+    self->own = own;
     self->count = count;
     if (find_all(self) == 0) return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
 }
 
-/* What it owns, for the three that have to know. */
-#define OWNED(self)                                                                               \
-    {&(self)->entry,        &(self)->pool,             &(self)->inputs,                           \
-     &(self)->ring,         &(self)->fetch,            &(self)->graph,                            \
-     &(self)->stream,       &(self)->moves,            &(self)->known,                            \
-     &(self)->shapes,       &(self)->shell,            &(self)->shells.type,                      \
-     &(self)->shells.all,   &(self)->shells.use_count, &(self)->shells.weakrefs,                  \
-     &(self)->shells.is_inference}
-
-static int replay_traverse(Replay *self, visitproc visit, void *arg) {
-    PyObject **owned[] = OWNED(self);
-    for (size_t each = 0; each < sizeof(owned) / sizeof(*owned); each++) Py_VISIT(*owned[each]);
-    return 0;
-}
-
-static int replay_clear(Replay *self) {
-    PyObject **owned[] = OWNED(self);
-    for (size_t each = 0; each < sizeof(owned) / sizeof(*owned); each++) Py_CLEAR(*owned[each]);
-    return 0;
-}
-
-static void replay_dealloc(Replay *self) {
-    PyObject_GC_UnTrack(self);
-    replay_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
 PyTypeObject ReplayType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "graphrt.core.base._native.Replay",
-    .tp_basicsize = sizeof(Replay),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    HOLDER_TYPE("Replay", sizeof(Replay), 0),
     .tp_new = replay_new,
-    .tp_traverse = (traverseproc)replay_traverse,
-    .tp_clear = (inquiry)replay_clear,
-    .tp_dealloc = (destructor)replay_dealloc,
+    .tp_dealloc = holder_dealloc,
 };

@@ -2,19 +2,13 @@
    RingTransport (graphrt/cuda/ring/transport.py) does in Python where this is not built. */
 #include "native.h"
 
-/* Where a ring keeps what it remembers between two steps: its slots of these names (see graphrt/cuda/ring/slots.py),
-   read and written in place, as the interpreter does. */
+/* What it is made of, by Python. */
+enum { RING, NAMES, CHECK, ADDRESS_OF, UNLIKE, MEMORY, PARTS };
+
+/* Where a ring keeps what it remembers between two steps (see graphrt/cuda/ring/slots.py). */
 typedef struct {
     Py_ssize_t count, free_until, pending, unsure;
 } Slots;
-
-static int find_slots(PyObject *ring, Slots *at) {
-    PyTypeObject *type = Py_TYPE(ring);
-    if ((at->count = offset_of(type, "count")) < 0) return -1;
-    if ((at->free_until = offset_of(type, "free_until")) < 0) return -1;
-    if ((at->pending = offset_of(type, "pending")) < 0) return -1;
-    return (at->unsure = offset_of(type, "unsure")) < 0 ? -1 : 0;
-}
 
 /* Whether the next step's slot is free and its number is known; -1 with an error set. */
 static int is_ready(PyObject *ring, const Slots *at, unsigned long long *count) {
@@ -50,9 +44,7 @@ typedef struct {
 } Moves;
 
 typedef struct {
-    PyObject_HEAD
-    vectorcallfunc call;
-    PyObject *ring, *names, *check, *address_of, *unlike, *memory;
+    HOLDER_HEAD
     Slots at;
     char *base;
     uint64_t slots, first, stride, payload, fault, given, lowest, low, high;
@@ -67,7 +59,7 @@ typedef struct {
 /* 0, or -1 where what was raised is nothing that looking at inputs raises. */
 static int unlike(const Writer *self) {
     if (PyErr_Occurred()) {
-        if (!PyErr_ExceptionMatches(self->unlike)) return -1;
+        if (!PyErr_ExceptionMatches(self->of[UNLIKE])) return -1;
         PyErr_Clear();
     }
     return 0;
@@ -103,18 +95,18 @@ static void write_moves(const Writer *self, const Moves *moves, const uint64_t *
 static int take_inputs(const Writer *self, PyObject *values, PyObject **tensors, uint64_t *starts) {
     Py_ssize_t inputs = self->inputs;
     for (Py_ssize_t each = 0; each < inputs; each++) {
-        PyObject *name = PyTuple_GET_ITEM(self->names, each);
+        PyObject *name = PyTuple_GET_ITEM(self->of[NAMES], each);
         if (PyDict_CheckExact(values))
             Py_XINCREF(tensors[each] = PyDict_GetItemWithError(values, name));
         else
             tensors[each] = PyObject_GetItem(values, name);
         if (tensors[each] == NULL) return unlike(self);
     }
-    PyObject *right = PyObject_Vectorcall(self->check, tensors, (size_t)inputs, NULL);
+    PyObject *right = PyObject_Vectorcall(self->of[CHECK], tensors, (size_t)inputs, NULL);
     Py_XDECREF(right);
     if (right != Py_True) return unlike(self);
     for (Py_ssize_t each = 0; each < inputs; each++) {
-        PyObject *start = PyObject_Vectorcall(self->address_of, &tensors[each], 1, NULL);
+        PyObject *start = PyObject_Vectorcall(self->of[ADDRESS_OF], &tensors[each], 1, NULL);
         if (start == NULL) return unlike(self);
         starts[each] = PyLong_AsUnsignedLongLong(start);
         Py_DECREF(start);
@@ -126,7 +118,7 @@ static int take_inputs(const Writer *self, PyObject *values, PyObject **tensors,
 /* Writes the next slot and has it fetched: 0, or -1 with an error. */
 static int give_slot(Writer *self, const Moves *moves, const uint64_t *starts,
                      unsigned long long step, PyObject *fetch, int in_graph) {
-    PyObject *ring = self->ring;
+    PyObject *ring = self->of[RING];
     char *slot = self->base + self->first + step % self->slots * self->stride;
     char *payload = slot + self->payload;
     for (uint64_t each = 0; each < self->copies; each++) {
@@ -157,14 +149,14 @@ static int write_inputs(Writer *self, PyObject *values, PyObject *fetch, int in_
     uint64_t starts[MOST_INPUTS];
     unsigned long long step;
     /* First, as it may give the interpreter away: nobody can change an input after this. */
-    int ready = is_ready(self->ring, &self->at, &step);
+    int ready = is_ready(self->of[RING], &self->at, &step);
     if (ready < 0) return -1;
     if (!ready || words[self->fault] != 0) {
         /* Asks the device, waits for it, or raises what is wrong. */
-        PyObject *taken = PyObject_CallMethod(self->ring, "take", NULL);
+        PyObject *taken = PyObject_CallMethod(self->of[RING], "take", NULL);
         if (taken == NULL) return -1;
         Py_DECREF(taken);
-        if (is_ready(self->ring, &self->at, &step) < 0) return -1;
+        if (is_ready(self->of[RING], &self->at, &step) < 0) return -1;
     }
     int alike = take_inputs(self, values, tensors, starts);
     if (alike <= 0) return alike;
@@ -220,30 +212,32 @@ static int take_moves(Moves *into, PyObject *given) {
 static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"ring",   "names",  "check",  "address_of", "unlike", "memory",
                                "places", "bounds", "copies", "apart",      "home",   "homes", NULL};
-    PyObject *ring, *names, *check, *address_of, *unlike, *memory, *copies, *apart, *home, *homes;
+    PyObject *of[PARTS], *copies, *apart, *home, *homes;
     unsigned long long base, slots, first, stride, payload, fault, given, lowest, low, high;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOO(KKKKKKK)(KKK)OOOO", keywords,
-                                     &ring, &PyTuple_Type, &names, &check, &address_of, &unlike,
-                                     &memory, &base, &slots, &first, &stride, &payload, &fault,
+                                     &of[RING], &PyTuple_Type, &of[NAMES], &of[CHECK],
+                                     &of[ADDRESS_OF], &of[UNLIKE], &of[MEMORY], &base, &slots, &first, &stride, &payload, &fault,
                                      &given, &lowest, &low, &high, &copies, &apart, &home, &homes))
         return NULL;
-    if (PyTuple_GET_SIZE(names) > MOST_INPUTS) {
+    if (PyTuple_GET_SIZE(of[NAMES]) > MOST_INPUTS) {
         PyErr_Format(PyExc_ValueError, "at most %d inputs", MOST_INPUTS);
         return NULL;
     }
+    PyTypeObject *rings = Py_TYPE(of[RING]);
     Slots at;
-    if (find_slots(ring, &at) < 0) return NULL;
+    const Slot found[] = {
+        {rings, "count", &at.count},
+        {rings, "free_until", &at.free_until},
+        {rings, "pending", &at.pending},
+        {rings, "unsure", &at.unsure},
+    };
+    if (find_slots(found, COUNT(found)) < 0) return NULL;
     Writer *self = (Writer *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
     self->at = at;
     self->call = write_slot;
-    self->inputs = PyTuple_GET_SIZE(names);
-    self->ring = Py_NewRef(ring);
-    self->names = Py_NewRef(names);
-    self->check = Py_NewRef(check);
-    self->address_of = Py_NewRef(address_of);
-    self->unlike = Py_NewRef(unlike);
-    self->memory = Py_NewRef(memory);
+    self->inputs = PyTuple_GET_SIZE(of[NAMES]);
+    for (int each = 0; each < PARTS; each++) self->of[each] = Py_NewRef(of[each]);
     self->base = (char *)(uintptr_t)base;
     self->slots = slots;
     self->first = first;
@@ -282,41 +276,17 @@ failed:
     return NULL;
 }
 
-static int writer_traverse(Writer *self, visitproc visit, void *arg) {
-    Py_VISIT(self->ring);
-    Py_VISIT(self->check);
-    Py_VISIT(self->memory);
-    return 0;
-}
-
-static int writer_clear(Writer *self) {
-    Py_CLEAR(self->ring);
-    Py_CLEAR(self->names);
-    Py_CLEAR(self->check);
-    Py_CLEAR(self->address_of);
-    Py_CLEAR(self->unlike);
-    Py_CLEAR(self->memory);
-    return 0;
-}
-
-static void writer_dealloc(Writer *self) {
-    PyObject_GC_UnTrack(self);
-    writer_clear(self);
+static void writer_dealloc(PyObject *object) {
+    Writer *self = (Writer *)object;
+    PyObject_GC_UnTrack(object);
     void *owned[] = {self->last,       self->homes,         self->copy,     self->apart.template,
                      self->apart.late, self->home.template, self->home.late};
-    for (size_t each = 0; each < sizeof(owned) / sizeof(*owned); each++) PyMem_Free(owned[each]);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    for (size_t each = 0; each < COUNT(owned); each++) PyMem_Free(owned[each]);
+    holder_dealloc(object);
 }
 
 PyTypeObject WriterType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "graphrt.core.base._native.Writer",
-    .tp_basicsize = sizeof(Writer),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    HOLDER_TYPE("Writer", sizeof(Writer), Py_TPFLAGS_HAVE_VECTORCALL),
     .tp_new = writer_new,
-    .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(Writer, call),
-    .tp_traverse = (traverseproc)writer_traverse,
-    .tp_clear = (inquiry)writer_clear,
-    .tp_dealloc = (destructor)writer_dealloc,
+    .tp_dealloc = writer_dealloc,
 };

@@ -12,7 +12,7 @@ import pytest
 
 from graphrt import GraphPool, Plan
 from graphrt.core.base.errors import ContractVersionError, PlanFileError, UnknownPlatformError
-from graphrt.core.device.found import PluginWarning
+from graphrt.core.device.registry import PluginWarning
 from graphrt.cpu import CpuPlatform
 from graphrt.platforms import CONTRACT_VERSION, PlatformRegistry, hookimpl, installed_platforms
 from tests.test_surface import PUBLIC

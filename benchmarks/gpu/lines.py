@@ -28,7 +28,6 @@ MODULES = (
     "core.runner.runner",
     "core.runner.engine",
     "core.runner.executor",
-    "core.runner.slots",
     "core.inputs.buffers",
     "core.inputs.layout",
     "core.replay.handout",

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import MissingTorchNameError
-from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.platform import Availability
+from graphrt.core.device.pool_memory import weak_alias
 
 Snapshot = Callable[[], Sequence[Mapping[str, Any]]]
 """The segments of the device's allocator: `address`, `total_size`, `device`, `segment_pool_id`."""

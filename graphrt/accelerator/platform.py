@@ -21,9 +21,9 @@ from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device._contract import CONTRACT_VERSION, Capability
-from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.figures import MemoryFigures
 from graphrt.core.device.platform import Availability, Platform
+from graphrt.core.device.pool_memory import weak_alias
 
 
 class AcceleratorPlatform(Platform):

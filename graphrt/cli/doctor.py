@@ -15,8 +15,12 @@ import graphrt
 from graphrt.core.base._native_door import native_state
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.device._allowed import BLOCK_VARIABLE, ONLY_VARIABLE, AllowedPlugins
-from graphrt.core.device.found import FoundPlatform
-from graphrt.core.device.registry import ENTRY_POINT_GROUP, current_platform, installed_platforms
+from graphrt.core.device.registry import (
+    ENTRY_POINT_GROUP,
+    FoundPlatform,
+    current_platform,
+    installed_platforms,
+)
 
 PACKAGES = ("torch", "pluggy", "triton", "torch_npu", "cuda-bindings", "safetensors", "tokenizers")
 

@@ -12,9 +12,8 @@ from graphrt.cli.budget import ASCEND, BudgetRequest, budget_of
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.modes import AttentionSupport
-from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import Platform
-from graphrt.core.device.registry import get_platform
+from graphrt.core.device.registry import get_platform, resolve_platform
 from graphrt.core.plan.arguments import PlanArguments
 from graphrt.core.plan.plan import Plan
 from graphrt.core.plan.text import UNNAMED

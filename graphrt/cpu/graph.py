@@ -63,6 +63,7 @@ class TapeGraph:
             raise CaptureError("this graph holds a capture", advice="call reset() first")
         self._arena = arena
         self._inference = torch.is_inference_mode_enabled()
+        self._guard = replay_guard(inference=self._inference)
         self._capture = _OpenCapture(arena, inference=self._inference)
         _thread.graph = self
         self._capture.open()
@@ -119,7 +120,7 @@ class TapeGraph:
     def _issue(self, run: Callable[[], None]) -> None:
         # Kernels of composite operators and Python bodies of custom ones look at the grad mode.
         grad = _grad_enabled()
-        with replay_guard(inference=self._inference):
+        with self._guard():
             if not grad:
                 run()
                 return

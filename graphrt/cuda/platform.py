@@ -12,11 +12,10 @@ import torch
 from graphrt.core.base.errors import CaptureError, InvalidOptionError
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device._contract import CONTRACT_VERSION, Capability
-from graphrt.core.device.alias import weak_alias
 from graphrt.core.device.figures import MemoryFigures, UpdateFigures
 from graphrt.core.device.graph import DeviceGraph, GraphPointers, MemoryBlock, TaskUpdate
 from graphrt.core.device.platform import Availability, Platform
-from graphrt.core.device.pool_memory import PoolHandle, pool_handle
+from graphrt.core.device.pool_memory import PoolHandle, pool_handle, weak_alias
 from graphrt.core.inputs.transport import Slab
 from graphrt.cuda._workspaces import mark_as_hosts
 from graphrt.cuda.blocks import blocks_of, internal_sizes

@@ -115,7 +115,6 @@ def test_everything_public_is_tried() -> None:
                 "not_replayed",
                 "reset_counts",
                 "run_eagerly",
-                "served_by",
                 "withdraw_all",
             },
         ),

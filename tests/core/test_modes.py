@@ -81,12 +81,9 @@ def test_a_pass_that_sees_the_whole_graph_turns_pieces_off(requested, support, e
     assert found.mode.name == expected
 
 
-@pytest.mark.parametrize(
-    ("pieces", "pooling", "expected"),
-    [("breakable", False, FAP), (None, False, N), ("fx", True, P)],
-)
-def test_the_default_depends_on_pieces_and_pooling(pieces, pooling, expected):
-    assert resolve_mode(None, pieces=pieces, pooling=pooling).mode.name == expected
+@pytest.mark.parametrize(("pieces", "expected"), [("breakable", FAP), (None, N), ("fx", FAP)])
+def test_the_default_depends_on_pieces(pieces, expected):
+    assert resolve_mode(None, pieces=pieces).mode.name == expected
 
 
 def test_the_lowest_backend_decides_and_is_named():

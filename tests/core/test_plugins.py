@@ -22,10 +22,8 @@ from graphrt.core.base.errors import (
     UnknownPlatformError,
 )
 from graphrt.core.device import registry as plugins
-from graphrt.core.device.found import PluginWarning
-from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import Availability, Platform
-from graphrt.core.device.registry import PlatformRegistry, hookimpl
+from graphrt.core.device.registry import PlatformRegistry, PluginWarning, hookimpl, resolve_platform
 
 
 class StubPlatform(Platform):
@@ -574,7 +572,7 @@ def test_a_registered_plugin_may_not_take_the_name_of_a_built_in_either_way() ->
 def test_a_plugin_that_takes_long_is_named_while_it_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("graphrt.core.device.found.SLOW_S", 0.05)
+    monkeypatch.setattr("graphrt.core.device.registry.SLOW_S", 0.05)
     said = threading.Event()
 
     class Waits(logging.Handler):

@@ -17,6 +17,7 @@ TWINS = (
     "core/dispatch/reasons.py",
     "core/inputs/buffers.py",
     "core/inputs/layout.py",
+    "core/inputs/transport.py",
     "core/replay/_turn.py",
     "core/replay/entry.py",
     "core/replay/handout.py",

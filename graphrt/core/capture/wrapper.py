@@ -40,8 +40,8 @@ from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Recorder
 from graphrt.core.capture.sealing import Sealing
 from graphrt.core.device.graph import DeviceGraph
-from graphrt.core.device.lookup import given_platform
 from graphrt.core.device.platform import Platform
+from graphrt.core.device.registry import given_platform
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.replay._turn import in_turn
 from graphrt.core.replay.eager_part import name_of

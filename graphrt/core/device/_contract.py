@@ -7,8 +7,9 @@ from typing import Any
 
 from graphrt.core.base.errors import ContractVersionError
 
-CONTRACT_VERSION = 1
-"""Of the device contract. It grows when a platform that was right before may not be any longer."""
+CONTRACT_VERSION = 2
+"""Of the device contract. It grows when a platform that was right before may not be any longer. 2
+has no input ring and shares no executables; a platform of 1 that had neither still works."""
 
 OLDEST_CONTRACT = 1
 """The oldest version whose platforms still work."""

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NewType
 from weakref import WeakSet, ref
 
+import torch
+
 from graphrt.core.base.errors import InvalidOptionError, PoolError
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
+from graphrt.core.base.torch_names import storage_at
 
 PoolHandle = NewType("PoolHandle", tuple[int, int])
 
@@ -266,3 +269,15 @@ def never_destroy(graph: Any) -> None:
 
 
 _undead: list[Any] = []
+
+
+def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of `tensor`, of its dtype, shape and strides, without keeping it in use.
+
+    Raises what torch raises where the device's tensors cannot be made of an address, and
+    `MissingTorchNameError` where torch cannot do it for any.
+    """
+    owner = tensor.untyped_storage()
+    storage = storage_at(owner.data_ptr(), tensor.device, owner.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

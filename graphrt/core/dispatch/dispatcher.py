@@ -234,10 +234,6 @@ class GraphDispatcher(Uncopied):
             context.query_len = live_query_len(batch)
         return context
 
-    def served_by(self, slot: int) -> Any:
-        """The graph in a slot: what its batches are told (`found`), and how many (`batches`)."""
-        return self._graphs[slot]
-
     def not_replayed(self, context: ForwardContext) -> None:
         """Count the step of this context, which was announced as a HIT, as MISSING_GRAPH.
 

@@ -3,8 +3,8 @@
 1. `layout` says where the inputs of a size lie: a graph reads them there.
 2. `fill` brings a step's live rows there and writes the padding rows. An `InputTransport` does it
    for the packed inputs; a fixed input is copied on its own.
-3. `slot` is host memory in which the host writes the inputs of its next step in place; `fill_from`
-   brings that.
+3. `slot` is host memory in which the host writes the inputs of its next step in place; `fill`
+   brings that too.
 
 Values are looked at where they are used. What is wrong with them is found out when that raises.
 """
@@ -98,6 +98,8 @@ class StaticInputs:
         self.padding = PaddingRows(every, kept)
         # Whether what is packed is all there is, under the names that a step gives it.
         self.all_packed = not self._fixed and not self.declared.nested
+        dtypes = {name: spec.dtype for name, spec in every.items()}
+        self._graded = [n for n, own in dtypes.items() if own.is_floating_point or own.is_complex]
         self._layouts: dict[tuple[int, int], InputLayout] = {}
         # By where slots are and what is live there.
         self._slot_views: dict[tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Arrays]] = {}
@@ -141,10 +143,21 @@ class StaticInputs:
         return frozenset(name for name, spec in specs.items() if spec.batch_axis()[0] is None)
 
     @property
-    def graded(self) -> list[str]:
-        """The inputs that may require a gradient."""
-        dtypes = {name: spec.dtype for name, spec in self.declared.specs.items()}
-        return [name for name, own in dtypes.items() if own.is_floating_point or own.is_complex]
+    def may_require_gradients(self) -> bool:
+        """Whether there are inputs of a dtype that has gradients."""
+        return bool(self._graded)
+
+    def require_gradients(self, values: Mapping[str, Any]) -> bool:
+        """Whether one of a step's inputs requires a gradient."""
+        try:
+            if self.declared.nested:
+                values = dict(flat_of(values))
+            for name in self._graded:
+                if values[name].requires_grad:
+                    return True
+        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError):
+            pass  # no mapping of tensors: filling the buffers raises the named error
+        return False
 
     @property
     def ring(self) -> InputRing | None:
@@ -186,12 +199,19 @@ class StaticInputs:
         Everything is checked before anything is written; raises `InvalidInputError`.
         """
         if type(values) is InputSlot:
-            if values.layout is layout and values.moves.live == (tokens, reqs):
-                self.fill_from(values, layout, values.moves, stream, in_graph)
+            slot = values
+            if slot.turn != self.turn:
+                slot.check(self.turn)
+            if slot.layout is layout and slot.moves.live == (tokens, reqs):
+                self.turn += 1
+                if not self.transport.give(slot.place, slot.moves, stream, in_graph):
+                    # A step failed since, and the device said that it was given.
+                    slot.check(-1)
+                for move in slot.moves.fixed:
+                    move.bring(slot[move.field.name])
                 return
             # Its memory may be what is filled next.
-            values.check(self.turn)
-            values = {name: value.clone() for name, value in values.items()}
+            values = {name: value.clone() for name, value in slot.items()}
         self.turn += 1
         # Free where nothing goes wrong: what a tensor lacks shows when it is used.
         try:
@@ -212,9 +232,19 @@ class StaticInputs:
     def slot(self, layout: InputLayout | None, tokens: int, reqs: int) -> InputSlot:
         """Where the host writes the live rows of a step that `fill` then fills `layout` from.
         Without a layout it is memory that has nothing to do with the buffers."""
-        if layout is not None:
-            return self.slot_of(layout, layout.moves(tokens, reqs))
         self.turn += 1
+        if layout is not None:
+            moves = layout.moves(tokens, reqs)
+            place, memory, at = self.transport.take(moves)
+            views = self._slot_views.get((at, moves))
+            if views is None:
+                found = moves.views_in(memory, at)
+                found.update({own.name: own.host_rows(tokens, reqs) for own in self._fixed})
+                tensors = {name: found[name] for name in self.declared.specs}
+                if len(self._slot_views) >= _CACHED_SLOTS:
+                    self._slot_views.clear()
+                views = self._slot_views[at, moves] = tensors, Arrays(tensors)
+            return InputSlot(views, place, layout, moves, self.turn)
         try:
             tensors = {
                 name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype, device="cpu")
@@ -229,20 +259,6 @@ class StaticInputs:
             ) from error
         return InputSlot((tensors, Arrays(tensors)), None, None, None, self.turn)
 
-    def slot_of(self, layout: InputLayout, moves: StepMoves) -> InputSlot:
-        """The same, of which the moves into that layout are known."""
-        self.turn += 1
-        place, memory, at = self.transport.take(moves)
-        views = self._slot_views.get((at, moves))
-        if views is None:
-            found = moves.views_in(memory, at)
-            found.update({own.name: own.host_rows(*moves.live) for own in self._fixed})
-            tensors = {name: found[name] for name in self.declared.specs}
-            if len(self._slot_views) >= _CACHED_SLOTS:
-                self._slot_views.clear()
-            views = self._slot_views[at, moves] = tensors, Arrays(tensors)
-        return InputSlot(views, place, layout, moves, self.turn)
-
     def check_alone(self, values: Mapping[str, Any]) -> None:
         """Raise `InvalidInputError` for values that a step was given beside a slot."""
         if values:
@@ -252,19 +268,6 @@ class StaticInputs:
                 expected="all inputs written to the slot",
                 advice="slot[name].copy_(value), or slot.numpy[name][:] = array",
             )
-
-    def fill_from(
-        self, slot: InputSlot, layout: InputLayout, moves: StepMoves, stream: Any, in_graph: bool
-    ) -> None:
-        """Fill `layout` from a slot that was taken for it, and for these moves."""
-        if slot.turn != self.turn:
-            slot.check(self.turn)
-        self.turn += 1
-        if not self.transport.give(slot.place, moves, stream, in_graph):
-            # A step failed since, and the device said that it was given.
-            slot.check(-1)
-        for move in moves.fixed:
-            move.bring(slot[move.field.name])
 
     def expect_capture(self, layout: InputLayout) -> None:
         """Before a capture, whose graph is to fetch what is in the buffers of `layout` already."""

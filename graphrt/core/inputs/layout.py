@@ -9,7 +9,7 @@ in a kernel of a transport's own, takes it from the `pads` and `repeats` there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from ctypes import PYFUNCTYPE, c_size_t, c_void_p, cast, memmove, memset
 from typing import Any
 
@@ -29,7 +29,7 @@ _CACHED_MOVES = 128
 Span = tuple[int, int]
 
 # `ctypes.memmove` gives the interpreter away and takes it back, which costs more than few bytes.
-_copy_few = PYFUNCTYPE(None, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
+copy_few = PYFUNCTYPE(None, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
 
 
 class PadPattern:
@@ -169,7 +169,7 @@ class FieldMove:
     def copy_at(self, base: int, address: int) -> None:
         """Copy the live rows that lie at `address` into the host's packed memory at `base`."""
         for to, start, size in self.copies:
-            copy = _copy_few if size <= _FEW_BYTES else memmove
+            copy = copy_few if size <= _FEW_BYTES else memmove
             copy(base + to, address + start, size)
 
     def pad_at(self, base: int) -> None:
@@ -253,17 +253,6 @@ class StepMoves:
         self.alike: Any = None
         self.whole: tuple[Span, ...] = ((0, layout.nbytes),) if layout.nbytes else ()
         self._spans: dict[str, tuple[Span, ...]] = {}
-
-    def copy_at(self, base: int, addresses: Sequence[int]) -> None:
-        """Copy the live rows of all inputs, which lie at these addresses, into the host's packed
-        memory at `base`."""
-        if self.short is not None:
-            places, sizes = self.short
-            # Each returns None, so that `any` has all of them done, without a loop in Python.
-            any(map(_copy_few, [base + to for to in places], addresses, sizes))
-        else:
-            for move, address in zip(self.fields, addresses, strict=True):
-                move.copy_at(base, address)
 
     def pad_at(self, base: int) -> None:
         """Write all padding rows in the host's packed memory at `base`."""

@@ -5,26 +5,43 @@ from __future__ import annotations
 import enum
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base.errors import OutputError
+from graphrt.core.base.errors import InvalidOptionError, OutputError
 from graphrt.core.base.log import logger
-from graphrt.core.base.option_values import told
+from graphrt.core.base.option_values import shown, told
 from graphrt.core.batch.axes import Axis
-from graphrt.core.inputs.output_axes import (
-    Declared,
-    DeclaredAxes,
-    OneSize,
-    OutputAxes,
-    at_path,
-    check_containers,
-    check_tensor,
-    name_of_axis,
-    unknown_axes,
-)
+
+OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
+"""Axes of an output, or of several by name or position: see `OutputLayout`."""
+
+Declared = tuple[int | Axis | None, ...]
+"""The axes of one tensor: a constant size, a batch axis, or None for a size that is not looked at.
+Dimensions behind the last one are constants, or are found where no batch axis is declared."""
+
+
+class OneSize(NamedTuple):
+    """What may be a batch axis of the output at `path`: nothing but its size in one batch is known,
+    as the forward runs at no other size."""
+
+    tokens: int
+    reqs: int
+    known: int
+    path: str
+
+    def size(self, tokens: int, reqs: int) -> int:
+        """The size in a batch of so many tokens and requests; raises `OutputError` for another one
+        than was seen."""
+        if (tokens, reqs) != (self.tokens, self.reqs):
+            why = f"the forward runs at no other size than {self.tokens} tokens"
+            step = f"a step of {tokens} tokens of {reqs} requests"
+            raise unknown_axes(self.path, why, step)
+        return self.known
+
 
 BatchDims = tuple[tuple[int, Axis | OneSize], ...]
 """The dimensions of one tensor that are cut to the live rows."""
@@ -56,7 +73,7 @@ class OutputLayout:
         What is not declared is found by comparing shapes at two sizes. Raises `InvalidInputError`
         for an axis that there is not, `InvalidOptionError` for anything else.
         """
-        self._axes = DeclaredAxes(declared)
+        self._declared = _declared_axes(declared)
         self._batch_dims: dict[str, BatchDims] = {}
         self._seen: list[Seen] = []
         self._resolved: set[tuple[int, int]] = set()
@@ -88,7 +105,7 @@ class OutputLayout:
         if self._resolved:
             # It has the axes that were found, or this raises.
             for path in shapes:
-                _dims_of(path, [*self._seen, seen], self._axes.get(path), False)
+                _dims_of(path, [*self._seen, seen], self._axes(path), False)
         if (tokens, reqs) not in self._resolved and seen not in self._seen:
             self._seen.append(seen)
 
@@ -129,7 +146,7 @@ class OutputLayout:
             why = None if failed is None else f"{type(failed).__name__}: {failed}"
             raise unknown_axes(unclear[0], "no eager step of another size", why) from failed
         self._batch_dims = {
-            path: _dims_of(path, self._seen, self._axes.get(path), only)
+            path: _dims_of(path, self._seen, self._axes(path), only)
             for path in self._seen[0].shapes
         }
         self._resolved = {(each.tokens, each.reqs) for each in self._seen}
@@ -179,7 +196,7 @@ class OutputLayout:
         return (reqs * query_len, reqs) if reqs * query_len < least else None
 
     def _looks_told(self, path: str, least: int) -> Iterable[int]:
-        declared = self._axes.get(path) or ()
+        declared = self._axes(path) or ()
         for dim, column in enumerate(_columns(path, self._seen)):
             constant = dim >= len(declared) or isinstance(declared[dim], int)
             if constant and len(set(column)) == 1 and 1 < column[0] <= least:
@@ -202,7 +219,7 @@ class OutputLayout:
 
     def _is_unclear(self, path: str) -> bool:
         """Whether a dimension has sizes that fit more than one axis, and no declaration tells."""
-        declared = self._axes.get(path)
+        declared = self._axes(path)
         if declared is None and self._saw_one_size():
             return True
         columns = list(_columns(path, self._seen))
@@ -218,8 +235,14 @@ class OutputLayout:
                 return True
         return False
 
+    def _axes(self, path: str) -> Declared | None:
+        """The declared axes of the tensor at `path`, None if there are none."""
+        return next((axes for own, axes in self._declared.items() if _is_of(own, path)), None)
+
     def _check_declared(self, seen: Seen, outputs: Any) -> None:
-        for path in self._axes.missing(seen.shapes):
+        for path in self._declared:
+            if any(_is_of(path, each) for each in seen.shapes):
+                continue
             keys = list(outputs) if isinstance(outputs, dict) else type(outputs).__name__
             raise OutputError(
                 "the forward returns other outputs than outputs= names",
@@ -228,7 +251,7 @@ class OutputLayout:
                 advice="name the axes of what the forward returns",
             )
         for path, shape in seen.shapes.items():
-            declared = self._axes.get(path)
+            declared = self._axes(path)
             if declared is None:
                 continue
             sizes = [
@@ -355,3 +378,133 @@ def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None, only: b
 
 def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{path} {shape}".strip() for path, shape in shapes.items()) or "no tensors"
+
+
+def _declared_axes(declared: Any) -> dict[str, Declared]:
+    """The axes of `outputs=` by what they are of: a tensor, or all below that has no others.
+
+    Raises `InvalidInputError` for an axis that there is not, `InvalidOptionError` for anything
+    else.
+    """
+    found: dict[str, Declared] = {}
+
+    def read(axes: Any, prefix: str) -> None:
+        if axes is None:
+            return
+        if isinstance(axes, Mapping) and axes:
+            for name, its_axes in axes.items():
+                read(its_axes, f"{prefix}[{name!r}]")
+        elif not isinstance(axes, tuple | list):
+            raise _no_axes(prefix, axes)
+        elif any(isinstance(axis, tuple | list | Mapping) for axis in axes):
+            for place, its_axes in enumerate(axes):
+                read(its_axes, f"{prefix}[{place}]")
+        else:
+            found[prefix] = tuple(map(_axis, axes))
+
+    try:
+        read(declared, "")
+    except RecursionError:
+        raise _no_axes("", declared) from None
+    return found
+
+
+def _is_of(prefix: str, path: str) -> bool:
+    """Whether what is declared for `prefix` is of the tensor at `path`: a name may be a key, or a
+    field."""
+    named = prefix.replace("['", ".").replace("']", "")
+    below = path.replace("['", ".").replace("']", "")
+    return below.startswith(named) and below[len(named) : len(named) + 1] in ("", ".", "[")
+
+
+def _axis(axis: Any) -> int | Axis | None:
+    if axis is None:
+        return None
+    if isinstance(axis, str):
+        return Axis.parse(axis)
+    size = -1 if isinstance(axis, bool) or not hasattr(axis, "__index__") else index(axis)
+    if size < 0:
+        raise _no_axes("", axis)
+    return size
+
+
+def _no_axes(prefix: str, axes: object) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"outputs= gives no axes{at_path(prefix)}",
+        got=shown(axes),
+        expected='"tokens", "reqs", "reqs+1", a size, or None for any size, in a tuple for every '
+        "tensor",
+        advice='outputs=("tokens", 4096), or outputs={"logits": ("tokens", vocab)}',
+    )
+
+
+def unknown_axes(path: str, why: str, got: str | None) -> OutputError:
+    """The error for outputs that were not seen at two sizes."""
+    return OutputError(
+        f"it cannot be told which dimensions of the outputs are batch axes{at_path(path)}: {why}, "
+        "to compare",
+        got=got,
+        expected="outputs= with the axes of every tensor that the forward returns",
+        advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',
+    )
+
+
+def check_tensor(path: str, tensor: torch.Tensor) -> None:
+    """Raise `OutputError` for a tensor that cannot be handed out."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
+        raise OutputError(
+            f"the forward returns a tensor that has no strided memory of its own{at_path(path)}",
+            got=kind,
+            expected="a strided tensor",
+            advice="return to_dense(), or the parts of it",
+        )
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise OutputError(
+            f"the forward returns a tensor subclass that holds other tensors{at_path(path)}",
+            got=type(tensor).__qualname__,
+            expected="a plain tensor",
+            advice="return the tensors in it, as to_local() does of a DTensor",
+        )
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        # Of a weight that is one, say, torch makes results that are; pool memory is none.
+        raise OutputError(
+            f"the forward returns a tensor subclass, and replays plain tensors{at_path(path)}",
+            got=type(tensor).__qualname__,
+            expected="a plain tensor at every step",
+            advice="return result.as_subclass(torch.Tensor)",
+        )
+
+
+def check_containers(outputs: Any) -> None:
+    """Raise `OutputError` for a dict that has its tensors as attributes too, if they do not follow
+    its items: the caller could find the graph's own there."""
+    if isinstance(outputs, torch.Tensor):
+        return
+    if isinstance(outputs, dict):
+        if type(outputs) is not dict and hasattr(outputs, "__dict__"):
+            own = {id(each) for each in vars(outputs).values() if isinstance(each, torch.Tensor)}
+            copied = tree.map_tensors(torch.Tensor.detach, outputs) if own else outputs
+            if own & {id(each) for each in vars(copied).values()}:
+                raise OutputError(
+                    "the forward returns a dict whose attributes are tensors, and stay what they "
+                    "are where its items are replaced",
+                    got=type(outputs).__qualname__,
+                    expected="a dict, a dataclass, or a dict whose attributes follow its items",
+                    advice="return dict(result)",
+                )
+        below: Iterable[Any] = outputs.values()
+    else:
+        below = outputs if isinstance(outputs, tuple | list) else ()
+    for each in below:
+        check_containers(each)
+
+
+def name_of_axis(axis: int | Axis | None) -> str:
+    """As in `outputs=`."""
+    return f'"{axis}"' if isinstance(axis, Axis) else str(axis)
+
+
+def at_path(path: str) -> str:
+    """Where in the outputs, for a message."""
+    return f", at {path}" if path else ""

@@ -17,7 +17,7 @@ import torch
 from graphrt.core.base.torch_names import copy_all
 from graphrt.core.device.graph import DeviceEvent
 from graphrt.core.device.platform import Platform
-from graphrt.core.inputs.layout import FieldMove, StepMoves
+from graphrt.core.inputs.layout import FieldMove, StepMoves, copy_few
 from graphrt.core.inputs.spec import LOWEST_ADDRESS, check_value
 
 MAX_SLOTS = 64
@@ -155,10 +155,10 @@ def sources_of(
             address < LOWEST_ADDRESS
             or low <= address < high
             or busy_low <= address < busy_high
-            or (may_negate and _is_lazy(value))
+            or (may_negate and (value.is_neg() or value.is_conj()))
         ):
             own, kind = _apart(value, move, slab, busy)
-            plain = plain and own is value and address >= LOWEST_ADDRESS
+            plain &= own is value and address >= LOWEST_ADDRESS
             value, address = own, own.data_ptr()
         else:
             kind = "h" if value.is_cpu else "d"
@@ -180,7 +180,8 @@ def _apart(
     if value.data_ptr() < LOWEST_ADDRESS:
         # To read there would end the process. An empty one has no address.
         check_value(move.field.name, move.field.spec, value, tuple(move.shape))
-    if _is_lazy(value):
+    if value.is_neg() or value.is_conj():
+        # Its bits are not its values.
         value = value.detach().resolve_conj().resolve_neg()
     address = value.data_ptr()
     if address == slab.low + move.field.offset and move.lies_in(value):
@@ -190,9 +191,16 @@ def _apart(
     return value, "h" if value.is_cpu else "d"
 
 
-def _is_lazy(value: torch.Tensor) -> bool:
-    """Whether the bits of a tensor are not its values."""
-    return value.is_neg() or value.is_conj()
+def copy_rows(moves: StepMoves, base: int, addresses: Sequence[int]) -> None:
+    """Copy the live rows of all inputs, which lie at these addresses, into the host's packed memory
+    at `base`."""
+    if moves.short is not None:
+        places, sizes = moves.short
+        # Each returns None, so that `any` has all of them done, without a loop in Python.
+        any(map(copy_few, map(base.__add__, places), addresses, sizes))
+    else:
+        for move, address in zip(moves.fields, addresses, strict=True):
+            move.copy_at(base, address)
 
 
 class StagedCopy:
@@ -226,7 +234,7 @@ class StagedCopy:
         if staging is None or slot is not None:
             base = slab.low if slot is None else slot.address
             if from_host:
-                moves.copy_at(base, sources.addresses)
+                copy_rows(moves, base, sources.addresses)
                 if moves.padded:
                     moves.pad_at(base)
             else:

@@ -10,8 +10,8 @@ from graphrt.core.base.errors import InvalidSizesError, ResourceExhaustedError
 from graphrt.core.base.option_values import check_kind, flag, items_of, only_known
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider, graphs_off
-from graphrt.core.device.lookup import check_platform, given_platform
 from graphrt.core.device.platform import Platform
+from graphrt.core.device.registry import check_platform, given_platform
 from graphrt.core.plan import saved, text
 from graphrt.core.plan.arguments import (
     PlanArguments,
@@ -55,6 +55,24 @@ class Plan:
     to that, `sizes` the lists of sizes in tokens, `keys` what is captured, in capture order,
     `captured` the same with what each takes, `left_out` what the budget does not hold, and why, and
     `total` what all graphs take together.
+
+    `max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by
+    default the largest of `sizes` (in tokens); one of the three is needed. `max_size` is the
+    largest size to capture. `query_lens` are the tokens of a request in a decode step.
+    `attention` is what the attention of the model can be captured in (a level or its name), or
+    that of each backend by name. `pieces` is what cuts the forward; "auto" stands for pieces
+    that a compiled module brings along, else for breakable capture. `compiled` are the compiled
+    modules of the forward (`graphrt.compile`), which must all be named unless the forward is
+    one itself.
+
+    There is a graph for each of `loras` (active adapters, None for any number), `variants` and,
+    for FULL, `bounds`. `budget` limits what is captured. `traffic` (size in tokens: share of
+    the steps) says what is padded least: the default lists have as many sizes as without it,
+    and a budget keeps as many as it holds. `platform` is where the graphs will be,
+    by default the current one; it says the largest size that is captured by default.
+
+    No size may be so large that no batch needs it. `GRAPHRT_MODE=NONE` in the environment makes
+    every plan one without graphs.
     """
 
     def __init__(
@@ -78,26 +96,8 @@ class Plan:
         traffic: Traffic | None = None,
         platform: Platform | str | None = None,
     ) -> None:
-        """`max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by
-        default the largest of `sizes` (in tokens); one of the three is needed. `max_size` is the
-        largest size to capture. `query_lens` are the tokens of a request in a decode step.
-        `attention` is what the attention of the model can be captured in (a level or its name), or
-        that of each backend by name. `pieces` is what cuts the forward; "auto" stands for pieces
-        that a compiled module brings along, else for breakable capture. `compiled` are the compiled
-        modules of the forward (`graphrt.compile`), which must all be named unless the forward is
-        one itself.
-
-        There is a graph for each of `loras` (active adapters, None for any number), `variants` and,
-        for FULL, `bounds`. `budget` limits what is captured. `traffic` (size in tokens: share of
-        the steps) says what is padded least: the default lists have as many sizes as without it,
-        and a budget keeps as many as it holds. `platform` is where the graphs will be,
-        by default the current one; it says the largest size that is captured by default.
-
-        No size may be so large that no batch needs it. `GRAPHRT_MODE=NONE` in the environment makes
-        every plan one without graphs. Raises the named errors of bad modes, sizes, options and
-        platforms.
-        """
-        self.arguments: PlanArguments = checked_arguments(
+        """Raises the named errors of bad modes, sizes, options and platforms."""
+        own = self.arguments = checked_arguments(
             {
                 "mode": mode,
                 "sizes": sizes,
@@ -115,23 +115,13 @@ class Plan:
                 "traffic": traffic,
             }
         )
-        own = self.arguments
         self.platform = given_platform(platform)
         self.compiled = own["compiled"]
-        provider, whole_graph = provider_of(self.compiled, own["pieces"])
-        resolution = resolve_mode(
-            own["mode"],
-            attention=own["attention"],
-            query_lens=own["query_lens"],
-            pieces=provider,
-            whole_graph_pass=whole_graph,
-        )
-        resolution = with_switches(self.compiled, resolution)
+        self.pieces, resolution = self._resolved()
         self.sizes: CaptureSizes = self._sizes_of(own)
         check_decode(resolution.mode, self.sizes)
-        keys = self._keys_of(resolution.mode, self.sizes)
         self._fitted: Fitted = fit(
-            keys,
+            self._keys_of(resolution.mode, self.sizes),
             budget or Budget(),
             mode=resolution,
             traffic=own["traffic"],
@@ -141,7 +131,6 @@ class Plan:
         self.resolution: ModeResolution = self._fitted.resolution
         self.resolution.log_steps()
         self.mode: GraphMode = self.resolution.mode
-        self.pieces: PieceProvider | None = provider
         self.keys: tuple[CaptureKey, ...] = self._fitted.keys
         self.captured: tuple[PlannedCapture, ...] = self._fitted.captured
         self.left_out: tuple[LeftOut, ...] = self._fitted.left_out
@@ -158,6 +147,19 @@ class Plan:
         if not by_worth and self.platform.stream_room() is None:
             return self.keys
         return tuple(by_priority(self.keys, self.arguments["traffic"], self._landmarks))
+
+    def _resolved(self) -> tuple[PieceProvider | None, ModeResolution]:
+        """What cuts the forward into pieces, and the mode that batches can run in."""
+        own = self.arguments
+        provider, whole_graph = provider_of(self.compiled, own["pieces"])
+        resolution = resolve_mode(
+            own["mode"],
+            attention=own["attention"],
+            query_lens=own["query_lens"],
+            pieces=provider,
+            whole_graph_pass=whole_graph,
+        )
+        return provider, with_switches(self.compiled, resolution)
 
     @property
     def _landmarks(self) -> list[int]:

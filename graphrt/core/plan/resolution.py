@@ -79,9 +79,9 @@ def resolve_mode(
     query_lens: Sequence[int] = (1,),
     pieces: PieceProvider | str | None = PieceProvider.BREAKABLE,
     whole_graph_pass: bool = False,
-    pooling: bool = False,
 ) -> ModeResolution:
-    """The mode that a model can run in, by the table of DESIGN section 4.
+    """The mode that a model can run in, by the table of DESIGN section 4; `requested` None stands
+    for FULL_AND_PIECEWISE with pieces, else NONE.
 
     `attention` is the model's support, or the support of each of its backends by name, of which
     the lowest decides. `query_lens` are the decode query lengths (the largest matters).
@@ -91,7 +91,7 @@ def resolve_mode(
     provider = None if whole_graph_pass else PieceProvider.parse(pieces)
     query_len = max(query_lens, default=1)
     if requested is None:
-        requested = default_mode(pieces=provider is not None, pooling=pooling)
+        requested = GraphMode.NONE if provider is None else GraphMode.FULL_AND_PIECEWISE
     requested = GraphMode.parse(requested)
 
     found = ModeResolution(requested, requested)
@@ -113,13 +113,6 @@ def resolve_mode(
     if provider is None:
         return found.stepped("no-pieces", mode.without_pieces(), "nothing provides pieces")
     return found
-
-
-def default_mode(*, pieces: bool, pooling: bool = False) -> GraphMode:
-    """FULL_AND_PIECEWISE with pieces, else NONE; pooling models PIECEWISE."""
-    if pooling:
-        return GraphMode.PIECEWISE
-    return GraphMode.FULL_AND_PIECEWISE if pieces else GraphMode.NONE
 
 
 def _lowest(

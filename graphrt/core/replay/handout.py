@@ -26,8 +26,7 @@ from graphrt.core.base.torch_names import (
 )
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.platform import Platform
-from graphrt.core.inputs.output_axes import at_path, check_tensor
-from graphrt.core.inputs.outputs import BatchDims, OutputLayout
+from graphrt.core.inputs.outputs import BatchDims, OutputLayout, at_path, check_tensor
 
 Shape = tuple[int, ...]
 

@@ -29,8 +29,8 @@ from graphrt.core.device._contract import Capability
 from graphrt.core.device._devices import capture_lock, device_of
 from graphrt.core.device.figures import UpdateFigures
 from graphrt.core.device.graph import DeviceGraph
-from graphrt.core.device.lookup import resolve_platform
 from graphrt.core.device.platform import Platform
+from graphrt.core.device.registry import resolve_platform
 from graphrt.core.replay._pieces import PieceSteps
 from graphrt.core.replay._turn import (
     LeftBehind,

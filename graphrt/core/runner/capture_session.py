@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,14 +23,16 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.transaction import CaptureTransaction
+from graphrt.core.device.figures import GraphWork, StreamRoom
+from graphrt.core.device.platform import Platform
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.host_args import WORST_CASE
 from graphrt.core.replay.recording import enter_under_way, warming_up
 from graphrt.core.runner.graph_table import GraphRecord, GraphTable, PlannedGraph
 from graphrt.core.runner.host import Phase
 from graphrt.core.runner.prepared import PreparedStep
-from graphrt.core.runner.streams import StreamLedger
 from graphrt.core.trust.warm_up import WatchedState
+from graphrt.core.trust.watching.modes import WorkCount
 
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
@@ -353,3 +355,83 @@ def _watched_state(graphs: GraphTable) -> WatchedState:
 
 def _growth(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
+
+
+T = TypeVar("T")
+
+_FEWER = "capture fewer sizes or fewer pieces; what is captured serves"
+
+
+class StreamLedger:
+    """What graphs of each mode and kind take of the device's streams: counted in the warm-up, then
+    as measured around the last capture. Where the device does not tell, nothing is refused.
+
+    A capture that runs out of streams in its middle may cost the process: see the platform.
+    """
+
+    def __init__(self, platform: Platform, breaks: tuple[str, ...] = ()) -> None:
+        self._platform = platform
+        self._breaks = frozenset(breaks)
+        room = platform.stream_room()
+        # What must stay free is that of the session's beginning.
+        self._reserve = 0 if room is None else room.reserve
+        self.counts = room is not None
+        self._before: StreamRoom | None = None
+        self._work: dict[Hashable, GraphWork] = {}
+        self._needs: dict[Hashable, tuple[int, str]] = {}
+
+    def count(self, kind: Hashable, run: Callable[[], T]) -> T:
+        """Run an eager forward of this kind, and count what it issues."""
+        if not self.counts:
+            return run()
+        count = WorkCount(self._platform.stream_id_reader(), self._breaks)
+        result = count.run(run)
+        self._work[kind] = count.work
+        return result
+
+    def check(self, graph: PlannedGraph, kind: Hashable = None) -> GraphWork | None:
+        """Before a graph: what the warm-up of its kind issued, if one was counted; without, nothing
+        is known of the first graph of a mode.
+
+        Raises `StreamBudgetError` if the graph will take more streams than it may.
+        """
+        room = self._before = self._room()
+        needed = self._needs.get((graph.mode, graph.descriptor.kind))
+        work = self._work.get(kind)
+        if needed is None and work is not None:
+            work = replace(work, in_pieces=graph.mode is GraphMode.PIECEWISE)
+            needed = self._platform.streams_needed(work), "at most, by what its warm-up issued"
+        if room is not None and needed is not None and needed[0] > room.usable:
+            raise self._too_few(*needed, room)
+        return work
+
+    def took(self, graph: PlannedGraph) -> int | None:
+        """Note what a graph took since `check`, and return it; raises `StreamBudgetError` if that
+        is of what must stay free."""
+        before, after = self._before, self._room()
+        if before is None or after is None:
+            return None
+        taken = max(0, before.free - after.free)
+        self._needs[graph.mode, graph.descriptor.kind] = taken, f"as many as {graph} took"
+        if after.free < after.reserve:
+            raise self._too_few(taken, "found at its end", before)
+        return taken
+
+    def failed(self, graph: PlannedGraph) -> None:
+        """Note that a graph ran out of streams after its capture had begun."""
+        if self._before is not None:
+            needed = self._before.usable + 1, f"more than {graph} found"
+            self._needs[graph.mode, graph.descriptor.kind] = needed
+
+    def _room(self) -> StreamRoom | None:
+        room = self._platform.stream_room() if self.counts else None
+        return None if room is None else StreamRoom(room.free, self._reserve)
+
+    def _too_few(self, needed: int, why: str, room: StreamRoom) -> StreamBudgetError:
+        kept = f", {room.reserve} of them kept in reserve" if room.reserve else ""
+        return StreamBudgetError(
+            "the device has too few free streams for this graph",
+            got=f"{room.free} free{kept}",
+            expected=f"{needed} ({why})",
+            advice=_FEWER,
+        )

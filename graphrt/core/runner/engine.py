@@ -17,24 +17,26 @@ from typing import Any
 
 from graphrt.core.base._native_door import NativePath
 from graphrt.core.base.errors import (
+    InputSlotError,
     InvalidBatchError,
     NestedCaptureError,
     PoolClosedError,
     VerificationError,
 )
+from graphrt.core.base.option_values import shown
 from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import Reserved
 from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
-from graphrt.core.inputs.buffers import batch_of
+from graphrt.core.inputs.buffers import batch_of, wrong_requests
+from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.slot import InputSlot, agreed_too_late
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.prepared import PreparedStep
-from graphrt.core.runner.slots import Slots
 from graphrt.core.runner.trials import Given, StepTrials
 from graphrt.core.runner.updates import LastUpdates
 
@@ -74,7 +76,7 @@ class StepEngine:
         self._checks = graphs.checks
         self._pool = setup.pool
         self.updates = LastUpdates(graphs.steps)
-        self.slots = Slots(graphs, setup.inputs, setup.pool)
+        self.slots = Slots(graphs)
         executor = self._executor = StepExecutor(graphs)
         self.trials = StepTrials(executor, graphs, self.updates)
 
@@ -200,7 +202,7 @@ class StepEngine:
         """Run a step as it was dispatched. With an input that requires a gradient it is tried if
         nobody knows yet which outputs depend on that, and those that do are marked."""
         gradients = self._graphs.setup.run_forward.gradients
-        graded = gradients.of_inputs and gradients.required(values)
+        graded = gradients.of_inputs and self._executor.inputs.require_gradients(values)
         if graded and gradients.look(values) and found.slot >= 0 and self._checks.on:
             return self.check(batch, found, values, updates, metadata, agreed)
         self.last_dispatch = found
@@ -336,14 +338,9 @@ class StepEngine:
             )
         updates = self.updates.resolve(given.updates, batch)
         try:
-            outputs = self._executor.run_unpadded(
-                batch, found, given.values, updates, given.metadata
-            )
-        except BaseException:
+            return self._executor.run_unpadded(batch, found, given.values, updates, given.metadata)
+        finally:
             self._checks.look_after_eager_step()
-            raise
-        self._checks.look_after_eager_step()
-        return outputs
 
     def _should_have_a_graph(self, batch: Batch, found: Dispatch) -> bool:
         """Whether the plan has graphs for batches of this kind, so that a miss is a mistake."""
@@ -381,3 +378,88 @@ def _no_graph_to_pad_to(reason: Reason) -> InvalidBatchError:
         advice="capture() before; found = runner.dispatcher.dispatch(batch), and go on where "
         "found.reason is Reason.HIT",
     )
+
+
+class Slots:
+    """Makes the slots of one runner, and takes them back."""
+
+    def __init__(self, graphs: GraphTable) -> None:
+        self._graphs = graphs
+        self._inputs = graphs.setup.inputs
+        self._pool = graphs.setup.pool
+
+    def make(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
+        """A slot for the inputs of `batch`, where the graph is that serves it."""
+        # A turn, written out: see `Turn`.
+        pool = self._pool
+        if pool.owner is not None:
+            raise pool.busy_error(self._graphs.owner)
+        try:
+            pool.owner = self._graphs.owner
+            slot = self._make(batch, agreed)
+            pool.owner = None
+            return slot
+        except BaseException:
+            pool.owner = None
+            raise
+
+    def _make(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
+        inputs, graphs = self._inputs, self._graphs
+        found: Dispatch | None = None
+        # A step that captures its graph first cannot have its inputs in place.
+        if not graphs.sealing.may_capture:
+            found = graphs.dispatcher.dispatch(batch, agreed=agreed)
+        tokens, reqs = batch[0], batch[1]
+        if reqs is None:
+            reqs = self._requests(batch)
+        step = None
+        layout: InputLayout | None = None
+        if found is not None and found.slot >= 0:
+            step = graphs.steps[found.slot]
+            assert step is not None
+            if not 1 <= reqs <= step.reqs:
+                raise wrong_requests(reqs, step.reqs)
+            layout = step.layout
+        elif found is not None and tokens <= inputs.tokens and reqs <= inputs.reqs:
+            layout = inputs.layout(tokens, reqs)
+        self._pool.follow_stream()
+        slot = inputs.slot(layout, tokens, reqs)
+        slot.batch, slot.maker, slot.agreed = batch, self, agreed
+        if found is not None:
+            slot.planned = found, step
+        return slot
+
+    def open(self, slot: InputSlot) -> tuple[Dispatch | None, Mapping[str, Any]]:
+        """How the step of a slot is dispatched, and its inputs; None where it is to be dispatched
+        now. Raises `InputSlotError`."""
+        if slot.maker is not self:
+            raise InputSlotError(
+                "a slot was given to another runner than made it",
+                got=shown(slot),
+                expected="a slot of this runner",
+                advice="runner.slot(batch) of the runner that is called",
+            )
+        # As `use` does, which names what is wrong.
+        if slot.used or slot.turn != self._inputs.turn:
+            slot.use(self._inputs.turn)
+        slot.used = True
+        if slot.planned is not None:
+            found, step = slot.planned
+            steps, at = self._graphs.steps, found.slot
+            if step is None or (at < len(steps) and steps[at] is step):
+                return found, slot
+        return None, {name: value.clone() for name, value in slot.items()}
+
+    def _requests(self, batch: Batch) -> int:
+        """The requests of a batch that does not say how many it has."""
+        if batch.query_len:
+            return batch.num_tokens // batch.query_len
+        if self._inputs.has_requests:
+            raise InvalidBatchError(
+                "a slot is made before there are inputs, whose shapes would say how many requests "
+                "the batch has",
+                got=shown(batch),
+                expected="num_reqs, or query_len",
+                advice="Batch(num_tokens, num_reqs)",
+            )
+        return min(batch.num_tokens, self._inputs.reqs)

@@ -19,8 +19,7 @@ from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import check_forward
-from graphrt.core.inputs.output_axes import OutputAxes
-from graphrt.core.inputs.outputs import OutputLayout
+from graphrt.core.inputs.outputs import OutputAxes, OutputLayout
 from graphrt.core.inputs.slot import InputSlot
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.plan.arguments import PlanArguments, check_plan_arguments
@@ -30,13 +29,12 @@ from graphrt.core.replay._turn import check_between_steps, in_turn
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import current_capture, under_way
 from graphrt.core.runner.capture_session import Progress
-from graphrt.core.runner.compiled import pool_for, with_forward
 from graphrt.core.runner.engine import StepEngine, refuse_inside_capture
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Host
 from graphrt.core.runner.report import RunnerReport, report_of
 from graphrt.core.runner.scheduler import CaptureProgress, CaptureScheduler
-from graphrt.core.runner.setup import RunnerSetup
+from graphrt.core.runner.setup import RunnerSetup, pool_for, with_forward
 from graphrt.core.runner.trials import Given
 
 if TYPE_CHECKING:

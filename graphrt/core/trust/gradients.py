@@ -8,7 +8,7 @@ runs without gradients there: its results count as having none.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart, where_asked
 from graphrt.core.base.torch_names import delayed_error, uncompiled
+from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import flat_of
 from graphrt.core.trust.watching.operators import facts_of, written
 
@@ -54,15 +55,12 @@ class Gradients:
     requires a gradient it always is.
     """
 
-    def __init__(self, inputs: Iterable[str], *, on: bool, of_weights: bool) -> None:
-        """`inputs` are those that may require a gradient, by (dotted) name."""
+    def __init__(self, inputs: StaticInputs, *, on: bool, of_weights: bool) -> None:
         self._on = on and bool(delayed_error)
         self._of_weights = of_weights
-        names = tuple(inputs) if self._on else ()
-        self._flat = tuple(name for name in names if "." not in name)
-        self._nested = tuple(name.split(".") for name in names if "." in name)
+        self._inputs = inputs
         # Whether inputs may require one, so that somebody has to look.
-        self.of_inputs = bool(names)
+        self.of_inputs = self._on and inputs.may_require_gradients
         self.reset()
 
     def reset(self) -> None:
@@ -71,26 +69,10 @@ class Gradients:
         self._weights: list[weakref.ref[torch.Tensor]] = []
         self._asked = self._of_weights
 
-    def required(self, values: Mapping[str, Any]) -> bool:
-        """Whether one of a step's inputs requires a gradient and gets it in eager."""
-        try:
-            for name in self._flat:
-                if values[name].requires_grad:
-                    return expected()
-            for path in self._nested:
-                value: Any = values
-                for name in path:
-                    value = value[name]
-                if value.requires_grad:
-                    return expected()
-        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError):
-            return False  # no mapping of tensors: filling the buffers raises the named error
-        return False
-
     def look(self, values: Mapping[str, Any]) -> bool:
         """Before a step that is given `values`: whether it is to find out what nobody knows yet."""
-        if not self._asked and self.required(values):
-            self._asked = True
+        if not self._asked and self.of_inputs:
+            self._asked = self._inputs.require_gradients(values) and expected()
         return self.wanted
 
     @property

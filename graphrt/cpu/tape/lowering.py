@@ -54,15 +54,13 @@ class Lowered:
     checked: bool = False
 
 
-def replay_guard(*, inference: bool) -> Any:
-    """The dispatch state under which calls are tried at capture and issued at replay.
+def replay_guard(*, inference: bool) -> Callable[[], Any]:
+    """Makes the dispatch state under which calls are tried at capture and issued at replay.
 
     Below autograd there is no graph to build and no version to count, which is what a device
     graph does too; a custom operator goes straight to its kernel.
     """
-    if inference:
-        return inference_mode(True)
-    return below_autograd()
+    return partial(inference_mode, True) if inference else below_autograd
 
 
 class _Probe(ThreadMode):

@@ -76,7 +76,7 @@ class Tape(ThreadMode):
         self.in_task = False
         self.failure: Exception | None = None
         """An error that could not be raised where it arose; the next operator raises it."""
-        self._inference = inference
+        self._guard = replay_guard(inference=inference)
         self.aliases = Aliases(arena)
         self.births = Births(arena)
         self.own = OwnTensors(arena)
@@ -175,7 +175,7 @@ class Tape(ThreadMode):
                 _refuse_allocation(op)
             return self._record_again(op, args, kwargs, result, fresh, {})
         weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
-        with replay_guard(inference=self._inference):
+        with self._guard():
             call = _with_autocast(op, lower_in_place(op, weak_args, weak_kwargs))
         self._add(op, weak_args, weak_kwargs, Lowered("in_place", call))
         return result
@@ -199,7 +199,7 @@ class Tape(ThreadMode):
         if op.repeatable and not inside and len(fresh) == len(tensors) and fresh:
             outs = [self.place(t, op) for t in fresh]
             weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
-            with replay_guard(inference=self._inference):
+            with self._guard():
                 lowered = lower_functional(
                     op, weak_args, weak_kwargs, fresh, [self.aliases.weak_output(t) for t in outs]
                 )
@@ -224,7 +224,7 @@ class Tape(ThreadMode):
         if not op.mutates:
             self.births.write(op, (args, kwargs), op.written_arguments(args, kwargs))
         weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
-        with replay_guard(inference=self._inference):
+        with self._guard():
             call = _with_autocast(op, lower_again(op, weak_args, weak_kwargs, result))
         replaced, copies, tokens = self.copy_fresh(result, fresh, op, placed)
         if op.name in _FACTORS:

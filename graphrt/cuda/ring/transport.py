@@ -19,7 +19,14 @@ from graphrt.core.base._warnings import InputRingWarning
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.layout import StepMoves
-from graphrt.core.inputs.transport import MAX_BYTES, MAX_SLOTS, Slab, StagedCopy, sources_of
+from graphrt.core.inputs.transport import (
+    MAX_BYTES,
+    MAX_SLOTS,
+    Slab,
+    StagedCopy,
+    copy_rows,
+    sources_of,
+)
 from graphrt.cuda.ring.format import RingDevice, RingFormat, slot_bytes
 from graphrt.cuda.ring.moves import MoveTable
 from graphrt.cuda.ring.slots import SlotRing
@@ -100,7 +107,7 @@ class RingTransport:
             return False
         base = self._memory[0] + place[1]
         if kinds == moves.from_host:
-            moves.copy_at(base, sources.addresses)
+            copy_rows(moves, base, sources.addresses)
             learn(moves, sources, self.ring, self.slab, table, None)
             self._give(table, fetch, place, (), in_graph)
             return True

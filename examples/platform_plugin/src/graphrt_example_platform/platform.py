@@ -24,7 +24,7 @@ class TracingCpuPlatform(CpuPlatform):
     """`trace` counts the replays of each graph, by the order in which the graphs were made."""
 
     name = "tracing_cpu"
-    contract_version = 1
+    contract_version = 2
 
     def __init__(self) -> None:
         super().__init__()
