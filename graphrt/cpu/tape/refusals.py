@@ -13,6 +13,7 @@ import torch
 
 from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import IN_PIECES, CaptureSyncError, RefusedOpError
+from graphrt.core.capture.constants import MASK_DTYPES
 from graphrt.core.capture.refusals import Refusal
 from graphrt.cpu.private_torch import replace_reads
 from graphrt.cpu.tape.operators import Operator
@@ -25,7 +26,6 @@ INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
 """They take masks as indices: those that are constants choose the same places at every replay."""
 _SYNC_OPS = VALUE_READS | {"aten::_pack_padded_sequence"}
 _HOST_TYPES = frozenset({"int", "float", "bool", "number", "complex", "SymInt"})
-MASK_DTYPES = frozenset({torch.bool, torch.uint8})
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
 
 HOST_READ = Refusal(
