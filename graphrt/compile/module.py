@@ -123,10 +123,15 @@ class CompiledModule:
         if built is None:
             self._compile(self._subject.parameters.bind(args, kwargs))
             return self._checked(args, kwargs).run(*args, **kwargs)
-        in_pieces = context is not None and context.mode is GraphMode.PIECEWISE
-        if in_pieces and context is not None and context.capture is not None:
-            check_traced(built.codes)
-        if not in_pieces or context is None or context.capture is not None or not context.announced:
+        pieces = context if context is not None and context.mode is GraphMode.PIECEWISE else None
+        if pieces is not None and pieces.capture is None and pieces.announced:
+            # A step that is replayed reads the buffers of its capture, checked then.
+            if self._small:
+                given = leaves(self._subject.parameters.bind(args, kwargs))
+                built = self._small.get(built.checker.sizes_needing_own(given), built)
+        else:
+            if pieces is not None and pieces.capture is not None:
+                check_traced(built.codes)
             try:
                 self._follow_weights()
                 built = self._checked(args, kwargs)
@@ -134,13 +139,8 @@ class CompiledModule:
                 if context is None or not self._runs_itself(context, error):
                     raise
                 return self._subject.call(*args, **kwargs)
-        elif self._small:
-            # A step that is replayed reads the buffers of its capture, checked then.
-            bound = self._subject.parameters.bind(args, kwargs)
-            small = built.checker.sizes_needing_own(leaves(bound))
-            built = self._small.get(small, built)
-        if in_pieces and self._pool is not None:
-            self._places.check(context, self._pool, (args, kwargs))
+        if pieces is not None and self._pool is not None:
+            self._places.check(pieces, self._pool, (args, kwargs))
         return built.run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

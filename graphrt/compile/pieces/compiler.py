@@ -24,6 +24,7 @@ from graphrt.compile.private_torch.operators import storage_identity
 from graphrt.compile.split.graph import Piece, returned_count, written_between
 from graphrt.compile.split.identity import fingerprint
 from graphrt.compile.split.operators import splits_at
+from graphrt.compile.trace.call import TracedCall
 from graphrt.compile.trace.sizes import is_number, value_of
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.log import logger
@@ -33,9 +34,9 @@ _KEY_LENGTH = 16
 
 
 class Compiler:
-    """Compiles the pieces of one module, those of equal structure once.
+    """Compiles the pieces of one traced call, those of equal structure once.
 
-    `sizes` of `symbol` are compiled for themselves in addition. With `partition_at` the compiler
+    `sizes` of its symbol are compiled for themselves in addition. With `partition_at` the compiler
     makes partitions between these operators, and `partitioned` is all code that has them. What a
     compiler made is put into `kept`, and taken from it; nothing of it is there for others unless
     the block ends well. `kept_as` has the names of code by those of pieces.
@@ -45,19 +46,17 @@ class Compiler:
         self,
         backend: Backend,
         figures: Figures,
-        device: torch.device,
+        seen: TracedCall,
         *,
         kept: KeptPieces | None,
-        symbol: Any,
-        axes: Mapping[str, tuple[str, int]],
         sizes: Sequence[int],
         partition_at: Sequence[str] | None = None,
     ) -> None:
         self._backend = backend
         self._figures = figures
-        self._device_type = device.type
-        self._symbol = symbol
-        self._axes = axes
+        self._device_type = seen.device.type
+        self._symbol = seen.symbol
+        self._axes = seen.axes
         self._sizes = sizes
         self._partition_at = partition_at
         self.partitioned: list[Partitioned] = []
@@ -179,6 +178,7 @@ class Compiler:
         with collecting(self._partition_at) as found:
             made = self._loaded_or_compiled(graph, inputs, name, static=static)
         self.partitioned.append(Partitioned(made, found))
+        self._figures.partitions = len(self.partitioned[0].partitions)
         return self.partitioned[-1]
 
     def _loaded_or_compiled(

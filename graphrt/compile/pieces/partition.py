@@ -55,7 +55,6 @@ class Partitioned:
 
     def __init__(self, run: Callable[..., Any], partitions: Sequence[Partition]) -> None:
         self.partitions = tuple(partitions)
-        self.wrappers: tuple[GraphWrapper, ...] = ()
         self.conditions: Sequence[Any] = getattr(run, "conditions", ())
         self._run = run
         self._wrapping: Wrapping | None = None
@@ -73,8 +72,9 @@ class Partitioned:
             return cloned(result)
         return self._in_place(result) if wrapping.options.outputs == "static" else result
 
-    def capture_in(self, wrapping: Wrapping, splitting: frozenset[str]) -> None:
-        """Put each partition into a PIECEWISE wrapper; `splitting` may not run inside of one."""
+    def capture_in(self, wrapping: Wrapping, splitting: frozenset[str]) -> list[GraphWrapper]:
+        """Put each partition into a PIECEWISE wrapper, which are returned; `splitting` may not run
+        inside of one."""
         self._wrapping = wrapping
         options = replace(wrapping.options, outputs="pool", breaks=tuple(sorted(splitting)))
         wrappers = []
@@ -82,7 +82,7 @@ class Partitioned:
             wrapper = wrapping.wrap(_with_list(partition.function), options)
             partition.run = _Captured(partition.function, wrapper, wrapping, self.is_fixed)
             wrappers.append(wrapper)
-        self.wrappers = tuple(wrappers)
+        return wrappers
 
     def is_fixed(self, tensor: torch.Tensor) -> bool:
         """Whether a partition's input is at one address in every step like this one."""

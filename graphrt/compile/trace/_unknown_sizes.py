@@ -51,21 +51,25 @@ def _checks(frame: Source) -> tuple[str, list[str]] | None:
     except SyntaxError:  # what an interactive shell takes is not all Python
         return None
     around = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and _covers(n, frame.line)]
-    functions = [n for n in around if isinstance(n, ast.FunctionDef)]
-    if not functions:
+    function = max((n for n in around if isinstance(n, ast.FunctionDef)), key=_line, default=None)
+    if function is None:
         return None
-    statement = max(around, key=lambda n: n.lineno)
+    statement = max(around, key=_line)
     last = frame.line if hasattr(statement, "body") else statement.end_lineno or frame.line
-    inside = [n for n in ast.walk(max(functions, key=lambda n: n.lineno)) if hasattr(n, "lineno")]
-    written = {ast.unparse(n) for n in inside if isinstance(n, ast.Call)}
+    line, calls = max(_bounds_by_line(function, last).items(), default=(0, []))
+    written = {ast.unparse(n) for n in ast.walk(function) if isinstance(n, ast.Call)}
+    missing = dict.fromkeys(each for each in calls if each not in written)
+    return (f"{frame.filename}:{line}", list(missing)) if missing else None
+
+
+def _bounds_by_line(function: ast.FunctionDef, last: int) -> dict[int, list[str]]:
+    """What has to hold of the slices by sizes in the lines up to `last`."""
     lines: dict[int, list[str]] = {}
-    for node in inside:
+    for node in ast.walk(function):
         if isinstance(node, ast.Subscript) and node.lineno <= last:
-            lines.setdefault(node.lineno, []).extend(_bounds(node))
-    line = max((n for n, calls in lines.items() if calls), default=None)
-    if line is None or not (calls := [each for each in lines[line] if each not in written]):
-        return None
-    return f"{frame.filename}:{line}", list(dict.fromkeys(calls))
+            for call in _bounds(node):
+                lines.setdefault(node.lineno, []).append(call)
+    return lines
 
 
 def _bounds(node: ast.Subscript) -> Iterator[str]:
@@ -80,6 +84,10 @@ def _bounds(node: ast.Subscript) -> Iterator[str]:
         bound = part.upper or part.lower
         if bound is not None and any(isinstance(n, ast.Name) for n in ast.walk(bound)):
             yield f"torch._check({ast.unparse(bound)} <= {ast.unparse(node.value)}.shape[{dim}])"
+
+
+def _line(node: ast.stmt) -> int:
+    return node.lineno
 
 
 def _covers(node: ast.stmt, line: int) -> bool:

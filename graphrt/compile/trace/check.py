@@ -152,10 +152,7 @@ class CallChecker:
         path, value = leaf.path, leaf.value
         expected = self._expected[path]
         if not isinstance(expected, _Tensor):
-            if isinstance(value, torch.Tensor) or (value is None) is not (expected is None):
-                raise _changed(path, "the type", type(value).__name__, type(expected).__name__)
-            if value is not expected and not _equal(value, expected):
-                raise _changed(path, "a value that the code has baked in", value, expected)
+            _check_constant(path, value, expected)
             return
         if not isinstance(value, torch.Tensor) or _kind(value) is not expected.kind:
             raise _changed(path, "the type", type(value).__name__, expected.kind.__name__)
@@ -167,20 +164,29 @@ class CallChecker:
             raise _changed(path, "the dtype", value.dtype, expected.dtype)
         if value.device != expected.device:
             raise _changed(path, "the device", value.device, expected.device)
-        if value.dim() != len(expected.shape):
-            raise _changed(path, "the number of dimensions", value.dim(), len(expected.shape))
-        for dim, (size, wanted) in enumerate(zip(value.shape, expected.shape, strict=True)):
+        self._check_shape(path, value, expected.shape)
+        if expected.layout is torch.strided:
+            self._check_strides(path, value, expected.strides)
+
+    def _check_shape(
+        self, path: str, value: torch.Tensor, expected: tuple[int | None, ...]
+    ) -> None:
+        if value.dim() != len(expected):
+            raise _changed(path, "the number of dimensions", value.dim(), len(expected))
+        for dim, (size, wanted) in enumerate(zip(value.shape, expected, strict=True)):
             if wanted is not None and size != wanted:
                 if not self._dims:
-                    raise _another_size(path, dim, tuple(value.shape), expected.shape)
+                    raise _another_size(path, dim, tuple(value.shape), expected)
                 what = f"the size of dimension {dim}, which is no batch dimension"
-                raise _changed(path, what, tuple(value.shape), _shape_text(expected.shape))
-        if expected.layout is not torch.strided:
-            return
+                raise _changed(path, what, tuple(value.shape), _shape_text(expected))
+
+    def _check_strides(
+        self, path: str, value: torch.Tensor, expected: tuple[int | None, ...] | None
+    ) -> None:
         strides = value.stride()
-        if expected.strides is not None:
-            if strides != expected.strides and (self._asks_for_strides or value.numel() > 1):
-                raise _changed(path, "the strides", strides, expected.strides)
+        if expected is not None:
+            if strides != expected and (self._asks_for_strides or value.numel() > 1):
+                raise _changed(path, "the strides", strides, expected)
         elif not value.is_contiguous():
             raise _changed(path, "the strides", strides, "contiguous")
         elif self._asks_for_strides and strides != (usual := _contiguous(value.shape)):
@@ -217,6 +223,13 @@ class CallChecker:
                 if any(found.name == axis for found in self._dims.of(probe).values()):
                     return path
         return axis
+
+
+def _check_constant(path: str, value: object, expected: object) -> None:
+    if isinstance(value, torch.Tensor) or (value is None) is not (expected is None):
+        raise _changed(path, "the type", type(value).__name__, type(expected).__name__)
+    if value is not expected and not _equal(value, expected):
+        raise _changed(path, "a value that the code has baked in", value, expected)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

@@ -49,21 +49,29 @@ def resolve_sizes(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        value = value_of(node)
-        if isinstance(value, torch.Size) or (
-            isinstance(value, tuple) and value and all(isinstance(v, NUMBERS) for v in value)
-        ):
-            numbers = [_number(graph, v, made, first) for v in value]
-            if all(n is not None for n in numbers):
-                _replace(node, tuple(numbers))
-        elif isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
-            number = _number(graph, value, made, first)
-            if number is not None and number is not node:
-                _replace(node, number)
+        found = _resolved(graph, node, made, first)
+        if found is not None:
+            _replace(node, found)
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op not in ("placeholder", "output") and _asks_only(node):
             graph.erase_node(node)
     graph.lint()
+
+
+def _resolved(graph: fx.Graph, node: fx.Node, made: dict[Any, Any], before: fx.Node) -> Any:
+    """The number, or the tuple of numbers, that takes the place of a node; None if it stays."""
+    value = value_of(node)
+    if isinstance(value, torch.Size) or _are_numbers(value):
+        numbers = tuple(_number(graph, v, made, before) for v in value)
+        return numbers if all(n is not None for n in numbers) else None
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+        return None
+    number = _number(graph, value, made, before)
+    return None if number is node else number
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(v, NUMBERS) for v in value)
 
 
 def _size_placeholders(graph: fx.Graph) -> dict[Any, fx.Node]:
@@ -119,6 +127,4 @@ def _is_element_of(user: fx.Node, node: fx.Node) -> bool:
 def _asks_only(node: fx.Node) -> bool:
     """Whether a node has no effect besides telling a number."""
     value = value_of(node)
-    if isinstance(value, tuple):
-        return bool(value) and all(isinstance(v, NUMBERS) for v in value)
-    return isinstance(value, NUMBERS)
+    return isinstance(value, NUMBERS) or _are_numbers(value)
