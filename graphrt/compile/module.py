@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrt.compile._sealing import check_may_compile
-from graphrt.compile.errors import RetraceError, TraceError
+from graphrt.compile.errors import CompileSealedError, RetraceError, TraceError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.assembly import Built, build
+from graphrt.compile.pieces.by_size import check_one_size, check_sizes, wanted_sizes
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import partitions
-from graphrt.compile.pieces.places import ArgumentPlaces
-from graphrt.compile.pieces.static_sizes import check_one_size, check_sizes, wanted_sizes
-from graphrt.compile.pieces.wrapping import Wrapping
+from graphrt.compile.pieces.wrapping import ArgumentPlaces, Wrapping
 from graphrt.compile.private_torch.operators import call_of
 from graphrt.compile.split.graph import Piece
 from graphrt.compile.trace.call import at_size
@@ -35,6 +33,7 @@ from graphrt.core.base.option_values import (
     count_of,
     flag,
     items_of,
+    shown,
 )
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.modes import GraphMode, PieceProvider
@@ -42,6 +41,7 @@ from graphrt.core.capture.breaks import check_traced
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import current_capture
 from graphrt.core.replay.segments import SegmentHooks, check_hooks
 
 
@@ -390,3 +390,19 @@ class CompiledModule:
             wrapping=wrapping,
             graphs=self._graphs,
         )
+
+
+def check_may_compile(module: object, *, sealed: bool) -> None:
+    """Raise `CompileSealedError` after `seal()`, and inside of an open capture."""
+    if sealed:
+        when, advice = "after seal()", "before serving, or capture() with this forward"
+    elif current_capture() is not None:
+        when, advice = "inside of an open capture", "before capture(), or leave warm-ups on"
+    else:
+        return
+    raise CompileSealedError(
+        f"a module would have to be compiled {when}",
+        got=shown(module),
+        expected="a module that was compiled before",
+        advice=f"call ensure_compiled() {advice}",
+    )

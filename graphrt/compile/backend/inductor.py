@@ -10,15 +10,8 @@ from typing import Any
 from torch import fx
 
 from graphrt.compile.backend.assumed import size_conditions
-from graphrt.compile.backend.elements import select_elements
-from graphrt.compile.backend.libraries import keep_libraries, kept_libraries, recorded_libraries
-from graphrt.compile.backend.process import (
-    code_for_any_size,
-    new_directory,
-    own_directory,
-    tuned_before,
-    tuned_kernels,
-)
+from graphrt.compile.backend.inductor_mends import select_elements
+from graphrt.compile.backend.process import compiling, keep_libraries, loading, new_directory
 from graphrt.compile.private_torch.inductor import (
     Artifact,
     SaveFormat,
@@ -52,12 +45,7 @@ class InductorBackend:
         settings = _SEARCH if static and self._autotune else {}
         graph = _with_tuple(piece)
         select_elements(graph.graph)
-        with (
-            tuned_kernels(),
-            code_for_any_size(),
-            recorded_libraries() as libraries,
-            size_conditions(inputs) as found,
-        ):
+        with compiling() as libraries, size_conditions(inputs) as found:
             artifact = inductor_compile(graph, inputs, static=static, settings=settings)
         return CompiledPiece(artifact, returned_count(piece), tuple(found), libraries)
 
@@ -99,11 +87,8 @@ class CompiledPiece:
         """
         code = path / _CODE
         unpacked = code.is_dir()
-        with (
-            own_directory(place or new_directory(), code if unpacked else None),
-            kept_libraries(path / _LIBRARIES),
-            tuned_before(),
-        ):
+        inside = code if unpacked else None
+        with loading(place or new_directory(), path / _LIBRARIES, inside):
             artifact = load_artifact(code, "unpacked" if unpacked else "binary")
         return cls(artifact, returns, pickle.loads((path / _CONDITIONS).read_bytes()))
 

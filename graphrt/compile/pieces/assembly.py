@@ -17,9 +17,8 @@ from graphrt.compile.errors import ReassignedStateError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.compiler import Compiler
-from graphrt.compile.pieces.figures import Figures
+from graphrt.compile.pieces.figures import Figures, compiled_line, readable, traced_line
 from graphrt.compile.pieces.partition import Partitioned, partitions
-from graphrt.compile.pieces.readable import compiled_line, readable, traced_line
 from graphrt.compile.pieces.stitch import Stitched, stitch
 from graphrt.compile.pieces.wrapping import Wrapping, nothing_to_wrap, wrapped_pieces
 from graphrt.compile.split.contexts import restoring_settings

@@ -12,20 +12,25 @@ from torch import fx
 
 from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
 from graphrt.compile.backend.choice import Backend, backend_for
-from graphrt.compile.backend.copies import copies_what_it_writes
+from graphrt.compile.backend.inductor_mends import copies_what_it_writes
 from graphrt.compile.errors import AliasError, CompileError
-from graphrt.compile.pieces._conditions import WhereRight, conditions_on, size_places
+from graphrt.compile.pieces.by_size import (
+    BySize,
+    conditions_on,
+    size_places,
+    static_inputs,
+    varies_by,
+)
 from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import Partitioned, collecting
-from graphrt.compile.pieces.static_sizes import BySize, size_source, static_inputs
 from graphrt.compile.private_torch.inductor import compiler_caches_apart
 from graphrt.compile.private_torch.operators import storage_identity
 from graphrt.compile.split.graph import Piece, returned_count, written_between
 from graphrt.compile.split.identity import fingerprint
 from graphrt.compile.split.operators import splits_at
 from graphrt.compile.trace.call import TracedCall
-from graphrt.compile.trace.sizes import is_number, value_of
+from graphrt.compile.trace.sizes import is_number, placeholders, value_of
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.log import logger
 
@@ -141,25 +146,31 @@ class Compiler:
             self._kept.finish(texts)
 
     def _compiled(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
-        inputs = [value_of(node) for node in graph.graph.nodes if node.op == "placeholder"]
-        name = self._name(key)
+        inputs = [value_of(node) for node in placeholders(graph)]
+        name, symbol = self._name(key), self._symbol
         places = size_places(graph)
         general = self._one(graph, inputs, name, static=False)
         conditions = conditions_on(getattr(general, "conditions", ()), places)
-        if conditions:
-            general = WhereRight(
-                general, self._otherwise(graph), conditions, places, name, self._axes
-            )
-        source = size_source(graph, self._symbol) if self._sizes else None
-        if source is None:
+        static: dict[int, Callable[..., Any]] = {}
+        if self._sizes and varies_by(graph, symbol, places):
+            static = {
+                size: self._one(
+                    graph, static_inputs(graph, symbol, size), f"{name}_{size}", static=True
+                )
+                for size in self._sizes
+            }
+        if not (conditions or static):
             return general
-        static = {
-            size: self._one(
-                graph, static_inputs(graph, self._symbol, size), f"{name}_{size}", static=True
-            )
-            for size in self._sizes
-        }
-        return BySize(source, static, general)
+        return BySize(
+            general,
+            self._otherwise(graph),
+            conditions,
+            places,
+            name,
+            self._axes,
+            symbol=str(symbol),
+            static=static,
+        )
 
     def _otherwise(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """What runs where compiled code is not right: the graph as it is."""
@@ -225,7 +236,7 @@ def _check_inputs(piece: Piece) -> None:
     """Raise `AliasError` where code that is compiled writes an input, and another one shares memory
     with it: a compiler takes them for two, or gives up."""
     storages: dict[int, list[int]] = {}
-    nodes = [n for n in piece.graph.graph.nodes if n.op == "placeholder"]
+    nodes = placeholders(piece.graph)
     for index, node in enumerate(nodes):
         value = value_of(node)
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
@@ -244,9 +255,8 @@ def _check_inputs(piece: Piece) -> None:
 def _passes_numbers_on(piece: Piece) -> bool:
     """Whether a piece returns a number that it reads from a tensor, or is given one that is no
     size: the operator that stands for compiled code has no such results and arguments."""
-    nodes = piece.graph.graph.nodes
-    returned = next(iter(reversed(nodes))).all_input_nodes
-    given = (value_of(node) for node in nodes if node.op == "placeholder")
+    returned = next(iter(reversed(piece.graph.graph.nodes))).all_input_nodes
+    given = map(value_of, placeholders(piece.graph))
     return any(map(is_number, returned)) or any(
         isinstance(value, float | torch.SymFloat | torch.SymBool) for value in given
     )

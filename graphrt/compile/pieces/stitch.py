@@ -15,11 +15,10 @@ from torch import fx
 from graphrt.compile.errors import RetraceError
 from graphrt.compile.split.graph import Piece, attribute_of
 from graphrt.compile.split.identity import target_name
-from graphrt.compile.trace._kinds import Kind, kind_of, kind_text
 from graphrt.compile.trace.interface import Argument, Interface, Output, Weight
 from graphrt.compile.trace.parameters import Parameters
-from graphrt.compile.trace.sizes import is_number
-from graphrt.compile.trace.subject import Subject
+from graphrt.compile.trace.sizes import is_number, placeholders
+from graphrt.compile.trace.subject import Kind, Subject, kind_of, kind_text
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class _Writer:
         self._wanted = {n for piece in pieces for n in piece.inputs} | self._kept
 
     def take_placeholders(self) -> None:
-        nodes = [n for n in self._graph.graph.nodes if n.op == "placeholder"]
+        nodes = placeholders(self._graph)
         for node in nodes:
             self._names[node] = self._fresh(node.name)
         self._signature = f"({', '.join(self._names[n] for n in nodes)})"
@@ -142,7 +141,7 @@ class _Writer:
             own_names.setdefault(id(weight), []).append(own)
         self._signature = parameters.header()
         self._globals.update(parameters.defaults())
-        nodes = [n for n in self._graph.graph.nodes if n.op == "placeholder"]
+        nodes = placeholders(self._graph)
         for node, source in zip(nodes, interface.inputs, strict=True):
             if isinstance(source, torch.Tensor):
                 owns = own_names.get(id(source), [])

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from graphrt.compile.private_torch.operators import overload_name
-from graphrt.compile.split.aliases import elements, views
-from graphrt.compile.split.effects import written
+from graphrt.compile.split.effects import elements, views, written
 from graphrt.compile.trace.sizes import floating, is_number
 
 _ALLOCATIONS = frozenset(

@@ -26,10 +26,9 @@ from graphrt.compile.private_torch.traces import (
     trace_so_far,
 )
 from graphrt.compile.trace._side_effects import Rewritten, assignments
-from graphrt.compile.trace._unknown_sizes import decided_by_unknown
-from graphrt.compile.trace._user_lines import lines_of
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
+from graphrt.compile.trace.user_lines import decided_by_unknown, lines_of
 from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import GraphRTError
 

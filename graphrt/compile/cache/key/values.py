@@ -25,15 +25,17 @@ from typing import Any
 
 import torch
 
-from graphrt.compile.cache.key.code import (
+from graphrt.compile.cache.key.sources import (
     Names,
+    TracedSources,
+    code_digest,
     covers,
     globals_set_by,
     is_known,
+    module_name,
     names_in,
     texts_in,
 )
-from graphrt.compile.cache.key.sources import TracedSources, code_digest, module_name
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)

@@ -1,4 +1,5 @@
-"""What to write where a forward decides by a size that is not known while it is traced."""
+"""The lines of the forward that Dynamo speaks of, and what to write there where one decides by a
+size that is not known while it is traced."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from graphrt.compile.errors import TraceError
 from graphrt.core.capture.source import Source
 
 _EXPRESSION = re.compile(r"data-dependent expression .*?\(unhinted: (.*?)\)\.")
+_FRAME = re.compile(r'File "([^<].*)", line (\d+), in (.*)')
 _PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
 
 
@@ -92,3 +94,13 @@ def _line(node: ast.stmt) -> int:
 
 def _covers(node: ast.stmt, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def innermost_line(stack: str) -> Source | None:
+    """The last line of a stack as text; None where it has none of a file."""
+    return next(reversed(lines_of(stack)), None)
+
+
+def lines_of(stack: str) -> list[Source]:
+    """The lines of files in a stack as text, the innermost last."""
+    return [Source(file, int(line), function) for file, line, function in _FRAME.findall(stack)]
