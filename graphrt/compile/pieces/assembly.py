@@ -23,11 +23,10 @@ from graphrt.compile.pieces.stitch import Stitched, stitch
 from graphrt.compile.pieces.wrapping import Wrapping, nothing_to_wrap, wrapped_pieces
 from graphrt.compile.split.contexts import restoring_settings
 from graphrt.compile.split.graph import Piece, split
-from graphrt.compile.split.operators import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
+from graphrt.compile.split.groups import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
 from graphrt.compile.trace.call import TracedCall, trace_call
-from graphrt.compile.trace.check import CallChecker, Small
+from graphrt.compile.trace.check import CallChecker, Overlaps, Small
 from graphrt.compile.trace.outside import Outside
-from graphrt.compile.trace.overlaps import Overlaps
 from graphrt.compile.trace.subject import Subject
 from graphrt.core.base.garbage import frozen_gc
 from graphrt.core.base.log import logger

@@ -27,8 +27,8 @@ from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.private_torch.inductor import compiler_caches_apart
 from graphrt.compile.private_torch.operators import storage_identity
 from graphrt.compile.split.graph import Piece, returned_count, written_between
+from graphrt.compile.split.groups import splits_at
 from graphrt.compile.split.identity import fingerprint
-from graphrt.compile.split.operators import splits_at
 from graphrt.compile.trace.call import TracedCall
 from graphrt.compile.trace.sizes import is_number, placeholders, value_of
 from graphrt.core.base.errors import GraphRTError

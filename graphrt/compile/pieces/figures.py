@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from graphrt.compile.split.graph import Piece
-from graphrt.compile.split.operators import names_of
+from graphrt.compile.split.groups import names_of
 
 
 @dataclass

@@ -13,12 +13,11 @@ from torch import fx
 from graphrt.compile.errors import CompileError
 from graphrt.compile.private_torch.operators import was_written
 from graphrt.compile.private_torch.traces import expressions
-from graphrt.compile.trace.check import CallChecker, Small
+from graphrt.compile.trace.check import CallChecker, Overlaps, Small
 from graphrt.compile.trace.dims import DEFAULT_AXIS, DynamicDims, examples, sizes_of, telling_sizes
 from graphrt.compile.trace.dynamo import Traced, trace
 from graphrt.compile.trace.interface import Interface, Probe, argument_paths, interface
 from graphrt.compile.trace.outside import Outside
-from graphrt.compile.trace.overlaps import Overlaps
 from graphrt.compile.trace.parameters import Leaf, leaves, substitute
 from graphrt.compile.trace.sizes import does_the_same, placeholders, resolve_sizes, value_of
 from graphrt.compile.trace.subject import Subject
