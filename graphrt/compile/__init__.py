@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from graphrt.compile.api import compile_module, support_compile
-from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.cache.store import CompileCacheWarning
 from graphrt.compile.errors import (
     AliasError,
     CompileError,

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from graphrt.compile.cache.entry import CacheEntry
 from graphrt.compile.cache.key.parts import CacheKey
-from graphrt.compile.cache.key.settings import compiler_settings
 from graphrt.compile.cache.key.sources import TracedSources
-from graphrt.compile.cache.key.versions import runtime_versions
+from graphrt.compile.cache.key.versions import compiler_settings, runtime_versions
 
 
 def cache_key(

@@ -13,7 +13,7 @@ import pytest
 
 from graphrt.compile.cache.disk import CompileCache, default_directory
 from graphrt.compile.cache.key.parts import CacheKey
-from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.cache.store import CompileCacheWarning
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.log import logger, set_up_logging
 from tests.compile.cache_keys import bytes_of, cache_key

@@ -12,7 +12,7 @@ from graphrt.cli.app import app
 from graphrt.cli.cache import age_text
 from graphrt.compile.cache.disk import CompileCache
 from graphrt.compile.cache.key.parts import CacheKey
-from graphrt.compile.cache.log import size_text
+from graphrt.compile.cache.store import size_text
 from graphrt.core.base.errors import InvalidOptionError
 from tests.compile.cache_keys import cache_key
 

@@ -18,8 +18,7 @@ from graphrt.compile.cache.disk import CompileCache
 from graphrt.compile.cache.entry import CacheEntry
 from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.compile.cache.listing import remove, stored_keys
-from graphrt.compile.cache.log import CompileCacheWarning
-from graphrt.compile.cache.store import MANIFEST
+from graphrt.compile.cache.store import MANIFEST, CompileCacheWarning
 from tests.compile.cache_keys import bytes_of, cache_key
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")

@@ -13,7 +13,7 @@ from graphrt.compile import CompileOptions
 from graphrt.compile.cache.disk import CompileCache
 from graphrt.compile.cache.key.parts import CacheKey, code_settings
 from graphrt.compile.cache.key.sources import TracedSources
-from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.cache.store import CompileCacheWarning
 from tests.compile.cache_keys import cache_key
 
 inductor = pytest.importorskip("torch._inductor.standalone_compile")

@@ -16,10 +16,9 @@ import torch
 from graphrt.compile import CompileOptions
 from graphrt.compile.cache.key import versions
 from graphrt.compile.cache.key.parts import CacheKey, code_settings
-from graphrt.compile.cache.key.settings import compiler_settings
 from graphrt.compile.cache.key.sources import TracedSources, code_digest, module_name
 from graphrt.compile.cache.key.values import Values
-from graphrt.compile.cache.key.versions import runtime_versions
+from graphrt.compile.cache.key.versions import compiler_settings, runtime_versions
 from graphrt.core.base.errors import InvalidOptionError
 from tests.compile.cache_keys import cache_key
 

@@ -17,8 +17,7 @@ from graphrt.compile.cache import permissions, store
 from graphrt.compile.cache.disk import CompileCache
 from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.compile.cache.listing import stored_keys
-from graphrt.compile.cache.log import CompileCacheWarning
-from graphrt.compile.cache.store import ArtifactRecord, FileRecord, Manifest
+from graphrt.compile.cache.store import ArtifactRecord, CompileCacheWarning, FileRecord, Manifest
 from graphrt.errors import InvalidOptionError
 from tests.compile.cache_keys import bytes_of, cache_key
 

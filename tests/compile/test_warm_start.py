@@ -22,7 +22,7 @@ import torch
 
 from graphrt.compile import CompileOptions, compile_module
 from graphrt.compile.backend import process
-from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.cache.store import CompileCacheWarning
 from graphrt.compile.pieces.cached import KeptPieces
 
 needs_compiler = pytest.mark.skipif(

@@ -9,11 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.compile.cache.listing import explain_miss
-from graphrt.compile.cache.log import size_text, warn
 from graphrt.compile.cache.permissions import RefusedError, opened
 from graphrt.compile.cache.store import (
     KEY_FILE,
@@ -28,7 +26,9 @@ from graphrt.compile.cache.store import (
     read_manifest,
     record_artifact,
     remove_tree,
+    size_text,
     sweep,
+    warn,
     write_atomic,
     write_synced,
 )
@@ -87,12 +87,7 @@ class CacheEntry:
     def __enter__(self) -> CacheEntry:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.complete()
         else:

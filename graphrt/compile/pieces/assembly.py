@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -161,7 +162,9 @@ def _stitched(
     """Compile the pieces, and what calls them all; with the wrappers that capture them, and the
     graph as Python."""
     graph = seen.traced.graph
-    with compiler:
+    kept = compiler.kept
+    # Nothing of the entry is there for others unless the block ends well.
+    with nullcontext() if kept is None else kept.entry:
         calls, wrappers = _captured(
             pieces,
             [compiler.call_of(piece) for piece in pieces],
@@ -172,7 +175,9 @@ def _stitched(
         )
         stitched = stitch(seen.around, graph, pieces, calls, subject)
         text = readable(graph, pieces, compiler.kept_as)
-        compiler.finish({"computation_graph.py": text, "transformed_code.py": stitched.source})
+        if kept is not None:
+            kept.entry.write_text("computation_graph.py", text)
+            kept.entry.write_text("transformed_code.py", stitched.source)
     return stitched, wrappers, text
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.private_torch.inductor import compiler_caches_apart
 from graphrt.compile.private_torch.operators import storage_identity
-from graphrt.compile.split.graph import Piece, returned_count, written_between
+from graphrt.compile.split.graph import Piece, as_it_is, returned_count, written_between
 from graphrt.compile.split.groups import splits_at
 from graphrt.compile.split.identity import fingerprint
 from graphrt.compile.trace.call import TracedCall
@@ -43,8 +42,8 @@ class Compiler:
 
     `sizes` of its symbol are compiled for themselves in addition. With `partition_at` the compiler
     makes partitions between these operators, and `partitioned` is all code that has them. What a
-    compiler made is put into `kept`, and taken from it; nothing of it is there for others unless
-    the block ends well. `kept_as` has the names of code by those of pieces.
+    compiler made is put into `kept`, and taken from it. `kept_as` has the names of code by those of
+    pieces.
     """
 
     def __init__(
@@ -67,30 +66,16 @@ class Compiler:
         self.partitioned: list[Partitioned] = []
         self.kept_as: dict[str, str] = {}
         self._made: dict[str, Callable[..., Any]] = {}
-        self._kept = kept
-
-    def __enter__(self) -> Compiler:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None and self._kept is not None:
-            self._kept.discard()
+        self.kept = kept
 
     def call_of(self, piece: Piece) -> Callable[..., Any]:
         """What runs a piece; a splitting one runs as it is."""
         if piece.splitting:
             self._figures.splitting_pieces += 1
-            forward: Callable[..., Any] = piece.graph.forward
-            return forward
+            return as_it_is(piece.graph)
         if piece.is_empty:
-            empty: Callable[..., Any] = piece.graph.forward
             self.kept_as[piece.name] = "nothing"
-            return empty
+            return as_it_is(piece.graph)
         self._figures.pieces += 1
         if self._backend.name != "eager":
             _check_inputs(piece)
@@ -137,13 +122,7 @@ class Compiler:
 
     def _as_it_is(self, piece: Piece) -> Callable[..., Any]:
         self.kept_as[piece.name] = "nothing, it runs as it is"
-        forward: Callable[..., Any] = piece.graph.forward
-        return forward
-
-    def finish(self, texts: Mapping[str, str]) -> None:
-        """Show the cache's other users what was compiled, with `texts` for reading beside it."""
-        if self._kept is not None:
-            self._kept.finish(texts)
+        return as_it_is(piece.graph)
 
     def _compiled(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
         inputs = [value_of(node) for node in placeholders(graph)]
@@ -174,8 +153,7 @@ class Compiler:
 
     def _otherwise(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """What runs where compiled code is not right: the graph as it is."""
-        as_it_is: Callable[..., Any] = graph.forward
-        return as_it_is if self._partition_at is None else _not_for_this_size
+        return as_it_is(graph) if self._partition_at is None else _not_for_this_size
 
     def _name(self, key: str) -> str:
         kind = "piece" if self._partition_at is None else "partitioned"
@@ -195,18 +173,18 @@ class Compiler:
     def _loaded_or_compiled(
         self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
     ) -> Callable[..., Any]:
-        if self._kept is not None:
-            found = self._kept.load(name, returned_count(graph))
+        if self.kept is not None:
+            found = self.kept.load(name, returned_count(graph))
             if found is not None:
                 self._figures.loads += 1
                 return found
         backend, why_eager = self._backend, ""
-        if self._kept is not None and self._kept.found:
+        if self.kept is not None and self.kept.found:
             # It was chosen to load what is kept, which was more than there is.
             other, why_eager = backend_for(backend.name, self._device_type, compiles=True)
             if why_eager:
                 backend, self._figures.backend_reason = other, why_eager
-        apart = nullcontext() if self._kept is None else compiler_caches_apart(self._kept.tag)
+        apart = nullcontext() if self.kept is None else compiler_caches_apart(self.kept.tag)
         try:
             with torch.no_grad(), apart:
                 compiled: Any = backend.compile(graph, inputs, static=static)
@@ -216,8 +194,8 @@ class Compiler:
             raise _not_compiled(backend.name, name, error) from error
         self._figures.compilations += 1
         self._figures.static_compilations += static
-        if self._kept is not None and not why_eager:
-            self._kept.store(name, compiled)
+        if self.kept is not None and not why_eager:
+            self.kept.store(name, compiled)
         made: Callable[..., Any] = compiled
         return made
 

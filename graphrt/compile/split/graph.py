@@ -61,7 +61,7 @@ class Piece:
         """What takes the inputs and gives the outputs, by a `call` that does as `graph`."""
         if self.views is None:
             return call  # then it takes all inputs
-        make: Callable[..., Any] = self.views.forward
+        make = as_it_is(self.views)
         taken, count = self.taken, returned_count(self.graph)
 
         def run(*args: Any) -> Any:
@@ -255,6 +255,12 @@ def attribute_of(graph: fx.GraphModule, target: str) -> Any:
     for part in target.split("."):
         found = getattr(found, part)
     return found
+
+
+def as_it_is(graph: fx.GraphModule) -> Callable[..., Any]:
+    """What runs the operators of a graph one by one."""
+    forward: Callable[..., Any] = graph.forward
+    return forward
 
 
 def returned_count(piece: fx.GraphModule) -> int | None:

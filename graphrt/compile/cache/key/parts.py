@@ -15,9 +15,8 @@ import torch
 from torch import fx
 
 from graphrt.compile.cache.key.called import CalledSources
-from graphrt.compile.cache.key.settings import compiler_settings
 from graphrt.compile.cache.key.sources import TracedSources
-from graphrt.compile.cache.key.versions import runtime_versions
+from graphrt.compile.cache.key.versions import compiler_settings, runtime_versions
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.private_torch.ambient import ambient_state
 from graphrt.core.base.errors import InvalidOptionError
