@@ -14,7 +14,7 @@ import torch
 from graphrt.compile.backend.choice import backend_for
 from graphrt.compile.errors import CompileError
 from graphrt.compile.options import CompileOptions
-from graphrt.compile.pieces.wrapping import Wrapping
+from graphrt.compile.pieces.wrapping import Wrapping, is_fixed
 from graphrt.compile.private_torch.patches import (
     PartitionFunction,
     lacks_partitions,
@@ -87,8 +87,7 @@ class Partitioned:
     def is_fixed(self, tensor: torch.Tensor) -> bool:
         """Whether a partition's input is at one address in every step like this one."""
         assert self._wrapping is not None
-        pool = self._wrapping.pool
-        return _storage(tensor) in self._step or pool.platform.owns(pool.memory, tensor)
+        return is_fixed(tensor, self._step, self._wrapping.pool)
 
     def _run_aligned(self, args: tuple[Any, ...]) -> Any:
         """Run with copies of tensors at odd addresses, which are copied back.
@@ -163,7 +162,7 @@ class _Captured:
         found: list[tuple[int, torch.Tensor]] = []
         storages: set[int] = set()
         for index, tensor in enumerate(args):
-            if not isinstance(tensor, torch.Tensor) or not tensor.numel() or self._is_fixed(tensor):
+            if not isinstance(tensor, torch.Tensor) or self._is_fixed(tensor):
                 continue
             alone = separate_strides(tensor) == tensor.stride()
             if _storage(tensor) in storages or not alone:

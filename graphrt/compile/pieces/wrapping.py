@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,7 +142,7 @@ class ArgumentPlaces:
             self._moving[context.descriptor] = tuple(
                 (index, each.data_ptr())
                 for index, each in enumerate(tree.tensors(arguments))
-                if not _is_fixed(each, fixed, pool)
+                if not is_fixed(each, fixed, pool)
             )
             return
         moving = self._moving.get(context.descriptor)
@@ -163,7 +163,9 @@ class ArgumentPlaces:
         self._moving.clear()
 
 
-def _is_fixed(tensor: torch.Tensor, fixed: frozenset[int], pool: GraphPool) -> bool:
+def is_fixed(tensor: torch.Tensor, fixed: Collection[int], pool: GraphPool) -> bool:
+    """Whether a tensor is at one address in every step like this one: memory of the pool, or of the
+    storages `fixed`."""
     if not tensor.numel() or tensor.untyped_storage().data_ptr() in fixed:
         return True
     return pool.platform.owns(pool.memory, tensor)
