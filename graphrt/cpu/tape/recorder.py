@@ -33,6 +33,7 @@ from graphrt.cpu.tape.refusals import (
     OUTPUT_OF_NO_TAPE,
     UNREAD_VECTORS,
     VALUE_READS,
+    Rule,
     reads_allowed,
     rule_of,
 )
@@ -89,9 +90,9 @@ class Tape(ThreadMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self.paused:
-            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         if func.namespace == "profiler":
             return func(*args, **kwargs)
         if not PLAIN.issuperset(types) and any(map(_has_own_dispatch, types)):
@@ -100,18 +101,12 @@ class Tape(ThreadMode):
             raise self.failure
         op = operator_of(func)
         rule = rule_of(op)
+        if rule is not None and op.name in VALUE_READS and self.births.are_constant((args, kwargs)):
+            return func(*args, **kwargs)
         if rule is not None:
-            if op.name in VALUE_READS and self.births.are_constant((args, kwargs)):
-                return func(*args, **kwargs)
-            if op.name in INDEXED:
-                args = with_places(args, self._places)
-            if rule.is_broken(args, kwargs):
-                raise rule.refusal(op=op.label)
-        return self._record(op, args, kwargs)
-
-    def _record(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            args = self._held_to(rule, op, args, kwargs)
         if op.composite:
-            return self.take_apart(op.func, args, kwargs)
+            return self.take_apart(func, args, kwargs)
         if op.name == "aten::lift_fresh":
             return self.own.note(self.births.take(args[0]))
         if op.metadata_only:
@@ -121,6 +116,16 @@ class Tape(ThreadMode):
         result = self._compute(op, args, kwargs)
         self.births.derive(op, (args, kwargs), result)
         return self.own.note(result)
+
+    def _held_to(
+        self, rule: Rule, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """The arguments to record; raises the rule's refusal where it is broken."""
+        if op.name in INDEXED:
+            args = with_places(args, self._places)
+        if rule.is_broken(args, kwargs):
+            raise rule.refusal(op=op.label)
+        return args
 
     def _places(self, mask: torch.Tensor) -> list[torch.Tensor] | None:
         """The places that a constant mask chooses, which are constants too."""
