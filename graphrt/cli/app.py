@@ -90,56 +90,70 @@ def attention(
     print_attention(backend, as_json=json)
 
 
+# Of `graphrt plan`.
+MaxNumReqs = Annotated[
+    int | None,
+    typer.Option(min=1, help="Most requests of a batch: 256, or as many as --sizes says."),
+]
+MaxNumTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Most tokens of a batch: 2048, or as many as --sizes says."),
+]
+QueryLens = Annotated[
+    list[int] | None, typer.Option(help="A decode query length; may be repeated.")
+]
+Attention = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A level, backend=level, or a known backend (see attention); may be repeated."
+    ),
+]
+Pieces = Annotated[str, typer.Option(help="breakable, fx, inductor or none.")]
+Layers = Annotated[
+    int | None, typer.Option(min=1, help="Layers of the model; a piecewise size has one more.")
+]
+Npu = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="How the streams of an NPU are counted: device=A2 (A3, A5, 310P), "
+        "profile=structural (0.9.1, 0.11, ... last), domains=tp,ep, aiv, moe, multi_stream=1, "
+        "draft_layers=1; may be repeated."
+    ),
+]
+Limits = Annotated[
+    list[str] | None,
+    typer.Option(help="A limit, such as streams=1000, bytes=2GiB, seconds=60, graphs=500."),
+]
+Costs = Annotated[
+    list[str] | None,
+    typer.Option(help="What one size takes, such as bytes=20MiB or seconds=0.5."),
+]
+Traffic = Annotated[
+    list[str] | None,
+    typer.Option(help="The share of steps of a batch size, such as 64=0.5; may be repeated."),
+]
+MinPiecewise = Annotated[
+    int, typer.Option(min=0, help="With fewer piecewise sizes, only decode is captured.")
+]
+
+
 @app.command()
 def plan(
     mode: Mode = None,
     sizes: Sizes = None,
-    max_num_reqs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most requests of a batch: 256, or as many as --sizes says."),
-    ] = None,
-    max_num_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most tokens of a batch: 2048, or as many as --sizes says."),
-    ] = None,
-    query_len: Annotated[
-        list[int] | None, typer.Option(help="A decode query length; may be repeated.")
-    ] = None,
-    attention: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A level, backend=level, or a known backend (see attention); may be repeated."
-        ),
-    ] = None,
-    pieces: Annotated[str, typer.Option(help="breakable, fx, inductor or none.")] = "breakable",
+    max_num_reqs: MaxNumReqs = None,
+    max_num_tokens: MaxNumTokens = None,
+    query_len: QueryLens = None,
+    attention: Attention = None,
+    pieces: Pieces = "breakable",
     platform: Platform = None,
     config: Settings = None,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Layers of the model; a piecewise size has one more.")
-    ] = None,
-    npu: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="How the streams of an NPU are counted: device=A2 (A3, A5, 310P), "
-            "profile=structural (0.9.1, 0.11, ... last), domains=tp,ep, aiv, moe, multi_stream=1, "
-            "draft_layers=1; may be repeated."
-        ),
-    ] = None,
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(help="A limit, such as streams=1000, bytes=2GiB, seconds=60, graphs=500."),
-    ] = None,
-    cost: Annotated[
-        list[str] | None,
-        typer.Option(help="What one size takes, such as bytes=20MiB or seconds=0.5."),
-    ] = None,
-    traffic: Annotated[
-        list[str] | None,
-        typer.Option(help="The share of steps of a batch size, such as 64=0.5; may be repeated."),
-    ] = None,
-    min_piecewise: Annotated[
-        int, typer.Option(min=0, help="With fewer piecewise sizes, only decode is captured.")
-    ] = 2,
+    layers: Layers = None,
+    npu: Npu = None,
+    budget: Limits = None,
+    cost: Costs = None,
+    traffic: Traffic = None,
+    min_piecewise: MinPiecewise = 2,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from graphrt.compile.cache.disk import default_directory
 from graphrt.compile.cache.listing import StoredKey, find_key, remove, stored_keys
-from graphrt.compile.cache.log import size_text
+from graphrt.compile.cache.store import size_text
 from graphrt.core.base.errors import InvalidOptionError
 
 cache_app = typer.Typer(

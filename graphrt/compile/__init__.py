@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from graphrt.compile.api import compile_module, support_compile
-from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.cache.store import CompileCacheWarning
 from graphrt.compile.errors import (
     AliasError,
     CompileError,
@@ -37,7 +37,7 @@ from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.split.define import opaque
 from graphrt.compile.split.graph import Piece
-from graphrt.compile.split.operators import DEFAULT_SPLITTING_OPS
+from graphrt.compile.split.groups import DEFAULT_SPLITTING_OPS
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf
 from graphrt.core.base.homes import show_home

@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrt.compile._sealing import check_may_compile
-from graphrt.compile.errors import RetraceError, TraceError
+from graphrt.compile.errors import CompileSealedError, RetraceError, TraceError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.assembly import Built, build
+from graphrt.compile.pieces.by_size import check_one_size, check_sizes, wanted_sizes
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import partitions
-from graphrt.compile.pieces.places import ArgumentPlaces
-from graphrt.compile.pieces.static_sizes import check_one_size, check_sizes, wanted_sizes
-from graphrt.compile.pieces.wrapping import Wrapping
+from graphrt.compile.pieces.wrapping import ArgumentPlaces, Wrapping
 from graphrt.compile.private_torch.operators import call_of
 from graphrt.compile.split.graph import Piece
 from graphrt.compile.trace.call import at_size
@@ -35,6 +33,7 @@ from graphrt.core.base.option_values import (
     count_of,
     flag,
     items_of,
+    shown,
 )
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.modes import GraphMode, PieceProvider
@@ -42,6 +41,7 @@ from graphrt.core.capture.breaks import check_traced
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.recording import current_capture
 from graphrt.core.replay.segments import SegmentHooks, check_hooks
 
 
@@ -123,10 +123,15 @@ class CompiledModule:
         if built is None:
             self._compile(self._subject.parameters.bind(args, kwargs))
             return self._checked(args, kwargs).run(*args, **kwargs)
-        in_pieces = context is not None and context.mode is GraphMode.PIECEWISE
-        if in_pieces and context is not None and context.capture is not None:
-            check_traced(built.codes)
-        if not in_pieces or context is None or context.capture is not None or not context.announced:
+        pieces = context if context is not None and context.mode is GraphMode.PIECEWISE else None
+        if pieces is not None and pieces.capture is None and pieces.announced:
+            # A step that is replayed reads the buffers of its capture, checked then.
+            if self._small:
+                given = leaves(self._subject.parameters.bind(args, kwargs))
+                built = self._small.get(built.checker.sizes_needing_own(given), built)
+        else:
+            if pieces is not None and pieces.capture is not None:
+                check_traced(built.codes)
             try:
                 self._follow_weights()
                 built = self._checked(args, kwargs)
@@ -134,13 +139,8 @@ class CompiledModule:
                 if context is None or not self._runs_itself(context, error):
                     raise
                 return self._subject.call(*args, **kwargs)
-        elif self._small:
-            # A step that is replayed reads the buffers of its capture, checked then.
-            bound = self._subject.parameters.bind(args, kwargs)
-            small = built.checker.sizes_needing_own(leaves(bound))
-            built = self._small.get(small, built)
-        if in_pieces and self._pool is not None:
-            self._places.check(context, self._pool, (args, kwargs))
+        if pieces is not None and self._pool is not None:
+            self._places.check(pieces, self._pool, (args, kwargs))
         return built.run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -390,3 +390,19 @@ class CompiledModule:
             wrapping=wrapping,
             graphs=self._graphs,
         )
+
+
+def check_may_compile(module: object, *, sealed: bool) -> None:
+    """Raise `CompileSealedError` after `seal()`, and inside of an open capture."""
+    if sealed:
+        when, advice = "after seal()", "before serving, or capture() with this forward"
+    elif current_capture() is not None:
+        when, advice = "inside of an open capture", "before capture(), or leave warm-ups on"
+    else:
+        return
+    raise CompileSealedError(
+        f"a module would have to be compiled {when}",
+        got=shown(module),
+        expected="a module that was compiled before",
+        advice=f"call ensure_compiled() {advice}",
+    )

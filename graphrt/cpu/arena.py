@@ -7,7 +7,7 @@ import mmap
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import KeyedRef, ref
 
@@ -245,15 +245,8 @@ class Arena:
         for chunk in self._chunks:
             chunk.free_by_start.clear()
             chunk.free_by_end.clear()
-            at = chunk.base
-            end = chunk.base + chunk.nbytes
-            for address, size in [*spans[bisect_left(spans, (at, 0)) :], (end, 0)]:
-                address = min(address, end)
-                if address > at:
-                    self._add_free(chunk, at - chunk.base, address - at)
-                if address == end:
-                    break
-                at = address + size
+            for start, nbytes in _gaps(chunk, spans):
+                self._add_free(chunk, start, nbytes)
         self._torn = False
 
     def _find(self, need: int) -> tuple[_Chunk, int]:
@@ -345,6 +338,17 @@ _from_buffer = torch.frombuffer
 
 def _storage(memory: memoryview) -> torch.UntypedStorage:
     return _from_buffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _gaps(chunk: _Chunk, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The ranges of a chunk, as (start, bytes), that none of `spans` covers: (address, bytes),
+    ordered."""
+    at, end = chunk.base, chunk.base + chunk.nbytes
+    inside = spans[bisect_left(spans, (at, 0)) : bisect_left(spans, (end, 0))]
+    for address, nbytes in [*inside, (end, 0)]:
+        if address > at:
+            yield at - chunk.base, address - at
+        at = address + nbytes
 
 
 def _aligned(nbytes: int) -> int:

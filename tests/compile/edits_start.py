@@ -190,7 +190,7 @@ def serve() -> None:
     import torch
 
     import graphrt
-    from graphrt.compile.cache.key.settings import compiler_settings
+    from graphrt.compile.cache.key.versions import compiler_settings
 
     # What every start would import.
     torch.set_num_threads(1)

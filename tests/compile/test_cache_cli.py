@@ -11,16 +11,17 @@ from typer.testing import CliRunner
 from graphrt.cli.app import app
 from graphrt.cli.cache import age_text
 from graphrt.compile.cache.disk import CompileCache
-from graphrt.compile.cache.key.groups import CacheKey
-from graphrt.compile.cache.log import size_text
+from graphrt.compile.cache.key.parts import CacheKey
+from graphrt.compile.cache.store import size_text
 from graphrt.core.base.errors import InvalidOptionError
+from tests.compile.cache_keys import cache_key
 
 SETTINGS = {"backend": "inductor", "splitting_ops": ["demo::attention"]}
 
 
 def key_of(source: bytes) -> CacheKey:
     versions = {"torch": "2.13.0", "device": "cpu"}
-    return CacheKey.of(SETTINGS, {"net.model": source}, versions=versions, compiler={"a": 1})
+    return cache_key(SETTINGS, {"net.model": source}, versions=versions, compiler={"a": 1})
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ import pytest
 
 from graphrt.compile.cache.disk import CompileCache
 from graphrt.compile.cache.entry import CacheEntry
-from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.compile.cache.listing import remove, stored_keys
-from graphrt.compile.cache.log import CompileCacheWarning
-from graphrt.compile.cache.store import MANIFEST
+from graphrt.compile.cache.store import MANIFEST, CompileCacheWarning
+from tests.compile.cache_keys import bytes_of, cache_key
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 
@@ -29,7 +29,7 @@ DONE, KILLED = 0, 77
 
 
 def key_of(source: bytes = b"model") -> CacheKey:
-    return CacheKey.of({}, {"model": source}, versions={"torch": "2.13.0"}, compiler={})
+    return cache_key({}, {"model": source}, versions={"torch": "2.13.0"}, compiler={})
 
 
 def unpacked(path: Path) -> None:
@@ -157,7 +157,7 @@ def race(directory: Path, rounds: int, barrier: object, results: object) -> None
         for name in ("piece_0", "piece_1", "piece_2"):
             entry.store(name, mine)
         won = entry.complete()
-        seen = [entry.load_bytes(name) for name in entry.names]
+        seen = [bytes_of(entry, name) for name in entry.names]
         whole = len(seen) == 3 and len(set(seen)) == 1 and seen[0] is not None
         results.put((number, won, whole, cache.figures.damaged, won == (seen[0] == mine)))
 
@@ -168,7 +168,7 @@ def read(directory: Path, stop: object, results: object) -> None:
         for number in range(0, 100, 7):
             cache = CompileCache(directory)
             entry = cache.open(key_of(b"%d" % number))
-            seen = {entry.load_bytes(name) for name in entry.names}
+            seen = {bytes_of(entry, name) for name in entry.names}
             reads += entry.found
             bad += cache.figures.damaged + (entry.found and (len(seen) != 1 or None in seen))
     results.put((reads, bad))
@@ -209,7 +209,7 @@ def test_of_two_that_repair_the_first_is_kept(tmp_path: Path):
             entry.reject("piece_0", "does not run")
         entry.store("piece_0", b"%d" % number)
     assert entries[0].complete() and not entries[1].complete()
-    assert CompileCache(tmp_path).open(key_of()).load_bytes("piece_0") == b"0"
+    assert bytes_of(CompileCache(tmp_path).open(key_of()), "piece_0") == b"0"
 
 
 # Damage ----------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def test_damage_is_repaired_by_the_next_store(tmp_path: Path, which: str, damage
 
 def test_an_entry_of_another_key_is_foreign(tmp_path: Path):
     write(tmp_path)
-    other = CacheKey.of({}, {"model": b"model"}, versions={"torch": "2.14.0"}, compiler={})
+    other = cache_key({}, {"model": b"model"}, versions={"torch": "2.14.0"}, compiler={})
     shutil.copytree(tmp_path / key_of().digest[:16], tmp_path / other.digest[:16])
     cache = CompileCache(tmp_path)
     with pytest.warns(CompileCacheWarning, match=r"another key, \w+ \(torch 2.13.0\)"):
@@ -287,7 +287,7 @@ def test_an_entry_of_another_key_is_foreign(tmp_path: Path):
     assert cache.figures.damaged == 1
     entry.store("piece_0", b"of torch 2.14")
     assert entry.complete()
-    assert CompileCache(tmp_path).open(other).load_bytes("piece_0") == b"of torch 2.14"
+    assert bytes_of(CompileCache(tmp_path).open(other), "piece_0") == b"of torch 2.14"
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{}", '{"magic": "else"}', "\x00" * 64])

@@ -11,10 +11,10 @@ import torch
 
 from graphrt.compile import CompileOptions
 from graphrt.compile.cache.disk import CompileCache
-from graphrt.compile.cache.key.groups import CacheKey
-from graphrt.compile.cache.key.parts import code_settings
+from graphrt.compile.cache.key.parts import CacheKey, code_settings
 from graphrt.compile.cache.key.sources import TracedSources
-from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.cache.store import CompileCacheWarning
+from tests.compile.cache_keys import cache_key
 
 inductor = pytest.importorskip("torch._inductor.standalone_compile")
 
@@ -38,7 +38,7 @@ def compiled() -> Any:
 def key() -> CacheKey:
     sources = TracedSources()
     sources.add(forward)
-    return CacheKey.of(code_settings(CompileOptions()), sources)
+    return cache_key(code_settings(CompileOptions()), sources)
 
 
 def load(path: Path) -> Any:

@@ -15,13 +15,12 @@ import torch
 
 from graphrt.compile import CompileOptions
 from graphrt.compile.cache.key import versions
-from graphrt.compile.cache.key.groups import CacheKey
-from graphrt.compile.cache.key.parts import code_settings
-from graphrt.compile.cache.key.settings import compiler_settings
+from graphrt.compile.cache.key.parts import CacheKey, code_settings
 from graphrt.compile.cache.key.sources import TracedSources, code_digest, module_name
 from graphrt.compile.cache.key.values import Values
-from graphrt.compile.cache.key.versions import runtime_versions
+from graphrt.compile.cache.key.versions import compiler_settings, runtime_versions
 from graphrt.core.base.errors import InvalidOptionError
+from tests.compile.cache_keys import cache_key
 
 MODEL = """
 from helper import scale
@@ -53,7 +52,7 @@ def load(directory: Path, name: str) -> ModuleType:
 def traced(directory: Path) -> CacheKey:
     sources = TracedSources()
     sources.add(load(directory, "model").forward, load(directory, "helper").scale)
-    return CacheKey.of({}, sources, versions={}, compiler={})
+    return cache_key({}, sources, versions={}, compiler={})
 
 
 @pytest.fixture
@@ -183,7 +182,7 @@ def test_bytecode_digests_do_not_depend_on_the_process(tree: Path):
 
 def settings_key(**options: object) -> CacheKey:
     settings = code_settings(CompileOptions.from_dict(options))
-    return CacheKey.of(settings, {}, versions={"torch": "2.13.0"}, compiler={})
+    return cache_key(settings, {}, versions={"torch": "2.13.0"}, compiler={})
 
 
 @pytest.mark.parametrize(
@@ -226,8 +225,8 @@ def test_the_settings_of_one_module_count_alike():
 @pytest.mark.parametrize("name", sorted(runtime_versions()))
 def test_every_version_counts(name: str):
     versions = runtime_versions()
-    key = CacheKey.of({}, {}, versions=versions, compiler={})
-    other = CacheKey.of({}, {}, versions={**versions, name: "another"}, compiler={})
+    key = cache_key({}, {}, versions=versions, compiler={})
+    other = cache_key({}, {}, versions={**versions, name: "another"}, compiler={})
     assert key.differences(other) == [f"versions.{name}: another -> {versions[name]}"]
     assert key.digest != other.digest
 
@@ -269,13 +268,13 @@ def test_the_version_of_the_driver_counts_on_a_gpu(monkeypatch, driver, version)
 def test_a_setting_of_the_compiler_counts():
     from torch._inductor import config
 
-    before = CacheKey.of({}, {}, versions={})
+    before = cache_key({}, {}, versions={})
     with config.patch(max_autotune=not config.max_autotune):
-        after = CacheKey.of({}, {}, versions={})
+        after = cache_key({}, {}, versions={})
     assert [line.split(":")[0] for line in after.differences(before)] == [
         "compiler.inductor.max_autotune"
     ]
-    assert CacheKey.of({}, {}, versions={}) == before
+    assert cache_key({}, {}, versions={}) == before
 
 
 def test_a_custom_pass_counts():
@@ -301,16 +300,14 @@ def test_a_custom_pass_counts():
 
 
 def test_a_key_survives_json():
-    key = CacheKey.of(
-        {"sizes": (1, 2), "fast": None}, {"m": b"x"}, versions={}, compiler={"a": 1.5}
-    )
+    key = cache_key({"sizes": (1, 2), "fast": None}, {"m": b"x"}, versions={}, compiler={"a": 1.5})
     assert CacheKey.from_groups(json.loads(key.to_json())) == key
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, Path("/x"), float("nan"), torch.float16])
 def test_a_setting_that_cannot_be_compared_is_refused(value: object):
     with pytest.raises(InvalidOptionError, match="settings of a cache key"):
-        CacheKey.of({"odd": value}, {}, versions={}, compiler={})
+        cache_key({"odd": value}, {}, versions={}, compiler={})
 
 
 def test_nothing_but_json_types_of_the_compiler():

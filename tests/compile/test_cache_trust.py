@@ -15,17 +15,17 @@ import pytest
 
 from graphrt.compile.cache import permissions, store
 from graphrt.compile.cache.disk import CompileCache
-from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.compile.cache.listing import stored_keys
-from graphrt.compile.cache.log import CompileCacheWarning
-from graphrt.compile.cache.store import ArtifactRecord, FileRecord, Manifest
+from graphrt.compile.cache.store import ArtifactRecord, CompileCacheWarning, FileRecord, Manifest
 from graphrt.errors import InvalidOptionError
+from tests.compile.cache_keys import bytes_of, cache_key
 
 SPARSE_BYTES = 1 << 40
 
 
 def key_of() -> CacheKey:
-    return CacheKey.of({}, {"model": b"model"}, versions={"torch": "2.13.0"}, compiler={})
+    return cache_key({}, {"model": b"model"}, versions={"torch": "2.13.0"}, compiler={})
 
 
 def unpacked(path: Path) -> None:
@@ -364,7 +364,7 @@ def test_an_artifact_that_could_not_be_loaded_is_not_stored(
     entry.store("piece_1", b"12345678")
     assert entry.complete()
     later = CompileCache(tmp_path).open(key_of())
-    assert later.names == ("piece_1",) and later.load_bytes("piece_1") == b"12345678"
+    assert later.names == ("piece_1",) and bytes_of(later, "piece_1") == b"12345678"
 
 
 def test_a_file_that_an_artifact_does_not_name_is_not_part_of_it(root: Path):

@@ -24,7 +24,7 @@ from graphrt.compile.cache.key.parts import (
 )
 from graphrt.compile.cache.key.sources import TracedSources
 from graphrt.compile.cache.key.values import Values
-from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.cache.store import CompileCacheWarning
 from graphrt.compile.private_torch.inductor import compiler_caches_apart
 from graphrt.compile.private_torch.registered import triton_call
 from graphrt.compile.split.identity import fingerprint

@@ -14,8 +14,8 @@ import graphrt
 from graphrt import Batch, GraphMode, GraphPool
 from graphrt.compile import CompileError, CompileOptions, compile_module
 from graphrt.compile.backend import inductor
-from graphrt.compile.backend.assumed import size_conditions
 from graphrt.compile.backend.choice import EagerBackend, backend_for
+from graphrt.compile.backend.inductor import size_conditions
 from tests.models.llama import Llama, step_inputs
 
 needs_compiler = pytest.mark.skipif(

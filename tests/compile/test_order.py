@@ -11,7 +11,7 @@ import graphrt.compile
 
 ROOT = Path(str(graphrt.compile.__file__)).parent
 ORDER = ("errors", "options", "private_torch", "trace", "cache", "split", "backend", "pieces")
-ORDER += ("_sealing", "module", "api")
+ORDER += ("module", "api")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 

@@ -9,20 +9,20 @@ import sympy
 import torch
 
 from graphrt.compile import compile_module
-from graphrt.compile.pieces._conditions import WhereRight, conditions_on
+from graphrt.compile.pieces.by_size import BySize, conditions_on
 from graphrt.compile.trace.parameters import Leaf
 
 ROWS, REQS = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
 
 
-def where_right(conditions, places, **more) -> WhereRight:
+def where_right(conditions, places, **more) -> BySize:
     def code(*_: object) -> str:
         return "code"
 
     def otherwise(*_: object) -> str:
         return "otherwise"
 
-    return WhereRight(code, otherwise, conditions, places, "piece", **more)
+    return BySize(code, otherwise, conditions, places, "piece", **more)
 
 
 def called(conditions, places, *args):

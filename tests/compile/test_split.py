@@ -12,9 +12,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphrt.compile import CompileError, opaque
 from graphrt.compile.split.graph import returned_count, split
-from graphrt.compile.split.groups import Roles, partition
+from graphrt.compile.split.groups import Roles, partition, splits_at
 from graphrt.compile.split.identity import fingerprint, normalised
-from graphrt.compile.split.operators import splits_at
 from graphrt.compile.trace.sizes import resolve_sizes, value_of
 
 

@@ -22,7 +22,7 @@ import torch
 
 from graphrt.compile import CompileOptions, compile_module
 from graphrt.compile.backend import process
-from graphrt.compile.cache.log import CompileCacheWarning
+from graphrt.compile.cache.store import CompileCacheWarning
 from graphrt.compile.pieces.cached import KeptPieces
 
 needs_compiler = pytest.mark.skipif(
@@ -287,7 +287,7 @@ def test_a_forked_child_has_a_lock_and_a_directory_of_its_own():
     parents = Path(process.new_directory()).parent
     # A thread that is another one than forks.
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as held:
-        pool.submit(held.enter_context, process.tuned_kernels()).result()
+        pool.submit(held.enter_context, process.compiling()).result()
         if (child := os.fork()) == 0:
             signal.alarm(10)  # ends a child that waits for a lock which nobody releases
             with contextlib.suppress(BaseException):

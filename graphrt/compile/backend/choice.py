@@ -9,6 +9,7 @@ from torch import fx
 
 from graphrt.compile.backend.inductor import InductorBackend, why_not
 from graphrt.compile.errors import CompileError
+from graphrt.compile.split.graph import as_it_is
 from graphrt.core.base.option_values import shown
 
 
@@ -35,8 +36,7 @@ class EagerBackend:
     def compile(
         self, piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool
     ) -> Callable[..., Any]:
-        forward: Callable[..., Any] = piece.forward
-        return forward
+        return as_it_is(piece)
 
 
 def backend_for(

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
-from graphrt.compile.backend.assumed import size_conditions
-from graphrt.compile.backend.elements import select_elements
-from graphrt.compile.backend.libraries import keep_libraries, kept_libraries, recorded_libraries
-from graphrt.compile.backend.process import (
-    code_for_any_size,
-    new_directory,
-    own_directory,
-    tuned_before,
-    tuned_kernels,
-)
+from graphrt.compile.backend.inductor_mends import select_elements
+from graphrt.compile.backend.process import compiling, keep_libraries, loading, new_directory
+from graphrt.compile.errors import CompileError
 from graphrt.compile.private_torch.inductor import (
     Artifact,
     SaveFormat,
@@ -28,6 +23,7 @@ from graphrt.compile.private_torch.inductor import (
     inductor_compile,
     load_artifact,
 )
+from graphrt.compile.private_torch.traces import expressions, relied_on
 from graphrt.compile.split.graph import returned_count
 from graphrt.compile.trace.sizes import value_of
 
@@ -52,12 +48,7 @@ class InductorBackend:
         settings = _SEARCH if static and self._autotune else {}
         graph = _with_tuple(piece)
         select_elements(graph.graph)
-        with (
-            tuned_kernels(),
-            code_for_any_size(),
-            recorded_libraries() as libraries,
-            size_conditions(inputs) as found,
-        ):
+        with compiling() as libraries, size_conditions(inputs) as found:
             artifact = inductor_compile(graph, inputs, static=static, settings=settings)
         return CompiledPiece(artifact, returned_count(piece), tuple(found), libraries)
 
@@ -99,11 +90,8 @@ class CompiledPiece:
         """
         code = path / _CODE
         unpacked = code.is_dir()
-        with (
-            own_directory(place or new_directory(), code if unpacked else None),
-            kept_libraries(path / _LIBRARIES),
-            tuned_before(),
-        ):
+        inside = code if unpacked else None
+        with loading(place or new_directory(), path / _LIBRARIES, inside):
             artifact = load_artifact(code, "unpacked" if unpacked else "binary")
         return cls(artifact, returns, pickle.loads((path / _CONDITIONS).read_bytes()))
 
@@ -144,3 +132,45 @@ def _with_tuple(piece: fx.GraphModule) -> fx.GraphModule:
         if value is not None:
             copies[node].meta["example_value"] = value
     return fx.GraphModule(piece, graph)
+
+
+@contextmanager
+def size_conditions(inputs: Sequence[Any]) -> Iterator[list[Any]]:
+    """The relations of sizes, as sympy has them, that code which is made in the block is right for.
+
+    In the list, after the block, are those that not all sizes from 2 on fulfil, with those of the
+    trace and of pieces before: a compiler decides by the sizes of the example, and takes what it
+    decided for known in the next piece. Raises `CompileError` where it took a size for a constant,
+    or two for one.
+    """
+    symbols = _resolved(inputs)
+    found: list[Any] = []
+    yield found
+    found += [each for each in relied_on(inputs) if not _always(each)]
+    now = _resolved(inputs)
+    if now != symbols:
+        changed = next((a, b) for a, b in zip(symbols, now, strict=True) if a != b)
+        raise CompileError(
+            "the compiler takes a batch size for another one, or for a constant",
+            got=f"{changed[0]} = {changed[1]}",
+            expected="code for every batch size",
+            advice="call ensure_compiled() with 4 rows or more before smaller batches; else take "
+            "the lines that computation_graph shows for this piece into an opaque operator, "
+            "or use backend='eager'",
+        )
+
+
+def _resolved(inputs: Sequence[Any]) -> list[Any]:
+    sizes = (size for each in inputs for size in getattr(each, "shape", (each,)))
+    return [expressions(size)[0] for size in sizes if isinstance(size, torch.SymInt)]
+
+
+def _always(condition: Any) -> bool:
+    """Whether a condition holds for all sizes from 2 on."""
+    import sympy  # type: ignore[import-untyped]
+
+    larger = {
+        symbol: sympy.Symbol(f"{symbol}_less_2", integer=True, nonnegative=True) + 2
+        for symbol in condition.free_symbols
+    }
+    return condition.subs(larger) == True  # type: ignore[no-any-return]  # noqa: E712

@@ -1,23 +1,33 @@
-"""What of Inductor and Triton belongs to the whole process: their directories and patches."""
+"""What of Inductor and Triton belongs to the whole process: their directories and patches, and the
+C++ libraries that compiled pieces call, kept beside them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
+from graphrt.compile.cache.key.versions import cpu_features
 from graphrt.compile.private_torch.inductor import compiler_directory
 from graphrt.compile.private_torch.patches import (
+    Load,
     code_forgotten_after_tuning,
     kernels_loaded_as_tuned,
+    library_loads,
+    load_library,
     one_code_for_sums,
     sizes_of_floats,
 )
@@ -52,56 +62,62 @@ _TRITON_VARIABLE = "TRITON_CACHE_DIR"
 
 
 @contextlib.contextmanager
-def taking_turns() -> Iterator[None]:
-    """One thread at a time: what is replaced in the block is the whole process's."""
-    with _process.lock:
-        yield
+def compiling() -> Iterator[dict[str, Path]]:
+    """What Inductor compiles in the block can be kept, and is for a batch of any size: it sums over
+    any of them, and makes floats of them. One thread at a time; the C++ libraries that were built,
+    or found built, by `_digest`.
 
-
-@contextlib.contextmanager
-def tuned_kernels() -> Iterator[None]:
-    """Triton kernels that are compiled in the block are saved as they are after tuning.
-
-    Inductor tunes them before it loads its code, which then finds the same objects in memory, with
-    every configuration that was tried: saved like that, they would be tuned again at every start.
+    Triton kernels are saved as they are after tuning. Inductor tunes them before it loads its code,
+    which then finds the same objects in memory, with every configuration that was tried: saved like
+    that, they would be tuned again at every start.
     """
-    with taking_turns(), code_forgotten_after_tuning():
-        yield
+    found: dict[str, Path] = {}
+
+    def recording(kind: type, build: Callable[[], Load], digest: str) -> Load:
+        load = build()
+
+        def loaded() -> Any:
+            library = load()
+            found[digest] = _path_of(library)
+            return library
+
+        return loaded
+
+    with (
+        _process.lock,
+        code_forgotten_after_tuning(),
+        one_code_for_sums(),
+        sizes_of_floats(),
+        library_loads(_by_digest(recording)),
+    ):
+        yield found
 
 
 @contextlib.contextmanager
-def code_for_any_size() -> Iterator[None]:
-    """Code that is compiled in the block for a batch of any size sums over any of them, and makes
-    floats of them."""
-    with taking_turns(), one_code_for_sums(), sizes_of_floats():
-        yield
+def loading(place: str, libraries: Path, directory: Path | None = None) -> Iterator[None]:
+    """What is loaded in the block needs no C++ compiler and tunes nothing. Inductor's caches are in
+    `directory`, or else in `place`; Triton's are always in `place`, which is of `new_directory`.
 
-
-@contextlib.contextmanager
-def tuned_before() -> Iterator[None]:
-    """Triton kernels that are loaded in the block stay as they were tuned before they were saved.
-
-    A configuration (of Triton 3.6) forgets on disk that it was found by a search, and every kernel
-    would be tuned again at its first call.
+    C++ libraries are those that `keep_libraries` put into `libraries`: Inductor finds one by its
+    compiler's whole command line, for which it runs that compiler several times, and by which no
+    other machine finds it. A saved piece is taken from Inductor's cache after it was put there:
+    from one that others write to, it may be another piece than that, as guards are not compared, or
+    a damaged one. Triton kernels stay as they were tuned before they were saved: a configuration
+    (of Triton 3.6) forgets on disk that it was found by a search.
     """
-    with taking_turns(), kernels_loaded_as_tuned():
-        yield
+    kept = {path.stem: path for path in libraries.iterdir()} if libraries.is_dir() else {}
 
+    def from_there(kind: type, build: Callable[[], Load], digest: str) -> Load:
+        path = kept.get(digest)
+        return build() if path is None else partial(load_library, kind, path, digest)
 
-@contextlib.contextmanager
-def own_directory(place: str, directory: Path | None = None) -> Iterator[None]:
-    """Inductor's and Triton's caches of the block are in `directory`, or else in `place`.
-
-    Triton's are always in `place`, which is of `new_directory`.
-
-    A saved piece is taken from Inductor's cache after it was put there: from one that others write
-    to, it may be another piece than that, as guards are not compared, or a damaged one.
-    """
     _start_triton()
     with (
-        taking_turns(),
+        _process.lock,
         compiler_directory(str(directory or place)),
         _triton_directory(f"{place}/triton"),
+        library_loads(_by_digest(from_there)),
+        kernels_loaded_as_tuned(),
     ):
         yield
 
@@ -134,3 +150,32 @@ def new_directory() -> str:
     Raises `OSError`.
     """
     return tempfile.mkdtemp(dir=_process.directory_that_is_there())
+
+
+def keep_libraries(libraries: Mapping[str, Path], directory: Path) -> None:
+    """Copy them, for `loading`."""
+    directory.mkdir()
+    for digest, path in libraries.items():
+        shutil.copyfile(path, directory / f"{digest}{path.suffix}")
+
+
+def _by_digest(instead: Callable[[type, Callable[[], Load], str], Load]) -> Callable[..., Load]:
+    """Where Inductor asks for a C++ library, of whichever kind."""
+
+    def load_async(
+        kind: type, build: Callable[[], Load], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Load:
+        return instead(kind, build, _digest(kind, args, kwargs))
+
+    return load_async
+
+
+def _digest(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Of the source and settings of a library and the CPU it is for, without who builds it."""
+    settings = sorted((name, each) for name, each in kwargs.items() if name != "submit_fn")
+    content = kind.__name__, cpu_features(), args, settings
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
+
+
+def _path_of(library: Any) -> Path:
+    return Path(str(library.__file__ if isinstance(library, ModuleType) else library._name))

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
 from graphrt.compile.cache.entry import CacheEntry, CacheFigures
-from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
 
@@ -33,29 +32,6 @@ SAVE_FORMATS = ("binary", "unpacked")
 
 _RANK = re.compile(r"\w[\w.\-]*")
 _FLAGS = {"": False, "0": False, "false": False, "1": True, "true": True}
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """Where compiled code is kept, and how; `of` fills in what is None."""
-
-    directory: Path
-    save_format: SaveFormat
-    enabled: bool
-
-    @classmethod
-    def of(
-        cls,
-        directory: str | Path | None = None,
-        save_format: str | None = None,
-        enabled: bool | None = None,
-    ) -> CacheSettings:
-        """What is None comes from the environment; raises `InvalidOptionError`."""
-        return cls(
-            default_directory() if directory is None else Path(directory).expanduser(),
-            _save_format(save_format),
-            not _disabled() if enabled is None else enabled,
-        )
 
 
 class CompileCache:
@@ -74,10 +50,9 @@ class CompileCache:
         save_format: str | None = None,
         enabled: bool | None = None,
     ) -> None:
-        settings = CacheSettings.of(directory, save_format, enabled)
-        self.directory = settings.directory
-        self.save_format = settings.save_format
-        self.enabled = settings.enabled
+        self.directory = default_directory() if directory is None else Path(directory).expanduser()
+        self.save_format = _save_format(save_format)
+        self.enabled = not _disabled() if enabled is None else enabled
         self.rank = _checked_rank(rank)
         self.figures = CacheFigures()
 

@@ -9,12 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TypeVar
 
-from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.compile.cache.listing import explain_miss
-from graphrt.compile.cache.log import size_text, warn
 from graphrt.compile.cache.permissions import RefusedError, opened
 from graphrt.compile.cache.store import (
     KEY_FILE,
@@ -29,7 +26,9 @@ from graphrt.compile.cache.store import (
     read_manifest,
     record_artifact,
     remove_tree,
+    size_text,
     sweep,
+    warn,
     write_atomic,
     write_synced,
 )
@@ -38,7 +37,6 @@ from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
 
 Payload = bytes | Callable[[Path], object]
-Loaded = TypeVar("Loaded")
 
 _NAME = re.compile(r"\w[\w.\-]*")
 
@@ -89,12 +87,7 @@ class CacheEntry:
     def __enter__(self) -> CacheEntry:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.complete()
         else:
@@ -112,17 +105,24 @@ class CacheEntry:
 
     def load(self, name: str) -> Artifact | None:
         """A file or directory as it was read and checked; None for a miss."""
-        return self._load(name, lambda artifact: artifact)
-
-    def load_bytes(self, name: str) -> bytes | None:
-        """What was stored as bytes, checked; None for a miss."""
-
-        def content_of(artifact: Artifact) -> bytes:
-            if not isinstance(artifact.content, bytes):
-                raise DamagedError(f"{name} is a directory")
-            return artifact.content
-
-        return self._load(name, content_of)
+        if not self._enabled:
+            return None
+        record = self._artifacts.get(name)
+        if record is None:
+            self._figures.misses += 1
+            return None
+        try:
+            with opened(self._root, *self._place) as directory:
+                loaded = read_artifact(directory, record)
+        except (DamagedError, OSError) as error:
+            self._figures.misses += 1
+            self._bad.add(name)
+            self._tell_damaged(f"{name} of {self.directory}", error)
+            return None
+        self._figures.hits += 1
+        where = self.directory / record.path
+        logger.debug("loaded %s (%s) from %s", name, size_text(record.size_bytes), where)
+        return loaded
 
     def reject(self, name: str, why: object) -> None:
         """What `load` gave could not be used after all: a miss, which `store` then replaces."""
@@ -227,26 +227,6 @@ class CacheEntry:
         if manifest is None and logger.isEnabledFor(logging.DEBUG):
             logger.debug("no entry %s: %s", self.directory, self.explain_miss())
         return manifest
-
-    def _load(self, name: str, use: Callable[[Artifact], Loaded]) -> Loaded | None:
-        if not self._enabled:
-            return None
-        record = self._artifacts.get(name)
-        if record is None:
-            self._figures.misses += 1
-            return None
-        try:
-            with opened(self._root, *self._place) as directory:
-                loaded = use(read_artifact(directory, record))
-        except (DamagedError, OSError) as error:
-            self._figures.misses += 1
-            self._bad.add(name)
-            self._tell_damaged(f"{name} of {self.directory}", error)
-            return None
-        self._figures.hits += 1
-        where = self.directory / record.path
-        logger.debug("loaded %s (%s) from %s", name, size_text(record.size_bytes), where)
-        return loaded
 
     def _run_directory(self) -> Path:
         if self._run is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphrt.compile.cache.key.groups import CacheKey
+from graphrt.compile.cache.key.parts import CacheKey
 from graphrt.compile.cache.permissions import opened, read_file
 from graphrt.compile.cache.store import (
     KEY_FILE,

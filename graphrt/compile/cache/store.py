@@ -12,11 +12,11 @@ import os
 import shutil
 import time
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
-from graphrt.compile.cache.log import size_text
 from graphrt.compile.cache.permissions import (
     make_private,
     opened,
@@ -346,3 +346,22 @@ def _modified_s(path: Path) -> float:
     except OSError:
         # Another process removes it at this moment.
         return float("inf")
+
+
+class CompileCacheWarning(UserWarning):
+    """An entry is not used, could not be written, or lies where others may write."""
+
+
+def warn(message: str) -> None:
+    """The cache goes on without what the message is about."""
+    warnings.warn(message, CompileCacheWarning, stacklevel=3)
+
+
+def size_text(size_bytes: int) -> str:
+    """12345 as "12.1 KiB"."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

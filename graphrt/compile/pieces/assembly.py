@@ -5,30 +5,29 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 from torch import fx
 
-from graphrt.compile.backend.choice import backend_for
+from graphrt.compile.backend.choice import Backend, backend_for
 from graphrt.compile.cache.key.parts import Compilation
 from graphrt.compile.errors import ReassignedStateError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.compiler import Compiler
-from graphrt.compile.pieces.figures import Figures
-from graphrt.compile.pieces.partition import partitions
-from graphrt.compile.pieces.readable import compiled_line, readable, traced_line
+from graphrt.compile.pieces.figures import Figures, compiled_line, readable, traced_line
+from graphrt.compile.pieces.partition import Partitioned, partitions
 from graphrt.compile.pieces.stitch import Stitched, stitch
 from graphrt.compile.pieces.wrapping import Wrapping, nothing_to_wrap, wrapped_pieces
 from graphrt.compile.split.contexts import restoring_settings
 from graphrt.compile.split.graph import Piece, split
-from graphrt.compile.split.operators import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
-from graphrt.compile.trace.call import trace_call
-from graphrt.compile.trace.check import CallChecker, Small
+from graphrt.compile.split.groups import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
+from graphrt.compile.trace.call import TracedCall, trace_call
+from graphrt.compile.trace.check import CallChecker, Overlaps, Small
 from graphrt.compile.trace.outside import Outside
-from graphrt.compile.trace.overlaps import Overlaps
 from graphrt.compile.trace.subject import Subject
 from graphrt.core.base.garbage import frozen_gc
 from graphrt.core.base.log import logger
@@ -69,91 +68,44 @@ def build(
     """
     figures = Figures()
     started = time.perf_counter()
-    with frozen_gc():
-        seen = trace_call(subject, bound, options.dynamic_shapes)
+    seen = _traced(subject, bound, options, figures, graphs=graphs)
     traced = seen.traced
-    figures.traces, figures.call_reason = 1, seen.why_not_around
-    if graphs and traced.assigned:
-        raise _reassigned(traced.assigned)
-    device = seen.device
-    kept = None
-    if options.backend != "eager":
-        compilation = Compilation(options, traced.codes, traced.graph, device, subject.small)
-        kept = KeptPieces.open(compilation)
-    backend, figures.backend_reason = backend_for(
-        options.backend,
-        device.type,
-        autotune=options.autotune,
-        compiles=kept is None or not kept.found,
-    )
-    figures.backend = backend.name
-    partitioned, figures.partition_reason = partitions(options, device.type)
+    backend, kept = _backend(subject, seen, options, figures)
+    partitioned, figures.partition_reason = partitions(options, seen.device.type)
     at = options.splitting_ops
     pieces = split(traced.graph, _nothing if partitioned else splits_at(at))
     figures.trace_s = time.perf_counter() - started
     logger.info(traced_line(subject.module, figures, traced.graph.graph, pieces))
 
     started = time.perf_counter()
-    with Compiler(
+    compiler = Compiler(
         backend,
         figures,
-        device,
-        kept=None if backend.name == "eager" else kept,
-        symbol=seen.symbol,
-        axes=seen.axes,
+        seen,
+        kept=kept,
         sizes=() if subject.small else static_sizes,
         partition_at=(DEFAULT_SPLITTING_OPS if at is None else at) if partitioned else None,
-    ) as compiler:
-        calls = [compiler.call_of(piece) for piece in pieces]
-        text = readable(traced.graph, pieces, compiler.kept_as)
-        if partitioned:
-            figures.partitions = len(compiler.partitioned[0].partitions)
-        wrappers: list[GraphWrapper] = []
-        around = None
-        if wrapping is None or nothing_to_wrap(pieces, whole_graph=options.whole_graph):
-            # A runner that captures around all of this finds its breaks there.
-            both = zip(pieces, calls, strict=True)
-            calls = [
-                piece.with_views(eager_break(call) if piece.splitting else call)
-                for piece, call in both
-            ]
-            around = wrapping
-        elif partitioned:
-            for code in compiler.partitioned:
-                code.capture_in(wrapping, splitting_names(traced.graph.graph, at))
-                wrappers += code.wrappers
-            calls = [piece.with_views(call) for piece, call in zip(pieces, calls, strict=True)]
-        elif not options.whole_graph:
-            calls, wrappers = wrapped_pieces(pieces, calls, wrapping)
-        else:
-            calls = [piece.with_views(call) for piece, call in zip(pieces, calls, strict=True)]
-        stitched = stitch(
-            traced.graph,
-            pieces,
-            calls,
-            interface=seen.around,
-            parameters=subject.parameters,
-            weights=subject.weights(),
-            label=f"<graphrt {type(subject.module).__name__} {id(subject.module)}>",
-        )
-        compiler.finish({"computation_graph.py": text, "transformed_code.py": stitched.source})
+    )
+    alone = nothing_to_wrap(pieces, whole_graph=options.whole_graph)
+    stitched, wrappers, text = _stitched(
+        compiler, seen, pieces, subject, options, None if alone else wrapping
+    )
     figures.compile_s = time.perf_counter() - started
     logger.info(compiled_line(figures))
 
     run = restoring_settings(stitched.function, traced.graph.graph)
-    if around is not None:
-        wrappers.append(around.wrap(run, breakable=True))
+    if alone and wrapping is not None:
+        wrappers.append(wrapping.wrap(run, breakable=True))
         run = wrappers[-1]
     if seen.around is None:
         run = traced.forward_around(run)
     seen.check()
-    small = seen.ones_needing_own()
     return Built(
         run,
         seen.checker,
         seen.outside,
         seen.overlaps,
-        small,
+        seen.ones_needing_own(),
         stitched,
         tuple(pieces),
         tuple(wrappers),
@@ -161,6 +113,97 @@ def build(
         text,
         figures,
     )
+
+
+def _traced(
+    subject: Subject,
+    bound: inspect.BoundArguments,
+    options: CompileOptions,
+    figures: Figures,
+    *,
+    graphs: bool,
+) -> TracedCall:
+    with frozen_gc():
+        seen = trace_call(subject, bound, options.dynamic_shapes)
+    figures.traces, figures.call_reason = 1, seen.why_not_around
+    if graphs and seen.traced.assigned:
+        raise _reassigned(seen.traced.assigned)
+    return seen
+
+
+def _backend(
+    subject: Subject, seen: TracedCall, options: CompileOptions, figures: Figures
+) -> tuple[Backend, KeptPieces | None]:
+    """What compiles the pieces of a traced call, and where they are kept."""
+    kept, device = None, seen.device
+    if options.backend != "eager":
+        traced = seen.traced
+        kept = KeptPieces.open(
+            Compilation(options, traced.codes, traced.graph, device, subject.small)
+        )
+    backend, figures.backend_reason = backend_for(
+        options.backend,
+        device.type,
+        autotune=options.autotune,
+        compiles=kept is None or not kept.found,
+    )
+    figures.backend = backend.name
+    return backend, None if backend.name == "eager" else kept
+
+
+def _stitched(
+    compiler: Compiler,
+    seen: TracedCall,
+    pieces: Sequence[Piece],
+    subject: Subject,
+    options: CompileOptions,
+    wrapping: Wrapping | None,
+) -> tuple[Stitched, list[GraphWrapper], str]:
+    """Compile the pieces, and what calls them all; with the wrappers that capture them, and the
+    graph as Python."""
+    graph = seen.traced.graph
+    kept = compiler.kept
+    # Nothing of the entry is there for others unless the block ends well.
+    with nullcontext() if kept is None else kept.entry:
+        calls, wrappers = _captured(
+            pieces,
+            [compiler.call_of(piece) for piece in pieces],
+            wrapping,
+            compiler.partitioned,
+            splitting_names(graph.graph, options.splitting_ops),
+            whole_graph=options.whole_graph,
+        )
+        stitched = stitch(seen.around, graph, pieces, calls, subject)
+        text = readable(graph, pieces, compiler.kept_as)
+        if kept is not None:
+            kept.entry.write_text("computation_graph.py", text)
+            kept.entry.write_text("transformed_code.py", stitched.source)
+    return stitched, wrappers, text
+
+
+def _captured(
+    pieces: Sequence[Piece],
+    calls: Sequence[Callable[..., Any]],
+    wrapping: Wrapping | None,
+    partitioned: Sequence[Partitioned],
+    splitting: frozenset[str],
+    *,
+    whole_graph: bool,
+) -> tuple[list[Callable[..., Any]], list[GraphWrapper]]:
+    """What each piece is called by, and the wrappers that capture it; none without `wrapping`."""
+    wrappers: list[GraphWrapper] = []
+    if wrapping is None:
+        # A runner that captures around all of this finds its breaks there.
+        calls = [
+            eager_break(call) if piece.splitting else call
+            for piece, call in zip(pieces, calls, strict=True)
+        ]
+    elif partitioned:
+        for code in partitioned:
+            wrappers += code.capture_in(wrapping, splitting)
+    elif not whole_graph:
+        return wrapped_pieces(pieces, calls, wrapping)
+    return [piece.with_views(call) for piece, call in zip(pieces, calls, strict=True)], wrappers
 
 
 def _nothing(_: fx.Node) -> bool:

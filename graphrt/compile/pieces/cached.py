@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import uuid
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,14 @@ from graphrt.compile.backend.process import new_directory
 from graphrt.compile.cache.disk import CompileCache
 from graphrt.compile.cache.entry import CacheEntry
 from graphrt.compile.cache.key.parts import Compilation
-from graphrt.compile.cache.log import warn
+from graphrt.compile.cache.store import warn
 
 
 class KeptPieces:
     """The pieces of one module in the compile cache; a name says all that a piece is made of."""
 
     def __init__(self, entry: CacheEntry) -> None:
-        self._entry = entry
+        self.entry = entry
         self.tag = uuid.uuid4().hex
         """What the compiler's own caches hold apart, so that nothing is found there: they know less
         of what is called, and what they find does not say what it takes for granted of sizes."""
@@ -50,11 +49,11 @@ class KeptPieces:
     @property
     def found(self) -> bool:
         """Whether there is a complete entry; single pieces of it may still be missing."""
-        return self._entry.found
+        return self.entry.found
 
     def load(self, name: str, returns: int | None) -> CompiledPiece | None:
         """A piece that was compiled before; None, with a warning, where it cannot be used."""
-        artifact = self._entry.load(name)
+        artifact = self.entry.load(name)
         if artifact is None:
             return None
         try:
@@ -69,29 +68,19 @@ class KeptPieces:
             return CompiledPiece.load(path, returns, place)
         except Exception as error:
             # Whatever a compiler says of what it wrote, it is compiled again.
-            self._entry.reject(name, f"{type(error).__name__}: {error}")
+            self.entry.reject(name, f"{type(error).__name__}: {error}")
             return None
 
     def store(self, name: str, compiled: CompiledPiece) -> None:
         """Keep a piece; one that the compiler cannot save is compiled again at every start."""
-        save_format: Any = self._entry.save_format
+        save_format: Any = self.entry.save_format
         try:
-            self._entry.store(name, lambda path: compiled.save(path, save_format))
+            self.entry.store(name, lambda path: compiled.save(path, save_format))
         except Exception as error:
             first = str(error).partition("\n")[0]
             warnings.warn(
                 f"a compiled piece cannot be kept in the compile cache: {first}", stacklevel=2
             )
-
-    def finish(self, texts: Mapping[str, str]) -> None:
-        """Show others what was stored, and write `texts` by file name."""
-        for name, text in texts.items():
-            self._entry.write_text(name, text)
-        self._entry.complete()
-
-    def discard(self) -> None:
-        """Forget what was stored: compiling failed half-way."""
-        self._entry.discard()
 
 
 def _rank() -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,19 +11,25 @@ from torch import fx
 
 from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
 from graphrt.compile.backend.choice import Backend, backend_for
-from graphrt.compile.backend.copies import copies_what_it_writes
+from graphrt.compile.backend.inductor_mends import copies_what_it_writes
 from graphrt.compile.errors import AliasError, CompileError
-from graphrt.compile.pieces._conditions import WhereRight, conditions_on, size_places
+from graphrt.compile.pieces.by_size import (
+    BySize,
+    conditions_on,
+    size_places,
+    static_inputs,
+    varies_by,
+)
 from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import Partitioned, collecting
-from graphrt.compile.pieces.static_sizes import BySize, size_source, static_inputs
 from graphrt.compile.private_torch.inductor import compiler_caches_apart
 from graphrt.compile.private_torch.operators import storage_identity
-from graphrt.compile.split.graph import Piece, returned_count, written_between
+from graphrt.compile.split.graph import Piece, as_it_is, returned_count, written_between
+from graphrt.compile.split.groups import splits_at
 from graphrt.compile.split.identity import fingerprint
-from graphrt.compile.split.operators import splits_at
-from graphrt.compile.trace.sizes import is_number, value_of
+from graphrt.compile.trace.call import TracedCall
+from graphrt.compile.trace.sizes import is_number, placeholders, value_of
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.log import logger
 
@@ -33,60 +38,44 @@ _KEY_LENGTH = 16
 
 
 class Compiler:
-    """Compiles the pieces of one module, those of equal structure once.
+    """Compiles the pieces of one traced call, those of equal structure once.
 
-    `sizes` of `symbol` are compiled for themselves in addition. With `partition_at` the compiler
+    `sizes` of its symbol are compiled for themselves in addition. With `partition_at` the compiler
     makes partitions between these operators, and `partitioned` is all code that has them. What a
-    compiler made is put into `kept`, and taken from it; nothing of it is there for others unless
-    the block ends well. `kept_as` has the names of code by those of pieces.
+    compiler made is put into `kept`, and taken from it. `kept_as` has the names of code by those of
+    pieces.
     """
 
     def __init__(
         self,
         backend: Backend,
         figures: Figures,
-        device: torch.device,
+        seen: TracedCall,
         *,
         kept: KeptPieces | None,
-        symbol: Any,
-        axes: Mapping[str, tuple[str, int]],
         sizes: Sequence[int],
         partition_at: Sequence[str] | None = None,
     ) -> None:
         self._backend = backend
         self._figures = figures
-        self._device_type = device.type
-        self._symbol = symbol
-        self._axes = axes
+        self._device_type = seen.device.type
+        self._symbol = seen.symbol
+        self._axes = seen.axes
         self._sizes = sizes
         self._partition_at = partition_at
         self.partitioned: list[Partitioned] = []
         self.kept_as: dict[str, str] = {}
         self._made: dict[str, Callable[..., Any]] = {}
-        self._kept = kept
-
-    def __enter__(self) -> Compiler:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None and self._kept is not None:
-            self._kept.discard()
+        self.kept = kept
 
     def call_of(self, piece: Piece) -> Callable[..., Any]:
         """What runs a piece; a splitting one runs as it is."""
         if piece.splitting:
             self._figures.splitting_pieces += 1
-            forward: Callable[..., Any] = piece.graph.forward
-            return forward
+            return as_it_is(piece.graph)
         if piece.is_empty:
-            empty: Callable[..., Any] = piece.graph.forward
             self.kept_as[piece.name] = "nothing"
-            return empty
+            return as_it_is(piece.graph)
         self._figures.pieces += 1
         if self._backend.name != "eager":
             _check_inputs(piece)
@@ -133,39 +122,38 @@ class Compiler:
 
     def _as_it_is(self, piece: Piece) -> Callable[..., Any]:
         self.kept_as[piece.name] = "nothing, it runs as it is"
-        forward: Callable[..., Any] = piece.graph.forward
-        return forward
-
-    def finish(self, texts: Mapping[str, str]) -> None:
-        """Show the cache's other users what was compiled, with `texts` for reading beside it."""
-        if self._kept is not None:
-            self._kept.finish(texts)
+        return as_it_is(piece.graph)
 
     def _compiled(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
-        inputs = [value_of(node) for node in graph.graph.nodes if node.op == "placeholder"]
-        name = self._name(key)
+        inputs = [value_of(node) for node in placeholders(graph)]
+        name, symbol = self._name(key), self._symbol
         places = size_places(graph)
         general = self._one(graph, inputs, name, static=False)
         conditions = conditions_on(getattr(general, "conditions", ()), places)
-        if conditions:
-            general = WhereRight(
-                general, self._otherwise(graph), conditions, places, name, self._axes
-            )
-        source = size_source(graph, self._symbol) if self._sizes else None
-        if source is None:
+        static: dict[int, Callable[..., Any]] = {}
+        if self._sizes and varies_by(graph, symbol, places):
+            static = {
+                size: self._one(
+                    graph, static_inputs(graph, symbol, size), f"{name}_{size}", static=True
+                )
+                for size in self._sizes
+            }
+        if not (conditions or static):
             return general
-        static = {
-            size: self._one(
-                graph, static_inputs(graph, self._symbol, size), f"{name}_{size}", static=True
-            )
-            for size in self._sizes
-        }
-        return BySize(source, static, general)
+        return BySize(
+            general,
+            self._otherwise(graph),
+            conditions,
+            places,
+            name,
+            self._axes,
+            symbol=str(symbol),
+            static=static,
+        )
 
     def _otherwise(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """What runs where compiled code is not right: the graph as it is."""
-        as_it_is: Callable[..., Any] = graph.forward
-        return as_it_is if self._partition_at is None else _not_for_this_size
+        return as_it_is(graph) if self._partition_at is None else _not_for_this_size
 
     def _name(self, key: str) -> str:
         kind = "piece" if self._partition_at is None else "partitioned"
@@ -179,23 +167,24 @@ class Compiler:
         with collecting(self._partition_at) as found:
             made = self._loaded_or_compiled(graph, inputs, name, static=static)
         self.partitioned.append(Partitioned(made, found))
+        self._figures.partitions = len(self.partitioned[0].partitions)
         return self.partitioned[-1]
 
     def _loaded_or_compiled(
         self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
     ) -> Callable[..., Any]:
-        if self._kept is not None:
-            found = self._kept.load(name, returned_count(graph))
+        if self.kept is not None:
+            found = self.kept.load(name, returned_count(graph))
             if found is not None:
                 self._figures.loads += 1
                 return found
         backend, why_eager = self._backend, ""
-        if self._kept is not None and self._kept.found:
+        if self.kept is not None and self.kept.found:
             # It was chosen to load what is kept, which was more than there is.
             other, why_eager = backend_for(backend.name, self._device_type, compiles=True)
             if why_eager:
                 backend, self._figures.backend_reason = other, why_eager
-        apart = nullcontext() if self._kept is None else compiler_caches_apart(self._kept.tag)
+        apart = nullcontext() if self.kept is None else compiler_caches_apart(self.kept.tag)
         try:
             with torch.no_grad(), apart:
                 compiled: Any = backend.compile(graph, inputs, static=static)
@@ -205,8 +194,8 @@ class Compiler:
             raise _not_compiled(backend.name, name, error) from error
         self._figures.compilations += 1
         self._figures.static_compilations += static
-        if self._kept is not None and not why_eager:
-            self._kept.store(name, compiled)
+        if self.kept is not None and not why_eager:
+            self.kept.store(name, compiled)
         made: Callable[..., Any] = compiled
         return made
 
@@ -225,7 +214,7 @@ def _check_inputs(piece: Piece) -> None:
     """Raise `AliasError` where code that is compiled writes an input, and another one shares memory
     with it: a compiler takes them for two, or gives up."""
     storages: dict[int, list[int]] = {}
-    nodes = [n for n in piece.graph.graph.nodes if n.op == "placeholder"]
+    nodes = placeholders(piece.graph)
     for index, node in enumerate(nodes):
         value = value_of(node)
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
@@ -244,9 +233,8 @@ def _check_inputs(piece: Piece) -> None:
 def _passes_numbers_on(piece: Piece) -> bool:
     """Whether a piece returns a number that it reads from a tensor, or is given one that is no
     size: the operator that stands for compiled code has no such results and arguments."""
-    nodes = piece.graph.graph.nodes
-    returned = next(iter(reversed(nodes))).all_input_nodes
-    given = (value_of(node) for node in nodes if node.op == "placeholder")
+    returned = next(iter(reversed(piece.graph.graph.nodes))).all_input_nodes
+    given = map(value_of, placeholders(piece.graph))
     return any(map(is_number, returned)) or any(
         isinstance(value, float | torch.SymFloat | torch.SymBool) for value in given
     )

@@ -14,7 +14,7 @@ import torch
 from graphrt.compile.backend.choice import backend_for
 from graphrt.compile.errors import CompileError
 from graphrt.compile.options import CompileOptions
-from graphrt.compile.pieces.wrapping import Wrapping
+from graphrt.compile.pieces.wrapping import Wrapping, is_fixed
 from graphrt.compile.private_torch.patches import (
     PartitionFunction,
     lacks_partitions,
@@ -55,7 +55,6 @@ class Partitioned:
 
     def __init__(self, run: Callable[..., Any], partitions: Sequence[Partition]) -> None:
         self.partitions = tuple(partitions)
-        self.wrappers: tuple[GraphWrapper, ...] = ()
         self.conditions: Sequence[Any] = getattr(run, "conditions", ())
         self._run = run
         self._wrapping: Wrapping | None = None
@@ -73,8 +72,9 @@ class Partitioned:
             return cloned(result)
         return self._in_place(result) if wrapping.options.outputs == "static" else result
 
-    def capture_in(self, wrapping: Wrapping, splitting: frozenset[str]) -> None:
-        """Put each partition into a PIECEWISE wrapper; `splitting` may not run inside of one."""
+    def capture_in(self, wrapping: Wrapping, splitting: frozenset[str]) -> list[GraphWrapper]:
+        """Put each partition into a PIECEWISE wrapper, which are returned; `splitting` may not run
+        inside of one."""
         self._wrapping = wrapping
         options = replace(wrapping.options, outputs="pool", breaks=tuple(sorted(splitting)))
         wrappers = []
@@ -82,13 +82,12 @@ class Partitioned:
             wrapper = wrapping.wrap(_with_list(partition.function), options)
             partition.run = _Captured(partition.function, wrapper, wrapping, self.is_fixed)
             wrappers.append(wrapper)
-        self.wrappers = tuple(wrappers)
+        return wrappers
 
     def is_fixed(self, tensor: torch.Tensor) -> bool:
         """Whether a partition's input is at one address in every step like this one."""
         assert self._wrapping is not None
-        pool = self._wrapping.pool
-        return _storage(tensor) in self._step or pool.platform.owns(pool.memory, tensor)
+        return is_fixed(tensor, self._step, self._wrapping.pool)
 
     def _run_aligned(self, args: tuple[Any, ...]) -> Any:
         """Run with copies of tensors at odd addresses, which are copied back.
@@ -163,7 +162,7 @@ class _Captured:
         found: list[tuple[int, torch.Tensor]] = []
         storages: set[int] = set()
         for index, tensor in enumerate(args):
-            if not isinstance(tensor, torch.Tensor) or not tensor.numel() or self._is_fixed(tensor):
+            if not isinstance(tensor, torch.Tensor) or self._is_fixed(tensor):
                 continue
             alone = separate_strides(tensor) == tensor.stride()
             if _storage(tensor) in storages or not alone:

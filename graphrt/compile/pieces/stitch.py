@@ -15,10 +15,10 @@ from torch import fx
 from graphrt.compile.errors import RetraceError
 from graphrt.compile.split.graph import Piece, attribute_of
 from graphrt.compile.split.identity import target_name
-from graphrt.compile.trace._kinds import Kind, kind_of, kind_text
 from graphrt.compile.trace.interface import Argument, Interface, Output, Weight
 from graphrt.compile.trace.parameters import Parameters
-from graphrt.compile.trace.sizes import is_number
+from graphrt.compile.trace.sizes import is_number, placeholders
+from graphrt.compile.trace.subject import Kind, Subject, kind_of, kind_text
 
 
 @dataclass(frozen=True)
@@ -80,29 +80,27 @@ def _other_weight(name: str, got: str, expected: str) -> RetraceError:
 
 
 def stitch(
+    interface: Interface | None,
     graph: fx.GraphModule,
     pieces: Sequence[Piece],
     calls: Sequence[Callable[..., Any]],
-    *,
-    interface: Interface | None,
-    parameters: Parameters,
-    weights: Mapping[str, torch.Tensor],
-    label: str,
+    subject: Subject,
 ) -> Stitched:
     """Generate the function that calls `calls`, one for each piece.
 
-    With an `interface` it has the forward's own parameters and holds the weights; without, it takes
-    and returns what the graph does. `weights` are the module's.
+    With an `interface` it has the parameters of the subject's forward, and holds its weights;
+    without, it takes and returns what the graph does.
     """
+    parameters = subject.parameters
     writer = _Writer(graph, pieces, parameters if interface else None)
     if interface is None:
         writer.take_placeholders()
     else:
-        writer.take_parameters(interface, parameters, weights)
+        writer.take_parameters(interface, parameters, subject.weights())
     for piece, call in zip(pieces, calls, strict=True):
         writer.call_piece(piece, call)
     writer.give_back(interface)
-    return writer.finished(label)
+    return writer.finished(f"<graphrt {type(subject.module).__name__} {id(subject.module)}>")
 
 
 class _Writer:
@@ -126,7 +124,7 @@ class _Writer:
         self._wanted = {n for piece in pieces for n in piece.inputs} | self._kept
 
     def take_placeholders(self) -> None:
-        nodes = [n for n in self._graph.graph.nodes if n.op == "placeholder"]
+        nodes = placeholders(self._graph)
         for node in nodes:
             self._names[node] = self._fresh(node.name)
         self._signature = f"({', '.join(self._names[n] for n in nodes)})"
@@ -143,7 +141,7 @@ class _Writer:
             own_names.setdefault(id(weight), []).append(own)
         self._signature = parameters.header()
         self._globals.update(parameters.defaults())
-        nodes = [n for n in self._graph.graph.nodes if n.op == "placeholder"]
+        nodes = placeholders(self._graph)
         for node, source in zip(nodes, interface.inputs, strict=True):
             if isinstance(source, torch.Tensor):
                 owns = own_names.get(id(source), [])

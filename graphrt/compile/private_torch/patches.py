@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -55,22 +55,54 @@ Load = Callable[[], Any]
 PartitionFunction = Callable[[list[Any]], Any]
 
 
-@contextmanager
+Replace = Callable[..., Any]
+"""From what torch has, and what the block is given, to what is there in the block."""
+
+
+def _patch(name: PrivateName) -> Callable[[Replace], Callable[..., AbstractContextManager[None]]]:
+    """Make of what replaces an attribute of a class a block in which it is replaced; where this
+    torch has none, only a warning."""
+
+    def made(replace: Replace) -> Callable[..., AbstractContextManager[None]]:
+        @contextmanager
+        @wraps(replace)
+        def patched(*given: Any) -> Iterator[None]:
+            path, _, attribute = name.path.rpartition(".")
+            with ExitStack() as undo:
+                try:
+                    name.find()
+                    owner = PrivateName(path, name.without, name.seen).find()
+                    # As it is in the class: a class method with its decorator.
+                    original = vars(owner)[attribute]
+                    setattr(owner, attribute, replace(original, *given))
+                    undo.callback(setattr, owner, attribute, original)
+                except (MissingTorchNameError, KeyError) as error:
+                    _tell_once(name, str(error))
+                yield
+
+        return patched
+
+    return made
+
+
+@cache
+def _tell_once(name: PrivateName, why: str) -> None:
+    logger.warning("torch lacks %s (%s): %s", name.path, why.partition("\n")[0], name.without)
+
+
+@_patch(_LOAD_LIBRARY)
 def library_loads(
+    original: Any,
     instead: Callable[[type, Callable[[], Load], tuple[Any, ...], dict[str, Any]], Load],
-) -> Iterator[None]:
+) -> Any:
     """Inductor asks `instead(kind, build, args, kwargs)` for a C++ library, of whichever kind; what
     it has been asked for is in the arguments, and `build` does it as before."""
 
-    def replace(original: Any) -> Any:
-        def load_async(cls: type, *args: Any, **kwargs: Any) -> Load:
-            build = original.__get__(None, cls)
-            return instead(cls, lambda: build(*args, **kwargs), args, kwargs)
+    def load_async(cls: type, *args: Any, **kwargs: Any) -> Load:
+        build = original.__get__(None, cls)
+        return instead(cls, lambda: build(*args, **kwargs), args, kwargs)
 
-        return classmethod(load_async)
-
-    with _replaced(_LOAD_LIBRARY, replace):
-        yield
+    return classmethod(load_async)
 
 
 def load_library(kind: type, path: Path, key: str) -> Any:
@@ -78,80 +110,63 @@ def load_library(kind: type, path: Path, key: str) -> Any:
     return own(kind, "_load_library", _LOAD_LIBRARY.without)(str(path), key)
 
 
-@contextmanager
-def code_forgotten_after_tuning() -> Iterator[None]:
+@_patch(_TUNE)
+def code_forgotten_after_tuning(original: Any) -> Any:
     """Inductor forgets the code that it tuned kernels with in the block."""
+    forget = _FORGET_CODE.find()
 
-    def replace(original: Any) -> Any:
-        forget = _FORGET_CODE.find()
+    def tune(self: Any) -> None:
+        original(self)
+        forget()
 
-        def tune(self: Any) -> None:
-            original(self)
-            forget()
-
-        return tune
-
-    with _replaced(_TUNE, replace):
-        yield
+    return tune
 
 
-@contextmanager
-def kernels_loaded_as_tuned() -> Iterator[None]:
+@_patch(_LOAD_KERNELS)
+def kernels_loaded_as_tuned(original: Any) -> Any:
     """Triton kernels with one configuration left count as tuned when they are loaded."""
 
-    def replace(original: Any) -> Any:
-        def load_autotuners(cls: type, kernels: Any) -> Any:
-            for each in kernels or ():
-                if len(each.kernel.compile_results) == 1:
-                    each.kernel.compile_results[0].config.found_by_coordesc = True
-            return original.__get__(None, cls)(kernels)
+    def load_autotuners(cls: type, kernels: Any) -> Any:
+        for each in kernels or ():
+            if len(each.kernel.compile_results) == 1:
+                each.kernel.compile_results[0].config.found_by_coordesc = True
+        return original.__get__(None, cls)(kernels)
 
-        return classmethod(load_autotuners)
-
-    with _replaced(_LOAD_KERNELS, replace):
-        yield
+    return classmethod(load_autotuners)
 
 
-@contextmanager
-def one_code_for_sums() -> Iterator[None]:
+@_patch(_CHUNKS)
+def one_code_for_sums(original: Any) -> Any:
     """C++ sums of float32 over a batch have chunks of addends, however many the example has.
 
     Inductor makes code of few addends or of many, for exactness, and takes for granted then that
     the batch is as small or as large as that.
     """
 
-    def replace(original: Any) -> Any:
-        def need_use_acc_helper(self: Any, kind: str, dtype: Any, *more: Any) -> bool:
-            ranges = list(getattr(self, "call_ranges", None) or ())
-            summed = ranges[getattr(self, "reduction_depth", 0) :]
-            if kind == "sum" and dtype == torch.float32 and any(n.free_symbols for n in summed):
-                return True
-            return bool(original(self, kind, dtype, *more))
+    def need_use_acc_helper(self: Any, kind: str, dtype: Any, *more: Any) -> bool:
+        ranges = list(getattr(self, "call_ranges", None) or ())
+        summed = ranges[getattr(self, "reduction_depth", 0) :]
+        if kind == "sum" and dtype == torch.float32 and any(n.free_symbols for n in summed):
+            return True
+        return bool(original(self, kind, dtype, *more))
 
-        return need_use_acc_helper
-
-    with _replaced(_CHUNKS, replace):
-        yield
+    return need_use_acc_helper
 
 
-@contextmanager
-def sizes_of_floats() -> Iterator[None]:
+@_patch(_SCALARS)
+def sizes_of_floats(original: Any) -> Any:
     """Floats that are made of batch sizes can be made of tensors, as torch does before Inductor.
 
     It takes for granted that a node gives each symbol, as graphs of Dynamo's have an argument for
     each. A piece has those that it computes with, and nobody sees that a decomposition will.
     """
 
-    def replace(original: Any) -> Any:
-        def tensorify(module: fx.GraphModule, *more: Any) -> Any:
-            if any(isinstance(node.meta.get("val"), torch.SymFloat) for node in module.graph.nodes):
-                _give_symbols(module.graph)
-            return original(module, *more)
+    def tensorify(module: fx.GraphModule, *more: Any) -> Any:
+        if any(isinstance(node.meta.get("val"), torch.SymFloat) for node in module.graph.nodes):
+            _give_symbols(module.graph)
+        return original(module, *more)
 
-        return tensorify
-
-    with _replaced(_SCALARS, replace):
-        yield
+    return tensorify
 
 
 def _give_symbols(graph: fx.Graph) -> None:
@@ -196,25 +211,3 @@ def partitions_taken(
             yield
         finally:
             hook.wrapper = before
-
-
-@contextmanager
-def _replaced(name: PrivateName, replace: Callable[[Any], Any]) -> Iterator[None]:
-    """Another attribute of a class in the block; where this torch has none, only a warning."""
-    path, _, attribute = name.path.rpartition(".")
-    with ExitStack() as undo:
-        try:
-            name.find()
-            owner = PrivateName(path, name.without, name.seen).find()
-            # As it is in the class: a class method with its decorator.
-            original = vars(owner)[attribute]
-            setattr(owner, attribute, replace(original))
-            undo.callback(setattr, owner, attribute, original)
-        except (MissingTorchNameError, KeyError) as error:
-            _tell_once(name, str(error))
-        yield
-
-
-@cache
-def _tell_once(name: PrivateName, why: str) -> None:
-    logger.warning("torch lacks %s (%s): %s", name.path, why.partition("\n")[0], name.without)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Callable, Collection, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -92,52 +92,60 @@ def check_settings(graph: fx.Graph, is_splitting: Callable[[fx.Node], bool]) -> 
 def restoring_settings(run: Callable[..., Any], graph: fx.Graph) -> Callable[..., Any]:
     """`run`, after which autocast, and what else it sets, is as before if it raises: traced code
     has no `finally`."""
-    if any(map(_sets, graph.nodes)):
-        run = _restoring_rest(run)
     kinds = {str(node.args[0]) for node in _enters(graph)}
-    if not kinds:
+    noted = [_settings_now] if any(map(_sets, graph.nodes)) else []
+    if kinds:
+        noted.append(partial(_autocast_now, kinds))
+    if not noted:
         return run
 
     @wraps(run)
     def restoring(*args: Any, **kwargs: Any) -> Any:
-        before = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in kinds
-        ]
-        cached, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
+        restore = [note() for note in noted]
         try:
             return run(*args, **kwargs)
         except BaseException:  # `undoing`, written out: on the way of every step
-            for kind, enabled, dtype in before:
-                torch.set_autocast_enabled(kind, enabled)
-                torch.set_autocast_dtype(kind, dtype)
-            torch.set_autocast_cache_enabled(cached)
-            for _ in range(_autocast_depth() - depth):
-                torch.autocast_decrement_nesting()
-            if depth == 0:
-                torch.clear_autocast_cache()
+            for each in restore:
+                each()
             raise
 
     return restoring
 
 
-def _restoring_rest(run: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(run)
-    def restoring(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_default_dtype()
-        strict = torch.are_deterministic_algorithms_enabled()
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        kernels, order = attention_kernels(), attention_order()
-        try:
-            return run(*args, **kwargs)
-        except BaseException:  # `undoing`, written out: on the way of every step
-            torch.set_default_dtype(dtype)
-            torch.use_deterministic_algorithms(strict, warn_only=warns)
-            set_attention_kernels(kernels)
-            set_attention_order(order)
-            raise
+def _autocast_now(kinds: Collection[str]) -> Callable[[], None]:
+    """What sets autocast as it is now, for these types of devices."""
+    before = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+    ]
+    cached, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
 
-    return restoring
+    def restore() -> None:
+        for kind, enabled, dtype in before:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(cached)
+        for _ in range(_autocast_depth() - depth):
+            torch.autocast_decrement_nesting()
+        if depth == 0:
+            torch.clear_autocast_cache()
+
+    return restore
+
+
+def _settings_now() -> Callable[[], None]:
+    """What sets all else that a forward may set as it is now."""
+    dtype = torch.get_default_dtype()
+    strict = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    kernels, order = attention_kernels(), attention_order()
+
+    def restore() -> None:
+        torch.set_default_dtype(dtype)
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
+        set_attention_kernels(kernels)
+        set_attention_order(order)
+
+    return restore
 
 
 def _sets(node: fx.Node) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -10,12 +12,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.split.aliases import check_roots, forward_updates
 from graphrt.compile.split.contexts import check_settings, close_autocast, drop_inference_mode
-from graphrt.compile.split.effects import check_metadata, check_transforms, written
+from graphrt.compile.split.effects import (
+    check_metadata,
+    check_roots,
+    check_transforms,
+    forward_updates,
+    written,
+)
 from graphrt.compile.split.groups import NodeGroup, Roles, partition
-from graphrt.compile.split.lines import remember_lines
-from graphrt.compile.trace.sizes import is_number
+from graphrt.compile.trace.sizes import is_number, placeholders, results_of
+from graphrt.compile.trace.user_lines import innermost_line
+from graphrt.core.capture.source import Source, stands_for
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class Piece:
         """What takes the inputs and gives the outputs, by a `call` that does as `graph`."""
         if self.views is None:
             return call  # then it takes all inputs
-        make: Callable[..., Any] = self.views.forward
+        make = as_it_is(self.views)
         taken, count = self.taken, returned_count(self.graph)
 
         def run(*args: Any) -> Any:
@@ -87,16 +95,14 @@ def written_between(
     whole: fx.GraphModule, is_splitting: Callable[[fx.Node], bool]
 ) -> tuple[int, ...]:
     """The numbers of the inputs that nodes write which split nothing."""
-    nodes = [*whole.graph.nodes]
     roles = Roles.of(whole.graph, is_splitting)
     changed = {
         root
-        for node in nodes
+        for node in whole.graph.nodes
         if not is_splitting(node)
         for root in _with_roots(written(node), roles)
     }
-    given = [node for node in nodes if node.op == "placeholder"]
-    return tuple(index for index, node in enumerate(given) if node in changed)
+    return tuple(index for index, node in enumerate(placeholders(whole)) if node in changed)
 
 
 def _with_roots(nodes: Sequence[fx.Node], roles: Roles) -> set[fx.Node]:
@@ -251,9 +257,49 @@ def attribute_of(graph: fx.GraphModule, target: str) -> Any:
     return found
 
 
+def as_it_is(graph: fx.GraphModule) -> Callable[..., Any]:
+    """What runs the operators of a graph one by one."""
+    forward: Callable[..., Any] = graph.forward
+    return forward
+
+
 def returned_count(piece: fx.GraphModule) -> int | None:
     """How many values a piece returns; None for nothing."""
-    returned = next(iter(reversed(piece.graph.nodes))).args[0]
+    returned = results_of(piece)
     if returned is None:
         return None
     return len(returned) if isinstance(returned, tuple) else 1
+
+
+def remember_lines(piece: fx.GraphModule) -> None:
+    """Let errors that are raised while `piece` runs as it is name the line of the forward."""
+    # Not the piece itself, which the function that is kept would keep alive.
+    graph = weakref.ref(piece)
+    found: dict[int, Source | None] = {}
+
+    def line_of(line: int) -> Source | None:
+        there = graph()
+        if line not in found and there is not None:
+            first = there.forward.__code__.co_firstlineno
+            found.update({first + each: source for each, source in _lines(there).items()})
+        return found.get(line)
+
+    forget = stands_for(piece.forward.__code__.co_filename, line_of)
+    weakref.finalize(piece, forget)
+
+
+def _lines(piece: fx.GraphModule) -> dict[int, Source | None]:
+    """By the number of a line behind that of `def`."""
+    nodes = {node.name: node for node in piece.graph.nodes}
+    function = next(n for n in ast.walk(ast.parse(piece.code)) if isinstance(n, ast.FunctionDef))
+    found: dict[int, Source | None] = {}
+    for statement in ast.walk(function):
+        if not isinstance(statement, ast.Assign):
+            continue
+        for target in statement.targets:
+            # A name is assigned once more where it is let go: None.
+            node = nodes.pop(target.id, None) if isinstance(target, ast.Name) else None
+            if node is not None:
+                line = statement.lineno - function.lineno
+                found.setdefault(line, innermost_line(node.stack_trace or ""))
+    return found

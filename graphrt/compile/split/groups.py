@@ -1,15 +1,15 @@
-"""Which nodes of a traced graph run together."""
+"""Which nodes of a traced graph run together, and which operators split it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
-from graphrt.compile.private_torch.operators import overload_name
-from graphrt.compile.split.aliases import elements, views
-from graphrt.compile.split.effects import written
+from graphrt.compile.private_torch.operators import operator_names, overload_name, overloads
+from graphrt.compile.split.effects import elements, views, written
 from graphrt.compile.trace.sizes import floating, is_number
 
 _ALLOCATIONS = frozenset(
@@ -154,3 +154,38 @@ def is_allocation(node: fx.Node) -> bool:
     if name.startswith("new_") or name.endswith("_like"):
         read -= {node.args[0] if node.args else node.kwargs.get("input")}
     return all(map(is_number, read))
+
+
+DEFAULT_SPLITTING_OPS = ("graphrt::paged_decode", "graphrt::attend")
+"""Besides every operator with the tag `cudagraph_unsafe`, which `opaque` gives to its own."""
+
+
+def splits_at(names: Collection[str] | None) -> Callable[[fx.Node], bool]:
+    """Whether a node is one of the operators `names`: "ns::op", or "ns::op.overload" for one.
+
+    None stands for `DEFAULT_SPLITTING_OPS` and all operators tagged `cudagraph_unsafe`.
+    """
+    listed = frozenset(DEFAULT_SPLITTING_OPS if names is None else names)
+
+    def is_splitting(node: fx.Node) -> bool:
+        found = names_of(node)
+        if not listed.isdisjoint(found):
+            return True
+        return names is None and bool(found) and _is_unsafe(node)
+
+    return is_splitting
+
+
+def splitting_names(graph: fx.Graph, names: Collection[str] | None) -> frozenset[str]:
+    """The operators of a graph at which `names` split it."""
+    is_splitting = splits_at(names)
+    return frozenset(names_of(node)[0] for node in graph.nodes if is_splitting(node))
+
+
+def names_of(node: fx.Node) -> tuple[str, ...]:
+    """How an operator may be called in a list; empty for what is none of the dispatcher's."""
+    return operator_names(node.target)
+
+
+def _is_unsafe(node: fx.Node) -> bool:
+    return any(torch.Tag.cudagraph_unsafe in each.tags for each in overloads(node.target))

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.cache.key.code import covers
-from graphrt.compile.cache.key.sources import TracedSources
+from graphrt.compile.cache.key.sources import TracedSources, covers
 from graphrt.compile.cache.key.values import Values
 from graphrt.compile.private_torch.operators import operator_names, storage_identity
 from graphrt.compile.private_torch.registered import triton_call

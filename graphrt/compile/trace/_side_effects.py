@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,45 +53,53 @@ def assignments() -> tuple[tuple[str, ...], tuple[Rewritten, ...]]:
 
     Must be called in the backend. In-place operators are no assignments.
     """
-    rewritten: list[Rewritten] = []
-    return tuple(dict.fromkeys(_names(side_effects(), rewritten))), tuple(rewritten)
+    found = _Assignments(side_effects())
+    return tuple(found.assigned), tuple(found.rewritten)
 
 
-def _names(effects: SideEffects, rewritten: list[Rewritten]) -> Iterator[str]:
-    attributes = getattr(effects, "store_attr_mutations", {})
-    # While Dynamo traces, what the forward writes to still has what it had.
-    objects = {id(each): each for each in effects.keepalive}
-    for key, variable in list(effects.id_to_variable.items()):
-        source = getattr(variable, "source", None)
-        if source is None or not effects.is_modified(variable):
-            continue
-        name = _name_of(source)
-        if name is None:
-            continue
-        stored = attributes.get(variable)
-        if stored:
-            for attribute, value in stored.items():
-                at = f"{name}.{attribute}"
-                if not _is_restored(effects, variable, attribute, value):
-                    yield at
-                elif type(value).__name__ != "DeletedVariable":
-                    old = inspect.getattr_static(variable.value, attribute)
-                    if type(old) in _PLAIN:
-                        rewritten.append(Rewritten(at, old, variable.value, attribute, True))
-            continue
-        if type(variable).__name__ == "TensorVariable":
-            continue
-        before = objects.get(key, _NOTHING)
-        keys = _changed_keys(effects, variable, before)
+class _Assignments:
+    """What the forward has assigned to by the end of a trace, among what was there before."""
+
+    def __init__(self, effects: SideEffects) -> None:
+        self._effects = effects
+        self.assigned: dict[str, None] = {}
+        self.rewritten: list[Rewritten] = []
+        attributes = getattr(effects, "store_attr_mutations", {})
+        # While Dynamo traces, what the forward writes to still has what it had.
+        objects = {id(each): each for each in effects.keepalive}
+        for key, variable in list(effects.id_to_variable.items()):
+            source = getattr(variable, "source", None)
+            if source is None or not effects.is_modified(variable):
+                continue
+            name = _name_of(source)
+            if name is None:
+                continue
+            if stored := attributes.get(variable):
+                self._note_attributes(name, variable, stored)
+            elif type(variable).__name__ != "TensorVariable":
+                self._note_items(name, variable, objects.get(key, _NOTHING))
+
+    def _note_attributes(self, name: str, owner: Any, stored: Mapping[str, Any]) -> None:
+        for attribute, value in stored.items():
+            at = f"{name}.{attribute}"
+            if not _is_restored(self._effects, owner, attribute, value):
+                self.assigned[at] = None
+            elif type(value).__name__ != "DeletedVariable":
+                old = inspect.getattr_static(owner.value, attribute)
+                if type(old) in _PLAIN:
+                    self.rewritten.append(Rewritten(at, old, owner.value, attribute, True))
+
+    def _note_items(self, name: str, variable: Any, before: Any) -> None:
+        keys = _changed_keys(self._effects, variable, before)
         if keys is None:
-            yield name
-            continue
-        yield from [f"{name}.{key}" if isinstance(key, str) else name for key in keys]
+            self.assigned[name] = None
+            return
+        for key in keys:
+            self.assigned[f"{name}.{key}" if isinstance(key, str) else name] = None
         if not keys and not isinstance(before, set):
-            places = before.items() if isinstance(before, dict) else enumerate(before)
-            rewritten += [
+            self.rewritten += [
                 Rewritten(f"{name}[{key!r}]", value, before, key, False)
-                for key, value in places
+                for key, value in _items(before)
                 if type(value) in _PLAIN
             ]
 
@@ -113,22 +121,23 @@ def _changed_keys(effects: SideEffects, variable: Any, before: Any) -> list[obje
     is that something changed. To write the value that is there is no change: Whisper's cache does
     so at every step."""
     now, source = getattr(variable, "items", None), variable.source
+    if type(before) is set and now is not None:
+        return [] if {_key_of(key) for key in now} == before else None
     if type(before) is dict and isinstance(now, dict):
         values = {_key_of(key): value for key, value in now.items()}
         if list(values) != list(before):
             return [key for key in values if key not in before] or None
-        pairs = [(key, values[key], before[key]) for key in before]
     elif type(before) is list and isinstance(now, list) and len(now) == len(before):
-        pairs = [(place, now[place], before[place]) for place in range(len(before))]
-    elif type(before) is set and now is not None:
-        return [] if {_key_of(key) for key in now} == before else None
+        values = dict(enumerate(now))
     else:
         return None
     return [
-        key
-        for key, value, old in pairs
-        if not (_is_same(effects, value, old) or _is_from(value, source, key))
+        key for key, old in _items(before) if not _is_kept(effects, values[key], old, source, key)
     ]
+
+
+def _items(container: dict[Any, Any] | list[Any]) -> Iterable[tuple[Any, Any]]:
+    return container.items() if isinstance(container, dict) else enumerate(container)
 
 
 def _key_of(key: Any) -> object:
@@ -155,10 +164,12 @@ def _is_same(effects: SideEffects, variable: Any, before: object) -> bool:
     return value is before or (plain and repr(value) == repr(before))
 
 
-def _is_from(variable: Any, container: Any, key: object) -> bool:
-    """Whether a value is what the container had at that key, which Dynamo need not have read."""
+def _is_kept(effects: SideEffects, variable: Any, before: object, container: Any, key: Any) -> bool:
+    """Whether a value is the one that the container had at that key, which Dynamo need not have
+    read."""
     source = getattr(variable, "source", None)
-    return getattr(source, "base", None) == container and getattr(source, "index", None) == key
+    unread = getattr(source, "base", None) == container and getattr(source, "index", None) == key
+    return unread or _is_same(effects, variable, before)
 
 
 def _name_of(source: Any) -> str | None:

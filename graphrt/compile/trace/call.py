@@ -13,15 +13,13 @@ from torch import fx
 from graphrt.compile.errors import CompileError
 from graphrt.compile.private_torch.operators import was_written
 from graphrt.compile.private_torch.traces import expressions
-from graphrt.compile.trace._rerun import does_the_same
-from graphrt.compile.trace.check import CallChecker, Small
+from graphrt.compile.trace.check import CallChecker, Overlaps, Small
 from graphrt.compile.trace.dims import DEFAULT_AXIS, DynamicDims, examples, sizes_of, telling_sizes
 from graphrt.compile.trace.dynamo import Traced, trace
 from graphrt.compile.trace.interface import Interface, Probe, argument_paths, interface
 from graphrt.compile.trace.outside import Outside
-from graphrt.compile.trace.overlaps import Overlaps
 from graphrt.compile.trace.parameters import Leaf, leaves, substitute
-from graphrt.compile.trace.sizes import resolve_sizes, value_of
+from graphrt.compile.trace.sizes import does_the_same, placeholders, resolve_sizes, value_of
 from graphrt.compile.trace.subject import Subject
 
 
@@ -188,18 +186,17 @@ def _names_used(traced: Traced, name: str) -> bool:
 
 
 def _device(traced: Traced) -> torch.device:
-    values = (value_of(node) for node in traced.graph.graph.nodes if node.op == "placeholder")
+    values = map(value_of, placeholders(traced.graph))
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
     return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
 
 
 def _overlaps(paths: Mapping[fx.Node, str], traced: Traced) -> Overlaps:
     written, writes_weights = set(), False
-    for node in traced.graph.graph.nodes:
+    for node in placeholders(traced.graph):
         value = value_of(node)
         # Tracing runs writes on the very stand-ins that the graph's inputs have.
-        tensor = node.op == "placeholder" and isinstance(value, torch.Tensor)
-        if tensor and was_written(value):
+        if isinstance(value, torch.Tensor) and was_written(value):
             if node in paths:
                 written.add(paths[node])
             else:

@@ -1,8 +1,8 @@
-"""Whether a call is one that the traced code is right for."""
+"""Whether a call is one that the traced code is right for, and what it writes lies apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -152,10 +152,7 @@ class CallChecker:
         path, value = leaf.path, leaf.value
         expected = self._expected[path]
         if not isinstance(expected, _Tensor):
-            if isinstance(value, torch.Tensor) or (value is None) is not (expected is None):
-                raise _changed(path, "the type", type(value).__name__, type(expected).__name__)
-            if value is not expected and not _equal(value, expected):
-                raise _changed(path, "a value that the code has baked in", value, expected)
+            _check_constant(path, value, expected)
             return
         if not isinstance(value, torch.Tensor) or _kind(value) is not expected.kind:
             raise _changed(path, "the type", type(value).__name__, expected.kind.__name__)
@@ -167,20 +164,29 @@ class CallChecker:
             raise _changed(path, "the dtype", value.dtype, expected.dtype)
         if value.device != expected.device:
             raise _changed(path, "the device", value.device, expected.device)
-        if value.dim() != len(expected.shape):
-            raise _changed(path, "the number of dimensions", value.dim(), len(expected.shape))
-        for dim, (size, wanted) in enumerate(zip(value.shape, expected.shape, strict=True)):
+        self._check_shape(path, value, expected.shape)
+        if expected.layout is torch.strided:
+            self._check_strides(path, value, expected.strides)
+
+    def _check_shape(
+        self, path: str, value: torch.Tensor, expected: tuple[int | None, ...]
+    ) -> None:
+        if value.dim() != len(expected):
+            raise _changed(path, "the number of dimensions", value.dim(), len(expected))
+        for dim, (size, wanted) in enumerate(zip(value.shape, expected, strict=True)):
             if wanted is not None and size != wanted:
                 if not self._dims:
-                    raise _another_size(path, dim, tuple(value.shape), expected.shape)
+                    raise _another_size(path, dim, tuple(value.shape), expected)
                 what = f"the size of dimension {dim}, which is no batch dimension"
-                raise _changed(path, what, tuple(value.shape), _shape_text(expected.shape))
-        if expected.layout is not torch.strided:
-            return
+                raise _changed(path, what, tuple(value.shape), _shape_text(expected))
+
+    def _check_strides(
+        self, path: str, value: torch.Tensor, expected: tuple[int | None, ...] | None
+    ) -> None:
         strides = value.stride()
-        if expected.strides is not None:
-            if strides != expected.strides and (self._asks_for_strides or value.numel() > 1):
-                raise _changed(path, "the strides", strides, expected.strides)
+        if expected is not None:
+            if strides != expected and (self._asks_for_strides or value.numel() > 1):
+                raise _changed(path, "the strides", strides, expected)
         elif not value.is_contiguous():
             raise _changed(path, "the strides", strides, "contiguous")
         elif self._asks_for_strides and strides != (usual := _contiguous(value.shape)):
@@ -217,6 +223,13 @@ class CallChecker:
                 if any(found.name == axis for found in self._dims.of(probe).values()):
                     return path
         return axis
+
+
+def _check_constant(path: str, value: object, expected: object) -> None:
+    if isinstance(value, torch.Tensor) or (value is None) is not (expected is None):
+        raise _changed(path, "the type", type(value).__name__, type(expected).__name__)
+    if value is not expected and not _equal(value, expected):
+        raise _changed(path, "a value that the code has baked in", value, expected)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -283,3 +296,78 @@ def axis_symbol(axis: tuple[str, int]) -> Any:
 
     name, offset = axis
     return sympy.Symbol(name, integer=True, positive=True) + offset
+
+
+class Overlaps:
+    """The arguments that a graph writes, by their paths, and whether it writes the module's tensors
+    too; the trace saw none of them overlap."""
+
+    def __init__(self, written: Collection[str], *, writes_weights: bool) -> None:
+        self._written = frozenset(written)
+        self._writes_weights = writes_weights
+
+    @property
+    def matter(self) -> bool:
+        return bool(self._written) or self._writes_weights
+
+    def check(self, leaves: Sequence[Leaf], weights: Mapping[str, torch.Tensor]) -> None:
+        """Raise `RetraceError` for two tensors of a call in one memory of which one is written."""
+        tensors = [leaf for leaf in leaves if _has_memory(leaf.value)]
+        for index, one in enumerate(tensors):
+            for other in tensors[:index]:
+                written = one.path in self._written or other.path in self._written
+                if written and _overlap(one.value, other.value):
+                    raise _overlapping(one.path, other.path)
+            if one.path in self._written or self._writes_weights:
+                for name, weight in weights.items():
+                    if _has_memory(weight) and _overlap(one.value, weight):
+                        raise _overlapping(one.path, f"the module's {name}")
+
+
+def _has_memory(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have bytes in common; also for some, of different strides, that only lie
+    between each other."""
+    first, last = _extent(one)
+    other_first, other_last = _extent(other)
+    if last <= other_first or other_last <= first:
+        return False
+    return not _side_by_side(one, other, other_first - first)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte, and of the first behind the last one."""
+    if not tensor.numel():
+        return 0, 0
+    both = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum((size - 1) * stride for size, stride in both) + 1
+    first = tensor.data_ptr()
+    return first, first + reach * tensor.element_size()
+
+
+def _side_by_side(one: torch.Tensor, other: torch.Tensor, apart: int) -> bool:
+    """Whether they are columns of one matrix, apart from each other in every row."""
+    if not one.dim() or one.dim() != other.dim() or one.dtype is not other.dtype:
+        return False
+    row = one.stride(0) * one.element_size()
+    if other.stride(0) != one.stride(0) or not row:
+        return False
+    widths = []
+    for tensor in (one, other):
+        first, end = _extent(tensor[0])
+        widths.append(end - first)
+    offset = apart % row
+    return widths[0] <= offset and offset + widths[1] <= row
+
+
+def _overlapping(one: str, other: str) -> RetraceError:
+    return RetraceError(
+        f"argument {one} shares memory with {other}, and compiled code writes to one of them",
+        input=one,
+        got="overlapping memory",
+        expected="tensors that are apart, as in the compiled call",
+        advice="pass a clone, or compile with backend='eager'",
+    )

@@ -26,10 +26,9 @@ from graphrt.compile.private_torch.traces import (
     trace_so_far,
 )
 from graphrt.compile.trace._side_effects import Rewritten, assignments
-from graphrt.compile.trace._unknown_sizes import decided_by_unknown
-from graphrt.compile.trace._user_lines import lines_of
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
+from graphrt.compile.trace.user_lines import decided_by_unknown, lines_of
 from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import GraphRTError
 
@@ -107,29 +106,15 @@ def trace(
     """
     unbacked = dynamic_shapes == "unbacked"
     equalities = _mark(leaves, dims, unbacked=unbacked)
-    function = _function(call, parameters, equalities)
-    found: dict[str, Any] = {}
-    kept_guards = GuardFilter()
-
-    def backend(graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
-        found["graph"] = graph
-        kept_guards.read = names_read(graph)
-        found["assigned"], found["rewritten"] = assignments()
-        found["so_far"] = trace_so_far()
-        return _stop
-
-    def keep_code(old: CodeType, new: CodeType) -> None:
-        if old is function.__code__:
-            found["code"] = new
-
+    seen = _Backend(_function(call, parameters, equalities))
     compiled = torch.compile(
-        function,
-        backend=backend,
+        seen.function,
+        backend=seen,
         fullgraph=True,
         dynamic=False,
-        options={"guard_filter_fn": kept_guards},
+        options={"guard_filter_fn": seen.kept_guards},
     )
-    with _lock, _tracing(keep_code, oblivious=not unbacked):
+    with _lock, _tracing(seen.keep_code, oblivious=not unbacked):
         try:
             compiled(*arguments.args, **arguments.kwargs)
         except _Stop:
@@ -138,37 +123,63 @@ def trace(
             raise
         except Exception as error:
             raise _explained(error, dynamic_shapes, any_size=bool(dims)) from error
-    if "graph" not in found or "code" not in found:
-        raise TraceError(
-            "nothing was traced: the forward issues no operator",
-            advice="compile the module that computes",
+    return seen.traced(arguments.arguments)
+
+
+class _Backend:
+    """Takes what Dynamo makes of `function` in one trace, and runs none of it."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function = function
+        self.kept_guards = GuardFilter()
+        self._graph: fx.GraphModule | None = None
+        self._code: CodeType | None = None
+
+    def __call__(self, graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        self._graph = graph
+        self.kept_guards.read = names_read(graph)
+        self._assigned, self._rewritten = assignments()
+        self._so_far = trace_so_far()
+        return _stop
+
+    def keep_code(self, old: CodeType, new: CodeType) -> None:
+        if old is self.function.__code__:
+            self._code = new
+
+    def traced(self, arguments: Mapping[str, Any]) -> Traced:
+        """What was found, once the trace has ended."""
+        if self._graph is None or self._code is None:
+            raise TraceError(
+                "nothing was traced: the forward issues no operator",
+                advice="compile the module that computes",
+            )
+        names = [n for n in self._code.co_names if n.startswith("__compiled_fn")]
+        if len(names) != 1:
+            raise TraceError(
+                "the traced code calls no single graph",
+                got=names,
+                expected="one compiled function",
+                advice="a torch of constraints.txt, with which this graphrt was tested",
+            )
+        function = self.function
+        guards = Guards(function, self.kept_guards, arguments)
+        # Dynamo takes its names out of the globals when it forgets the trace.
+        kept = FunctionType(
+            function.__code__, dict(function.__globals__), "forward", function.__defaults__
         )
-    names = [n for n in found["code"].co_names if n.startswith("__compiled_fn")]
-    if len(names) != 1:
-        raise TraceError(
-            "the traced code calls no single graph",
-            got=names,
-            expected="one compiled function",
-            advice="a torch of constraints.txt, with which this graphrt was tested",
+        kept.__kwdefaults__ = function.__kwdefaults__
+        return Traced(
+            self._graph,
+            self._code,
+            self._so_far.conditions,
+            self._assigned,
+            self._rewritten,
+            self._so_far.codes,
+            self._so_far.places,
+            guards,
+            kept,
+            names[0],
         )
-    guards = Guards(function, kept_guards, arguments.arguments)
-    # Dynamo takes its names out of the globals when it forgets the trace.
-    kept = FunctionType(
-        function.__code__, dict(function.__globals__), "forward", function.__defaults__
-    )
-    kept.__kwdefaults__ = function.__kwdefaults__
-    return Traced(
-        found["graph"],
-        found["code"],
-        found["so_far"].conditions,
-        found["assigned"],
-        found["rewritten"],
-        found["so_far"].codes,
-        found["so_far"].places,
-        guards,
-        kept,
-        names[0],
-    )
 
 
 def _stop(*_: object) -> Any:

@@ -12,7 +12,7 @@ from torch import fx
 from graphrt.compile.private_torch.traces import expressions
 from graphrt.compile.trace.dynamo import Traced
 from graphrt.compile.trace.parameters import Leaf
-from graphrt.compile.trace.sizes import value_of
+from graphrt.compile.trace.sizes import placeholders, results_of, value_of
 
 Probe = tuple[Sequence[Leaf], tuple[Any, ...], dict[str, Any]]
 """A call with example tensors: its leaves, its positional and its keyword arguments."""
@@ -60,7 +60,7 @@ def argument_paths(traced: Traced, probe: Probe) -> dict[fx.Node, str]:
     leaves, args, kwargs = probe
     seen = traced.inputs_of(*args, **kwargs)
     paths = _paths(leaves)
-    nodes = _placeholders(traced.graph)
+    nodes = placeholders(traced.graph)
     return {n: paths[id(v)] for n, v in zip(nodes, seen, strict=True) if id(v) in paths}
 
 
@@ -87,7 +87,7 @@ def _probe(
     traced: Traced, leaves: Sequence[Leaf], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Interface:
     seen: list[Any] = []
-    outputs = tuple(Output(index) for index in range(len(_outputs(traced.graph))))
+    outputs = tuple(Output(index) for index in range(len(results_of(traced.graph))))
 
     def look(*inputs: Any) -> tuple[Output, ...]:
         seen.extend(inputs)
@@ -96,7 +96,7 @@ def _probe(
     with torch.no_grad():
         returned = traced.forward_around(look)(*args, **kwargs)
     paths = _paths(leaves)
-    nodes = _placeholders(traced.graph)
+    nodes = placeholders(traced.graph)
     sizes = _size_texts(nodes, seen, paths)
     inputs = tuple(_source(n, value, paths, sizes) for n, value in zip(nodes, seen, strict=True))
     weights = {id(value): value for value in inputs if isinstance(value, torch.Tensor)}
@@ -105,16 +105,6 @@ def _probe(
 
 def _paths(leaves: Sequence[Leaf]) -> dict[int, str]:
     return {id(leaf.value): leaf.path for leaf in leaves if isinstance(leaf.value, torch.Tensor)}
-
-
-def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in graph.graph.nodes if node.op == "placeholder"]
-
-
-def _outputs(graph: fx.GraphModule) -> Sequence[Any]:
-    node = next(iter(reversed(graph.graph.nodes)))
-    found: Sequence[Any] = node.args[0]
-    return found
 
 
 def _size_texts(

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphrt.compile.errors import RetraceError
 from graphrt.compile.private_torch.guards import Guards, function_modes, hooks_of_all_modules
-from graphrt.compile.trace._guard_texts import AS_TRACED, explained
-from graphrt.compile.trace._kinds import kind_of, kind_text
-from graphrt.compile.trace._side_effects import Rewritten
+from graphrt.compile.trace._side_effects import Rewritten, readable_name
 from graphrt.compile.trace.parameters import NO_DEFAULT, Parameters
-from graphrt.compile.trace.subject import Method
+from graphrt.compile.trace.subject import Method, kind_of, kind_text
 from graphrt.core.trust.ambient import Ambient
+
+_AS_TRACED = "what the trace has baked in"
+
+_OF_CLASS = re.compile(r"dict\(type\(([^()]+)\)\.__dict__\)\['(\w+)'\]")
+_SOURCE = re.compile(r"\b[GL]\['\w+'\](?:\.\w+|\[[^\]]*\])*")
+_LENGTH = re.compile(r"(len\(.*\)) != (\d+)")
+_CONTAINS = re.compile(r"(not )?___dict_contains\('(\w+)', (.*)\)")
+_KIND = re.compile(r"___check_(type|obj)_id\(.*type=<(?:class )?'?([\w.]+)'?>")
+_TENSOR = re.compile(r"tensor '.*?' (.*?) mismatch.*?expected (.*?),? actual")
 
 _ANEW = (
     "set it before compiling, compile a new instance of the module, or make it a tensor that is "
@@ -76,7 +85,7 @@ class Outside:
         `arguments` are those of a call by the names of parameters, `args` and `kwargs` the same.
         """
         if not self._guards.hold(arguments):
-            broken = explained(
+            broken = _explained(
                 self._guards.broken(arguments), lambda source: self._text_of(source, arguments)
             )
             raise _changed(broken.name, broken.got, broken.expected)
@@ -131,7 +140,7 @@ def _text(value: object) -> str:
 
 
 def _changed(
-    name: str, got: str, expected: str = AS_TRACED, *, advice: str = _ANEW
+    name: str, got: str, expected: str = _AS_TRACED, *, advice: str = _ANEW
 ) -> RetraceError:
     return RetraceError(
         f"{name} is not as it was when the code was traced",
@@ -141,3 +150,38 @@ def _changed(
         advice=advice,
         of_module=True,
     )
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """`name` of the model is `got` now; a guard wants `expected`."""
+
+    name: str
+    got: str
+    expected: str
+
+
+def _explained(said: str, text_of: Callable[[str], str]) -> _Broken:
+    """`said` is the guard as Dynamo writes it; `text_of` tells what something is now, by its name
+    there."""
+    said = _OF_CLASS.sub(r"\1.\2", said)
+    source = _SOURCE.search(said)
+    if source is None:
+        return _Broken("the module", said, _AS_TRACED)
+    name, now = readable_name(source.group()), text_of(source.group())
+    said = said.replace(source.group(), name)
+    if found := _CONTAINS.search(said):
+        name = f"{name.removesuffix('.__dict__')}.{found[2]}"
+        there = "an attribute of the object", "no attribute of the object"
+        return _Broken(name, *(there if found[1] else there[::-1]))
+    if found := _KIND.search(said):
+        kind = found[2].removeprefix("builtins.")
+        return _Broken(name, now, f"the same {kind}" if found[1] == "obj" else f"a {kind}")
+    if found := _TENSOR.search(said):
+        return _Broken(name, now, f"{found[1]} {found[2]}")
+    length = _LENGTH.fullmatch(said)
+    if length and not now.endswith(f" of {length[2]}"):
+        said = f"{length[1]} == {length[2]}"  # some guards say what is wrong
+    if "___" in said or "Accessor" in said:
+        said = _AS_TRACED
+    return _Broken(name, now, said)

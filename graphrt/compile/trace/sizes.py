@@ -1,14 +1,22 @@
-"""Numbers in a traced graph: all are computed from the sizes that the graph is given."""
+"""Numbers in a traced graph: all are computed from the sizes that the graph is given.
+
+The trace takes operators to do at sizes of 1 what they do at its own: a symbol stands for sizes
+that broadcast nothing and that nothing squeezes. Branches of Python that ask for 1 are conditions
+of the trace; what operators themselves make of it shows in the shapes of their results, if they are
+run again at such sizes.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch.traces import computed, expressions
+from graphrt.compile.private_torch.traces import computed, expressions, fake_tensors
+from graphrt.core.base.log import logger
 
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -17,6 +25,34 @@ def value_of(node: fx.Node) -> Any:
     """The fake tensor, or the number, that the trace had for a node; None where it kept none."""
     meta = node.meta
     return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def placeholders(graph: fx.GraphModule) -> list[fx.Node]:
+    """What a graph is given."""
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def results_of(graph: fx.GraphModule) -> Any:
+    """What a graph returns."""
+    return next(iter(reversed(graph.graph.nodes))).args[0]
+
+
+def sized(value: Any, sizes: Mapping[Any, int]) -> Any:
+    """A number of the trace at these sizes of its symbols; of a tensor, one like it with nothing in
+    it. Raises `LookupError` where it depends on data."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(
+            [sized(size, sizes) for size in value.shape],
+            [sized(stride, sizes) for stride in value.stride()],
+            dtype=value.dtype,
+            device=value.device,
+        )
+    if not isinstance(value, torch.SymInt):
+        return value
+    found = expressions(value)[0].subs(sizes)
+    if found.free_symbols:
+        raise LookupError(f"{value} depends on data")
+    return int(found)
 
 
 def is_number(node: fx.Node) -> bool:
@@ -49,21 +85,29 @@ def resolve_sizes(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        value = value_of(node)
-        if isinstance(value, torch.Size) or (
-            isinstance(value, tuple) and value and all(isinstance(v, NUMBERS) for v in value)
-        ):
-            numbers = [_number(graph, v, made, first) for v in value]
-            if all(n is not None for n in numbers):
-                _replace(node, tuple(numbers))
-        elif isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
-            number = _number(graph, value, made, first)
-            if number is not None and number is not node:
-                _replace(node, number)
+        found = _resolved(graph, node, made, first)
+        if found is not None:
+            _replace(node, found)
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op not in ("placeholder", "output") and _asks_only(node):
             graph.erase_node(node)
     graph.lint()
+
+
+def _resolved(graph: fx.Graph, node: fx.Node, made: dict[Any, Any], before: fx.Node) -> Any:
+    """The number, or the tuple of numbers, that takes the place of a node; None if it stays."""
+    value = value_of(node)
+    if isinstance(value, torch.Size) or _are_numbers(value):
+        numbers = tuple(_number(graph, v, made, before) for v in value)
+        return numbers if all(n is not None for n in numbers) else None
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+        return None
+    number = _number(graph, value, made, before)
+    return None if number is node else number
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(v, NUMBERS) for v in value)
 
 
 def _size_placeholders(graph: fx.Graph) -> dict[Any, fx.Node]:
@@ -119,6 +163,56 @@ def _is_element_of(user: fx.Node, node: fx.Node) -> bool:
 def _asks_only(node: fx.Node) -> bool:
     """Whether a node has no effect besides telling a number."""
     value = value_of(node)
-    if isinstance(value, tuple):
-        return bool(value) and all(isinstance(v, NUMBERS) for v in value)
-    return isinstance(value, NUMBERS)
+    return isinstance(value, NUMBERS) or _are_numbers(value)
+
+
+# At sizes of 1 ---------------------------------------------------------------------------------
+
+
+def does_the_same(graph: fx.GraphModule, sizes: Mapping[Any, int]) -> bool:
+    """Whether each result has the shape, the dtype and the value, if it is a number, that the trace
+    says it has at these `sizes` of its symbols. Runs on tensors without memory; what cannot be
+    run so is not the same."""
+    try:
+        with fake_tensors(), torch.no_grad():
+            _Rerun(graph, sizes).run()
+    except Exception as error:
+        # Whatever it is: it was no error at the sizes of the trace. It costs a trace more, no more.
+        at = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
+        logger.info(f"not served by the general code: {at}: {type(error).__name__}: {error}")
+        return False
+    return True
+
+
+class _OtherResult(Exception):
+    """A result has another shape."""
+
+
+class _Rerun(fx.Interpreter):
+    def __init__(self, graph: fx.GraphModule, sizes: Mapping[Any, int]) -> None:
+        super().__init__(graph)
+        self._sizes = dict(sizes)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "placeholder":
+            return sized(value_of(n), self._sizes)
+        result = super().run_node(n)
+        if n.op == "get_attr":
+            return sized(result, self._sizes)
+        if n.op != "output":
+            self._compare(result, value_of(n))
+        return result
+
+    def _compare(self, got: Any, traced: Any) -> None:
+        if isinstance(traced, tuple | list):
+            if len(got) != len(traced):
+                raise _OtherResult(f"{len(got)} results, {len(traced)} in the trace")
+            for one, other in zip(got, traced, strict=True):
+                self._compare(one, other)
+        elif isinstance(traced, torch.Tensor):
+            shape = tuple(sized(size, self._sizes) for size in traced.shape)
+            if tuple(got.shape) != shape or got.dtype is not traced.dtype:
+                ours = f"{got.dtype} {tuple(got.shape)}"
+                raise _OtherResult(f"{ours}, {traced.dtype} {shape} by the trace")
+        elif isinstance(traced, torch.SymInt | int) and got != sized(traced, self._sizes):
+            raise _OtherResult(f"{got}, {sized(traced, self._sizes)} by the trace")

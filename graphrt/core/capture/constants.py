@@ -39,7 +39,7 @@ from graphrt.core.replay.segments import SegmentHooks
 
 _aten = torch.ops.aten
 _READ = _aten._local_scalar_dense.default
-_MASKS = (torch.bool, torch.uint8)
+MASK_DTYPES = frozenset({torch.bool, torch.uint8})
 
 _kept: WeakKeyDictionary[DeviceGraph, list[torch.Tensor]] = WeakKeyDictionary()
 """The page-locked memory that a graph copies from, as long as there is the graph: it may be running
@@ -271,7 +271,7 @@ class Constants:
         made = torch.empty_like(tensor, dtype=dtype, device=device)
         if made.numel():
             made.copy_(unseen(lambda: self._pin(tensor, made)), non_blocking=True)
-        if tensor.dtype in _MASKS and dtype == tensor.dtype:
+        if tensor.dtype in MASK_DTYPES and dtype == tensor.dtype:
             storage, value = made.untyped_storage(), unseen(lambda: tensor.detach().clone())
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._masks[storage._cdata] = _Mask(ref, tree.identity(made), value, arrays)
@@ -323,32 +323,18 @@ class Constants:
                 return tensor
             return self._on_device(func, tensor, devices[0], tensor.dtype)
 
-        args, kwargs = tree.map_tensors(moved, (self._without_masks(args), kwargs))
+        args, kwargs = tree.map_tensors(moved, (with_places(args, self._places), kwargs))
         return func(*args, **kwargs)
 
-    def _without_masks(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Arguments with the places that a mask on the host chooses, as the operator itself would
-        find them there, in place of the mask."""
-        if len(args) < 2 or not isinstance(args[1], list | tuple):
-            return args
-        indices: list[Any] = []
-        for index in args[1]:
-            if not isinstance(index, torch.Tensor) or index.dtype not in _MASKS:
-                indices.append(index)
-            elif index.is_cpu:
-                places = index.nonzero().unbind(1)
-                if self._is_constant(index):
-                    self._note_constants(places, self._arrays_of([index]))
-                indices += places
-            else:
-                indices += self._places(index)
-        return (args[0], indices, *args[2:])
-
-    def _places(self, mask: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The places that a mask on the device chooses, or the mask where nobody knows them."""
+    def _places(self, mask: torch.Tensor) -> Sequence[torch.Tensor] | None:
+        if mask.is_cpu:
+            places = mask.nonzero().unbind(1)
+            if self._is_constant(mask):
+                self._note_constants(places, self._arrays_of([mask]))
+            return places
         known = self._masks.get(mask.untyped_storage()._cdata)
         if known is None or known.place != tree.identity(mask):
-            return [mask]
+            return None
         places = known.value.nonzero().unbind(1)
         self._note_constants(places, known.arrays)
         return places
@@ -357,6 +343,21 @@ class Constants:
         result = func(*args, **kwargs)
         self._note(func, args, kwargs, result)
         return result
+
+
+def with_places(
+    args: tuple[Any, ...], places_of: Callable[[torch.Tensor], Sequence[torch.Tensor] | None]
+) -> tuple[Any, ...]:
+    """Arguments of an index operator with the places that a mask chooses, as the operator itself
+    would find them, instead of the mask; one of which `places_of` knows none stays."""
+    if len(args) < 2 or not isinstance(args[1], list | tuple):
+        return args
+    indices: list[Any] = []
+    for index in args[1]:
+        is_mask = isinstance(index, torch.Tensor) and index.dtype in MASK_DTYPES
+        places = places_of(index) if is_mask else None
+        indices += [index] if places is None else places
+    return (args[0], indices, *args[2:])
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import ReferenceType
 
@@ -93,12 +94,19 @@ class Births:
             return
         tensors = tensors_in(given if written is None else written)
         if op is None or not op.built_in or op.random or not self.are_constant(given):
-            for tensor in tensors:
-                if tensor.layout is torch.strided:
-                    self._constant.pop(tensor.untyped_storage()._cdata, None)
-        for tensor, place in zip(tensors, storage_ids(tensors), strict=True):
-            if place in self._arena.wrapped and op is not None and op.mutates:
-                raise WRITTEN_WRAP(op=op.label)
+            self._forget_constants(tensors)
+        of_host = self._arena.wrapped.keys()
+        if op is not None and op.mutates and not of_host.isdisjoint(storage_ids(tensors)):
+            raise WRITTEN_WRAP(op=op.label)
+        self._note_written(tensors)
+
+    def _forget_constants(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                self._constant.pop(tensor.untyped_storage()._cdata, None)
+
+    def _note_written(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
             if tensor.layout is torch.strided:
                 birth = self._born.get(tensor.untyped_storage().data_ptr())
                 if birth is not None:

@@ -104,15 +104,9 @@ def lower_functional(
 
     Executes the candidates: only for operators that are deterministic and mutate nothing.
     """
-    if len(outs) == 1 and outs[0].nbytes <= _BAKED_BYTES and not tensors_in((args, kwargs)):
-        # Nothing it depends on can change.
-        call = Call(_COPY, (outs[0], results[0]))
-        if _computes(call, results, outs):
-            return Lowered("constant", call)
-    if op.name in _COPIES and len(outs) == 1:
-        call = Call(_COPY, (outs[0], args[0]))
-        if _computes(call, results, outs):
-            return Lowered("copy_", call)
+    copied = _as_copy(op, args, kwargs, results, outs)
+    if copied is not None:
+        return copied
     variant = out_variant(op)
     if variant is None or len(variant[1]) != len(outs):
         return None  # some results may be undefined: no tensor stands for them
@@ -121,20 +115,52 @@ def lower_functional(
     if not agrees(op, out_op.raw, names, args, given, kwargs, outs):
         return None
     reference = Call(out_op.raw, args, kwargs | dict(zip(names, outs, strict=True)))
+    for call in _out_spellings(op, reference, kwargs, results, outs):
+        if _computes(call, results, outs):
+            return Lowered("out", call)
+    return None
+
+
+def _as_copy(
+    op: Operator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    results: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+) -> Lowered | None:
+    """A copy of the argument, or of a small result that depends on nothing which can change."""
+    if len(outs) != 1:
+        return None
+    if op.name in _COPIES:
+        kind, source = "copy_", args[0]
+    elif outs[0].nbytes <= _BAKED_BYTES and not tensors_in((args, kwargs)):
+        kind, source = "constant", results[0]
+    else:
+        return None
+    call = Call(_COPY, (outs[0], source))
+    return Lowered(kind, call) if _computes(call, results, outs) else None
+
+
+def _out_spellings(
+    op: Operator,
+    reference: Call,
+    kwargs: dict[str, Any],
+    results: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+) -> Iterator[Call]:
+    """The calls that issue the same as `reference`, an out variant, the fastest first."""
     out = outs[0] if len(outs) == 1 else tuple(outs)
-    scalars = _scalar_tensors(op, args, kwargs, results)
+    scalars = _scalar_tensors(op, reference.args, kwargs, results)
     for fast in _bindings(op.name):
-        call = Call(fast, args, kwargs | {"out": out})
+        call = Call(fast, reference.args, kwargs | {"out": out})
         if not _same_call(reference, call, out):
             continue
         if scalars is not None:
-            quick = Call(fast, scalars, kwargs | {"out": out})
-            quick_reference = Call(out_op.raw, scalars, reference.kwargs)
-            if _same_call(quick_reference, quick, out) and _computes(quick, results, outs):
-                return Lowered("out", quick)
-        if _computes(call, results, outs):
-            return Lowered("out", call)
-    return Lowered("out", reference) if _computes(reference, results, outs) else None
+            quick = Call(fast, scalars, call.kwargs)
+            if _same_call(Call(reference.fn, scalars, reference.kwargs), quick, out):
+                yield quick
+        yield call
+    yield reference
 
 
 def lower_again(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Call:

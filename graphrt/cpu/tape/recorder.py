@@ -10,6 +10,7 @@ import torch
 
 from graphrt.core.base.errors import TaskContractError
 from graphrt.core.base.thread_mode import ThreadMode
+from graphrt.core.capture.constants import with_places
 from graphrt.core.capture.source import Source, user_source
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import disabled_dispatch
@@ -29,10 +30,10 @@ from graphrt.cpu.tape.refusals import (
     CHANGED_METADATA,
     GROWN_TENSOR,
     INDEXED,
-    MASK_DTYPES,
     OUTPUT_OF_NO_TAPE,
     UNREAD_VECTORS,
     VALUE_READS,
+    Rule,
     reads_allowed,
     rule_of,
 )
@@ -89,9 +90,9 @@ class Tape(ThreadMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self.paused:
-            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         if func.namespace == "profiler":
             return func(*args, **kwargs)
         if not PLAIN.issuperset(types) and any(map(_has_own_dispatch, types)):
@@ -100,13 +101,10 @@ class Tape(ThreadMode):
             raise self.failure
         op = operator_of(func)
         rule = rule_of(op)
+        if rule is not None and op.name in VALUE_READS and self.births.are_constant((args, kwargs)):
+            return func(*args, **kwargs)
         if rule is not None:
-            if op.name in VALUE_READS and self.births.are_constant((args, kwargs)):
-                return func(*args, **kwargs)
-            if op.name in INDEXED:
-                args = self._by_places(args)
-            if rule.is_broken(args, kwargs):
-                raise rule.refusal(op=op.label)
+            args = self._held_to(rule, op, args, kwargs)
         if op.composite:
             return self.take_apart(func, args, kwargs)
         if op.name == "aten::lift_fresh":
@@ -119,20 +117,22 @@ class Tape(ThreadMode):
         self.births.derive(op, (args, kwargs), result)
         return self.own.note(result)
 
-    def _by_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments of an index operator, in which masks that are constants are the places that
-        they choose."""
-        if len(args) < 2:
-            return args
-        indices: list[Any] = []
-        for index in args[1]:
-            is_mask = isinstance(index, torch.Tensor) and index.dtype in MASK_DTYPES
-            if is_mask and self.births.are_constant(index):
-                places = index.nonzero().unbind(1)
-                indices += [self.own.note(self.births.take(each.clone())) for each in places]
-            else:
-                indices.append(index)
-        return (args[0], indices, *args[2:])
+    def _held_to(
+        self, rule: Rule, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """The arguments to record; raises the rule's refusal where it is broken."""
+        if op.name in INDEXED:
+            args = with_places(args, self._places)
+        if rule.is_broken(args, kwargs):
+            raise rule.refusal(op=op.label)
+        return args
+
+    def _places(self, mask: torch.Tensor) -> list[torch.Tensor] | None:
+        """The places that a constant mask chooses, which are constants too."""
+        if not self.births.are_constant(mask):
+            return None
+        places = mask.nonzero().unbind(1)
+        return [self.own.note(self.births.take(each.clone())) for each in places]
 
     def finish(self) -> list[Step]:
         """The steps, without copies of outputs that nothing ever read."""
@@ -183,33 +183,41 @@ class Tape(ThreadMode):
     def _compute(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _run(op, args, kwargs)
         tensors = tensors_in(result)
-        if not tensors and op.schema.returns:
-            return result
-        fresh = fresh_among(tensors, (args, kwargs))
-        if fresh:
-            fresh = [t for t in fresh if t.device.type != "meta"]
-        if tensors and not fresh:
+        fresh = [t for t in fresh_among(tensors, (args, kwargs)) if t.device.type != "meta"]
+        if not fresh and (tensors or op.schema.returns):
             return result
         if self.in_task:
             _refuse_allocation(op)
         if op.allocates:
             return replace_tensors(result, {id(t): self.place(t, op) for t in fresh})
         placed: dict[int, torch.Tensor] = {}
-        inside = torch.is_autocast_enabled("cpu")
-        if op.repeatable and not inside and len(fresh) == len(tensors) and fresh:
+        whole = bool(fresh) and len(fresh) == len(tensors)
+        if whole and op.repeatable and not torch.is_autocast_enabled("cpu"):
             outs = [self.place(t, op) for t in fresh]
-            weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
-            with self._guard():
-                lowered = lower_functional(
-                    op, weak_args, weak_kwargs, fresh, [self.aliases.weak_output(t) for t in outs]
-                )
             placed = dict(zip(map(id, fresh), outs, strict=True))
-            if lowered is not None:
-                self._add(op, weak_args, weak_kwargs, lowered)
-                if op.name in _FACTORS:
-                    self._note_factors(op, outs)
+            if self._record_into(outs, op, args, kwargs, fresh):
                 return replace_tensors(result, placed)
         return self._record_again(op, args, kwargs, result, fresh, placed)
+
+    def _record_into(
+        self,
+        outs: Sequence[torch.Tensor],
+        op: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: Sequence[torch.Tensor],
+    ) -> bool:
+        """Replay by a call that writes `results` straight into `outs`; False if there is none."""
+        weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
+        weak_outs = [self.aliases.weak_output(out) for out in outs]
+        with self._guard():
+            lowered = lower_functional(op, weak_args, weak_kwargs, results, weak_outs)
+        if lowered is None:
+            return False
+        self._add(op, weak_args, weak_kwargs, lowered)
+        if op.name in _FACTORS:
+            self._note_factors(op, outs)
+        return True
 
     def _record_again(
         self,

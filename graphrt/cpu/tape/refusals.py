@@ -13,6 +13,7 @@ import torch
 
 from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import IN_PIECES, CaptureSyncError, RefusedOpError
+from graphrt.core.capture.constants import MASK_DTYPES
 from graphrt.core.capture.refusals import Refusal
 from graphrt.cpu.private_torch import replace_reads
 from graphrt.cpu.tape.operators import Operator
@@ -25,7 +26,6 @@ INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
 """They take masks as indices: those that are constants choose the same places at every replay."""
 _SYNC_OPS = VALUE_READS | {"aten::_pack_padded_sequence"}
 _HOST_TYPES = frozenset({"int", "float", "bool", "number", "complex", "SymInt"})
-MASK_DTYPES = frozenset({torch.bool, torch.uint8})
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
 
 HOST_READ = Refusal(
@@ -91,7 +91,7 @@ WRITTEN_WRAP = Refusal(
 )
 
 
-class _Rule(NamedTuple):
+class Rule(NamedTuple):
     """What of an operator's calls is refused."""
 
     applies: Callable[[Operator], bool]
@@ -137,28 +137,28 @@ def _returns_host_values(op: Operator) -> bool:
 
 
 _RULES = (
-    _Rule(lambda op: op.name.startswith(_COLLECTIVES), _COLLECTIVE),
-    _Rule(_named("_linalg_check_errors"), _RESULT_CHECK),
-    _Rule(_reads_data, HOST_READ),
-    _Rule(_named("index"), _MASK_INDEX, _indexes_by_mask),
-    _Rule(_named("index_put", "index_put_"), _MASK_WRITE, _writes_by_mask),
-    _Rule(_repeats_by_tensor, _REPEATS, _has_no_size),
+    Rule(lambda op: op.name.startswith(_COLLECTIVES), _COLLECTIVE),
+    Rule(_named("_linalg_check_errors"), _RESULT_CHECK),
+    Rule(_reads_data, HOST_READ),
+    Rule(_named("index"), _MASK_INDEX, _indexes_by_mask),
+    Rule(_named("index_put", "index_put_"), _MASK_WRITE, _writes_by_mask),
+    Rule(_repeats_by_tensor, _REPEATS, _has_no_size),
     *(
-        _Rule(_named(name), _DYNAMIC_SHAPE._replace(advice=advice))
+        Rule(_named(name), _DYNAMIC_SHAPE._replace(advice=advice))
         for name, advice in {
             "nonzero": "use torch.nonzero_static(size=...), or torch.where(mask, x, y)",
             "masked_select": "use torch.where(mask, x, fill), which keeps the shape",
             "bincount": "use scatter_add_ into a tensor of fixed size",
         }.items()
     ),
-    _Rule(_has_dynamic_shape, _DYNAMIC_SHAPE),
-    _Rule(_returns_host_values, HOST_READ),
+    Rule(_has_dynamic_shape, _DYNAMIC_SHAPE),
+    Rule(_returns_host_values, HOST_READ),
 )
 """Operators that read data on the host, whose shapes depend on data, or that go on afterwards."""
 
 
 @functools.cache
-def rule_of(op: Operator) -> _Rule | None:
+def rule_of(op: Operator) -> Rule | None:
     """The rule for an operator, None where every call of it is fine. Read once per overload."""
     return next((rule for rule in _RULES if rule.applies(op)), None)
 

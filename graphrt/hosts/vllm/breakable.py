@@ -47,102 +47,112 @@ def called_by(closure: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[s
         ) from error
 
 
+class _BreakableCalls:
+    """Goes before vLLM's class, and takes its calls and graphs."""
+
+    runnable: Callable[..., Any]
+    vllm_config: Any
+    _read_step: Callable[[], ForwardContext | None]
+    _breaks: Any
+    """Where vLLM's marked functions look for the capture that is open."""
+
+    def __init__(self, runnable: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        check_config(vllm_config)
+        self._inner: dict[GraphMode, Any] = {}
+        self._handle: Any = None
+        self._step: ForwardContext | None = None
+        self._left_out: dict[str, None] = {}
+        super().__init__(runnable, vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = self._read_step()
+        if step is None or step.mode is GraphMode.NONE or not self._is_mine(step.mode):
+            return self.runnable(*args, **kwargs)
+        key_of = self.__dict__.get("key_fn")
+        if key_of is not None:
+            # The same shape may run other code.
+            step = state.steps.keyed(step, key_of(*args, **kwargs))
+        inner = self._inner.get(step.mode)
+        if inner is None:
+            inner = self._inner[step.mode] = self._new_inner(step.mode)
+        self._step = step
+        # vLLM gives None in some steps for what it leaves out in others.
+        self._left_out = {name: None for name, value in kwargs.items() if value is None}
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        return inner(*args, **given)
+
+    @property
+    def graph_pool(self) -> Any:
+        """vLLM's handle of the pool; what is captured after it was set lies in another one."""
+        return self._handle
+
+    @graph_pool.setter
+    def graph_pool(self, handle: Any) -> None:
+        left, self._handle = self._handle, handle
+        if left is handle or left == handle:
+            return
+        pool = state.pools.use(handle, self)
+        for inner in self._inner.values():
+            inner.clear_graphs()
+            inner.move_to(pool.graphs)
+        state.pools.leave(left, self)
+
+    @property
+    def entries(self) -> dict[Any, Any]:
+        """What is captured, by vLLM's descriptor, or that and the key of `key_fn`; whatever is
+        assigned destroys it."""
+        return {
+            own.variant: entry
+            for inner in self._inner.values()
+            for own, entry in inner.entries.items()
+        }
+
+    @entries.setter
+    def entries(self, entries: Any) -> None:
+        self.clear_graphs()
+
+    def clear_graphs(self) -> None:
+        for inner in self._inner.values():
+            inner.clear_graphs()
+
+    def _is_mine(self, mode: GraphMode) -> bool:
+        asked = self.__dict__.get("runtime_mode")
+        return asked is None or asked.name == mode.name
+
+    def _new_inner(self, mode: GraphMode) -> Any:
+        return wrapper_class(device_platform())(
+            self._run,
+            mode,
+            pool=state.pools.use(self._handle, self).graphs,
+            read_context=lambda: self._step,
+            options=graph_options(self.vllm_config),
+            breakable=True,
+            hooks=offloading(),
+        )
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs |= self._left_out
+        capture = current_capture()
+        if capture is None or not capture.breakable:
+            return self.runnable(*args, **kwargs)
+        local = self._breaks
+        outer = getattr(local, "active", None)
+        try:
+            local.active = Breaks(capture)
+            return self.runnable(*args, **kwargs)
+        finally:
+            local.active = outer
+
+
 @functools.cache
 def breakable_type() -> Any:
     """The class that stands for vLLM's `BreakableCUDAGraphWrapper`."""
     from vllm.compilation import breakable_cudagraph as module
 
-    original: Any = module.BreakableCUDAGraphWrapper
-    read_step = step_reader()
-
-    class GraphrtBreakableWrapper(original):  # type: ignore[misc]
+    class GraphrtBreakableWrapper(_BreakableCalls, module.BreakableCUDAGraphWrapper):  # type: ignore[misc]
         """Captures in whatever mode vLLM dispatches: in pieces, or FULL without breaks."""
 
-        def __init__(self, runnable: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-            check_config(vllm_config)
-            self._inner: dict[GraphMode, Any] = {}
-            self._handle: Any = None
-            self._step: ForwardContext | None = None
-            self._left_out: dict[str, None] = {}
-            original.__init__(self, runnable, vllm_config, *args, **kwargs)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            step = read_step()
-            if step is None or step.mode is GraphMode.NONE or not self._is_mine(step.mode):
-                return self.runnable(*args, **kwargs)
-            key_of = self.__dict__.get("key_fn")
-            if key_of is not None:
-                # The same shape may run other code.
-                step = state.steps.keyed(step, key_of(*args, **kwargs))
-            inner = self._inner.get(step.mode)
-            if inner is None:
-                inner = self._inner[step.mode] = self._new_inner(step.mode)
-            self._step = step
-            # vLLM gives None in some steps for what it leaves out in others.
-            self._left_out = {name: None for name, value in kwargs.items() if value is None}
-            given = {name: value for name, value in kwargs.items() if value is not None}
-            return inner(*args, **given)
-
-        @property
-        def graph_pool(self) -> Any:
-            """vLLM's handle of the pool; what is captured after it was set lies in another one."""
-            return self._handle
-
-        @graph_pool.setter
-        def graph_pool(self, handle: Any) -> None:
-            left, self._handle = self._handle, handle
-            if left is handle or left == handle:
-                return
-            pool = state.pools.use(handle, self)
-            for inner in self._inner.values():
-                inner.clear_graphs()
-                inner.move_to(pool.graphs)
-            state.pools.leave(left, self)
-
-        @property
-        def entries(self) -> dict[Any, Any]:
-            """What is captured, by vLLM's descriptor, or that and the key of `key_fn`; whatever is
-            assigned destroys it."""
-            return {
-                own.variant: entry
-                for inner in self._inner.values()
-                for own, entry in inner.entries.items()
-            }
-
-        @entries.setter
-        def entries(self, entries: Any) -> None:
-            self.clear_graphs()
-
-        def clear_graphs(self) -> None:
-            for inner in self._inner.values():
-                inner.clear_graphs()
-
-        def _is_mine(self, mode: GraphMode) -> bool:
-            asked = self.__dict__.get("runtime_mode")
-            return asked is None or asked.name == mode.name
-
-        def _new_inner(self, mode: GraphMode) -> Any:
-            return wrapper_class(device_platform())(
-                self._run,
-                mode,
-                pool=state.pools.use(self._handle, self).graphs,
-                read_context=lambda: self._step,
-                options=graph_options(self.vllm_config),
-                breakable=True,
-                hooks=offloading(),
-            )
-
-        def _run(self, *args: Any, **kwargs: Any) -> Any:
-            kwargs |= self._left_out
-            capture = current_capture()
-            if capture is None or not capture.breakable:
-                return self.runnable(*args, **kwargs)
-            local = module.BreakableCUDAGraphCapture._tls
-            outer = getattr(local, "active", None)
-            try:
-                local.active = Breaks(capture)
-                return self.runnable(*args, **kwargs)
-            finally:
-                local.active = outer
+        _read_step = staticmethod(step_reader())
+        _breaks = module.BreakableCUDAGraphCapture._tls
 
     return GraphrtBreakableWrapper

@@ -64,6 +64,37 @@ def check_config(vllm_config: Any) -> None:
         )
 
 
+class _PoolAndEntries:
+    """What vLLM reads and assigns of a wrapper; goes before graphrt's own class."""
+
+    _handle: Any
+    entries: Any
+    clear_graphs: Callable[[], None]
+    move_to: Callable[[Any], None]
+
+    @property
+    def graph_pool(self) -> Any:
+        """vLLM's handle of the pool; what is captured after it was set lies in another one."""
+        return self._handle
+
+    @graph_pool.setter
+    def graph_pool(self, handle: Any) -> None:
+        if handle != self._handle:
+            self.clear_graphs()
+            self.move_to(state.pools.use(handle, self).graphs)
+            left, self._handle = self._handle, handle
+            state.pools.leave(left, self)
+
+    @property
+    def concrete_cudagraph_entries(self) -> Any:
+        """What is captured, by vLLM's descriptor; whatever is assigned destroys it."""
+        return {own.variant: entry for own, entry in self.entries.items()}
+
+    @concrete_cudagraph_entries.setter
+    def concrete_cudagraph_entries(self, entries: Any) -> None:
+        self.clear_graphs()
+
+
 @functools.cache
 def wrapper_type() -> Any:
     """The class, which is one of vLLM's and one of graphrt's for the current device."""
@@ -73,7 +104,7 @@ def wrapper_type() -> Any:
     device_wrapper: Any = wrapper_class(device_platform())
     read_step = step_reader()
 
-    class GraphrtWrapper(device_wrapper, CUDAGraphWrapper):  # type: ignore[misc]
+    class GraphrtWrapper(_PoolAndEntries, device_wrapper, CUDAGraphWrapper):  # type: ignore[misc]
         """vLLM's constructor, pool and clean-up; graphrt's calls."""
 
         unwrap = CUDAGraphWrapper.unwrap
@@ -103,27 +134,5 @@ def wrapper_type() -> Any:
                 hooks=offloading(),
             )
             CUDAGraphWrapper._all_instances.add(self)
-
-        @property
-        def graph_pool(self) -> Any:
-            """vLLM's handle of the pool; what is captured after it was set lies in another one."""
-            return self._handle
-
-        @graph_pool.setter
-        def graph_pool(self, handle: Any) -> None:
-            if handle != self._handle:
-                self.clear_graphs()
-                self.move_to(state.pools.use(handle, self).graphs)
-                left, self._handle = self._handle, handle
-                state.pools.leave(left, self)
-
-        @property
-        def concrete_cudagraph_entries(self) -> Any:
-            """What is captured, by vLLM's descriptor; whatever is assigned destroys it."""
-            return {own.variant: entry for own, entry in self.entries.items()}
-
-        @concrete_cudagraph_entries.setter
-        def concrete_cudagraph_entries(self, entries: Any) -> None:
-            self.clear_graphs()
 
     return GraphrtWrapper

@@ -157,10 +157,8 @@ class ACLGraphWrapper:
         Returns False, and does nothing, where this wrapper has none whose sites are its; with
         `if_launched` also where it waits for no update.
         """
-        graphs = self._graphs
-        descriptor = self._descriptors.get(getattr(host, "batch_descriptor", None))
-        entry = None if graphs is None or descriptor is None else graphs.entries.get(descriptor)
-        if entry is None or graphs is None or not entry.tasks:
+        graphs, entry = self._graphs, self._entry_of(host)
+        if graphs is None or entry is None or not entry.tasks:
             return False
         sites = [task.handle.record for task in entry.tasks]
         if not isinstance(sites[0], Site):
@@ -192,6 +190,13 @@ class ACLGraphWrapper:
             apply(segment)
             self._ahead = segment, host
         return True
+
+    def _entry_of(self, host: Any) -> Entry | None:
+        """The graph of the engine's context `host`."""
+        descriptor = self._descriptors.get(getattr(host, "batch_descriptor", None))
+        if self._graphs is None or descriptor is None:
+            return None
+        return self._graphs.entries.get(descriptor)
 
     def _take_ahead(self, graphs: GraphWrapper, host: Any, called: Entry) -> None:
         """Let an update before the call count for that call, and that graph, alone."""

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.cache.key.code import covers, is_known
-from graphrt.compile.cache.key.sources import TracedSources
+from graphrt.compile.cache.key.sources import TracedSources, covers, is_known
 from graphrt.compile.cache.key.values import Values
 from graphrt.compile.private_torch.operators import is_higher_order, overload_name, overloads
 from graphrt.compile.private_torch.registered import (
@@ -32,6 +31,7 @@ from graphrt.compile.private_torch.registered import (
     tables_of_others,
     triton_call,
 )
+from graphrt.compile.trace.sizes import value_of
 
 _TENSOR = torch.Tensor
 _WATCHING = ("graphrt.core.", "graphrt.compile.")
@@ -144,7 +144,7 @@ class CalledSources:
         if target in self._run or (own and any(overload_name(each) for each in overloads(target))):
             return
         self._run.add(target)
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _example)
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
         modes = (getattr(each, "fake_mode", None) for each in _parts((args, kwargs)))
         mode = next((each for each in modes if each is not None), None)
         seen: list[str] = []
@@ -180,11 +180,6 @@ def _is_generated_for_others(module: str) -> bool:
     runs depends on what torch has cached."""
     found = sys.modules.get(module)
     return module.startswith("namedtuple_") or (found is not None and covers(found))
-
-
-def _example(node: fx.Node) -> Any:
-    meta = node.meta
-    return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
 def _parts(value: Any) -> Iterator[Any]:

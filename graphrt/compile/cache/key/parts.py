@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import CodeType
+from typing import Any
 
 import torch
 from torch import fx
 
 from graphrt.compile.cache.key.called import CalledSources
-from graphrt.compile.cache.key.groups import CacheKey
-from graphrt.compile.cache.key.settings import compiler_settings
 from graphrt.compile.cache.key.sources import TracedSources
-from graphrt.compile.cache.key.versions import runtime_versions
+from graphrt.compile.cache.key.versions import compiler_settings, runtime_versions
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.private_torch.ambient import ambient_state
+from graphrt.core.base.errors import InvalidOptionError
 
 NOT_IN_KEY = {
     "cache_dir": "where code is kept does not change it",
@@ -89,6 +91,62 @@ def _sources(compilation: Compilation) -> dict[str, str]:
         if not code.co_filename.startswith("<"):
             compilation.sources.add(code)
     return compilation.sources.digests()
+
+
+Groups = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """`digest` names an entry of the cache, `groups` are what it was made of."""
+
+    digest: str
+    groups: Groups
+
+    @classmethod
+    def from_groups(cls, groups: Mapping[str, Mapping[str, object]]) -> CacheKey:
+        """The key of these groups: those of `PARTS`, or what `to_json` wrote."""
+        plain = {group: _checked(group, groups.get(group, {})) for group in PARTS}
+        text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+        return cls(hashlib.sha256(text.encode()).hexdigest(), plain)
+
+    def to_json(self) -> str:
+        """For reading, and for `from_groups`."""
+        return json.dumps(self.groups, indent=1, sort_keys=True) + "\n"
+
+    def differences(self, other: CacheKey) -> list[str]:
+        """What `self` has otherwise than `other`, as "versions.torch: 2.12.0 -> 2.13.0"."""
+        return [
+            line
+            for group in PARTS
+            for line in _differences(group, other.groups[group], self.groups[group])
+        ]
+
+
+def _checked(group: str, values: Mapping[str, object]) -> dict[str, Any]:
+    """JSON types only, so that what is read back equals what was written."""
+    try:
+        loaded: dict[str, Any] = json.loads(json.dumps(dict(values), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidOptionError(
+            f"the {group} of a cache key cannot be compared",
+            got=str(error),
+            expected="strings, numbers, booleans, None, lists and dicts of them",
+            advice="give the name or the digest of anything else",
+        ) from error
+    return loaded
+
+
+def _differences(group: str, old: Mapping[str, object], new: Mapping[str, object]) -> Iterator[str]:
+    for name in sorted(old.keys() | new.keys()):
+        what = f"{group}.{name}"
+        if name not in old:
+            yield f"{what}: new"
+        elif name not in new:
+            yield f"{what}: gone"
+        elif old[name] != new[name]:
+            changed = f"{old[name]} -> {new[name]}"
+            yield f"{what}: {'edited' if group in ('sources', 'called') else changed}"
 
 
 PARTS: dict[str, Callable[[Compilation], Mapping[str, object]]] = {

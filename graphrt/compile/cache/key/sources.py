@@ -1,22 +1,31 @@
-"""The source that a trace went through: what must not change for compiled code to fit."""
+"""The source that a trace went through, which must not change for compiled code to fit: its files,
+what it names, and whose it is.
+"""
 
 from __future__ import annotations
 
+import dis
+import functools
 import hashlib
+import importlib.util
 import linecache
 import os
 import re
+import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from graphrt.core.base.log import logger
 
+_PACKAGES = ("sympy", "mpmath", "numpy", "networkx", "triton")
+"""What torch itself calls; their versions are in the key."""
+Names = frozenset[str]
 _NUMBER = re.compile(r"\d+")
 
 
@@ -54,7 +63,7 @@ class TracedSources:
         return sorted(self._unreadable)
 
     def digests(self) -> dict[str, str]:
-        """Module names and digests, for `CacheKey.of`."""
+        """Module names and digests."""
         return {
             name: hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
             for name, found in sorted(self._digests.items())
@@ -172,10 +181,56 @@ def _constant(value: object) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def digests_of(sources: Mapping[str, str | Path | bytes]) -> dict[str, str]:
-    """Digests of sources given as content (bytes) or as the path of a file."""
-    found = {}
-    for name, source in sources.items():
-        content = source if isinstance(source, bytes) else Path(source).read_bytes()
-        found[name] = hashlib.sha256(content).hexdigest()
-    return found
+def names_in(code: CodeType) -> Names:
+    """The names of globals and attributes in code, and in the functions that are made in it."""
+    return frozenset(name for each in codes_in(code) for name in each.co_names)
+
+
+@functools.cache
+def is_known(path: str) -> bool:
+    """Whether a file belongs to Python, to torch, or to what torch is made with."""
+    return is_covered(path) or os.path.realpath(path).startswith(_package_roots())
+
+
+@functools.cache
+def _package_roots() -> tuple[str, ...]:
+    found = (importlib.util.find_spec(name) for name in _PACKAGES)
+    return tuple(
+        str(Path(os.path.realpath(each.origin)).parent) + os.sep
+        for each in found
+        if each is not None and each.origin is not None
+    )
+
+
+def covers(value: Any) -> bool:
+    """Whether a module, class or function is torch's or Python's own."""
+    if isinstance(value, FunctionType):
+        return is_known(value.__code__.co_filename)
+    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__ or "")
+    file = getattr(module, "__file__", None)
+    if file is not None:
+        return is_known(file)
+    name = "" if module is None else module.__name__
+    return name.partition(".")[0] in {"torch", *sys.builtin_module_names}
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
+def texts_in(code: CodeType) -> set[str]:
+    return {text for each in codes_in(code) for text in each.co_consts if isinstance(text, str)}
+
+
+@functools.cache
+def globals_set_by(code: CodeType) -> Names:
+    """Globals that the code itself assigns to: counters and the like, no constants."""
+    return frozenset(
+        str(each.argval)
+        for inner in codes_in(code)
+        for each in dis.get_instructions(inner)
+        if each.opname == "STORE_GLOBAL"
+    )

@@ -25,15 +25,17 @@ from typing import Any
 
 import torch
 
-from graphrt.compile.cache.key.code import (
+from graphrt.compile.cache.key.sources import (
     Names,
+    TracedSources,
+    code_digest,
     covers,
     globals_set_by,
     is_known,
+    module_name,
     names_in,
     texts_in,
 )
-from graphrt.compile.cache.key.sources import TracedSources, code_digest, module_name
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -96,6 +98,33 @@ class Values:
         return _short(parts)
 
     def _parts(self, value: Any, names: Names) -> list[str]:
+        called = self._callable(value, names)
+        if called is not None:
+            return called
+        if isinstance(value, ModuleType):
+            return [value.__name__, *self._module(value, names)]
+        if isinstance(value, type):
+            return [_name(value), *self._class(value, names)]
+        if type(value).__module__.partition(".")[0] == "triton":
+            return [_name(type(value)), *self._kernel(value)]
+        if not self._state_counts and not isinstance(value, tuple):
+            wrapped = inspect.unwrap(value)
+            return [_name(type(value)), self.of(wrapped) if wrapped is not value else ""]
+        if isinstance(value, torch.Tensor):
+            return [self._tensor(value)]
+        if isinstance(value, ContextVar):
+            return [f"context variable {value.name}", self.of(value.get(None), names)]
+        if isinstance(value, Mapping):
+            both = (f"{self.of(k, names)}: {self.of(v, names)}" for k, v in value.items())
+            return self._items(value, both)
+        if isinstance(value, (list, tuple, set, frozenset)):
+            inside = (self.of(each, names) for each in value)
+            ordered = isinstance(value, (list, tuple))
+            return self._items(value, inside if ordered else iter(sorted(inside)))
+        return self._object(value, names)
+
+    def _callable(self, value: Any, names: Names) -> list[str] | None:
+        """A function in any form; None of anything else, which may be called as well."""
         if isinstance(value, FunctionType):
             return self._function(value)
         if isinstance(value, MethodType):
@@ -110,27 +139,7 @@ class Values:
             return ["property", *map(self.of, (value.fget, value.fset))]
         if isinstance(value, BuiltinFunctionType):
             return [self._builtin(value)]
-        if isinstance(value, ModuleType):
-            return [value.__name__, *self._module(value, names)]
-        if isinstance(value, type):
-            return [_name(value), *self._class(value, names)]
-        if type(value).__module__.partition(".")[0] == "triton":
-            return [_name(type(value)), *self._kernel(value)]
-        if not self._state_counts and not isinstance(value, tuple):
-            wrapped = inspect.unwrap(value)
-            return [_name(type(value)), self.of(wrapped) if wrapped is not value else ""]
-        if isinstance(value, torch.Tensor):
-            return [self._tensor(value)]
-        if isinstance(value, Mapping):
-            both = (f"{self.of(k, names)}: {self.of(v, names)}" for k, v in value.items())
-            return self._items(value, both)
-        if isinstance(value, (list, tuple)):
-            return self._items(value, (self.of(each, names) for each in value))
-        if isinstance(value, ContextVar):
-            return [f"context variable {value.name}", self.of(value.get(None), names)]
-        if isinstance(value, (set, frozenset)):
-            return self._items(value, iter(sorted(self.of(each, names) for each in value)))
-        return self._object(value, names)
+        return None
 
     def _function(self, function: FunctionType) -> list[str]:
         code = function.__code__

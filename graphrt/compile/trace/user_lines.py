@@ -1,4 +1,5 @@
-"""What to write where a forward decides by a size that is not known while it is traced."""
+"""The lines of the forward that Dynamo speaks of, and what to write there where one decides by a
+size that is not known while it is traced."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from graphrt.compile.errors import TraceError
 from graphrt.core.capture.source import Source
 
 _EXPRESSION = re.compile(r"data-dependent expression .*?\(unhinted: (.*?)\)\.")
+_FRAME = re.compile(r'File "([^<].*)", line (\d+), in (.*)')
 _PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
 
 
@@ -51,21 +53,25 @@ def _checks(frame: Source) -> tuple[str, list[str]] | None:
     except SyntaxError:  # what an interactive shell takes is not all Python
         return None
     around = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and _covers(n, frame.line)]
-    functions = [n for n in around if isinstance(n, ast.FunctionDef)]
-    if not functions:
+    function = max((n for n in around if isinstance(n, ast.FunctionDef)), key=_line, default=None)
+    if function is None:
         return None
-    statement = max(around, key=lambda n: n.lineno)
+    statement = max(around, key=_line)
     last = frame.line if hasattr(statement, "body") else statement.end_lineno or frame.line
-    inside = [n for n in ast.walk(max(functions, key=lambda n: n.lineno)) if hasattr(n, "lineno")]
-    written = {ast.unparse(n) for n in inside if isinstance(n, ast.Call)}
+    line, calls = max(_bounds_by_line(function, last).items(), default=(0, []))
+    written = {ast.unparse(n) for n in ast.walk(function) if isinstance(n, ast.Call)}
+    missing = dict.fromkeys(each for each in calls if each not in written)
+    return (f"{frame.filename}:{line}", list(missing)) if missing else None
+
+
+def _bounds_by_line(function: ast.FunctionDef, last: int) -> dict[int, list[str]]:
+    """What has to hold of the slices by sizes in the lines up to `last`."""
     lines: dict[int, list[str]] = {}
-    for node in inside:
+    for node in ast.walk(function):
         if isinstance(node, ast.Subscript) and node.lineno <= last:
-            lines.setdefault(node.lineno, []).extend(_bounds(node))
-    line = max((n for n, calls in lines.items() if calls), default=None)
-    if line is None or not (calls := [each for each in lines[line] if each not in written]):
-        return None
-    return f"{frame.filename}:{line}", list(dict.fromkeys(calls))
+            for call in _bounds(node):
+                lines.setdefault(node.lineno, []).append(call)
+    return lines
 
 
 def _bounds(node: ast.Subscript) -> Iterator[str]:
@@ -82,5 +88,19 @@ def _bounds(node: ast.Subscript) -> Iterator[str]:
             yield f"torch._check({ast.unparse(bound)} <= {ast.unparse(node.value)}.shape[{dim}])"
 
 
+def _line(node: ast.stmt) -> int:
+    return node.lineno
+
+
 def _covers(node: ast.stmt, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def innermost_line(stack: str) -> Source | None:
+    """The last line of a stack as text; None where it has none of a file."""
+    return next(reversed(lines_of(stack)), None)
+
+
+def lines_of(stack: str) -> list[Source]:
+    """The lines of files in a stack as text, the innermost last."""
+    return [Source(file, int(line), function) for file, line, function in _FRAME.findall(stack)]

@@ -1,47 +1,109 @@
-"""Compiled code that is right for some sizes of the batch only."""
+"""Sizes of the batch: those that get code of their own, and those that code is right for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch.traces import expressions
+from graphrt.compile.errors import CompileSizeError
+from graphrt.compile.private_torch.traces import expressions, fake_tensors
 from graphrt.compile.trace.check import axis_symbol
-from graphrt.compile.trace.sizes import value_of
+from graphrt.compile.trace.sizes import placeholders, sized, value_of
 from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import shown
 
 _Place = tuple[int, int | None, Any]
 """The number of an argument, the dimension if that is a tensor, and the size as sympy has it."""
 
 _NO_AXES: Mapping[str, tuple[str, int]] = MappingProxyType({})
+_NO_CODE: Mapping[int, Callable[..., Any]] = MappingProxyType({})
 _MOST_SIZES = 1024
 
 
-class WhereRight:
-    """Calls `code` for sizes at which all `conditions` on them hold, and `otherwise` for others.
+def wanted_sizes(
+    compile_sizes: Sequence[int | str], capture_sizes: Collection[int] | None
+) -> tuple[int, ...]:
+    """The sizes that `compile_sizes` stands for, ascending.
 
-    `places` of the arguments say the sizes. The first call that does not fulfil a condition is a
-    warning, which says sizes by the names of `axes`: the axis of a symbol, and its offset.
+    Raises `CompileSizeError` for a size that padding would change: no step would ever have it.
+    """
+    found: set[int] = set()
+    for size in compile_sizes:
+        if isinstance(size, str):
+            if capture_sizes is None:
+                raise CompileSizeError(
+                    "compile_sizes asks for all capture sizes, and nobody has named them",
+                    size=size,
+                    got=shown(size),
+                    expected="capture sizes, or numbers",
+                    advice="pass capture_sizes=, or give the module to a GraphRunner first",
+                )
+            found.update(capture_sizes)
+        else:
+            found.add(size)
+    check_sizes(found, capture_sizes)
+    return tuple(sorted(found))
+
+
+def check_sizes(sizes: Collection[int], capture_sizes: Collection[int] | None) -> None:
+    """Raise `CompileSizeError` for the first of `sizes` that is no capture size."""
+    if not capture_sizes:
+        return  # nobody has said, or nothing is captured, and nothing padded
+    for size in sorted(sizes):
+        if size not in capture_sizes:
+            raise CompileSizeError(
+                f"compile size {size} is no capture size, so batches of {size} tokens are padded",
+                size=size,
+                got=size,
+                expected=", ".join(map(str, sorted(capture_sizes))),
+                advice=f"add {size} to sizes=, or take it out of compile_sizes",
+            )
+
+
+def check_one_size(compile_sizes: Sequence[int | str]) -> None:
+    """Raise `CompileSizeError` if sizes are named where no dimension is the batch's."""
+    if compile_sizes:
+        raise CompileSizeError(
+            "compile_sizes names batch sizes, and dynamic_dims={} says that there is one alone",
+            size=compile_sizes[0],
+            got=shown(compile_sizes),
+            expected="no compile_sizes",
+            advice="leave compile_sizes out, or name the batch dimensions in dynamic_dims",
+        )
+
+
+class BySize:
+    """The code of a piece for the sizes of a call, which `places` of its arguments say.
+
+    `static` is code for single sizes of `symbol`. Others get `general` where all `conditions` hold,
+    else `otherwise`. The first call that does not fulfil a condition is a warning, which says sizes
+    by the names of `axes`: the axis of a symbol, and its offset.
     """
 
     def __init__(
         self,
-        code: Callable[..., Any],
+        general: Callable[..., Any],
         otherwise: Callable[..., Any],
         conditions: Sequence[Any],
         places: Sequence[_Place],
         name: str,
         axes: Mapping[str, tuple[str, int]] = _NO_AXES,
+        *,
+        symbol: str = "",
+        static: Mapping[int, Callable[..., Any]] = _NO_CODE,
     ) -> None:
-        self.code = code
+        self._general = general
         self._otherwise = otherwise
         self._conditions = conditions
-        direct = [place for place in places if place[2].is_symbol]
+        self._symbol = symbol
+        self._static = static
         wanted = {s.name for each in conditions for s in each.free_symbols}
+        wanted |= {symbol} if static else set()
+        direct = [place for place in places if place[2].is_symbol]
         self._places = direct if wanted <= {place[2].name for place in direct} else places
         self._name = name
         self._axes = axes
@@ -62,13 +124,16 @@ class WhereRight:
 
     def _chosen(self, sizes: Sequence[int]) -> Callable[..., Any]:
         known = _symbols_at(self._places, sizes)
+        static = self._static.get(known.get(self._symbol, -1))
+        if static is not None:
+            return static
         for condition in self._conditions:
             if _with(condition, known) != True:  # noqa: E712
                 if condition not in self._told:
                     self._told.add(condition)
                     self._tell(condition, known)
                 return self._otherwise
-        return self.code
+        return self._general
 
     def _tell(self, condition: Any, known: Mapping[str, int]) -> None:
         sizes: dict[str, object] = {}
@@ -87,7 +152,7 @@ class WhereRight:
 def size_places(piece: fx.GraphModule) -> list[_Place]:
     """Where a call of a piece says the sizes that are symbols in it, each once."""
     found: dict[Any, _Place] = {}
-    for index, node in enumerate(n for n in piece.graph.nodes if n.op == "placeholder"):
+    for index, node in enumerate(placeholders(piece)):
         value = value_of(node)
         sizes = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
         for dim, size in sizes:
@@ -123,3 +188,24 @@ def _symbols_at(places: Sequence[_Place], sizes: Sequence[int]) -> dict[str, int
 def _with(expression: Any, known: Mapping[str, Any]) -> Any:
     """By name: symbols of another process are not the same objects."""
     return expression.subs({s: known[s.name] for s in expression.free_symbols if s.name in known})
+
+
+def varies_by(piece: fx.GraphModule, symbol: Any, places: Sequence[_Place]) -> bool:
+    """Whether the size `symbol` is all that varies in a piece, and a call says it: what varies in
+    two sizes cannot be compiled for one of them alone."""
+    told = any(size == symbol for *_, size in places)
+    return told and all(_symbols(value_of(node)) <= {symbol} for node in placeholders(piece))
+
+
+def static_inputs(piece: fx.GraphModule, symbol: Any, size: int) -> list[Any]:
+    """Fake inputs of a piece with `size` for the symbol."""
+    with fake_tensors():
+        return [sized(value_of(node), {symbol: size}) for node in placeholders(piece)]
+
+
+def _symbols(value: Any) -> set[Any]:
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return set(expressions(value)[0].free_symbols)
+    if isinstance(value, torch.Tensor):
+        return set().union(*map(_symbols, (*value.shape, *value.stride())))
+    return set()
