@@ -56,7 +56,7 @@ _HEAD = (
     *("otherwise on CUDA", "a step pays"),
 )
 
-COST = "see below"
+COST = "see above"
 
 
 def table() -> str:
