@@ -8,10 +8,12 @@ of something else by then: so it is asked for again at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.log import logger
 from graphrt.core.base.thread_mode import unseen
 from graphrt.cuda.blocks import workspace_sizes
@@ -56,21 +58,24 @@ class Workspaces:
                 self._operand = unseen(lambda: torch.ones(16, 16, **of))
                 self._result = unseen(lambda: torch.empty(16, 16, **of))
 
-    def ask(self, streams: Iterable[torch.cuda.Stream]) -> None:
+    @undoing
+    def ask(self, undo: Undo, streams: Iterable[torch.cuda.Stream]) -> None:
         """Have cuBLAS multiply once on each of the streams that is not being captured."""
+        undo.later(partial(torch.cuda.set_stream, torch.cuda.current_stream()))
         for stream in streams:
-            with torch.cuda.stream(stream), torch.no_grad():
-                if torch.cuda.is_current_stream_capturing():
-                    continue
-                try:
-                    unseen(self._multiply)
-                except torch.OutOfMemoryError as error:
-                    logger.warning(
-                        "the workspace of cuBLAS, which torch dropped with a graph, could not be "
-                        "taken back for the other graphs of its stream: %s",
-                        str(error).splitlines()[0],
-                    )
+            torch.cuda.set_stream(stream)
+            if torch.cuda.is_current_stream_capturing():
+                continue
+            try:
+                unseen(self._multiply)
+            except torch.OutOfMemoryError as error:
+                logger.warning(
+                    "the workspace of cuBLAS, which torch dropped with a graph, could not be "
+                    "taken back for the other graphs of its stream: %s",
+                    str(error).splitlines()[0],
+                )
 
     def _multiply(self) -> None:
         assert self._operand is not None and self._result is not None
-        torch.mm(self._operand, self._operand, out=self._result)
+        with torch.no_grad():
+            torch.mm(self._operand, self._operand, out=self._result)

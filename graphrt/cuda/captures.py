@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.device.captures import Captures, OpenCapture, nested_capture
@@ -84,17 +85,20 @@ class CudaCaptures(Captures[GraphMemory]):
     def _drop_empty(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
         opened.memory.keep_empty(graph)
 
-    def _take_back(self, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
+    @undoing
+    def _take_back(self, undo: Undo, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
         if captured_pool(graph) is not None:
             graph.reset()  # it was ended, and what came after that failed
             return
-        with torch.cuda.stream(opened.stream):
-            if not opened.begun and not torch.cuda.is_current_stream_capturing():
-                # Interrupted before its begin, or that failed: to end it would end nothing of it.
-                if opened.memory.stop_routing():
-                    opened.memory.abandon(graph)
-                return
-            clean = _end_empty(graph, opened.stream.cuda_stream)
+        undo.later(partial(torch.cuda.set_stream, torch.cuda.current_stream()))
+        torch.cuda.set_stream(opened.stream)
+        if not opened.begun and not torch.cuda.is_current_stream_capturing():
+            # Interrupted before its begin, or that failed: to end it would end nothing of it.
+            if opened.memory.stop_routing():
+                opened.memory.abandon(graph)
+            return
+        clean = _end_empty(graph, opened.stream.cuda_stream)
+        undo.now()
         graph.reset()
         if not clean:
             opened.memory.abandon(graph)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.device._devices import no_other_capture
 from graphrt.core.device.lent_streams import Loan
@@ -69,15 +70,17 @@ class GraphMemory(PoolMemory):
         if self._with_workspace or any(map(is_hosts, self._streams.values())):
             self._workspaces.prepare()
 
-    def after_reset(self) -> None:
+    @undoing
+    def after_reset(self, undo: Undo) -> None:
         """Take workspaces back for the graphs that are left, those of the host among them."""
         left = self._share is not None or self._graphs_left()
         inside = [s for s in self._streams.values() if s.cuda_stream in self._with_workspace]
         if not left:
             self._reset_empties()
         elif inside:
-            with self.allocating():
-                self._workspaces.ask(inside)
+            undo.enter(self.allocating())
+            self._workspaces.ask(inside)
+            undo.now()  # what the host's own streams get is outside of the pool
         self._ask_for_hosts()
 
     def clear(self) -> None:
