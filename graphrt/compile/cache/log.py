@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import warnings
 
+from graphrt.core.base.homes import public
 
+
+@public("graphrt.compile")
 class CompileCacheWarning(UserWarning):
     """An entry is not used, could not be written, or lies where others may write."""
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphrt.core.base.homes import public
 
+
+@public("graphrt.compile")
 @dataclass
 class Figures:
     """Counts and seconds of one compiled module, from its first trace on."""

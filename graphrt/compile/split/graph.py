@@ -16,8 +16,10 @@ from graphrt.compile.split.effects import check_metadata, check_transforms, writ
 from graphrt.compile.split.groups import NodeGroup, Roles, partition
 from graphrt.compile.split.lines import remember_lines
 from graphrt.compile.trace.sizes import is_number
+from graphrt.core.base.homes import public
 
 
+@public("graphrt.compile")
 @dataclass(frozen=True)
 class Piece:
     """One group as a graph of its own.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from graphrt.core.base.homes import public
 from graphrt.core.base.torch_names import storage_at
 
 
+@public("graphrt.platforms")
 def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of `tensor`, of its dtype, shape and strides, without keeping it in use.
 

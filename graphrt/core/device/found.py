@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from graphrt.core.base.errors import PlatformConflictError, PlatformError
+from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
 from graphrt.core.device.platform import Availability, Platform
@@ -26,10 +27,12 @@ SLOW_S = 5.0
 """So many seconds nothing of a plugin should take."""
 
 
+@public("graphrt.errors")
 class PluginWarning(UserWarning):
     """A plugin or platform is broken and was left out; `graphrt doctor` shows its traceback."""
 
 
+@public("graphrt.platforms")
 @dataclass
 class FoundPlatform:
     """One platform, or one plugin that could not give its platforms.

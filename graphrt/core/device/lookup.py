@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from graphrt.core.base.errors import PlatformUnavailableError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind
 from graphrt.core.device._contract import check_contract
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import current_platform, get_platform
 
 
+@public("graphrt.platforms")
 def resolve_platform(platform: Platform | str | None) -> Platform:
     """A platform from itself, its name, or None for the current one.
 

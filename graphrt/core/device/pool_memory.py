@@ -10,12 +10,14 @@ from typing import Any, NewType
 from weakref import WeakSet, ref
 
 from graphrt.core.base.errors import InvalidOptionError, PoolError
+from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
 
 PoolHandle = NewType("PoolHandle", tuple[int, int])
 
 
+@public("graphrt.platforms")
 @dataclass(frozen=True)
 class Allocator:
     """What torch's bindings have for one kind of device; each takes a device and a pool."""
@@ -59,6 +61,7 @@ class _Routing(AbstractContextManager[None]):
         self._allocator.release_share(*self._to)
 
 
+@public("graphrt.platforms")
 class PoolMemory:
     """One allocator pool, and those before it that could not be used again.
 
@@ -252,6 +255,7 @@ def pool_handle(handle: Any) -> PoolHandle:
     return PoolHandle((plain[0], plain[1]))
 
 
+@public("graphrt.lowlevel")
 def captured_pool(graph: Any) -> PoolHandle | None:
     """The allocator pool of a graph that holds a finished capture, and a share of it; else None."""
     try:
@@ -260,6 +264,7 @@ def captured_pool(graph: Any) -> PoolHandle | None:
         return None
 
 
+@public("graphrt.lowlevel")
 def never_destroy(graph: Any) -> None:
     """Keep a graph that an allocator may ask about for as long as the process lives."""
     _undead.append(graph)

@@ -19,6 +19,7 @@ from graphrt.core.base.errors import (
     PluginBlockedError,
     UnknownPlatformError,
 )
+from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_kind, flag, shown
 from graphrt.core.device._allowed import AllowedPlugins, normalized
@@ -49,6 +50,7 @@ hookspec = pluggy.HookspecMarker("graphrt")
 hookimpl = pluggy.HookimplMarker("graphrt")
 
 
+@public("graphrt.platforms")
 class PlatformHooks:
     """What a plugin may implement."""
 
@@ -58,6 +60,7 @@ class PlatformHooks:
         raise NotImplementedError
 
 
+@public("graphrt.platforms")
 class PlatformRegistry:
     """The platforms that plugins and graphrt itself supply. Nothing is looked for before use.
 
@@ -329,16 +332,19 @@ class PlatformRegistry:
 _default = PlatformRegistry()
 
 
+@public("graphrt")
 def current_platform() -> Platform:
     """The platform that is used where none is given; see `PlatformRegistry.current`."""
     return _default.current()
 
 
+@public("graphrt.platforms")
 def installed_platforms() -> tuple[FoundPlatform, ...]:
     """Every platform that is installed, available or not, and every plugin that is broken."""
     return _default.platforms()
 
 
+@public("graphrt")
 def get_platform(name: str | None = None, *, must_be_available: bool = True) -> Platform:
     """The installed platform of that name, or the current one for None."""
     if name is None:
@@ -346,6 +352,7 @@ def get_platform(name: str | None = None, *, must_be_available: bool = True) -> 
     return _default.get(name, must_be_available=must_be_available)
 
 
+@public("graphrt.platforms")
 def register(plugin: object, name: str | None = None) -> str:
     """Add a plugin to the default registry of this process; returns its name."""
     return _default.register(plugin, name)

@@ -10,9 +10,11 @@ from typing import Any
 from graphrt.core.base._undo import Undo
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable
 
 
+@public("graphrt")
 class CaptureSession:
     """What was captured in a pool since `GraphPool.capture_session()` was entered."""
 

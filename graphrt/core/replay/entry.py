@@ -14,6 +14,7 @@ from graphrt.core.base.errors import (
     LaunchQueueError,
     StaleInputError,
 )
+from graphrt.core.base.homes import public
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -27,6 +28,7 @@ from graphrt.core.replay.segments import Part, TaskedSegment, graphs_of
 from graphrt.core.replay.task_table import TaskTable, resolve_updates
 
 
+@public("graphrt.types")
 class Entry:
     """What one descriptor captured: its parts, its outputs and the addresses it reads."""
 

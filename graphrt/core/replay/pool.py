@@ -19,6 +19,7 @@ from graphrt.core.base.errors import (
     PoolClosedError,
     Uncopied,
 )
+from graphrt.core.base.homes import public
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -42,6 +43,7 @@ OnCapture = Callable[[Any, BatchDescriptor], object]
 _lost_platforms: set[str] = set()
 
 
+@public("graphrt.types")
 class HoldsGraphs(Protocol):
     """What has graphs in a pool, such as a wrapper."""
 
@@ -60,6 +62,7 @@ _CAPTURED: Final = object()
 at."""
 
 
+@public("graphrt")
 class GraphPool(Uncopied):
     """Memory that graphs share when they never run concurrently: sizes, pieces, target and draft.
 

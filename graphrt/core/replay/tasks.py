@@ -14,6 +14,7 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_kind, check_takes, shown
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
@@ -21,6 +22,7 @@ from graphrt.core.replay.host_args import WORST_CASE, HostArg, HostValues
 from graphrt.core.replay.recording import Recording, counted, current_capture, in_task
 
 
+@public("graphrt")
 class UpdatableTask:
     """An operator with host arguments, declared once and called in the forward.
 
@@ -196,6 +198,7 @@ def _no_updates(updates: object, name: object, group: str) -> InvalidUpdateError
     )
 
 
+@public("graphrt.lowlevel")
 class CapturedTask:
     """One task of a captured segment: its handle, its values, and how to issue it again.
 

@@ -6,45 +6,40 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from graphrt.core.base.errors import Uncopied
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, check_takes
-from graphrt.core.batch.descriptor import Batch
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import NESTED_CAPTURE
-from graphrt.core.device.platform import Platform
-from graphrt.core.dispatch.dispatcher import GraphDispatcher
-from graphrt.core.dispatch.reasons import Agreed, Dispatch
-from graphrt.core.inputs.buffers import StaticInputs
-from graphrt.core.inputs.declared import check_forward
-from graphrt.core.inputs.output_axes import OutputAxes
-from graphrt.core.inputs.outputs import OutputLayout
+from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.slot import InputSlot
-from graphrt.core.inputs.spec import InputSpec
-from graphrt.core.plan.arguments import PlanArguments, check_plan_arguments
-from graphrt.core.plan.plan import Plan
-from graphrt.core.plan.resolution import all_compiled
 from graphrt.core.replay._turn import check_between_steps, in_turn
-from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.recording import current_capture, under_way
-from graphrt.core.runner.capture_session import Progress
-from graphrt.core.runner.compiled import pool_for, with_forward
-from graphrt.core.runner.engine import StepEngine, refuse_inside_capture
-from graphrt.core.runner.graph_table import GraphTable
-from graphrt.core.runner.host import Host
-from graphrt.core.runner.report import RunnerReport, report_of
-from graphrt.core.runner.scheduler import CaptureProgress, CaptureScheduler
-from graphrt.core.runner.setup import RunnerSetup
-from graphrt.core.runner.trials import Given
+from graphrt.core.replay.recording import current_capture, refuse_inside_capture, under_way
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Unpack  # in typing from Python 3.11 on
+
+    from graphrt.core.batch.descriptor import Batch
+    from graphrt.core.batch.modes import GraphMode
+    from graphrt.core.capture.options import GraphOptions
+    from graphrt.core.device.platform import Platform
+    from graphrt.core.dispatch.dispatcher import GraphDispatcher
+    from graphrt.core.dispatch.reasons import Agreed
+    from graphrt.core.inputs.buffers import StaticInputs
+    from graphrt.core.inputs.output_axes import OutputAxes
+    from graphrt.core.inputs.spec import InputSpec
+    from graphrt.core.plan.arguments import PlanArguments
+    from graphrt.core.plan.plan import Plan
+    from graphrt.core.replay.pool import GraphPool
+    from graphrt.core.runner.capture_session import Progress
+    from graphrt.core.runner.host import Host
+    from graphrt.core.runner.report import RunnerReport
+    from graphrt.core.runner.scheduler import CaptureProgress
 
 T = TypeVar("T")
 
 
+@public("graphrt")
 class GraphRunner(Uncopied):
     """Runs a forward for batches of any size, through graphs captured for some sizes.
 
@@ -81,6 +76,22 @@ class GraphRunner(Uncopied):
         resolved again; a `PlanChangedWarning` says what changed. Raises the named errors of bad
         plans, inputs and platforms.
         """
+        # Here, not above: what runs and captures is loaded by the first runner, so that programs
+        # which only name the class, in a registry or a signature, start without it.
+        from graphrt.core.capture.options import GraphOptions
+        from graphrt.core.inputs.declared import check_forward
+        from graphrt.core.inputs.outputs import OutputLayout
+        from graphrt.core.plan.arguments import check_plan_arguments
+        from graphrt.core.plan.plan import Plan
+        from graphrt.core.plan.resolution import all_compiled
+        from graphrt.core.replay.pool import GraphPool
+        from graphrt.core.runner.compiled import pool_for, with_forward
+        from graphrt.core.runner.engine import StepEngine
+        from graphrt.core.runner.graph_table import GraphTable
+        from graphrt.core.runner.host import Host
+        from graphrt.core.runner.scheduler import CaptureScheduler
+        from graphrt.core.runner.setup import RunnerSetup
+
         check_kind("plan", plan, Plan)
         check_kind("host", host, Host)
         check_kind("options", options, GraphOptions)
@@ -111,6 +122,8 @@ class GraphRunner(Uncopied):
         self, specs: Mapping[str, InputSpec | Mapping[str, Any]], device: torch.device
     ) -> StaticInputs:
         """Buffers for the largest of the planned graphs, and for the largest batch."""
+        from graphrt.core.inputs.buffers import StaticInputs
+
         keys, sizes = self.plan.keys, self.plan.sizes
         return StaticInputs(
             specs,
@@ -217,8 +230,8 @@ class GraphRunner(Uncopied):
         check_kind(
             "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
         )
-        given = Given(values, updates, metadata)
-        return self._in_turn(partial(self._engine.run_padded_eagerly, batch, found, given))
+        run = self._engine.run_padded_eagerly
+        return self._in_turn(partial(run, batch, found, values, updates, metadata))
 
     def verify(
         self,
@@ -239,7 +252,7 @@ class GraphRunner(Uncopied):
         capture, and before the graph of the batch is captured: see `docs/trust.md`.
         """
         refuse_inside_capture("verify()")
-        return self._in_turn(partial(self._engine.verify, batch, Given(values, updates, metadata)))
+        return self._in_turn(partial(self._engine.verify, batch, values, updates, metadata))
 
     # The graphs -----------------------------------------------------------------------------------
 
@@ -349,4 +362,6 @@ class GraphRunner(Uncopied):
 
     def report(self) -> RunnerReport:
         """Figures of the graphs and of the steps so far."""
+        from graphrt.core.runner.report import report_of
+
         return report_of(self.graphs, self.pool, self.inputs, self._engine.live_tokens)
