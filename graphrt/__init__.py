@@ -107,7 +107,9 @@ __all__ = [
     "wrapper_class",
 ]
 
-_MODULES = ("attention", "compile", "errors", "lowlevel", "platforms", "testing", "types")
+_LISTED = ("errors", "lowlevel", "platforms", "types")
+_MODULES = (*_LISTED, "attention", "compile", "testing")
+"""Those not listed load more than who only looks what there is may have: `testing` needs pytest."""
 
 _DEFINED_IN = {
     "DEFERRED": "core.replay._deferred",
@@ -171,4 +173,4 @@ if not TYPE_CHECKING:
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, *_MODULES})
+        return sorted({*globals(), *__all__, *_LISTED})
