@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from graphrt.core.device.platform import Platform
     from graphrt.core.dispatch.dispatcher import GraphDispatcher
     from graphrt.core.dispatch.reasons import Agreed
-    from graphrt.core.inputs.buffers import StaticInputs
     from graphrt.core.inputs.output_axes import OutputAxes
     from graphrt.core.inputs.spec import InputSpec
     from graphrt.core.plan.arguments import PlanArguments
@@ -78,61 +77,21 @@ class GraphRunner(Uncopied):
         """
         # Here, not above: what runs and captures is loaded by the first runner, so that programs
         # which only name the class, in a registry or a signature, start without it.
-        from graphrt.core.capture.options import GraphOptions
-        from graphrt.core.inputs.declared import check_forward
-        from graphrt.core.inputs.outputs import OutputLayout
-        from graphrt.core.plan.arguments import check_plan_arguments
-        from graphrt.core.plan.plan import Plan
-        from graphrt.core.plan.resolution import all_compiled
-        from graphrt.core.replay.pool import GraphPool
-        from graphrt.core.runner.compiled import pool_for, with_forward
         from graphrt.core.runner.engine import StepEngine
         from graphrt.core.runner.graph_table import GraphTable
-        from graphrt.core.runner.host import Host
         from graphrt.core.runner.scheduler import CaptureScheduler
-        from graphrt.core.runner.setup import RunnerSetup
+        from graphrt.core.runner.setup import set_up
 
-        check_kind("plan", plan, Plan)
-        check_kind("host", host, Host)
-        check_kind("options", options, GraphOptions)
-        check_kind("pool", pool, GraphPool)
-        check_plan_arguments(arguments, plan, {"options": GraphOptions, "host": Host})
-        self.options = options or GraphOptions()
-        announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
-        compiled = with_forward(forward, all_compiled(announced))
-        self.pool, place, self._owns_pool = pool_for(compiled, pool, platform, device)
-        if plan is None:
-            arguments["compiled"] = compiled
-            self.plan = Plan(**arguments, platform=self.platform)
-        else:
-            self.plan = plan.fitted_to(self.platform, compiled)
-        if self.options.strict:
-            self.plan.refuse_less()
-        self.inputs = self._buffers(inputs, place)
-        check_forward(forward, inputs)
-        host, layout = host or Host(), OutputLayout(outputs)
-        setup = RunnerSetup(forward, self.plan, host, self.options, self.pool, self.inputs, layout)
+        setup = set_up(
+            forward, plan, inputs, outputs, host, options, platform, pool, device, arguments
+        )
+        self.options, self.plan = setup.options, setup.plan
+        self.pool, self.inputs = setup.pool, setup.inputs
         self.graphs = GraphTable(setup)
         self._engine = StepEngine(self.graphs)
         self._scheduler = CaptureScheduler(self.graphs, self._engine.trials.try_examples)
         self._engine.capture_missing = self._scheduler.for_step
         self._run = self._engine.entrance()
-
-    def _buffers(
-        self, specs: Mapping[str, InputSpec | Mapping[str, Any]], device: torch.device
-    ) -> StaticInputs:
-        """Buffers for the largest of the planned graphs, and for the largest batch."""
-        from graphrt.core.inputs.buffers import StaticInputs
-
-        keys, sizes = self.plan.keys, self.plan.sizes
-        return StaticInputs(
-            specs,
-            platform=self.platform,
-            tokens=max(sizes.max_num_tokens, *(key[1].num_tokens for key in keys), 1),
-            reqs=max(sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in keys), 1),
-            device=device,
-            fetched=self.options.inputs_in_graph,
-        )
 
     def __call__(
         self,
@@ -335,7 +294,7 @@ class GraphRunner(Uncopied):
             self._engine.closed = True
         else:
             self._in_turn(self._close)
-        if self._owns_pool:
+        if self.graphs.setup.owns_pool:
             self.pool.close()
         # Last: interrupted before it, a second call does what is left.
         self._is_closed = True
