@@ -12,53 +12,52 @@ pieces in `graphrt.compile`, attention in `graphrt.attention`, and the test suit
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 # First: it imports torch, and explains what makes that fail.
 from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt._version import __version__
-from graphrt.core.base.errors import GraphRTError
-from graphrt.core.base.homes import show_home
 from graphrt.core.base.log import set_up_logging
-from graphrt.core.batch.context import (
-    ForwardContext,
-    carry_context,
-    current_context,
-    forward_context,
-)
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
-from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
-from graphrt.core.capture.breaks import eager_break
-from graphrt.core.capture.keyed import KeyedGraph, KeyedGraphs
-from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.state import State
-from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.device.platform import Platform
-from graphrt.core.device.registry import current_platform, get_platform
-from graphrt.core.dispatch.dispatcher import GraphDispatcher
-from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.inputs.slot import InputSlot
-from graphrt.core.inputs.spec import InputSpec
-from graphrt.core.plan.budget import Budget, GraphCost
-from graphrt.core.plan.plan import Plan
-from graphrt.core.replay.entry import DEFERRED
-from graphrt.core.replay.host_args import UNCHANGED, HostArg
-from graphrt.core.replay.pool import CaptureSession, GraphPool
-from graphrt.core.replay.segments import SegmentHooks
-from graphrt.core.replay.tasks import UpdatableTask
-from graphrt.core.runner.host import Example, Host
-from graphrt.core.runner.report import RunnerReport
-from graphrt.core.runner.runner import GraphRunner
-
-# Last: these modules import from the core modules above, and load nothing else.
-from graphrt import errors, lowlevel, platforms, types  # isort: skip
 
 if TYPE_CHECKING:
+    from graphrt import errors as errors
+    from graphrt import lowlevel as lowlevel
+    from graphrt import platforms as platforms
+    from graphrt import types as types
     from graphrt.compile import CompileOptions, opaque, support_compile
 
     # The package can be called like this function; no type checker knows callable modules.
     from graphrt.compile import compile_module as compile
+    from graphrt.core.base.errors import GraphRTError
+    from graphrt.core.batch.context import (
+        ForwardContext,
+        carry_context,
+        current_context,
+        forward_context,
+    )
+    from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+    from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
+    from graphrt.core.capture.breaks import eager_break
+    from graphrt.core.capture.keyed import KeyedGraph, KeyedGraphs
+    from graphrt.core.capture.options import GraphOptions
+    from graphrt.core.capture.state import State
+    from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
+    from graphrt.core.device.platform import Platform
+    from graphrt.core.device.registry import current_platform, get_platform
+    from graphrt.core.dispatch.dispatcher import GraphDispatcher
+    from graphrt.core.dispatch.reasons import Dispatch, Reason
+    from graphrt.core.inputs.slot import InputSlot
+    from graphrt.core.inputs.spec import InputSpec
+    from graphrt.core.plan.budget import Budget, GraphCost
+    from graphrt.core.plan.plan import Plan
+    from graphrt.core.replay.entry import DEFERRED
+    from graphrt.core.replay.host_args import UNCHANGED, HostArg
+    from graphrt.core.replay.pool import CaptureSession, GraphPool
+    from graphrt.core.replay.segments import SegmentHooks
+    from graphrt.core.replay.tasks import UpdatableTask
+    from graphrt.core.runner.host import Example, Host
+    from graphrt.core.runner.report import RunnerReport
+    from graphrt.core.runner.runner import GraphRunner
 
 __all__ = [
     "DEFERRED",
@@ -107,22 +106,70 @@ __all__ = [
     "wrapper_class",
 ]
 
-_MODULES = ("attention", "compile", "testing")
+_LISTED = ("errors", "lowlevel", "platforms", "types")
+_MODULES = (*_LISTED, "attention", "compile", "testing")
+"""Those not listed load more than who only looks what there is may have: `testing` needs pytest."""
+
+_DEFINED_IN = {
+    "DEFERRED": "core.replay.entry",
+    "UNCHANGED": "core.replay.host_args",
+    "AttentionSupport": "core.batch.modes",
+    "Batch": "core.batch.descriptor",
+    "BatchDescriptor": "core.batch.descriptor",
+    "Budget": "core.plan.budget",
+    "CaptureSession": "core.replay.pool",
+    "CompileOptions": "compile",
+    "Dispatch": "core.dispatch.reasons",
+    "Example": "core.runner.host",
+    "ForwardContext": "core.batch.context",
+    "GraphCost": "core.plan.budget",
+    "GraphDispatcher": "core.dispatch.dispatcher",
+    "GraphMode": "core.batch.modes",
+    "GraphOptions": "core.capture.options",
+    "GraphPool": "core.replay.pool",
+    "GraphRTError": "core.base.errors",
+    "GraphRunner": "core.runner.runner",
+    "GraphWrapper": "core.capture.wrapper",
+    "Host": "core.runner.host",
+    "HostArg": "core.replay.host_args",
+    "InputSlot": "core.inputs.slot",
+    "InputSpec": "core.inputs.spec",
+    "KeyedGraph": "core.capture.keyed",
+    "KeyedGraphs": "core.capture.keyed",
+    "PieceProvider": "core.batch.modes",
+    "Plan": "core.plan.plan",
+    "Platform": "core.device.platform",
+    "Reason": "core.dispatch.reasons",
+    "RunnerReport": "core.runner.report",
+    "SegmentHooks": "core.replay.segments",
+    "State": "core.capture.state",
+    "UpdatableTask": "core.replay.tasks",
+    "carry_context": "core.batch.context",
+    "current_context": "core.batch.context",
+    "current_platform": "core.device.registry",
+    "eager_break": "core.capture.breaks",
+    "forward_context": "core.batch.context",
+    "get_platform": "core.device.registry",
+    "opaque": "compile",
+    "support_compile": "compile",
+    "wrapper_class": "core.capture.wrapper",
+}
+"""The modules of names that are loaded when they are asked for: a name costs what it needs."""
 
 set_up_logging()
-
-
-for _module in (errors, sys.modules[__name__], platforms, types, lowlevel):
-    show_home(_module, moved_from="graphrt.core")
 
 
 # Hidden from type checkers, which take any name of a module that has it.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        # What traces and compiles is loaded by those who ask for it.
         if name in _MODULES:
             return importlib.import_module(f"graphrt.{name}")
-        if name in ("CompileOptions", "opaque", "support_compile"):
-            return getattr(importlib.import_module("graphrt.compile"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _DEFINED_IN:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f"graphrt.{_DEFINED_IN[name]}")
+        value = globals()[name] = getattr(module, name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_LISTED})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 CHECK = """
 import sys, torch
@@ -33,3 +35,42 @@ def test_what_compiles_is_found_in_the_package_and_may_be_called() -> None:
     assert graphrt.support_compile is graphrt.compile.support_compile
     assert graphrt.opaque is graphrt.compile.opaque is graphrt.compile.split.define.opaque
     assert not hasattr(graphrt, "no_such_name")
+
+
+LATE = """
+import sys
+from graphrt import GraphRunner, Plan
+loaded = {name for name in sys.modules if name.startswith("graphrt.")}
+print(sorted({".".join(name.split(".")[:3]) for name in loaded if name.count(".") > 2}))
+print(sorted(name for name in loaded if name.startswith("graphrt.core.runner.")))
+import graphrt
+print(set(graphrt.__all__) <= set(dir(graphrt)), "testing" in dir(graphrt))
+"""
+
+
+def test_a_name_loads_no_more_than_it_needs() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
+    layers, runner, listed = done.stdout.splitlines()
+    assert "graphrt.core.plan" in layers and "graphrt.core.trust" not in layers
+    assert runner == "['graphrt.core.runner.runner']"
+    assert listed == "True False"
+
+
+def test_names_are_loaded_from_where_type_checkers_see_them() -> None:
+    import graphrt
+
+    tree = ast.parse(Path(graphrt.__file__).read_text(encoding="utf-8"))
+    (seen,) = (
+        node.body
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    checked = {
+        alias.name: str(node.module).removeprefix("graphrt.")
+        for node in seen
+        if isinstance(node, ast.ImportFrom) and node.module != "graphrt"
+        for alias in node.names
+    }
+    assert checked.pop("compile_module") == "compile"
+    assert checked == graphrt._DEFINED_IN
+    assert {*checked, "compile", "__version__"} == set(graphrt.__all__)

@@ -40,7 +40,6 @@ from graphrt.compile.split.graph import Piece
 from graphrt.compile.split.groups import DEFAULT_SPLITTING_OPS
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf
-from graphrt.core.base.homes import show_home
 
 __all__ = [
     "DEFAULT_SPLITTING_OPS",
@@ -73,4 +72,3 @@ class _Callable(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Callable
-show_home(sys.modules[__name__], moved_from=__name__)

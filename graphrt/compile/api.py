@@ -12,6 +12,7 @@ from graphrt.compile.module import CompiledModule
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.private_torch.operators import call_instead
 from graphrt.compile.trace.dims import DynamicDims
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import flag, shown
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.capture.options import GraphOptions
@@ -23,6 +24,7 @@ M = TypeVar("M", bound=type)
 _DIMS = "graphrt_dynamic_dims"
 
 
+@public("graphrt.compile")
 def support_compile(
     dynamic_dims: Mapping[str, Any] | Sequence[str],
 ) -> Callable[[M], M]:
@@ -48,6 +50,7 @@ def support_compile(
     return marked
 
 
+@public("graphrt.compile")
 def compile_module(
     module: Callable[..., Any],
     dynamic_dims: Mapping[str, Any] | Sequence[str] | None = None,

@@ -25,6 +25,7 @@ from graphrt.compile.trace.check import Small
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Parameters, leaves, without_memory
 from graphrt.compile.trace.subject import Holding, Subject
+from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import (
     check_callable,
@@ -45,6 +46,7 @@ from graphrt.core.replay.recording import current_capture
 from graphrt.core.replay.segments import SegmentHooks, check_hooks
 
 
+@public("graphrt.compile")
 class CompiledModule:
     """Calls of `module`, through pieces that were compiled from one trace of its forward.
 

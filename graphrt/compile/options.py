@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import (
     Check,
     check_fields,
@@ -21,6 +22,7 @@ from graphrt.core.base.option_values import (
 )
 
 
+@public("graphrt.compile")
 @only_known
 @dataclass(frozen=True)
 class CompileOptions:

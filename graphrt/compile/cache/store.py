@@ -24,6 +24,7 @@ from graphrt.compile.cache.permissions import (
     without_write_of_others,
 )
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.homes import public
 
 MAGIC = "graphrt compile cache"
 FORMAT = 1
@@ -348,6 +349,7 @@ def _modified_s(path: Path) -> float:
         return float("inf")
 
 
+@public("graphrt.compile")
 class CompileCacheWarning(UserWarning):
     """An entry is not used, could not be written, or lies where others may write."""
 

@@ -13,6 +13,7 @@ import torch
 from graphrt.compile.errors import OpaqueError
 from graphrt.compile.private_torch.operators import is_registered
 from graphrt.compile.private_torch.registered import remember_functions
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, flag, items_of, shown
 from graphrt.core.capture.breaks import operator_break
 
@@ -24,6 +25,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _libraries: list[torch.library.Library] = []
 
 
+@public("graphrt.compile")
 def opaque(
     name: str,
     *,

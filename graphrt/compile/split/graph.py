@@ -23,9 +23,11 @@ from graphrt.compile.split.effects import (
 from graphrt.compile.split.groups import NodeGroup, Roles, partition
 from graphrt.compile.trace.sizes import is_number, placeholders, results_of
 from graphrt.compile.trace.user_lines import innermost_line
+from graphrt.core.base.homes import public
 from graphrt.core.capture.source import Source, stands_for
 
 
+@public("graphrt.compile")
 @dataclass(frozen=True)
 class Piece:
     """One group as a graph of its own.

@@ -6,28 +6,36 @@ import sys
 import warnings
 from types import FrameType
 
+from graphrt.core.base.homes import public
 
+
+@public("graphrt.errors")
 class InputRingWarning(UserWarning):
     """A device that could fetch inputs does not: they are copied before each launch."""
 
 
+@public("graphrt.errors")
 class PlanChangedWarning(UserWarning):
     """A saved plan comes out differently where it is loaded."""
 
 
+@public("graphrt.errors")
 class GraphsDroppedWarning(UserWarning):
     """Graphs of a plan did not fit on the device; their sizes run eagerly."""
 
 
+@public("graphrt.errors")
 class StaleTensorWarning(UserWarning):
     """A forward leaves tensors of its graphs in Python, where no replay makes new ones."""
 
 
+@public("graphrt.errors")
 class PaddedStateWarning(UserWarning):
     """Padded steps leave other Python values than steps without padding; no output depends on
     them, but the host may read them."""
 
 
+@public("graphrt.errors")
 class GraphQuarantinedWarning(UserWarning):
     """Graphs that failed a check; their batches run eagerly from now on."""
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NoReturn
 
+from graphrt.core.base.homes import public
 
+
+@public("graphrt.errors")
 class GraphRTError(Exception):
     """Root of all graphrt errors.
 
@@ -36,6 +39,11 @@ class GraphRTError(Exception):
         if advice is not None:
             parts.append(f"try: {advice}")
         super().__init__("\n  ".join(parts))
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__module__ == __name__:
+            public("graphrt.errors")(cls)
 
 
 IN_PIECES = 'mark the function around it @eager_break and capture in pieces (mode="PIECEWISE")'

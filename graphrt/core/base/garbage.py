@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from graphrt.core.base._fork import after_forks, fork_safe
+from graphrt.core.base.homes import public
 
 # Process-wide because the collector is: captures may be nested and concurrent. They are kept by
 # name and not counted, so that leaving twice, or without having come in, changes nothing.
@@ -68,6 +69,7 @@ def _forked() -> None:
 after_forks(_forked)
 
 
+@public("graphrt.lowlevel")
 @contextmanager
 def frozen_gc() -> Iterator[None]:
     """No collection in the body, nor in that of any other user; see `freeze_garbage`."""

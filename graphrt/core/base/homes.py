@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from types import FunctionType, ModuleType
+from collections.abc import Callable
+from typing import TypeVar
+
+Named = TypeVar("Named", bound=Callable[..., object])
 
 
-def show_home(module: ModuleType, *, moved_from: str) -> None:
-    """Let classes and functions in `__all__` of `module` name it, not the private module below
-    `moved_from` that they are written in. What lies elsewhere keeps the home that it has."""
-    below = f"{moved_from}."
-    for name in module.__all__:
-        value = vars(module).get(name)  # not getattr: some names are loaded when asked for
-        if isinstance(value, (type, FunctionType)) and value.__module__.startswith(below):
-            value.__module__ = module.__name__
+def public(home: str) -> Callable[[Named], Named]:
+    """Let a class or a function name the module of the surface that hosts import it from."""
+
+    def move(defined: Named) -> Named:
+        defined.__module__ = home
+        return defined
+
+    return move

@@ -59,7 +59,8 @@ def check_keys(
 def only_known(owner: type[T]) -> type[T]:
     """A class whose unknown keywords are an `InvalidOptionError`, not Python's `TypeError`."""
     init = owner.__init__
-    known = list(inspect.signature(init).parameters)[1:]
+    code = init.__code__
+    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **keywords: Any) -> None:

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import MissingTorchNameError
+from graphrt.core.base.homes import public
 
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of torch that graphrt's tests have run on, oldest first."""
 
 
+@public("graphrt.errors")
 class UntestedTorchWarning(UserWarning):
     """The torch in use is newer than all that graphrt was tested on."""
 

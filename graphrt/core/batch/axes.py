@@ -7,11 +7,13 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from graphrt.core.base.errors import InvalidInputError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import items_of, nearest, shown
 
 _AXIS = re.compile(r"\s*(\w+?)\s*(?:\+\s*(\d{1,18})\s*)?")
 
 
+@public("graphrt.types")
 class Axis(NamedTuple):
     """A batch axis in a shape, with a constant added: "tokens", "reqs" or "reqs+1"."""
 

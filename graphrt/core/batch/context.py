@@ -9,6 +9,7 @@ from contextvars import ContextVar, Token, copy_context
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -19,6 +20,7 @@ R = TypeVar("R")
 _NONE, _PIECEWISE, _FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 
 
+@public("graphrt.types")
 class AllowedCapture(Protocol):
     """The capture that a context allows: all wrappers of its step capture, or none has.
 
@@ -43,6 +45,7 @@ class AllowedCapture(Protocol):
         """Note that `owner` captured something, which `undo` takes back."""
 
 
+@public("graphrt.types")
 class Announcer(Protocol):
     """What announced a step as one of a graph, and is told where the graph was not replayed."""
 
@@ -50,6 +53,7 @@ class Announcer(Protocol):
         """Note that a wrapper ran the step of this context eagerly, as it has no graph for it."""
 
 
+@public("graphrt")
 class ForwardContext:
     """One step: its runtime mode, the descriptor of its graph, and its task updates.
 
@@ -187,6 +191,7 @@ current_context: Callable[[], ForwardContext | None] = _current.get
 """The context of this step, or None outside of one. (The bound C method: it is on the hot path.)"""
 
 
+@public("graphrt")
 def forward_context(
     mode: GraphMode | str,
     descriptor: BatchDescriptor | None = None,
@@ -220,6 +225,7 @@ def forward_context(
     )
 
 
+@public("graphrt")
 def carry_context(function: Callable[P, R]) -> Callable[P, R]:
     """`function` bound to the context of this thread, for running it in another one.
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 from graphrt.core.base.errors import InvalidBatchError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_hashable, count_of, items_of, shown
 from graphrt.core.batch.modes import GraphMode
 
@@ -27,6 +28,7 @@ _new_tuple = tuple.__new__
 _INTS = frozenset({int})
 
 
+@public("graphrt")
 class BatchDescriptor(_Named):
     """The shape that one graph was captured for; a tuple, because one is built for every batch that
     no graph serves.
@@ -134,6 +136,7 @@ _NO_BOUNDS: tuple[int, ...] = ()
 NO_MODES: frozenset[GraphMode] = frozenset()
 
 
+@public("graphrt")
 class Batch(_Fields):
     """What the host knows about this step; a tuple, because one is built for every step.
 

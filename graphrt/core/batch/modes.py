@@ -7,11 +7,13 @@ import os
 from collections.abc import Mapping
 
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import nearest, shown
 
 MODE_VARIABLE = "GRAPHRT_MODE"
 
 
+@public("graphrt")
 class GraphMode(enum.Enum):
     """What is captured for uniform decode batches and for mixed ones.
 
@@ -109,6 +111,7 @@ _DECODE_AND_MIXED = {
 }
 
 
+@public("graphrt")
 class AttentionSupport(enum.IntEnum):
     """The widest kind of batch whose attention may be captured in a FULL graph: none, one token a
     request, equally many tokens a request, any."""
@@ -133,6 +136,7 @@ class AttentionSupport(enum.IntEnum):
         )
 
 
+@public("graphrt")
 class PieceProvider(enum.Enum):
     """What cuts a forward into pieces: eager breaks, a split of the traced graph, or Inductor."""
 

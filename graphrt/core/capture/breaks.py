@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, shown
 from graphrt.core.base.torch_names import has_kernel, schemas_of_operator
 from graphrt.core.capture.guard import refuse_transform, side_doors
@@ -21,6 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@public("graphrt")
 def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function to run eagerly between two segments of a PIECEWISE capture.
 

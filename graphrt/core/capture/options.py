@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import (
     Check,
     check_fields,
@@ -36,6 +37,7 @@ _OF_FREE_MEMORY = 16
 _MOST_WARMUPS = 1000
 
 
+@public("graphrt")
 @only_known
 @dataclass(frozen=True)
 class GraphOptions:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from graphrt.core.base.homes import public
 from graphrt.core.device.figures import GraphWork
 from graphrt.core.dispatch.reasons import Reason
 
 
+@public("graphrt.lowlevel")
 class GraphOwner(Protocol):
     """What captures graphs, such as a wrapper, as far as who allows it must know it."""
 
@@ -20,6 +22,7 @@ class GraphOwner(Protocol):
         """How many of its calls ran eagerly, by reason."""
 
 
+@public("graphrt.lowlevel")
 class Captured(NamedTuple):
     """What one owner captured for the descriptor of a transaction; `undo` destroys it."""
 
@@ -27,6 +30,7 @@ class Captured(NamedTuple):
     undo: Callable[[], None]
 
 
+@public("graphrt.lowlevel")
 class CaptureTransaction:
     """Allows wrappers to capture while it is in the context, and takes back what they did.
 

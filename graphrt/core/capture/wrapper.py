@@ -21,6 +21,7 @@ from graphrt.core.base.errors import (
     StaleInputError,
     Uncopied,
 )
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import (
     check_callable,
     check_hashable,
@@ -190,6 +191,7 @@ _EAGER: Final = object()
 _COUNTED = (Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
 
 
+@public("graphrt")
 class GraphWrapper(Uncopied):
     """Wraps `runnable` so that steps of `runtime_mode` capture and replay it.
 
@@ -565,6 +567,7 @@ def _captured_already(descriptor: BatchDescriptor | None, *, in_this_step: bool)
     )
 
 
+@public("graphrt")
 def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
     """The class behind `get_static_graph_wrapper_cls()` of a platform, by itself or its name, or of
     the current one.

@@ -8,12 +8,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, items_of
 
 BLOCK_VARIABLE = "GRAPHRT_BLOCK_PLUGINS"
 ONLY_VARIABLE = "GRAPHRT_ONLY_PLUGINS"
 
 
+@public("graphrt.platforms")
 @dataclass(frozen=True)
 class AllowedPlugins:
     """Plugins by entry-point name, or `distribution:name`: those of `blocked` are not imported,

@@ -6,6 +6,7 @@ import enum
 from typing import Any
 
 from graphrt.core.base.errors import ContractVersionError
+from graphrt.core.base.homes import public
 
 CONTRACT_VERSION = 2
 """Of the device contract. It grows when a platform that was right before may not be any longer. 2
@@ -15,6 +16,7 @@ OLDEST_CONTRACT = 1
 """The oldest version whose platforms still work."""
 
 
+@public("graphrt.platforms")
 class Capability(enum.Enum):
     """What a platform can do beyond running eagerly, and the methods that it supplies for that.
     Core asks for these, never for a device."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from graphrt.core.base.errors import NestedCaptureError
+from graphrt.core.base.homes import public
 
 
 class CaptureMemory(Protocol):
@@ -29,6 +30,7 @@ class OpenCapture(Generic[Memory]):
     begun: bool = False
 
 
+@public("graphrt.platforms")
 class Captures(ABC, Generic[Memory]):
     """What is open, and the order of things that leaves no trace of a capture that failed.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphrt.core.base.errors import CaptureError
+from graphrt.core.base.homes import public
 
 
 class Unexplained(CaptureError):
@@ -20,6 +21,7 @@ class Unexplained(CaptureError):
         )
 
 
+@public("graphrt.platforms")
 def error_chain(
     error: BaseException, leave_out: type[BaseException] | None = None
 ) -> Iterator[BaseException]:

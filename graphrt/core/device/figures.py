@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from graphrt.core.base.homes import public
 
+
+@public("graphrt.platforms")
 @dataclass(frozen=True)
 class Limits:
     """What the device runs out of; None means no limit that matters."""
@@ -13,6 +16,7 @@ class Limits:
     graphs: int | None = None
 
 
+@public("graphrt.platforms")
 @dataclass(frozen=True)
 class StreamRoom:
     """Streams that are free for graphs now, and how many of them must stay free."""
@@ -26,6 +30,7 @@ class StreamRoom:
         return max(0, self.free - self.reserve)
 
 
+@public("graphrt.platforms")
 @dataclass
 class GraphWork:
     """What an eager run of a forward issued, from which follows what its graph will take.
@@ -49,6 +54,7 @@ class GraphWork:
         return self.breaks + 1 if self.in_pieces else 1
 
 
+@public("graphrt.platforms")
 @dataclass(frozen=True)
 class MemoryFigures:
     """Device memory in bytes."""
@@ -57,6 +63,7 @@ class MemoryFigures:
     total_bytes: int
 
 
+@public("graphrt.platforms")
 @dataclass(frozen=True, slots=True)
 class UpdateFigures:
     """How the tasks of graphs were given new host arguments."""

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from graphrt.core.base.homes import public
 
+
+@public("graphrt.platforms")
 class DeviceGraph(Protocol):
     """A captured graph. `torch.cuda.CUDAGraph` and `torch.npu.NPUGraph` satisfy it as they are.
 
@@ -21,6 +24,7 @@ class DeviceGraph(Protocol):
         """Destroy it, and give up its share of the memory."""
 
 
+@public("graphrt.platforms")
 class GraphRead(NamedTuple):
     """A tensor outside of graph memory that a graph reads or writes, and the line that used it."""
 
@@ -28,6 +32,7 @@ class GraphRead(NamedTuple):
     source: str | None
 
 
+@public("graphrt.platforms")
 class GraphPointers(NamedTuple):
     """What the nodes of a graph hold that may be addresses of device memory.
 
@@ -39,6 +44,7 @@ class GraphPointers(NamedTuple):
     unread: int
 
 
+@public("graphrt.platforms")
 class MemoryBlock(NamedTuple):
     """A block that torch's allocator has given away, from `address` up to `end`, of which `bytes`
     were asked for.
@@ -55,6 +61,7 @@ class MemoryBlock(NamedTuple):
     may_be_internal: bool = False
 
 
+@public("graphrt.platforms")
 class DeviceEvent(Protocol):
     """A point in a stream. `torch.cuda.Event` and `torch.npu.Event` satisfy it as they are."""
 
@@ -68,6 +75,7 @@ class DeviceEvent(Protocol):
         """Wait on the host until it has."""
 
 
+@public("graphrt.platforms")
 class TaskUpdate(Protocol):
     """One task of a graph, as it is to be at the coming replay; valid until that has begun.
 

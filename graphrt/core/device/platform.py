@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import CaptureError, MissingCapabilityError
+from graphrt.core.base.homes import public
 from graphrt.core.device._contract import Capability
 from graphrt.core.device.error_chain import Unexplained
 from graphrt.core.device.figures import (
@@ -30,6 +31,7 @@ from graphrt.core.device.graph import (
 )
 
 
+@public("graphrt.platforms")
 @dataclass(frozen=True)
 class Availability:
     """Whether this machine can run a platform, and why not."""
@@ -38,6 +40,7 @@ class Availability:
     reason: str = ""
 
 
+@public("graphrt")
 class Platform(ABC):
     """One kind of device. Everything optional is a capability; the defaults do without it.
 

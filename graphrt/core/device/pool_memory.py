@@ -12,6 +12,7 @@ from weakref import WeakSet, ref
 import torch
 
 from graphrt.core.base.errors import InvalidOptionError, PoolError
+from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.torch_names import storage_at
@@ -19,6 +20,7 @@ from graphrt.core.base.torch_names import storage_at
 PoolHandle = NewType("PoolHandle", tuple[int, int])
 
 
+@public("graphrt.platforms")
 @dataclass(frozen=True)
 class Allocator:
     """What torch's bindings have for one kind of device; each takes a device and a pool."""
@@ -62,6 +64,7 @@ class _Routing(AbstractContextManager[None]):
         self._allocator.release_share(*self._to)
 
 
+@public("graphrt.platforms")
 class PoolMemory:
     """One allocator pool, and those before it that could not be used again.
 
@@ -255,6 +258,7 @@ def pool_handle(handle: Any) -> PoolHandle:
     return PoolHandle((plain[0], plain[1]))
 
 
+@public("graphrt.lowlevel")
 def captured_pool(graph: Any) -> PoolHandle | None:
     """The allocator pool of a graph that holds a finished capture, and a share of it; else None."""
     try:
@@ -263,6 +267,7 @@ def captured_pool(graph: Any) -> PoolHandle | None:
         return None
 
 
+@public("graphrt.lowlevel")
 def never_destroy(graph: Any) -> None:
     """Keep a graph that an allocator may ask about for as long as the process lives."""
     _undead.append(graph)
@@ -271,6 +276,7 @@ def never_destroy(graph: Any) -> None:
 _undead: list[Any] = []
 
 
+@public("graphrt.platforms")
 def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of `tensor`, of its dtype, shape and strides, without keeping it in use.
 

@@ -25,6 +25,7 @@ from graphrt.core.base.errors import (
     PluginBlockedError,
     UnknownPlatformError,
 )
+from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_kind, flag, shown
 from graphrt.core.device._allowed import AllowedPlugins, normalized
@@ -40,10 +41,12 @@ SLOW_S = 5.0
 """So many seconds nothing of a plugin should take."""
 
 
+@public("graphrt.errors")
 class PluginWarning(UserWarning):
     """A plugin or platform is broken and was left out; `graphrt doctor` shows its traceback."""
 
 
+@public("graphrt.platforms")
 @dataclass
 class FoundPlatform:
     """One platform, or one plugin that could not give its platforms.
@@ -190,6 +193,7 @@ hookspec = pluggy.HookspecMarker("graphrt")
 hookimpl = pluggy.HookimplMarker("graphrt")
 
 
+@public("graphrt.platforms")
 class PlatformHooks:
     """What a plugin may implement."""
 
@@ -199,6 +203,7 @@ class PlatformHooks:
         raise NotImplementedError
 
 
+@public("graphrt.platforms")
 class PlatformRegistry:
     """The platforms that plugins and graphrt itself supply. Nothing is looked for before use.
 
@@ -470,16 +475,19 @@ class PlatformRegistry:
 _default = PlatformRegistry()
 
 
+@public("graphrt")
 def current_platform() -> Platform:
     """The platform that is used where none is given; see `PlatformRegistry.current`."""
     return _default.current()
 
 
+@public("graphrt.platforms")
 def installed_platforms() -> tuple[FoundPlatform, ...]:
     """Every platform that is installed, available or not, and every plugin that is broken."""
     return _default.platforms()
 
 
+@public("graphrt")
 def get_platform(name: str | None = None, *, must_be_available: bool = True) -> Platform:
     """The installed platform of that name, or the current one for None."""
     if name is None:
@@ -487,11 +495,13 @@ def get_platform(name: str | None = None, *, must_be_available: bool = True) -> 
     return _default.get(name, must_be_available=must_be_available)
 
 
+@public("graphrt.platforms")
 def register(plugin: object, name: str | None = None) -> str:
     """Add a plugin to the default registry of this process; returns its name."""
     return _default.register(plugin, name)
 
 
+@public("graphrt.platforms")
 def resolve_platform(platform: Platform | str | None) -> Platform:
     """A platform from itself, its name, or None for the current one.
 

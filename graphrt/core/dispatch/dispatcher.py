@@ -9,6 +9,7 @@ from typing import Any
 
 from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import InvalidBatchError, InvalidModeError, Uncopied
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import items_of, padding_ratio, shown
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import (
@@ -74,6 +75,7 @@ class _Version:
         self.ladders: tuple[Ladders, Ladders | None] | None = None
 
 
+@public("graphrt")
 class GraphDispatcher(Uncopied):
     """Finds the best captured graph for a batch, where best is least in the order of DESIGN 6:
     FULL before PIECEWISE, tokens, active LoRAs, uniform before general, bounds, requests.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import InputSlotError, InvalidInputError, Uncopied
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.dispatch.reasons import Agreed
@@ -44,6 +45,7 @@ class Arrays(Mapping[str, Any]):
         return len(self._tensors)
 
 
+@public("graphrt")
 class InputSlot(Mapping[str, torch.Tensor], Uncopied):
     """Where the host writes the inputs of one step, of `batch`, in place: `slot[name]` is the live
     rows of an input, by its (dotted) name, as a CPU tensor, `slot.numpy[name]` as an array.

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import torch
 
 from graphrt.core.base.errors import GraphRTError, InvalidInputError, OverwrittenOutputError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import nearest, shown
 from graphrt.core.batch.axes import Axis
 
@@ -19,6 +20,7 @@ _MOST_BLOCKS = 1 << 16
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
+@public("graphrt")
 @dataclass(frozen=True)
 class InputSpec:
     """One input of a forward: its dtype, its shape with named batch axes, and its padding.

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any, TypedDict
 
 from graphrt.core.base.errors import InvalidOptionError, InvalidSizesError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, count_of, items_of, nearest, shown
 from graphrt.core.batch.descriptor import checked_variant
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
@@ -16,6 +17,7 @@ from graphrt.core.plan.sizes import check_query_lens, check_sizes
 from graphrt.core.plan.traffic import Traffic, check_traffic
 
 
+@public("graphrt.types")
 class PlanArguments(TypedDict, total=False):
     """The keywords of `Plan`, which `GraphRunner` takes too."""
 

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import (
     MOST,
     check_hashable,
@@ -28,6 +29,7 @@ from graphrt.core.plan.traffic import Traffic, best_sizes, by_worth, live_sizes
 RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
 
 
+@public("graphrt")
 @only_known
 @dataclass(frozen=True)
 class GraphCost:
@@ -54,6 +56,7 @@ CostModel = Callable[[GraphMode, BatchDescriptor], GraphCost]
 """What the graph of a runtime mode and descriptor will take."""
 
 
+@public("graphrt")
 @only_known
 @dataclass(frozen=True)
 class Budget:
@@ -140,6 +143,7 @@ def _make_numbers(owner: GraphCost | Budget) -> None:
             object.__setattr__(owner, name, number_of(name, amount, what))
 
 
+@public("graphrt.types")
 class PlannedCapture(NamedTuple):
     """A graph that is captured, and what it will take."""
 
@@ -148,6 +152,7 @@ class PlannedCapture(NamedTuple):
     cost: GraphCost
 
 
+@public("graphrt.types")
 class LeftOut(NamedTuple):
     """A graph that is not captured, and why."""
 

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from graphrt.core.base.errors import InvalidSizesError, ResourceExhaustedError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, flag, items_of, only_known
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider, graphs_off
@@ -46,6 +47,7 @@ from graphrt.core.plan.sizes import (
 from graphrt.core.plan.traffic import Traffic
 
 
+@public("graphrt")
 @only_known
 class Plan:
     """Which graphs a host's batches need: the mode, the sizes, the keys, and what a budget holds.

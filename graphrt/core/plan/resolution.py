@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from graphrt.core.base.errors import InvalidOptionError, ModeNotSupportedError
+from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import items_of, shown
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider, graphs_off
@@ -21,6 +22,7 @@ SWITCHED_OFF = "environment"
 """The rule of the step that `GRAPHRT_MODE=NONE` takes."""
 
 
+@public("graphrt.types")
 @dataclass(frozen=True)
 class ResolutionStep:
     """One change of mode on the way: which rule, from what, to what, and why."""
@@ -32,6 +34,7 @@ class ResolutionStep:
     backend: str | None = None
 
 
+@public("graphrt.types")
 @dataclass(frozen=True)
 class ModeResolution:
     """The mode that runs and the ordered steps that led to it."""

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphrt.core.base.errors import InvalidOptionError, InvalidSizesError
+from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import count_of, items_of, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -22,6 +23,7 @@ _MOST_GRAPHS = 1 << 17
 """Nor more graphs: of all sizes, query lengths, numbers of LoRAs, bounds and variants."""
 
 
+@public("graphrt.types")
 @dataclass(frozen=True)
 class CaptureSizes:
     """The sizes that can be captured for one host.

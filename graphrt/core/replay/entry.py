@@ -19,6 +19,7 @@ from graphrt.core.base.errors import (
     MissingUpdateError,
     StaleInputError,
 )
+from graphrt.core.base.homes import public
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -150,6 +151,7 @@ def is_unread(captured: tuple[object, ...] | None, reads: Sequence[GraphRead] | 
     return True
 
 
+@public("graphrt.types")
 class Entry:
     """What one descriptor captured: its parts, its outputs and the addresses it reads."""
 

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 import torch
 
 from graphrt.core.base.errors import InvalidUpdateError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, choice, flag, shown
 from graphrt.core.batch.axes import Axis
 from graphrt.core.batch.descriptor import Batch
@@ -41,6 +42,7 @@ WORST_CASE: Final = _Marker("WORST_CASE")
 """As `updates=`: every task takes its `at_capture` arguments, for warm-up and capture."""
 
 
+@public("graphrt")
 @dataclass(frozen=True)
 class HostArg:
     """One host argument of a task.

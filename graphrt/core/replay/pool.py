@@ -21,6 +21,7 @@ from graphrt.core.base.errors import (
     Uncopied,
 )
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -50,6 +51,7 @@ OnCapture = Callable[[Any, BatchDescriptor], object]
 _lost_platforms: set[str] = set()
 
 
+@public("graphrt.types")
 class HoldsGraphs(Protocol):
     """What has graphs in a pool, such as a wrapper."""
 
@@ -68,6 +70,7 @@ _CAPTURED: Final = object()
 at."""
 
 
+@public("graphrt")
 class CaptureSession:
     """What was captured in a pool since `GraphPool.capture_session()` was entered."""
 
@@ -114,6 +117,7 @@ class _EnteredOnce(AbstractContextManager[CaptureSession]):
         return self._opened.__exit__(*error)
 
 
+@public("graphrt")
 class GraphPool(Uncopied):
     """Memory that graphs share when they never run concurrently: sizes, pieces, target and draft.
 

@@ -11,9 +11,12 @@ import torch
 
 from graphrt.core.base._fork import after_forks
 from graphrt.core.base._undo import Undo
+from graphrt.core.base.errors import NestedCaptureError
+from graphrt.core.base.homes import public
 from graphrt.core.device.figures import GraphWork
 
 
+@public("graphrt.lowlevel")
 class Recording(Protocol):
     """A capture under way. In its eager parts no segment is open."""
 
@@ -86,12 +89,14 @@ def _forked() -> None:
 after_forks(_forked)
 
 
+@public("graphrt.lowlevel")
 def current_capture() -> Recording | None:
     """The capture whose segment is open in this thread, or None: also None in eager parts."""
     recording = active.get()
     return recording if recording is not None and recording.segment_open else None
 
 
+@public("graphrt.lowlevel")
 def is_inside_capture() -> bool:
     """Whether what is called now becomes part of a graph, or is run to warm one up.
 
@@ -100,3 +105,13 @@ def is_inside_capture() -> bool:
     """
     recording = active.get()
     return warming_up.get() if recording is None else recording.segment_open
+
+
+def refuse_inside_capture(what: str) -> None:
+    """Raise `NestedCaptureError` where `what` would run as part of something else's capture."""
+    if is_inside_capture():
+        raise NestedCaptureError(
+            f"{what} was called inside the capture, or the warm-up, of something else",
+            expected="a call outside of captures, or in an eager part",
+            advice="call the runner itself: it becomes part of the outer graph",
+        )

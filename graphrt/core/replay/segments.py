@@ -7,6 +7,7 @@ from functools import partial
 from typing import Protocol, cast
 
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_takes, shown
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.platform import Platform
@@ -15,12 +16,14 @@ from graphrt.core.replay.host_args import HostValues
 from graphrt.core.replay.tasks import CapturedTask
 
 
+@public("graphrt.types")
 class Part(Protocol):
     """One element of a captured step."""
 
     def replay(self) -> None: ...
 
 
+@public("graphrt")
 class SegmentHooks(Protocol):
     """What a weight offloader needs around each graph of a wrapper."""
 
@@ -64,6 +67,7 @@ class HookedSegment:
         self.graph.replay()
 
 
+@public("graphrt.lowlevel")
 class TaskedSegment:
     """A segment whose tasks are issued anew at every replay; `name` says whose it is."""
 
@@ -122,6 +126,7 @@ class TaskedSegment:
             raise
 
 
+@public("graphrt.lowlevel")
 def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
     """The device graphs among the parts of a step, in order."""
     found: list[DeviceGraph] = []

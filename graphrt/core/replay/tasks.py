@@ -15,6 +15,7 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_kind, check_takes, shown
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
@@ -22,6 +23,7 @@ from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostVa
 from graphrt.core.replay.recording import counted, current_capture, in_task
 
 
+@public("graphrt")
 class UpdatableTask:
     """An operator with host arguments, declared once and called in the forward.
 
@@ -200,6 +202,7 @@ def _no_updates(updates: object, name: object, group: str) -> InvalidUpdateError
     )
 
 
+@public("graphrt.lowlevel")
 class CapturedTask:
     """One task of a captured segment: its handle, its values, and how to issue it again.
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from graphrt.core.base._warnings import GraphQuarantinedWarning, PaddedStateWarning, warn_caller
 from graphrt.core.base.errors import VerificationError
+from graphrt.core.base.homes import public
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
@@ -31,6 +32,7 @@ _PASSED = 3
 """Trials with other values after which a Python value that is no number counts as harmless."""
 
 
+@public("graphrt.types")
 @dataclass
 class TrialRecord:
     """What trials have found of one graph. `notes` are differences that are no failure."""

@@ -19,7 +19,6 @@ from graphrt.core.base._native_door import NativePath
 from graphrt.core.base.errors import (
     InputSlotError,
     InvalidBatchError,
-    NestedCaptureError,
     PoolClosedError,
     VerificationError,
 )
@@ -279,7 +278,9 @@ class StepEngine:
         if found.slot >= 0 and told in (None, dispatcher.counted_otherwise):
             self.last_dispatch = dispatcher.failed(found)
 
-    def run_padded_eagerly(self, batch: Batch, found: Dispatch, given: Given) -> Any:
+    def run_padded_eagerly(
+        self, batch: Batch, found: Dispatch, values: Mapping[str, Any], updates: Any, metadata: Any
+    ) -> Any:
         """See `GraphRunner.run_padded_eagerly`: in a turn of the pool, as all that follows."""
         steps = self._graphs.steps
         if found.slot < 0:
@@ -288,12 +289,16 @@ class StepEngine:
             # Its graph has gone since.
             raise _no_graph_to_pad_to(Reason.NOT_CAPTURED)
         batch = checked_batch(batch)
+        given = Given(values, updates, metadata)
         return self._run_padded(batch, found, given, eager=True)
 
-    def verify(self, batch: Batch | None, given: Given) -> Any:
+    def verify(
+        self, batch: Batch | None, values: Mapping[str, Any], updates: Any, metadata: Any
+    ) -> Any:
         """See `GraphRunner.verify`."""
         if batch is None:
-            batch = batch_of(self._executor.inputs, given.values)
+            batch = batch_of(self._executor.inputs, values)
+        given = Given(values, updates, metadata)
         # Its runs without padding take the batch as it is.
         batch = checked_batch(batch)
         found = self._dispatcher.dispatch(batch)
@@ -349,16 +354,6 @@ class StepEngine:
         wanted = mode.decode_mode if decode else mode.mixed_mode
         missing = found.reason in (Reason.TOO_LARGE, Reason.NO_GRAPH)
         return missing and wanted is not GraphMode.NONE
-
-
-def refuse_inside_capture(what: str) -> None:
-    """Raise `NestedCaptureError` where `what` would run as part of something else's capture."""
-    if is_inside_capture():
-        raise NestedCaptureError(
-            f"{what} was called inside the capture, or the warm-up, of something else",
-            expected="a call outside of captures, or in an eager part",
-            advice="call the runner itself: it becomes part of the outer graph",
-        )
 
 
 def _no_graph_to_verify(batch: Batch, reason: Reason) -> VerificationError:

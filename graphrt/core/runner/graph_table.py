@@ -15,6 +15,7 @@ from graphrt.core.base.errors import (
     ResourceExhaustedError,
     UntrackedWeightsError,
 )
+from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -37,6 +38,7 @@ from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching.pointers import UnknownMemory
 
 
+@public("graphrt.types")
 @dataclass(frozen=True)
 class GraphRecord:
     """What capturing one graph took."""
@@ -53,6 +55,7 @@ class GraphRecord:
     """Streams of the device that its graphs hold; None where the platform does not tell."""
 
 
+@public("graphrt.types")
 @dataclass(frozen=True)
 class DroppedGraph:
     """A graph that did not fit on the device; its sizes run eagerly."""

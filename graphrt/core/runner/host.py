@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import (
     check_kind,
     check_takes,
@@ -33,6 +34,7 @@ AroundCapture = Callable[[], AbstractContextManager[object]]
 """Makes what is entered once around everything that one call captures."""
 
 
+@public("graphrt")
 @only_known
 @dataclass(frozen=True)
 class Example:
@@ -52,6 +54,7 @@ MakeExample = Callable[[Batch, torch.Generator], Example]
 """Makes a step of a batch, with random numbers of the generator, which is of the CPU."""
 
 
+@public("graphrt")
 @only_known
 @dataclass(frozen=True)
 class Host:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from graphrt.core.base.homes import public
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.device.figures import UpdateFigures
@@ -18,6 +19,7 @@ from graphrt.core.trust.reads import TensorUse
 from graphrt.core.trust.watching.pointers import UnknownMemory
 
 
+@public("graphrt.types")
 @dataclass(frozen=True)
 class TrustReport:
     """What is known of whether the graphs stand for their forward.
@@ -41,6 +43,7 @@ class TrustReport:
         return sum(use.bytes for use in self.reads if use.moved)
 
 
+@public("graphrt")
 @dataclass(frozen=True)
 class RunnerReport:
     """A snapshot of one runner; every figure is a count, in seconds or in bytes, as named.

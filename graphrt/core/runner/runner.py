@@ -6,43 +6,39 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from graphrt.core.base.errors import Uncopied
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, check_takes
-from graphrt.core.batch.descriptor import Batch
-from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import NESTED_CAPTURE
-from graphrt.core.device.platform import Platform
-from graphrt.core.dispatch.dispatcher import GraphDispatcher
-from graphrt.core.dispatch.reasons import Agreed, Dispatch
-from graphrt.core.inputs.buffers import StaticInputs
-from graphrt.core.inputs.declared import check_forward
-from graphrt.core.inputs.outputs import OutputAxes, OutputLayout
+from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.slot import InputSlot
-from graphrt.core.inputs.spec import InputSpec
-from graphrt.core.plan.arguments import PlanArguments, check_plan_arguments
-from graphrt.core.plan.plan import Plan
-from graphrt.core.plan.resolution import all_compiled
 from graphrt.core.replay._turn import check_between_steps, in_turn
-from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.recording import current_capture, under_way
-from graphrt.core.runner.capture_session import Progress
-from graphrt.core.runner.engine import StepEngine, refuse_inside_capture
-from graphrt.core.runner.graph_table import GraphTable
-from graphrt.core.runner.host import Host
-from graphrt.core.runner.report import RunnerReport, report_of
-from graphrt.core.runner.scheduler import CaptureProgress, CaptureScheduler
-from graphrt.core.runner.setup import RunnerSetup, pool_for, with_forward
-from graphrt.core.runner.trials import Given
+from graphrt.core.replay.recording import current_capture, refuse_inside_capture, under_way
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Unpack  # in typing from Python 3.11 on
+
+    from graphrt.core.batch.descriptor import Batch
+    from graphrt.core.batch.modes import GraphMode
+    from graphrt.core.capture.options import GraphOptions
+    from graphrt.core.device.platform import Platform
+    from graphrt.core.dispatch.dispatcher import GraphDispatcher
+    from graphrt.core.dispatch.reasons import Agreed
+    from graphrt.core.inputs.outputs import OutputAxes
+    from graphrt.core.inputs.spec import InputSpec
+    from graphrt.core.plan.arguments import PlanArguments
+    from graphrt.core.plan.plan import Plan
+    from graphrt.core.replay.pool import GraphPool
+    from graphrt.core.runner.capture_session import Progress
+    from graphrt.core.runner.host import Host
+    from graphrt.core.runner.report import RunnerReport
+    from graphrt.core.runner.scheduler import CaptureProgress
 
 T = TypeVar("T")
 
 
+@public("graphrt")
 class GraphRunner(Uncopied):
     """Runs a forward for batches of any size, through graphs captured for some sizes.
 
@@ -79,45 +75,23 @@ class GraphRunner(Uncopied):
         resolved again; a `PlanChangedWarning` says what changed. Raises the named errors of bad
         plans, inputs and platforms.
         """
-        check_kind("plan", plan, Plan)
-        check_kind("host", host, Host)
-        check_kind("options", options, GraphOptions)
-        check_kind("pool", pool, GraphPool)
-        check_plan_arguments(arguments, plan, {"options": GraphOptions, "host": Host})
-        self.options = options or GraphOptions()
-        announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
-        compiled = with_forward(forward, all_compiled(announced))
-        self.pool, place, self._owns_pool = pool_for(compiled, pool, platform, device)
-        if plan is None:
-            arguments["compiled"] = compiled
-            self.plan = Plan(**arguments, platform=self.platform)
-        else:
-            self.plan = plan.fitted_to(self.platform, compiled)
-        if self.options.strict:
-            self.plan.refuse_less()
-        self.inputs = self._buffers(inputs, place)
-        check_forward(forward, inputs)
-        host, layout = host or Host(), OutputLayout(outputs)
-        setup = RunnerSetup(forward, self.plan, host, self.options, self.pool, self.inputs, layout)
+        # Here, not above: what runs and captures is loaded by the first runner, so that programs
+        # which only name the class, in a registry or a signature, start without it.
+        from graphrt.core.runner.engine import StepEngine
+        from graphrt.core.runner.graph_table import GraphTable
+        from graphrt.core.runner.scheduler import CaptureScheduler
+        from graphrt.core.runner.setup import set_up
+
+        setup = set_up(
+            forward, plan, inputs, outputs, host, options, platform, pool, device, arguments
+        )
+        self.options, self.plan = setup.options, setup.plan
+        self.pool, self.inputs = setup.pool, setup.inputs
         self.graphs = GraphTable(setup)
         self._engine = StepEngine(self.graphs)
         self._scheduler = CaptureScheduler(self.graphs, self._engine.trials.try_examples)
         self._engine.capture_missing = self._scheduler.for_step
         self._run = self._engine.entrance()
-
-    def _buffers(
-        self, specs: Mapping[str, InputSpec | Mapping[str, Any]], device: torch.device
-    ) -> StaticInputs:
-        """Buffers for the largest of the planned graphs, and for the largest batch."""
-        keys, sizes = self.plan.keys, self.plan.sizes
-        return StaticInputs(
-            specs,
-            platform=self.platform,
-            tokens=max(sizes.max_num_tokens, *(key[1].num_tokens for key in keys), 1),
-            reqs=max(sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in keys), 1),
-            device=device,
-            fetched=self.options.inputs_in_graph,
-        )
 
     def __call__(
         self,
@@ -215,8 +189,8 @@ class GraphRunner(Uncopied):
         check_kind(
             "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
         )
-        given = Given(values, updates, metadata)
-        return self._in_turn(partial(self._engine.run_padded_eagerly, batch, found, given))
+        run = self._engine.run_padded_eagerly
+        return self._in_turn(partial(run, batch, found, values, updates, metadata))
 
     def verify(
         self,
@@ -237,7 +211,7 @@ class GraphRunner(Uncopied):
         capture, and before the graph of the batch is captured: see `docs/trust.md`.
         """
         refuse_inside_capture("verify()")
-        return self._in_turn(partial(self._engine.verify, batch, Given(values, updates, metadata)))
+        return self._in_turn(partial(self._engine.verify, batch, values, updates, metadata))
 
     # The graphs -----------------------------------------------------------------------------------
 
@@ -320,7 +294,7 @@ class GraphRunner(Uncopied):
             self._engine.closed = True
         else:
             self._in_turn(self._close)
-        if self._owns_pool:
+        if self.graphs.setup.owns_pool:
             self.pool.close()
         # Last: interrupted before it, a second call does what is left.
         self._is_closed = True
@@ -347,4 +321,6 @@ class GraphRunner(Uncopied):
 
     def report(self) -> RunnerReport:
         """Figures of the graphs and of the steps so far."""
+        from graphrt.core.runner.report import report_of
+
         return report_of(self.graphs, self.pool, self.inputs, self._engine.live_tokens)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import count_of, items_of, number_of, shown
 from graphrt.core.base.sharing import cloned
@@ -24,6 +25,7 @@ _RECENT = 3
 """Graphs of a mode by which the next one is judged: the first of all loads kernels."""
 
 
+@public("graphrt.types")
 @dataclass(frozen=True)
 class CaptureProgress:
     """What one `capture_next()` came to.

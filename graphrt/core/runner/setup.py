@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from graphrt.core.base.errors import InvalidOptionError, UnannouncedModuleError
-from graphrt.core.base.option_values import check_callable, shown
+from graphrt.core.base.option_values import check_callable, check_kind, shown
 from graphrt.core.base.thread_mode import where_asked, without_gradients
 from graphrt.core.batch.modes import GraphMode, PieceProvider
 from graphrt.core.capture.options import GraphOptions
@@ -19,10 +19,13 @@ from graphrt.core.device._devices import asked_device, check_memory
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.inputs.buffers import StaticInputs
-from graphrt.core.inputs.outputs import OutputLayout
+from graphrt.core.inputs.declared import check_forward
+from graphrt.core.inputs.outputs import OutputAxes, OutputLayout
+from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.inputs.transport import InputRing
+from graphrt.core.plan.arguments import PlanArguments, check_plan_arguments
 from graphrt.core.plan.plan import Plan
-from graphrt.core.plan.resolution import CompiledFacts, SavedFacts, compiled_in
+from graphrt.core.plan.resolution import CompiledFacts, SavedFacts, all_compiled, compiled_in
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture
 from graphrt.core.replay.segments import SegmentHooks
@@ -187,6 +190,8 @@ class RunnerSetup:
     pool: GraphPool
     inputs: StaticInputs
     outputs: OutputLayout
+    owns_pool: bool
+    """Whether the pool goes with the runner."""
 
     @cached_property
     def compiled(self) -> CompiledModules:
@@ -246,6 +251,49 @@ class RunnerSetup:
         for wrapper in wrappers.values():
             wrapper.serve_owner()
         return wrappers
+
+
+def set_up(
+    forward: Callable[..., Any],
+    plan: Plan | None,
+    inputs: Mapping[str, InputSpec | Mapping[str, Any]],
+    outputs: OutputAxes,
+    host: Host | None,
+    options: GraphOptions | None,
+    platform: Platform | str | None,
+    pool: GraphPool | None,
+    device: torch.device | str | None,
+    arguments: PlanArguments,
+) -> RunnerSetup:
+    """What `GraphRunner` is given, checked, and with a plan, a pool and buffers."""
+    check_kind("plan", plan, Plan)
+    check_kind("host", host, Host)
+    check_kind("options", options, GraphOptions)
+    check_kind("pool", pool, GraphPool)
+    check_plan_arguments(arguments, plan, {"options": GraphOptions, "host": Host})
+    options = options or GraphOptions()
+    announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
+    compiled = with_forward(forward, all_compiled(announced))
+    pool, place, owns_pool = pool_for(compiled, pool, platform, device)
+    if plan is None:
+        arguments["compiled"] = compiled
+        plan = Plan(**arguments, platform=pool.platform)
+    else:
+        plan = plan.fitted_to(pool.platform, compiled)
+    if options.strict:
+        plan.refuse_less()
+    # For the largest of the planned graphs, and for the largest batch.
+    buffers = StaticInputs(
+        inputs,
+        platform=pool.platform,
+        tokens=max(plan.sizes.max_num_tokens, *(key[1].num_tokens for key in plan.keys), 1),
+        reqs=max(plan.sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in plan.keys), 1),
+        device=place,
+        fetched=options.inputs_in_graph,
+    )
+    check_forward(forward, inputs)
+    layout = OutputLayout(outputs)
+    return RunnerSetup(forward, plan, host or Host(), options, pool, buffers, layout, owns_pool)
 
 
 class Fetching:

@@ -27,6 +27,7 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidOptionError, StaleInputError, UntrackedWeightsError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.torch_names import storage_use_count
 from graphrt.core.device.graph import GraphRead
@@ -65,6 +66,7 @@ are in use when it is called."""
 Named: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
 
 
+@public("graphrt.types")
 class TensorUse(NamedTuple):
     """One piece of memory that graphs read, beside their inputs: a whole storage, in `bytes`.
 

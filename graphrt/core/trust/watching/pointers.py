@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 import torch
 
+from graphrt.core.base.homes import public
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.device.graph import DeviceGraph, MemoryBlock
 from graphrt.core.device.platform import Platform
 
 
+@public("graphrt.types")
 class UnknownBlock(NamedTuple):
     """Memory in use, outside of graph pools, that graphs may touch and no watched run has used.
 
@@ -38,6 +40,7 @@ class UnknownBlock(NamedTuple):
         return f"{self.bytes} bytes at {self.address:#x}, in {self.nodes} nodes{name}"
 
 
+@public("graphrt.types")
 class UnknownMemory(NamedTuple):
     """All such blocks, the most used first; of `unread` nodes nobody can tell what they touch."""
 
