@@ -157,7 +157,7 @@ class StepEngine:
             # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
             pool.owner = None
             return outputs
-        except BaseException:
+        except BaseException:  # `undoing`, written out: it costs 0.3 us a step
             pool.owner = None
             raise
 
@@ -219,7 +219,7 @@ class StepEngine:
                 outputs = self._run_padded(batch, found, Given(values, updates, metadata))
             else:
                 outputs = self._executor.run(step, batch, values, None)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: the step counts as FAILED
             self.updates.step_failed(updates)
             self.failed(found, told)
             raise
@@ -242,7 +242,7 @@ class StepEngine:
         try:
             given = Given(values, updates, metadata)
             ran, outputs = self._checked(batch, found, given, agreed=agreed is not None)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: the step counts as FAILED
             self.updates.step_failed(updates)
             self.failed(found, told)
             raise
@@ -310,7 +310,7 @@ class StepEngine:
             raise _no_graph_to_verify(batch, found.reason)
         try:
             verdict = self.trials.verify(batch, found, given)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: what was to be updated is unknown
             self.updates.step_failed(given.updates)
             raise
         self.last_dispatch = found
@@ -394,7 +394,7 @@ class Slots:
             slot = self._make(batch, agreed)
             pool.owner = None
             return slot
-        except BaseException:
+        except BaseException:  # a turn, written out: see `Turn`
             pool.owner = None
             raise
 

@@ -205,7 +205,7 @@ class StepExecutor:
                 outputs = run()
             pool._pass_to(owner)
             return outputs
-        except BaseException:
+        except BaseException:  # `undoing`, written out: it costs 0.3 us a step
             pool._pass_to(owner)
             context.leave()
             raise
