@@ -34,12 +34,12 @@ def test_changes_are_undone_last_first():
     assert done == ["last", "first"]
 
 
-def test_an_error_leaves_nothing_else_done_and_is_not_repeated():
+def test_an_error_has_the_same_change_undone_again_and_the_rest_and_is_raised():
     done: list[str] = []
-    undo = noted(done, fails_once(ValueError("x"), done, "never"))
+    undo = noted(done, fails_once(ValueError("x"), done, "second try"))
     with pytest.raises(ValueError, match="x"):
         undo.now()
-    assert done == ["last", "first"]
+    assert done == ["last", "second try", "first"]
 
 
 def test_an_interrupt_meanwhile_has_the_same_change_undone_again_and_the_rest():
@@ -67,11 +67,11 @@ def test_an_interrupt_goes_before_errors():
     undo = noted(
         done,
         fails_once(KeyboardInterrupt(), done, "interrupted"),
-        fails_once(ValueError("x"), done, "never"),
+        fails_once(ValueError("x"), done, "failed"),
     )
     with pytest.raises(KeyboardInterrupt):
         undo.now()
-    assert done == ["last", "interrupted", "first"]
+    assert done == ["last", "failed", "interrupted", "first"]
 
 
 @undoing
