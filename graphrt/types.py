@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphrt.core.batch.axes import Axis
 from graphrt.core.batch.context import AllowedCapture, Announcer
+from graphrt.core.batch.modes import Mode
 from graphrt.core.dispatch.reasons import Agreed
 from graphrt.core.inputs.outputs import OutputAxes
 from graphrt.core.plan.arguments import PlanArguments
@@ -41,6 +42,7 @@ __all__ = [
     "HostValues",
     "LeftOut",
     "MakeExample",
+    "Mode",
     "ModeResolution",
     "OnCapture",
     "OutputAxes",

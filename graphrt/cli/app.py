@@ -158,6 +158,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Show the mode, sizes and graphs that a configuration gives."""
+    from graphrt import GraphMode
     from graphrt.cli.budget import BudgetRequest
     from graphrt.cli.plan import PlanRequest, print_plan
 
@@ -168,7 +169,7 @@ def plan(
         **arguments,
     }
     if mode is not None:
-        arguments["mode"] = mode
+        arguments["mode"] = GraphMode.parse(mode)
     if sizes is not None:
         arguments["sizes"] = _sizes(sizes)
     if max_num_reqs is not None:

@@ -126,7 +126,8 @@ class Load:
                 time.sleep(0.0002)
 
     def run(self, steps: int, threads: int, beside: list[str], seed: int = 0) -> Found:
-        """Run so many steps in so many threads, beside one that does what is named."""
+        """Run at least so many steps in so many threads, beside one that does what is named, each
+        at least once."""
         left, found, started = [steps], self.found, time.perf_counter()
         over = threading.Event()
         names = {
@@ -139,7 +140,8 @@ class Load:
         def serve(at: int) -> None:
             numbers = random.Random(f"{seed} {at}")
             cases = self._cases(at)
-            while left[0] > 0 and sum(found.wrong.values()) < 1000:
+            # Until each of `beside` had its turn: a fast machine is through with its steps before.
+            while (left[0] > 0 or set(beside) - set(found.done)) and found.wrong.total() < 1000:
                 left[0] -= 1
                 self._step(*numbers.choice(cases))
                 if numbers.random() < 0.2:

@@ -301,7 +301,7 @@ def test_a_second_close_ends_what_an_interrupted_one_began(
 def check(steps: int, kinds: list[str], device: str = "cpu") -> None:
     found = run(steps, kinds, device=device)
     assert not found.wrong, str(found)
-    assert found.steps == steps and {*found.done} == {
+    assert found.steps >= steps and {*found.done} == {
         "capture_next",
         "release",
         "recapture",

@@ -12,6 +12,7 @@ from graphrt import (
     UNCHANGED,
     Batch,
     BatchDescriptor,
+    GraphMode,
     GraphOptions,
     GraphPool,
     GraphRunner,
@@ -45,6 +46,8 @@ GraphRunner(forward, max_size=8, inputs={**INPUTS, "y": {"z": InputSpec(torch.in
 GraphRunner(forward, size=[1], inputs=INPUTS)  # refused: call-arg, reportCallIssue
 GraphRunner(forward, sizes="1,2", inputs=INPUTS)  # refused: arg-type, reportArgumentType
 GraphRunner(forward, sizes=[1], mode=1, inputs=INPUTS)  # refused: arg-type, reportArgumentType
+GraphRunner(forward, sizes=[1], mode="FUL", inputs=INPUTS)  # refused: arg-type, reportArgumentType
+GraphRunner(forward, sizes=[1], mode=GraphMode.parse("full"), inputs=INPUTS)
 GraphRunner(forward, sizes=[1])  # refused: call-arg, reportCallIssue
 GraphRunner(forward, [1], inputs=INPUTS)  # refused: arg-type, reportArgumentType
 

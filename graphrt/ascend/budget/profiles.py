@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.batch.modes import GraphMode, Mode
 from graphrt.core.plan.budget import GraphCost
 from graphrt.core.plan.sizes import check_sizes
 
@@ -185,7 +185,7 @@ def update_aclgraph_sizes(
     model: Deployment,
     *,
     profile: str | Profile = "0.20",
-    mode: GraphMode | str = GraphMode.PIECEWISE,
+    mode: Mode = GraphMode.PIECEWISE,
 ) -> tuple[int, ...]:
     """The capture sizes, in tokens, that the formula of a version leaves for piecewise graphs.
 

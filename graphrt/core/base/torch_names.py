@@ -168,12 +168,18 @@ def function_modes() -> list[Any]:
 
 # Operators ---------------------------------------------------------------------------------------
 
-transform_under_way: Any = NAMES.take(
+_innermost_transform: Any = NAMES.take(
     "torch._C._functorch.peek_interpreter_stack",
     without="an eager part inside of torch.func's transforms fails with an error of torch's",
     seen=("2.11", "2.13"),
 )
-"""What stands for the innermost transform of `torch.func` that this thread is in, or None."""
+
+
+def in_transform() -> bool:
+    """Whether this thread is in a transform of `torch.func`."""
+    return bool(_innermost_transform) and _innermost_transform() is not None
+
+
 schemas_of_operator: Callable[[str], list[Any]] = NAMES.take(
     "torch._C._jit_get_schemas_for_operator", without=_NO_BREAKS
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
 from graphrt.core.base.homes import public
@@ -100,6 +101,13 @@ class GraphMode(enum.Enum):
         if self is GraphMode.FULL_AND_PIECEWISE:
             return GraphMode.FULL_DECODE_ONLY
         return self
+
+
+Mode: TypeAlias = (
+    GraphMode | Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+)
+"""What hosts may say for a mode; text in any case, from a command line say, `GraphMode.parse`
+takes."""
 
 
 _DECODE_AND_MIXED = {

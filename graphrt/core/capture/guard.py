@@ -31,7 +31,7 @@ from graphrt.core.base.thread_mode import (
     is_taken_apart,
     remove_dispatch_mode,
 )
-from graphrt.core.base.torch_names import transform_under_way
+from graphrt.core.base.torch_names import in_transform
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.refusals import (
@@ -554,7 +554,7 @@ side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", defa
 def refuse_transform(function: Callable[..., Any]) -> None:
     """Raise `CaptureError` inside of a transform: a replay calls the eager part outside of it, and
     what the transform hands it is no tensor with memory."""
-    if transform_under_way and transform_under_way() is not None:
+    if in_transform():
         raise TRANSFORMED_BREAK("an eager part of a transformed function", part=name_of(function))
 
 

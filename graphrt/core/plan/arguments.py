@@ -10,7 +10,7 @@ from graphrt.core.base.errors import InvalidOptionError, InvalidSizesError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, count_of, items_of, nearest, shown
 from graphrt.core.batch.descriptor import checked_variant
-from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
+from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider
 from graphrt.core.plan.budget import Budget
 from graphrt.core.plan.resolution import AUTO, all_compiled
 from graphrt.core.plan.sizes import check_query_lens, check_sizes
@@ -21,7 +21,7 @@ from graphrt.core.plan.traffic import Traffic, check_traffic
 class PlanArguments(TypedDict, total=False):
     """The keywords of `Plan`, which `GraphRunner` takes too."""
 
-    mode: GraphMode | str | None
+    mode: Mode | None
     sizes: Sequence[int] | None
     max_size: int | None
     max_num_tokens: int | None

@@ -21,7 +21,7 @@ from graphrt.core.base.option_values import (
     shown,
 )
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.batch.modes import GraphMode, Mode
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import CaptureKey, capture_order
 from graphrt.core.plan.traffic import Traffic, best_sizes, by_worth, live_sizes
@@ -199,7 +199,7 @@ def fit(
     keys: Sequence[CaptureKey],
     budget: Budget,
     *,
-    mode: ModeResolution | GraphMode | str,
+    mode: ModeResolution | Mode,
     traffic: Traffic | None = None,
     landmarks: Collection[int] = (),
     own: bool = False,

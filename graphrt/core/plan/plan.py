@@ -10,7 +10,7 @@ from graphrt.core.base.errors import InvalidSizesError, ResourceExhaustedError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, flag, items_of, only_known
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider, graphs_off
+from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import check_platform, given_platform
 from graphrt.core.plan import saved, text
@@ -79,7 +79,7 @@ class Plan:
 
     def __init__(
         self,
-        mode: GraphMode | str | None = None,
+        mode: Mode | None = None,
         *,
         sizes: Sequence[int] | None = None,
         max_size: int | None = None,

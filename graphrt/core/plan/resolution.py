@@ -16,7 +16,7 @@ from graphrt.core.base.errors import InvalidOptionError, ModeNotSupportedError
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import items_of, shown
-from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider, graphs_off
+from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 
 SWITCHED_OFF = "environment"
 """The rule of the step that `GRAPHRT_MODE=NONE` takes."""
@@ -74,7 +74,7 @@ class ModeResolution:
 
 
 def resolve_mode(
-    requested: GraphMode | str | None,
+    requested: Mode | None,
     *,
     attention: AttentionSupport
     | str

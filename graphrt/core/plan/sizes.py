@@ -11,7 +11,7 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import count_of, items_of, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.batch.modes import GraphMode, Mode
 from graphrt.core.plan.traffic import Traffic, fitted_sizes
 
 CaptureKey = tuple[GraphMode, BatchDescriptor]
@@ -176,7 +176,7 @@ def capture_sizes(
 
 
 def descriptors_for(
-    mode: GraphMode | str,
+    mode: Mode,
     sizes: CaptureSizes,
     *,
     loras: Sequence[int | None] = (0,),

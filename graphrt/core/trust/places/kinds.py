@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.core.trust.places.slots import (
+    PLAIN_BY_TEXT,
     bases_of,
     module_globals,
     module_of,
@@ -81,6 +82,7 @@ _EXACT: dict[type, Kind] = {
     **dict.fromkeys((int, float, complex, bool, str, bytes, type(None), type(...)), Kind.PLAIN),
     **dict.fromkeys((torch.dtype, torch.device, torch.Size, torch.layout), Kind.PLAIN),
     **dict.fromkeys((torch.memory_format, range, slice), Kind.PLAIN),
+    **dict.fromkeys(PLAIN_BY_TEXT, Kind.PLAIN),
     types.FunctionType: Kind.FUNCTION,
     types.MethodType: Kind.BOUND,
     types.BuiltinMethodType: Kind.BOUND,

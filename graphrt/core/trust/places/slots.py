@@ -11,9 +11,13 @@ import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from operator import eq, is_
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import torch
 
@@ -37,6 +41,10 @@ module_globals = vars(ModuleType)["__dict__"].__get__
 
 bases_of = type.__dict__["__mro__"].__get__
 """The method resolution order of a class."""
+
+
+PLAIN_BY_TEXT = (Decimal, Fraction, UUID, date, datetime, time, timedelta)
+"""Types of plain values beside numbers and text, which are compared as text."""
 
 
 def module_of(of: type) -> str:
@@ -68,6 +76,10 @@ def _same_items(before: Any, after: Any) -> bool:
     return same_length and all(map(same_value, mine, others))
 
 
+def _same_text(before: object, after: object) -> bool:
+    return repr(before) == repr(after)
+
+
 def _same_slice(before: slice, after: slice) -> bool:
     ends = ("start", "stop", "step")
     return all(same_value(getattr(before, end), getattr(after, end)) for end in ends)
@@ -77,6 +89,8 @@ _COMPARED: dict[type, Callable[[Any, Any], object]] = {
     **dict.fromkeys((bool, torch.dtype, torch.device, torch.Size, torch.layout), eq),
     # Only those of plain values are kept as values.
     **dict.fromkeys((torch.memory_format, range, frozenset), eq),
+    # As text: a Decimal's NaN is NaN, 1.0 is not 1.00, and a time's zone counts.
+    **dict.fromkeys(PLAIN_BY_TEXT, _same_text),
     slice: _same_slice,
 }
 _OF_BASES: dict[type, Callable[[Any, Any], object]] = {
@@ -283,7 +297,11 @@ def _target(ref: Any, key: None) -> object:
 
 
 def _context_value(variable: Any, key: None) -> object:
-    return variable.get(MISSING)
+    # The variable's own default comes before one that is handed in.
+    try:
+        return variable.get()
+    except LookupError:
+        return MISSING
 
 
 def _set_context_value(variable: Any, key: None, value: object) -> None:

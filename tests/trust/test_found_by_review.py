@@ -1,0 +1,80 @@
+"""Programs that a reviewer wrote who knew the public docs only."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphrt import GraphRunner, InputSpec
+from graphrt.errors import InvalidInputError
+
+
+def runner_of(forward: Callable[[Tensor], Tensor]) -> GraphRunner:
+    return GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        platform="cpu",
+    )
+
+
+ADVANCING = {
+    "Decimal": (Decimal("0.5"), Decimal(1), float),
+    "Fraction": (Fraction(1, 2), Fraction(1), float),
+    "timedelta": (timedelta(seconds=1), timedelta(seconds=1), timedelta.total_seconds),
+}
+
+
+class Model(torch.nn.Module):
+    """Scales by a number that advances with each step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.scale, self.step, self.number = ADVANCING[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale += self.step
+        return x * self.number(self.scale)
+
+
+@pytest.mark.filterwarnings("ignore::graphrt.errors.GraphQuarantinedWarning")
+@pytest.mark.parametrize("kind", ADVANCING)
+def test_a_number_of_the_standard_library_that_advances_is_never_baked_in(kind: str) -> None:
+    model, eager = Model(kind), Model(kind)
+    runner = runner_of(model)
+    runner.capture()
+    for tokens in (4, 3, 4, 2):
+        x = torch.rand(tokens, 4)
+        assert torch.equal(runner(x=x), eager(x))
+    assert model.scale == eager.scale
+
+
+def test_a_context_variable_keeps_its_own_default() -> None:
+    steps = contextvars.ContextVar("steps", default=3)
+
+    def forward(x: Tensor) -> Tensor:
+        steps.set(steps.get() + 1)
+        return x + 1
+
+    runner = runner_of(forward)
+    runner.capture()
+    assert steps.get() == 3
+    runner(x=torch.ones(9, 4))
+    assert steps.get() == 4
+
+
+def test_what_a_transform_of_torch_func_wraps_is_named_at_a_padded_step() -> None:
+    runner = runner_of(lambda x: x * 2)
+    runner.capture()
+    with pytest.raises(InvalidInputError, match="no rows in memory"):
+        torch.vmap(lambda x: runner(x=x))(torch.ones(2, 3, 4))
+    assert runner(x=torch.ones(3, 4)).tolist() == [[2.0] * 4] * 3
