@@ -163,7 +163,7 @@ def test_a_keyword_that_is_nearly_right_is_told() -> None:
         {"notes": "abc"},
         {"notes": 5},
     ],
-    ids=str,
+    ids=lambda arguments: re.sub(" at 0x[0-9a-f]+", "", str(arguments)),
 )
 def test_a_wrong_budget_is_a_named_error(arguments: Any) -> None:
     with pytest.raises((InvalidOptionError, InvalidModeError)):

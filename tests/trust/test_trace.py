@@ -97,6 +97,7 @@ def test_all_else_is_one_between_sizes_too(ours, theirs, place):
         (lambda: rows(1) + 1, lambda: rows(1), "aten.add.Tensor: only one has it"),
         (lambda: rows(1), lambda: rows(1) + 1, "aten.add.Tensor: only one has it"),
     ],
+    ids=["operator", "number", "rows", "weight", "shorter", "longer"],
 )
 def test_what_differs_is_said_for_both(ours, theirs, text):
     found = first_difference(traced(ours), traced(theirs), same_size=True)
