@@ -4,6 +4,8 @@ A line that a checker must refuse says so at its end: `# refused: mypy's code, p
 Everything else must pass both of them, in their strict modes.
 """
 
+from typing import Any
+
 import torch
 from typing_extensions import Unpack, assert_type
 
@@ -41,7 +43,18 @@ def forward(x: torch.Tensor) -> torch.Tensor:
 # Runners and plans -------------------------------------------------------------------------------
 
 runner = GraphRunner(forward, sizes=[1, 2], mode="FULL", inputs=INPUTS, outputs=("tokens", 2))
-assert_type(runner, GraphRunner)
+assert_type(runner, GraphRunner[torch.Tensor])
+assert_type(runner(x=torch.ones(2, 2)), torch.Tensor)
+assert_type(runner.verify(x=torch.ones(2, 2)), torch.Tensor)
+# A module says nothing of what it returns.
+assert_type(GraphRunner(torch.nn.Linear(2, 2), sizes=[1], inputs=INPUTS), GraphRunner[Any])
+
+
+def of_two(of: GraphRunner[tuple[torch.Tensor, int]], plain: GraphRunner) -> int:
+    assert_type(plain(x=torch.ones(2, 2)), Any)
+    return of(x=torch.ones(2, 2))[1]
+
+
 GraphRunner(forward, max_size=8, inputs={**INPUTS, "y": {"z": InputSpec(torch.int64, ("reqs",))}})
 GraphRunner(forward, size=[1], inputs=INPUTS)  # refused: call-arg, reportCallIssue
 GraphRunner(forward, sizes="1,2", inputs=INPUTS)  # refused: arg-type, reportArgumentType

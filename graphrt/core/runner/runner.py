@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from graphrt.core.base.errors import Uncopied
 from graphrt.core.base.homes import public
@@ -17,7 +17,8 @@ from graphrt.core.replay.recording import current_capture, refuse_inside_capture
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Unpack  # in typing from Python 3.11 on
+    from typing_extensions import Self, Unpack  # in typing from Python 3.11 on
+    from typing_extensions import TypeVar as TypeVarWithDefault
 
     from graphrt.core.batch.descriptor import Batch
     from graphrt.core.batch.modes import GraphMode
@@ -36,21 +37,27 @@ if TYPE_CHECKING:
     from graphrt.core.runner.scheduler import CaptureProgress
 
 T = TypeVar("T")
+if TYPE_CHECKING:
+    R = TypeVarWithDefault("R", default=Any)
+else:
+    R = TypeVar("R")
 
 
 @public("graphrt")
-class GraphRunner(Uncopied):
+class GraphRunner(Uncopied, Generic[R]):
     """Runs a forward for batches of any size, through graphs captured for some sizes.
 
-    Before `capture()` every batch runs eagerly; after it, batches that no graph serves do, each
-    with a reason. Equal means: bit for bit what `forward` gives on the same padded inputs.
+    A call returns what `forward` returns: `GraphRunner[Tensor]` is the type of one whose forward
+    returns a tensor. Before `capture()` every batch runs eagerly; after it, batches that no graph
+    serves do, each with a reason. Equal means: bit for bit what `forward` gives on the same padded
+    inputs.
     """
 
     _is_closed = False
 
     def __init__(
         self,
-        forward: Callable[..., Any],
+        forward: Callable[..., R],
         plan: Plan | None = None,
         *,
         inputs: Mapping[str, InputSpec | Mapping[str, Any]],
@@ -91,7 +98,7 @@ class GraphRunner(Uncopied):
         self._engine = StepEngine(self.graphs)
         self._scheduler = CaptureScheduler(self.graphs, self._engine.trials.try_examples)
         self._engine.capture_missing = self._scheduler.for_step
-        self._run = self._engine.entrance()
+        self._run: Callable[..., R] = self._engine.entrance()
 
     def __call__(
         self,
@@ -102,7 +109,7 @@ class GraphRunner(Uncopied):
         metadata: Any = None,
         agreed: Any = None,
         **values: Any,
-    ) -> Any:
+    ) -> R:
         """Run one step on its live rows; returns the live rows of the outputs.
 
         `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
@@ -111,7 +118,7 @@ class GraphRunner(Uncopied):
         `agreed` is the graph that ranks have agreed on, by its descriptor or what one of them was
         told (`Dispatch`): that one is replayed, or none (RANKS_DISAGREE).
 
-        Outputs are fresh tensors, readable until the next step of the pool begins: touched later
+        R are fresh tensors, readable until the next step of the pool begins: touched later
         they raise (`OverwrittenOutputError`). On devices whose memory torch cannot mark, the CPU
         among them, they are copies.
 
@@ -169,7 +176,7 @@ class GraphRunner(Uncopied):
         updates: Any = None,
         metadata: Any = None,
         agreed: Agreed | None = None,
-    ) -> Any:
+    ) -> R:
         """Run one step like a call, with its inputs as a mapping."""
         if type(values) not in (dict, InputSlot) and isinstance(values, Mapping):
             # One that makes its tensors when it is asked is asked once, and they live as long.
@@ -200,7 +207,7 @@ class GraphRunner(Uncopied):
         updates: Any = None,
         metadata: Any = None,
         **values: Any,
-    ) -> Any:
+    ) -> R:
         """Try one step: by replay, and eagerly with the same padding, with another one and without;
         returns clones of its live outputs, which the last eager run made.
 
@@ -211,7 +218,8 @@ class GraphRunner(Uncopied):
         capture, and before the graph of the batch is captured: see `docs/trust.md`.
         """
         refuse_inside_capture("verify()")
-        return self._in_turn(partial(self._engine.verify, batch, values, updates, metadata))
+        verify: Callable[[], R] = partial(self._engine.verify, batch, values, updates, metadata)
+        return self._in_turn(verify)
 
     # The graphs -----------------------------------------------------------------------------------
 
@@ -313,7 +321,7 @@ class GraphRunner(Uncopied):
         self.graphs.release()
         self._engine.closed = True
 
-    def __enter__(self) -> GraphRunner:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
