@@ -332,7 +332,7 @@ class GraphPool(Uncopied):
             expire(self.handed_out)
 
     def _enter_capture(self, context: ForwardContext) -> None:
-        """Note that a step captures something; raises as `enter_step` does, and `CaptureError`
+        """Note that a step captures something; raises as `_enter_step` does, and `CaptureError`
         behind a replay of the same step."""
         if context.mode is GraphMode.FULL:
             self._leave_step(context)
