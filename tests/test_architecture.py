@@ -58,6 +58,30 @@ def test_what_the_walks_call_is_there(file, name):
         body = nodes[0].body
 
 
+def test_methods_that_the_page_names_are_there():
+    classes: dict[str, set[str]] = {}
+    for path in (ROOT / "graphrt").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, set()).update(members(node))
+    named = set(re.findall(r"`([A-Z]\w+)\.(\w+)", PAGE))
+    of_vllm = {"GPUModelRunner", "CUDAGraphWrapper"}
+    missing = [each for each in named if each[1] not in classes.get(each[0], ())]
+    assert len(named) > 30
+    assert [each for each in missing if each[0] not in of_vllm] == []
+
+
+def members(body: ast.ClassDef) -> set[str]:
+    """Methods, fields, and attributes of `self`."""
+    found = set()
+    for node in ast.walk(body):
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return found
+
+
 def test_there_are_walks():
     assert len(WALKED) > 25
 

@@ -24,6 +24,7 @@ from graphrt import (
     KeyedGraphs,
     Reason,
 )
+from graphrt.core.replay._turn import Turn
 from graphrt.errors import InvalidInputError, PoolBusyError, PoolClosedError, VerificationError
 from tests.threads.load import KINDS, run
 
@@ -128,7 +129,7 @@ def test_a_step_that_finds_the_pool_taken_has_done_nothing() -> None:
     slot = runner.slot(Batch(2))
     slot["x"].fill_(3)
     before = runner.dispatcher.counts(), runner.report().live_tokens, runner.last_dispatch
-    with runner.pool.turn("another"), pytest.raises(PoolBusyError, match="another"):
+    with Turn(runner.pool, "another"), pytest.raises(PoolBusyError, match="another"):
         runner(slot)
     assert before == (
         runner.dispatcher.counts(),
@@ -169,7 +170,7 @@ def test_a_wrapper_looks_its_graph_up_in_its_turn() -> None:
 def test_one_key_that_two_threads_replay_is_refused_by_name() -> None:
     graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
     graph = graphs.capture("key", lambda: x + 1)
-    with graphs.pool.turn(graph._context), pytest.raises(PoolBusyError):
+    with Turn(graphs.pool, graph._context), pytest.raises(PoolBusyError):
         graph.replay()
     assert graph.replay().tolist() == [1] * 4
     errors: list[BaseException] = []

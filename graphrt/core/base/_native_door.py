@@ -45,6 +45,6 @@ NativeWriter: Callable[..., Callable[[Any, Any, bool], bool]] | None = (
 NativeReplay: Callable[..., Any] | None = None if _native is None else _native.Replay
 """Runs a step that is one graph, with such inputs and one tensor as its output."""
 NativePath: Callable[..., Callable[..., Any]] | None = None if _native is None else _native.Path
-"""Takes a step whose batch is the last one's again to its graph."""
+"""Takes a step whose batch was dispatched before to its graph: `StepEngine.step` in C."""
 MOST_INPUTS = 0 if _native is None else _native.MOST_INPUTS
 """So many inputs a `NativeWriter` can write."""

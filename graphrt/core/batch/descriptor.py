@@ -181,7 +181,7 @@ class Batch(_Fields):
 
 
 # What has to know every field of a batch is from here on. A new one comes last, with a default; it
-# is named in `checked_batch`.
+# is named in `checked_batch`, and in `example_of` if graphs differ by it.
 
 
 def checked_batch(batch: object) -> Batch:
@@ -252,6 +252,21 @@ def descriptor_of(batch: Batch) -> BatchDescriptor:
         loras = 0
     fields = tokens, reqs, query_len is not None, loras > 0, loras, query_len, bounds, variant
     return _new_tuple(BatchDescriptor, fields)
+
+
+def example_of(descriptor: BatchDescriptor, room: int) -> Batch:
+    """A batch that the graph of a descriptor serves, with padding rows if there may be some; where
+    it serves any number of requests, of half of those that it has `room` for."""
+    reqs, query_len = descriptor.num_reqs, descriptor.query_len
+    if descriptor.uniform and query_len is not None:
+        reqs = max(descriptor.num_tokens // query_len - 1, 1)
+        tokens = reqs * query_len
+    else:
+        tokens = max(descriptor.num_tokens - 1, 1)
+        reqs = min(reqs or max(room // 2, 1), tokens)
+        query_len = None
+    loras, variant = descriptor.num_active_loras, descriptor.variant
+    return Batch(tokens, reqs, query_len, descriptor.bounds, loras, variant)
 
 
 def unpadded(batch: Batch) -> BatchDescriptor:

@@ -1,1 +1,1 @@
-"""Static inputs, filled and padded at every step, and the live rows of outputs."""
+"""Static inputs, filled and padded at every step, and the batch axes of outputs."""

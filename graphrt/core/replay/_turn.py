@@ -44,12 +44,11 @@ class Turn:
     `GraphWrapper.__call__` and `KeyedGraph.replay` write the same look and stores out.
     """
 
-    __slots__ = ("_idle", "_owner", "_pool", "_taken")
+    __slots__ = ("_owner", "_pool", "_taken")
 
-    def __init__(self, pool: OwnedPool, owner: object, *, idle: bool) -> None:
+    def __init__(self, pool: OwnedPool, owner: object) -> None:
         self._pool = pool
         self._owner = owner
-        self._idle = idle
         self._taken = False
 
     def __enter__(self) -> None:
@@ -58,7 +57,8 @@ class Turn:
             raise pool.busy_error(self._owner)
         self._taken = True
         pool.owner = self._owner
-        if self._idle and pool.entered is not None:
+        # Between the pieces of a step too.
+        if pool.entered is not None:
             self.__exit__()
             raise pool.busy_error(self._owner)
 
@@ -89,7 +89,7 @@ def in_turn(pool: OwnedPool, undo: Undo, owner: object, call: Callable[[], T]) -
 
     Raises `PoolBusyError` while a step is under way, or has pieces to come.
     """
-    undo.enter(Turn(pool, owner, idle=True))
+    undo.enter(Turn(pool, owner))
     return call()
 
 

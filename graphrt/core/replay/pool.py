@@ -36,7 +36,6 @@ from graphrt.core.replay._pieces import PieceSteps
 from graphrt.core.replay._turn import (
     LeftBehind,
     PoolOwner,
-    Turn,
     in_capture,
     in_turn,
     without_device,
@@ -309,14 +308,6 @@ class GraphPool(Uncopied):
             return nullcontext()
         return self.platform.on_device(self.device.index)
 
-    def turn(self, owner: object, *, idle: bool = False) -> AbstractContextManager[None]:
-        """A turn of `owner`: meanwhile nobody else steps, captures or destroys graphs in the pool.
-
-        With `idle` it is refused between the pieces of a step too. Raises `PoolBusyError` where it
-        is entered.
-        """
-        return Turn(self, owner, idle=idle)
-
     def _pass_to(self, owner: object) -> None:
         """In a turn: from here on the pool is this owner's, until it is passed back."""
         self.owner = owner
@@ -332,7 +323,7 @@ class GraphPool(Uncopied):
             expire(self.handed_out)
 
     def _enter_capture(self, context: ForwardContext) -> None:
-        """Note that a step captures something; raises as `enter_step` does, and `CaptureError`
+        """Note that a step captures something; raises as `_enter_step` does, and `CaptureError`
         behind a replay of the same step."""
         if context.mode is GraphMode.FULL:
             self._leave_step(context)

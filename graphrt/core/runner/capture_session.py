@@ -1,4 +1,8 @@
-"""`CaptureSession`: one call that captures graphs, and how each is undone where it fails."""
+"""`CaptureSession`: one call that captures graphs, and how each is undone where it fails.
+
+`graphrt.CaptureSession`, of `GraphPool.capture_session()`, is another class: it is for hosts that
+capture piece by piece.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +133,7 @@ class CaptureSession:
                 if progress is not None:
                     progress(done, len(keys), key[1])
                 self._has_doors = any(mode is GraphMode.PIECEWISE for mode, _ in keys[done:])
-                self._capture_or_take_back(key)
+                self._capture_or_drop(key)
             self._settle(more=more)
             if progress is not None:
                 progress(len(keys), len(keys), keys[-1][1])
@@ -140,7 +144,7 @@ class CaptureSession:
                 self._graphs.release()
             raise
 
-    def _capture_or_take_back(self, key: CaptureKey) -> None:
+    def _capture_or_drop(self, key: CaptureKey) -> None:
         graph = self._graph(*key)
         transaction = CaptureTransaction(
             graph.slot,
@@ -149,7 +153,7 @@ class CaptureSession:
             lifts_constants=self._warm_ups.lifts_constants,
         )
         try:
-            self._publish(graph, transaction)
+            self._capture_one(graph, transaction)
         except ResourceExhaustedError as error:
             self._graphs.drop(graph, error)
         except BaseException as error:
@@ -158,7 +162,10 @@ class CaptureSession:
             raise
 
     @undoing
-    def _publish(self, undo: Undo, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
+    def _capture_one(
+        self, undo: Undo, graph: PlannedGraph, transaction: CaptureTransaction
+    ) -> None:
+        """Capture and publish a graph; if that raises, nothing of it is left."""
         # Once more: putting it back may be what there was no room for.
         undo.after_error(self._state.restore)
         undo.after_error(partial(self._graphs.take_back, graph, transaction))

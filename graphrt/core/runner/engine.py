@@ -36,7 +36,7 @@ from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.prepared import PreparedStep
-from graphrt.core.runner.trials import Given, StepTrials
+from graphrt.core.runner.trials import StepTrials, StepValues
 from graphrt.core.runner.updates import LastUpdates
 
 CaptureMissing = Callable[
@@ -209,14 +209,14 @@ class StepEngine:
         try:
             if found.slot < 0:
                 self.check_open()
-                outputs = self._run_unpadded(batch, found, Given(values, updates, metadata))
+                outputs = self._run_unpadded(batch, found, StepValues(values, updates, metadata))
                 return gradients.marked(outputs, values)
             step = self._graphs.steps[found.slot]
             assert step is not None
             entry = step.entry
             # More than one graph, or with tasks, or its wrapper has to look at the arguments.
             if updates is not None or entry is None or entry.graph is None or entry.unchecked:
-                outputs = self._run_padded(batch, found, Given(values, updates, metadata))
+                outputs = self._run_padded(batch, found, StepValues(values, updates, metadata))
             else:
                 outputs = self._executor.run(step, batch, values, None)
         except BaseException:  # a Ctrl-C too: the step counts as FAILED
@@ -240,7 +240,7 @@ class StepEngine:
         self._graphs.setup.run_forward.gradients.look(values)
         told = self._dispatcher.counted_otherwise
         try:
-            given = Given(values, updates, metadata)
+            given = StepValues(values, updates, metadata)
             ran, outputs = self._checked(batch, found, given, agreed=agreed is not None)
         except BaseException:  # a Ctrl-C too: the step counts as FAILED
             self.updates.step_failed(updates)
@@ -251,7 +251,7 @@ class StepEngine:
         return self._graphs.setup.run_forward.gradients.marked(outputs, values)
 
     def _checked(
-        self, batch: Batch, found: Dispatch, given: Given, *, agreed: bool
+        self, batch: Batch, found: Dispatch, given: StepValues, *, agreed: bool
     ) -> tuple[Dispatch, Any]:
         """How the step ran, and its live outputs.
 
@@ -289,7 +289,7 @@ class StepEngine:
             # Its graph has gone since.
             raise _no_graph_to_pad_to(Reason.NOT_CAPTURED)
         batch = checked_batch(batch)
-        given = Given(values, updates, metadata)
+        given = StepValues(values, updates, metadata)
         return self._run_padded(batch, found, given, eager=True)
 
     def verify(
@@ -298,7 +298,7 @@ class StepEngine:
         """See `GraphRunner.verify`."""
         if batch is None:
             batch = batch_of(self._executor.inputs, values)
-        given = Given(values, updates, metadata)
+        given = StepValues(values, updates, metadata)
         # Its runs without padding take the batch as it is.
         batch = checked_batch(batch)
         found = self._dispatcher.dispatch(batch)
@@ -320,7 +320,7 @@ class StepEngine:
         return verdict.outputs
 
     def _run_padded(
-        self, batch: Batch, found: Dispatch, given: Given, *, eager: bool = False
+        self, batch: Batch, found: Dispatch, given: StepValues, *, eager: bool = False
     ) -> Any:
         """Run a step on the inputs that the graph of `found` reads, in a context of its own."""
         graphs, executor = self._graphs, self._executor
@@ -331,7 +331,7 @@ class StepEngine:
         assert step is not None
         return executor.run(step, batch, given.values, context, eager=eager)
 
-    def _run_unpadded(self, batch: Batch, found: Dispatch, given: Given) -> Any:
+    def _run_unpadded(self, batch: Batch, found: Dispatch, given: StepValues) -> Any:
         """Run a step on its live rows alone; raises `CaptureSealedError` where it should have had
         a graph, and `strict` says that this is an error."""
         sealing = self._graphs.sealing

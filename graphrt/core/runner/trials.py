@@ -12,7 +12,7 @@ from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.sharing import cloned
 from graphrt.core.base.thread_mode import set_for_capture
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.descriptor import Batch, example_of
 from graphrt.core.batch.descriptor import unpadded as unpadded_of
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import side_doors
@@ -22,7 +22,6 @@ from graphrt.core.replay.recording import enter_under_way, warming_up
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Example, MakeExample
-from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.updates import LastUpdates
 from graphrt.core.trust.parts import PartResults, TriedParts
 from graphrt.core.trust.places.walk import places_of
@@ -47,7 +46,7 @@ class StepTrials:
         self,
         batch: Batch,
         found: Dispatch,
-        given: Given,
+        given: StepValues,
         differing: frozenset[str] | None,
         *,
         agreed: bool,
@@ -62,7 +61,7 @@ class StepTrials:
         self._note(slot, verdict, differing)
         return found, verdict.outputs
 
-    def verify(self, batch: Batch, found: Dispatch, given: Given) -> Verdict:
+    def verify(self, batch: Batch, found: Dispatch, given: StepValues) -> Verdict:
         """Try one step of a graph, whatever the level of checks is."""
         return self._try(self._tried(batch, found, given))
 
@@ -77,7 +76,8 @@ class StepTrials:
                 self._try_example(found, make, generator)
 
     def _try_example(self, found: Dispatch, make: MakeExample, generator: torch.Generator) -> None:
-        batch = _example_of(found.descriptor, self._graphs.steps[found.slot])
+        prepared = self._graphs.steps[found.slot]
+        batch = example_of(found.descriptor, 1 if prepared is None else prepared.reqs)
         example = make(batch, generator)
         if not isinstance(example, Example):
             raise InvalidOptionError(
@@ -86,7 +86,7 @@ class StepTrials:
                 expected="a graphrt.Example",
                 advice="return Example(values={...})",
             )
-        given = Given(example.values, example.updates, example.metadata)
+        given = StepValues(example.values, example.updates, example.metadata)
         step = self._tried(batch, found, given)
         verdict = self._try(step, undone=True)
         if verdict.failure is not None:
@@ -108,7 +108,7 @@ class StepTrials:
         return self._executor.inputs.padding.differing(values)
 
     def _tried(
-        self, batch: Batch, found: Dispatch, given: Given, *, agreed: bool = False
+        self, batch: Batch, found: Dispatch, given: StepValues, *, agreed: bool = False
     ) -> PaddedTrial:
         executor, inputs = self._executor, self._executor.inputs
         inputs.declared.check(given.values, None, None)
@@ -168,7 +168,7 @@ class StepTrials:
         checks.tried(slot, verdict, differing)
 
 
-class Given(NamedTuple):
+class StepValues(NamedTuple):
     """What the host gave a step."""
 
     values: Mapping[str, Any]
@@ -295,25 +295,3 @@ def _watched(
     undo.set(side_doors, TriedParts() if parts is None else parts)
     enter_under_way(undo, watch)
     return watch.around(forward)
-
-
-def _example_of(descriptor: BatchDescriptor, step: PreparedStep | None) -> Batch:
-    """A batch that the graph of a descriptor serves, with padding rows if there may be some; where
-    it serves any number of requests, of half as many as it has room for."""
-    reqs, query_len = descriptor.num_reqs, descriptor.query_len
-    if descriptor.uniform and query_len is not None:
-        reqs = max(descriptor.num_tokens // query_len - 1, 1)
-        tokens = reqs * query_len
-    else:
-        tokens = max(descriptor.num_tokens - 1, 1)
-        room = 1 if step is None else max(step.reqs // 2, 1)
-        reqs = min(reqs or room, tokens)
-        query_len = None
-    return Batch(
-        tokens,
-        reqs,
-        query_len,
-        bounds=descriptor.bounds,
-        num_active_loras=descriptor.num_active_loras,
-        variant=descriptor.variant,
-    )
