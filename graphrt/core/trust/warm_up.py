@@ -73,6 +73,8 @@ class WatchedState:
         self._has_parts = has_parts
         self._moves: _Moves | None = None
         self._watched: set[Hashable] = set()
+        # The memory that runs after the first one write.
+        self._steady: set[int] = set()
         self._is_settled = False
         self._left = _LeftInPython(is_in_graphs, each_warmed_up=each_warmed_up)
         if reads is not None:
@@ -130,32 +132,41 @@ class WatchedState:
         shown = self._snapshot.memory
         watch = WriteWatch(self._left.before, self._of_size, shown, tokens)
         result = watch.around(function)
-        self._moves.note()
-        return result
+        if not self._moves.note() or watch.written <= self._steady:
+            return result
+        # It may have filled memory of this size for the first and last time.
+        self.restore()
+        self._moves.take_back()
+        return self._watch(kind, tokens, own, function)
 
     def _watch(
         self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]
     ) -> T:
         assert self._moves is not None and self._reads is not None
         self._watched.add(kind)
-        watch, again = self._new_watch(own), None
-        result = watch.around(function)
+        memory, run = self._snapshot.memory, partial(self._run_watched, own, function)
+        watch, result = run()
         self.inputs_written = watch.own_written
-        self._moves.note()
         made = self._made_and_reachable(watch)
-        if made:
-            self.restore()
-            again = self._new_watch(own)
-            result = again.around(function)
+        if made or watch.written():
+            left = memory.take()
+            # Put back here, a table of indices that the first run fills would hold anything.
+            again, result = run()
             self._reads.note(again)
             self._refuse_state_of_padding(made, again)
+            memory.keep(left, self._first_writes(watch, again, run))
+            self._steady |= again.written().keys()
         self._reads.note(watch)
         if kind is not None:
             self._warmed_up[kind] = self._as_warmed_up(kind, tokens, watch)
         return result
 
-    def _new_watch(self, own: frozenset[int]) -> Watch:
-        return Watch(own, self._snapshot.memory, generators=self._snapshot.generators)
+    def _run_watched(self, own: frozenset[int], function: Callable[[], T]) -> tuple[Watch, T]:
+        assert self._moves is not None
+        watch = Watch(own, self._snapshot.memory, generators=self._snapshot.generators)
+        result = watch.around(function)
+        self._moves.note()
+        return watch, result
 
     def _as_warmed_up(self, kind: Hashable, tokens: int, watch: Watch) -> WarmedUp:
         writes = any(use.is_written for use in watch.uses.values())
@@ -210,6 +221,42 @@ class WatchedState:
                 "StaticCache, never a DynamicCache), and make it before the capture: run the "
                 "forward once on a real batch",
             )
+
+    def _first_writes(
+        self, watch: Watch, again: Watch, run: Callable[[], tuple[Watch, object]]
+    ) -> Collection[int]:
+        """The memory that a forward fills when it runs first alone: a flag in Python says that it
+        did, and stays, so no later run would fill it. Raises `PythonStateError` for memory that is
+        filled from the inputs, or that later runs write too."""
+        first, second = watch.written(), again.written()
+        once = {
+            key: use
+            for key, use in first.items()
+            if key not in second or len(use.writes) > len(second[key].writes)
+        }
+        if not once or second.keys() - first.keys() - watch.kept().keys():
+            # All of them write the same, or one memory after the other.
+            return ()
+        third = run()[0].written()
+        for key, use in once.items():
+            if key in third and len(third[key].writes) >= len(use.writes):
+                # Every second run does.
+                return ()
+        for key, use in once.items():
+            if not use.from_inputs and key not in second:
+                continue
+            paths = [
+                p.path for p, _, at in with_keys(places_of(self._forward).tensors) if at == key
+            ]
+            self._snapshot.python.restore()
+            how = "every run writes it too" if key in second else "a warm-up has only padding"
+            raise PythonStateError(
+                f"the forward fills memory when it runs first, and {how}",
+                got=": ".join([*paths[:1], str(use)]),
+                expected="memory that is filled before capture()",
+                advice="run the forward once on a real batch before the capture",
+            )
+        return once.keys()
 
     def is_new(self, kind: Hashable) -> bool:
         """Whether no run of this kind was watched yet."""
@@ -276,25 +323,34 @@ class _Moves:
         self._python = python
         self._counts = [0] * len(python.slots)
         self._last: Sequence[Any] = python.was
+        self._before: tuple[Sequence[Any], list[int]] = self._last, self._counts
         self._memory: dict[str, tuple[int, int | None]] = {}
 
     def begin(self) -> None:
         """Before an eager run: what is there by now no run of the forward has moved."""
         self._last = self._python.take()
 
-    def note(self, *, captured: bool = False) -> None:
-        """A run is over; what captures alone move is the platform's, or of a hook around a graph,
-        and not counted."""
-        last, self._last = self._last, self._python.take()
+    def take_back(self) -> None:
+        """Put back what the last run has moved."""
+        self._last, self._counts = self._before
+        self._python.restore(self._last)
+
+    def note(self, *, captured: bool = False) -> bool:
+        """A run is over; returns whether it has moved a slot. What captures alone move is the
+        platform's, or of a hook around a graph, and not counted."""
+        last, self._before = self._last, (self._last, [*self._counts])
+        self._last, moved = self._python.take(), False
         for at, (slot, was, now) in enumerate(
             zip(self._python.slots, last, self._last, strict=True)
         ):
             if now is not was and not slot.way.same(was, now):
+                moved = True
                 self._counts[at] += not captured or self._counts[at] > 0
         for place, held, memory in self._python.elsewhere():
             count, known = self._memory.get(place.path, (0, storage_key(memory)))
             key = storage_key(held)
             self._memory[place.path] = count + (key != known), key
+        return moved
 
     def restore_memory(self) -> None:
         """Give tensors the memory back that more than one run took from them (`set_`, `.data =`): a
