@@ -150,7 +150,9 @@ class WatchedState:
         made = self._made_and_reachable(watch)
         if made or watch.written():
             left = memory.take()
-            # Put back here, a table of indices that the first run fills would hold anything.
+            self.restore()
+            # A table of indices that the first run has filled may have held anything.
+            memory.restore(left)
             again, result = run()
             self._reads.note(again)
             self._refuse_state_of_padding(made, again)
