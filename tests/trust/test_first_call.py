@@ -191,6 +191,30 @@ def test_a_table_of_indices_that_were_anything_is_filled_before_it_is_read():
     assert right and set(ran) == {Reason.HIT} and not said
 
 
+def cache_that_the_first_call_clears(was: float) -> Forward:
+    model = SimpleNamespace(cache=torch.full((8, WIDTH), was), cleared=False)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not model.cleared:
+            model.cache.zero_()
+            model.cleared = True
+        model.cache[0].add_(x[0])
+        return x + model.cache.sum(0)
+
+    return forward
+
+
+def test_a_cache_that_the_first_call_clears_is_right_if_it_is_clear():
+    right, ran, said, _ = served(lambda: cache_that_the_first_call_clears(0.0), (4, 4, 8, 8, 4))
+    assert right and set(ran) == {Reason.HIT} and not said
+
+
+def test_and_is_refused_by_name_if_it_is_not():
+    with pytest.raises(PythonStateError, match="first, and every run writes it too") as raised:
+        runner_of(cache_that_the_first_call_clears(1.0))
+    assert "model.cache" in str(raised.value)
+
+
 def test_state_beside_the_table_is_put_back():
     model = SimpleNamespace(table=torch.zeros(WIDTH), sums=torch.zeros(1), ready=False)
 

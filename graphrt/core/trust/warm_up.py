@@ -156,7 +156,17 @@ class WatchedState:
             again, result = run()
             self._reads.note(again)
             self._refuse_state_of_padding(made, again)
-            memory.keep(left, self._first_writes(watch, again, run))
+            once = self._first_writes(watch, again, run)
+            both = once.keys() & again.written().keys()
+            memory.keep(left, once.keys() - both)
+            if both:
+                # A cache that is all zeros may be zeroed all the same.
+                self.restore()
+                run()
+                self._refuse_first_writes(
+                    {key: once[key] for key in both & memory.other_than(left)},
+                    "every run writes it too",
+                )
             self._steady |= again.written().keys()
         self._reads.note(watch)
         if kind is not None:
@@ -171,7 +181,7 @@ class WatchedState:
         return watch, result
 
     def _as_warmed_up(self, kind: Hashable, tokens: int, watch: Watch) -> WarmedUp:
-        writes = any(use.is_written for use in watch.uses.values())
+        writes = bool(watch.written())
         found, known = WarmedUp(tokens, watch.trace, writes, {}), self._warmed_up.get(kind)
         if known is None:
             return found
@@ -226,10 +236,10 @@ class WatchedState:
 
     def _first_writes(
         self, watch: Watch, again: Watch, run: Callable[[], tuple[Watch, object]]
-    ) -> Collection[int]:
-        """The memory that a forward fills when it runs first alone: a flag in Python says that it
-        did, and stays, so no later run would fill it. Raises `PythonStateError` for memory that is
-        filled from the inputs, or that later runs write too."""
+    ) -> dict[int, Use]:
+        """The memory that a forward writes otherwise when it runs first: a flag in Python says that
+        it did, and stays, so no later run would. Raises `PythonStateError` where only the first run
+        writes, and from the inputs."""
         first, second = watch.written(), again.written()
         once = {
             key: use
@@ -238,27 +248,26 @@ class WatchedState:
         }
         if not once or second.keys() - first.keys() - watch.kept().keys():
             # All of them write the same, or one memory after the other.
-            return ()
+            return {}
         third = run()[0].written()
-        for key, use in once.items():
-            if key in third and len(third[key].writes) >= len(use.writes):
-                # Every second run does.
-                return ()
-        for key, use in once.items():
-            if not use.from_inputs and key not in second:
-                continue
-            paths = [
-                p.path for p, _, at in with_keys(places_of(self._forward).tensors) if at == key
-            ]
+        if any(key in third and third[key].writes == use.writes for key, use in once.items()):
+            # Every second run does.
+            return {}
+        of_inputs = {k: use for k, use in once.items() if use.from_inputs and k not in second}
+        self._refuse_first_writes(of_inputs, "a warm-up has only padding")
+        return once
+
+    def _refuse_first_writes(self, found: dict[int, Use], why: str) -> None:
+        for key, use in found.items():
+            tensors = with_keys(places_of(self._forward).tensors)
+            paths = [place.path for place, _, held in tensors if held == key]
             self._snapshot.python.restore()
-            how = "every run writes it too" if key in second else "a warm-up has only padding"
             raise PythonStateError(
-                f"the forward fills memory when it runs first, and {how}",
+                f"the forward fills memory when it runs first, and {why}",
                 got=": ".join([*paths[:1], str(use)]),
                 expected="memory that is filled before capture()",
                 advice="run the forward once on a real batch before the capture",
             )
-        return once.keys()
 
     def is_new(self, kind: Hashable) -> bool:
         """Whether no run of this kind was watched yet."""

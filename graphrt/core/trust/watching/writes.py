@@ -163,6 +163,11 @@ class SavedWrites:
             if region.key in keys:
                 self._regions[at] = region._replace(was=value)
 
+    def other_than(self, left: Sequence[torch.Tensor]) -> set[int]:
+        """The storages that do not hold what `take` returned."""
+        pairs = zip(self._regions, left, self.take(), strict=False)
+        return unseen(lambda: {of.key for of, was, now in pairs if difference(now, was)})
+
     def spoilt(
         self,
         padded: Sequence[torch.Tensor],
