@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,6 +42,8 @@ _MOST_ARRAY_BYTES = 1 << 20
 _MOST_BAKED_BYTES = 1 << 16
 _DEEPEST = 6
 _MOST_TOLD = 8
+_MANY = 100_003
+"""Runs after which a list that gets longer in each counts as long."""
 _ROUNDED = 1e-2
 """How far tensors may be apart, over their root mean square, that count as the same."""
 
@@ -106,6 +108,16 @@ class PythonState:
             if slot.path in values:
                 put_back(slot, values[slot.path])
 
+    def much_later(self, now: Sequence[Any]) -> list[Any] | None:
+        """What is there after many runs more like the one that left `now`; None where nobody can
+        tell of any slot."""
+        found = [*now]
+        for at, slot in enumerate(self.slots):
+            if slot.writable and now[at] is not self.was[at] and not _is_dict(slot):
+                later = much_later(self.was[at], now[at])
+                found[at] = now[at] if later is None else later
+        return None if all(map(is_, found, now)) else found
+
     @property
     def numbers(self) -> Sequence[Place]:
         """The slots of plain values."""
@@ -168,6 +180,10 @@ class PythonState:
         return [path for path, key in keys if key in used and key not in stays]
 
 
+def _is_dict(slot: Place) -> bool:
+    return slot.way is CONTENTS and isinstance(slot.holder, dict)
+
+
 def put_back(slot: Place, value: object) -> None:
     """Put a value where it was, unless the slot is gone, or read-only: then no run of the forward
     has moved it."""
@@ -203,6 +219,25 @@ def step_of(was: Any, now: Any) -> Any:
 def further(was: Any, now: Any, steps: int) -> Any:
     """A number that went from `was` to `now`, moved on by as many such steps."""
     return (not was) if isinstance(was, bool) else was + step_of(was, now) * steps
+
+
+def much_later(was: Any, now: Any) -> Any:
+    """What a text or the items of a list are after many runs more like the one that made `now` of
+    `was`: far longer, or empty; a tuple has its numbers moved on. None where nobody can tell."""
+    if type(was) is not type(now) or not isinstance(now, str | bytes | tuple | list):
+        return None
+    was, now = cast(tuple[Any, ...], was), cast(tuple[Any, ...], now)
+    if len(now) > len(was):
+        return now + now[len(was) :] * _MANY
+    if len(now) < len(was):
+        return now[:0]
+    if not isinstance(now, tuple):
+        return None
+    moved = [
+        b if same_value(a, b) or step_of(a, b) is None else further(a, b, _MANY)
+        for a, b in zip(was, now, strict=True)
+    ]
+    return tuple.__new__(type(now), moved)
 
 
 def described(changes: Changes, text: str = "{path} = {0}, then {1}") -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FrameType, FunctionType, MethodType
+from types import FrameType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -59,6 +59,9 @@ _RUNS = 8
 _STEPS_AFTER = 4
 """Steps after a padded one that may show what it has left in Python: a value may go another way
 round before it reaches an output."""
+
+_NEXT_RUNS = 3
+"""Runs from what the ones before have left in Python: a list may be emptied at every third."""
 
 _STEPS = (1, 999_983, -999_983)
 """How far Python numbers that a run moves are moved further, in steps of that run."""
@@ -198,6 +201,7 @@ class Trial:
         if step.finds_gradients:
             self._attempt("with gradients", lambda: step.find_gradients(self._watch()))
         self._judge_numbers(eager)
+        self._judge_values(eager, rebound)
         if matched is not None and self._graph.has_parts:
             self._judge_python(eager, replayed, matched, rounding)
         last = self._watch()
@@ -553,42 +557,84 @@ class Trial:
                 numbers, found = {path: both}, alone
                 break
         got = f"{described(numbers)}; moved on, {found}"
-        self._verdict.fail(NUMBER_MOVED, self._graph.name, got)
+        self._verdict.fail(NUMBER_MOVED, self._graph.name, got, kind="number")
+
+    def _judge_values(self, eager: Run, rebound: Sequence[str]) -> None:
+        """Does it do something else in one of the next runs, or when lists and texts that it moves
+        are much longer, or empty? Tensors that are `rebound` have a name for it already."""
+        python, left = self._state.python, eager.left.python
+        numbers = self._numbers(eager)
+        moved = {
+            path: both
+            for path, both in python.changed(python.was, left).items()
+            if path not in numbers and not all(isinstance(each, torch.Tensor) for each in both)
+        }
+        if not moved or rebound or self._verdict.failure is not None:
+            return
+        starts, found = [left], None
+        for _ in range(_NEXT_RUNS):
+            run = partial(self._from, starts[-1], self._watch(), eager, starts.append)
+            found = found or self._attempt("run again", run)
+        later = python.much_later(left)
+        watch = self._watch(eager.watch.trace)
+        if later is not None and found is None:
+            found = self._attempt("much later", partial(self._from, later, watch, eager))
+        if found is not None:
+            got = f"{described(moved)}; moved on, {found}"
+            self._verdict.fail(NUMBER_MOVED, self._graph.name, got, kind="value")
 
     def _depends_on(self, numbers: Changes, eager: Run) -> str | None:
         """What is another result, or another operator, when `numbers` have moved on."""
         for steps in _STEPS:
             watch = self._watch(eager.watch.trace)
             moved = {path: further(*both, steps) for path, both in numbers.items()}
-            run = partial(self._moved_on, moved, watch, eager)
+            run = partial(self._from, self._state.python.was, watch, eager, moved=moved)
             found = self._attempt(f"with {', '.join(numbers)} moved on", run)
             if found is not None:
                 return found + (f", first {watch.deviation}" if watch.deviation else "")
         return None
 
-    def _moved_on(self, moved: Mapping[str, Any], watch: Watch, eager: Run) -> str | None:
+    def _from(
+        self,
+        start: Sequence[Any],
+        watch: Watch,
+        eager: Run,
+        note: Callable[[list[Any]], object] = lambda _: None,
+        *,
+        moved: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str | None:
+        """What is otherwise where the step finds `start` in Python, with `moved`; `note` is given
+        what the run has left there."""
         python, memory = self._state.python, self._state.memory
-        try:
+
+        def begin() -> None:
+            python.restore(start)
             python.put(moved)
+
+        try:
+            begin()
             result = self._step.eager(watch)
         except Deviation as deviation:
             # What an eager part would do it does at the replay too.
             part = self._graph.has_parts and deviation.in_part
             return None if part else "it does other things"
-        if not watch.deviation:
+        note(python.take())
+        if watch.trace == eager.watch.trace:
             return None
-        left = memory.take()
-        apart = difference(result, eager.outputs) or difference(left, eager.left.memory)
-        if apart is None:
+        left, then = memory.take(), eager.left.memory
+        apart = difference(result, eager.outputs)
+        # Rows of an index are saved anew in each run.
+        apart = apart or difference(*still_there(left[: len(then)], then))
+        if apart is None and watch.written().keys() <= eager.watch.written().keys():
             return None
         if self._graph.has_parts:
-            # Eager parts go by what the number is at the replay.
+            # Eager parts go by what is in Python at the replay.
             self._state.restore()
-            python.put(moved)
+            begin()
             replayed = difference(self._step.replay(), result)
             if (replayed or difference(memory.take()[: len(left)], left)) is None:
                 return None
-        return f"the results differ in {apart.text}"
+        return "it writes other memory" if apart is None else f"the results differ in {apart.text}"
 
 
 def _memory(*runs: Run) -> list[list[torch.Tensor]]:

@@ -99,7 +99,7 @@ PYTHON_OF_PADDING = Failure(
 )
 NUMBER_MOVED = Failure(
     PythonStateError,
-    "the forward moves a Python number and does something else when it has moved on; replays "
+    "the forward moves a Python {kind} and does something else when it has moved on; replays "
     "repeat what it was at capture",
     "Python state that changes nothing, as a count of calls does",
     "keep it in a tensor that is written in place, or pass it as an input; for a sliding-window "

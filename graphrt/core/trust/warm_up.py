@@ -73,6 +73,8 @@ class WatchedState:
         self._has_parts = has_parts
         self._moves: _Moves | None = None
         self._watched: set[Hashable] = set()
+        # The memory that runs after the first one write.
+        self._steady: set[int] = set()
         self._is_settled = False
         self._left = _LeftInPython(is_in_graphs, each_warmed_up=each_warmed_up)
         if reads is not None:
@@ -130,35 +132,56 @@ class WatchedState:
         shown = self._snapshot.memory
         watch = WriteWatch(self._left.before, self._of_size, shown, tokens)
         result = watch.around(function)
-        self._moves.note()
-        return result
+        if not self._moves.note() or watch.written <= self._steady:
+            return result
+        # It may have filled memory of this size for the first and last time.
+        self.restore()
+        self._moves.take_back()
+        return self._watch(kind, tokens, own, function)
 
     def _watch(
         self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]
     ) -> T:
         assert self._moves is not None and self._reads is not None
         self._watched.add(kind)
-        watch, again = self._new_watch(own), None
-        result = watch.around(function)
+        memory, run = self._snapshot.memory, partial(self._run_watched, own, function)
+        watch, result = run()
         self.inputs_written = watch.own_written
-        self._moves.note()
         made = self._made_and_reachable(watch)
-        if made:
+        if made or watch.written():
+            left = memory.take()
             self.restore()
-            again = self._new_watch(own)
-            result = again.around(function)
+            # A table of indices that the first run has filled may have held anything.
+            memory.restore(left)
+            again, result = run()
             self._reads.note(again)
             self._refuse_state_of_padding(made, again)
+            once = self._first_writes(watch, again, run)
+            both = once.keys() & again.written().keys()
+            memory.keep(left, once.keys() - both)
+            if both:
+                # A cache that is all zeros may be zeroed all the same.
+                self.restore()
+                run()
+                self._refuse_first_writes(
+                    {key: once[key] for key in both & memory.other_than(left)},
+                    "every run writes it too",
+                )
+            self._steady |= again.written().keys()
         self._reads.note(watch)
         if kind is not None:
             self._warmed_up[kind] = self._as_warmed_up(kind, tokens, watch)
         return result
 
-    def _new_watch(self, own: frozenset[int]) -> Watch:
-        return Watch(own, self._snapshot.memory, generators=self._snapshot.generators)
+    def _run_watched(self, own: frozenset[int], function: Callable[[], T]) -> tuple[Watch, T]:
+        assert self._moves is not None
+        watch = Watch(own, self._snapshot.memory, generators=self._snapshot.generators)
+        result = watch.around(function)
+        self._moves.note()
+        return watch, result
 
     def _as_warmed_up(self, kind: Hashable, tokens: int, watch: Watch) -> WarmedUp:
-        writes = any(use.is_written for use in watch.uses.values())
+        writes = bool(watch.written())
         found, known = WarmedUp(tokens, watch.trace, writes, {}), self._warmed_up.get(kind)
         if known is None:
             return found
@@ -209,6 +232,41 @@ class WatchedState:
                 advice="use state of a fixed size that is written in place (of transformers a "
                 "StaticCache, never a DynamicCache), and make it before the capture: run the "
                 "forward once on a real batch",
+            )
+
+    def _first_writes(
+        self, watch: Watch, again: Watch, run: Callable[[], tuple[Watch, object]]
+    ) -> dict[int, Use]:
+        """The memory that a forward writes otherwise when it runs first: a flag in Python says that
+        it did, and stays, so no later run would. Raises `PythonStateError` where only the first run
+        writes, and from the inputs."""
+        first, second = watch.written(), again.written()
+        once = {
+            key: use
+            for key, use in first.items()
+            if key not in second or len(use.writes) > len(second[key].writes)
+        }
+        if not once or second.keys() - first.keys() - watch.kept().keys():
+            # All of them write the same, or one memory after the other.
+            return {}
+        third = run()[0].written()
+        if any(key in third and third[key].writes == use.writes for key, use in once.items()):
+            # Every second run does.
+            return {}
+        of_inputs = {k: use for k, use in once.items() if use.from_inputs and k not in second}
+        self._refuse_first_writes(of_inputs, "a warm-up has only padding")
+        return once
+
+    def _refuse_first_writes(self, found: dict[int, Use], why: str) -> None:
+        for key, use in found.items():
+            tensors = with_keys(places_of(self._forward).tensors)
+            paths = [place.path for place, _, held in tensors if held == key]
+            self._snapshot.python.restore()
+            raise PythonStateError(
+                f"the forward fills memory when it runs first, and {why}",
+                got=": ".join([*paths[:1], str(use)]),
+                expected="memory that is filled before capture()",
+                advice="run the forward once on a real batch before the capture",
             )
 
     def is_new(self, kind: Hashable) -> bool:
@@ -276,25 +334,34 @@ class _Moves:
         self._python = python
         self._counts = [0] * len(python.slots)
         self._last: Sequence[Any] = python.was
+        self._before: tuple[Sequence[Any], list[int]] = self._last, self._counts
         self._memory: dict[str, tuple[int, int | None]] = {}
 
     def begin(self) -> None:
         """Before an eager run: what is there by now no run of the forward has moved."""
         self._last = self._python.take()
 
-    def note(self, *, captured: bool = False) -> None:
-        """A run is over; what captures alone move is the platform's, or of a hook around a graph,
-        and not counted."""
-        last, self._last = self._last, self._python.take()
+    def take_back(self) -> None:
+        """Put back what the last run has moved."""
+        self._last, self._counts = self._before
+        self._python.restore(self._last)
+
+    def note(self, *, captured: bool = False) -> bool:
+        """A run is over; returns whether it has moved a slot. What captures alone move is the
+        platform's, or of a hook around a graph, and not counted."""
+        last, self._before = self._last, (self._last, [*self._counts])
+        self._last, moved = self._python.take(), False
         for at, (slot, was, now) in enumerate(
             zip(self._python.slots, last, self._last, strict=True)
         ):
             if now is not was and not slot.way.same(was, now):
+                moved = True
                 self._counts[at] += not captured or self._counts[at] > 0
         for place, held, memory in self._python.elsewhere():
             count, known = self._memory.get(place.path, (0, storage_key(memory)))
             key = storage_key(held)
             self._memory[place.path] = count + (key != known), key
+        return moved
 
     def restore_memory(self) -> None:
         """Give tensors the memory back that more than one run took from them (`set_`, `.data =`): a

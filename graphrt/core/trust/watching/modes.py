@@ -37,6 +37,8 @@ class WriteWatch(ThreadMode, results_count=False):
         self._saves = saves
         self._shown = shown.row_writes if tokens > 1 else ()
         self._tokens = tokens
+        self.written: set[int] = set()
+        """Those of the `known` that the run has written."""
 
     @staticmethod
     def passes_by(func: Any) -> bool:
@@ -52,7 +54,10 @@ class WriteWatch(ThreadMode, results_count=False):
         facts = facts_of(func)
         for tensor in written(facts, args, kwargs):
             key = storage_key(tensor)
-            if key in self._known and not self._is_shown(key, facts, args):
+            if key is None or key not in self._known:
+                continue
+            self.written.add(key)
+            if not self._is_shown(key, facts, args):
                 use = f"{tensor.dtype} {tuple(tensor.shape)}"
                 self._saves.save(tensor, facts, args, use)
         return func(*args, **kwargs)

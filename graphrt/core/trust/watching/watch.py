@@ -49,6 +49,8 @@ class Use:
     """How many elements the run wrote at first."""
 
     def __init__(self, tensor: torch.Tensor, op: str, source: Source | None = None) -> None:
+        self.writes: list[str] = []
+        """The operators of the run that wrote it, in their order."""
         self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.shape = tuple(tensor.shape)
         self.stride = (tensor.storage_offset(), *tensor.stride())
@@ -194,6 +196,10 @@ class Watch(ThreadMode):
         born = self._born.items()
         return {key: each for key, each in born if not each.ref.expired()}  # type: ignore[no-untyped-call]
 
+    def written(self) -> dict[int, Use]:
+        """The memory from outside that the run has written."""
+        return {key: use for key, use in self.uses.items() if use.is_written}
+
     def _lift(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A tensor is made of Python data."""
         op, trace = Op(func, (unseen(lambda: made_of_data(args[0])),)), self.trace
@@ -241,6 +247,7 @@ class Watch(ThreadMode):
                 self.uses[key] = Use(tensor, str(call.func), call.source)
             use = self.uses[key]
             use.is_written = True
+            use.writes.append(call.facts.name)
             if self._saves is not None:
                 self._saves.save(tensor, call.facts, call.args, use)
 

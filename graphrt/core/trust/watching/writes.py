@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,10 @@ _SHOWN = 8
 
 
 class _Region(NamedTuple):
-    """What one operator was about to write, as it was, and how to read and write it."""
+    """What one operator was about to write, as it was, and how to read and write it; `key` names
+    the storage."""
 
+    key: int
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], object]
     chosen: tuple[torch.Tensor, ...]
@@ -104,6 +106,7 @@ class SavedWrites:
         use: object,
     ) -> None:
         access: RowAccess
+        key = tensor.untyped_storage()._cdata
         whole = facts.rows is None or tensor is not args[0]
         if whole:
             view = tensor.detach()
@@ -116,9 +119,9 @@ class SavedWrites:
         else:
             assert facts.rows is not None
             access = facts.rows(args)
-            self.row_writes.add((tensor.untyped_storage()._cdata, facts.name))
+            self.row_writes.add((key, facts.name))
         read, write, chosen, dim = access
-        region = _Region(read, write, chosen, dim, read(), tensor.is_inference(), use, whole)
+        region = _Region(key, read, write, chosen, dim, read(), tensor.is_inference(), use, whole)
         self.bytes += region.was.numel() * region.was.element_size()
         if self.bytes > self.limit:
             raise StateTooLargeError(
@@ -152,6 +155,18 @@ class SavedWrites:
                 _write(region, value)
 
         unseen(write)
+
+    def keep(self, left: Sequence[torch.Tensor], keys: Collection[int]) -> None:
+        """From here on `restore` puts into the storages of `keys` what was `left` there by the run
+        at whose end `take` returned it."""
+        for at, (region, value) in enumerate(zip(self._regions, left, strict=False)):
+            if region.key in keys:
+                self._regions[at] = region._replace(was=value)
+
+    def other_than(self, left: Sequence[torch.Tensor]) -> set[int]:
+        """The storages that do not hold what `take` returned."""
+        pairs = zip(self._regions, left, self.take(), strict=False)
+        return unseen(lambda: {of.key for of, was, now in pairs if difference(now, was)})
 
     def spoilt(
         self,

@@ -1,0 +1,255 @@
+"""Memory that a forward fills in place when it runs first, and notes in Python that it did."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from graphrt import Reason
+from graphrt.errors import PythonStateError
+from tests.trust.test_python_state import LEVELS, WIDTH, rows, runner_of, served
+
+Fill = Callable[[torch.Tensor, torch.Tensor], object]
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def by_flag(fill: Fill) -> Forward:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(WIDTH))
+            self.ready = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.ready:
+                fill(self.table, x)
+                self.ready = True
+            return x + self.table
+
+    return Table()
+
+
+def by_none(fill: Fill) -> Forward:
+    model = SimpleNamespace(table=torch.zeros(WIDTH), filled_by=None)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if model.filled_by is None:
+            fill(model.table, x)
+            model.filled_by = object()
+        return x + model.table
+
+    return forward
+
+
+def by_dict(fill: Fill) -> Forward:
+    table, done = torch.zeros(WIDTH), {}
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if "table" not in done:
+            fill(table, x)
+            done["table"] = True
+        return x + table
+
+    return forward
+
+
+def by_list(fill: Fill) -> Forward:
+    table, calls = torch.zeros(WIDTH), []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not calls:
+            fill(table, x)
+        calls.append(len(x))
+        return x + table
+
+    return forward
+
+
+def by_attribute(fill: Fill) -> Forward:
+    model = SimpleNamespace(tables=[torch.zeros(WIDTH)])
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(model, "ready"):
+            fill(model.tables[0], x)
+            model.ready = True
+        return x + model.tables[0]
+
+    return forward
+
+
+def by_closure(fill: Fill) -> Forward:
+    table, ready = torch.zeros(WIDTH), False
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        nonlocal ready
+        if not ready:
+            fill(table, x)
+            ready = True
+        return x + table
+
+    return forward
+
+
+MARKS = [by_flag, by_none, by_dict, by_list, by_attribute, by_closure]
+
+
+def a_table(table: torch.Tensor, x: torch.Tensor) -> None:
+    table.copy_(torch.arange(float(WIDTH))).mul_(2)
+
+
+def a_scale(table: torch.Tensor, x: torch.Tensor) -> None:
+    table.copy_(x.abs().amax(0))
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_table_that_the_first_call_fills_in_place_stays_filled(mark):
+    right, ran, said, _ = served(lambda: mark(a_table))
+    assert right and set(ran) == {Reason.HIT} and not said
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_so_it_does_at_every_level_and_in_every_mode(level, mode):
+    right, ran, said, _ = served(lambda: by_flag(a_table), level=level, mode=mode)
+    assert right and set(ran) == {Reason.HIT} and not said
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_scale_of_the_first_inputs_is_refused_by_name(mark):
+    with pytest.raises(PythonStateError, match="fills memory when it runs first") as raised:
+        runner_of(mark(a_scale))
+    assert re.search(r"got: .*table.*: .*table\.copy_\(x\.abs", str(raised.value))
+
+
+def test_a_scale_of_a_batch_before_the_capture_is_right():
+    def make() -> Forward:
+        forward = by_flag(a_scale)
+        forward(rows(3, seed=9))
+        return forward
+
+    right, ran, said, _ = served(make)
+    assert right and set(ran) == {Reason.HIT} and not said
+
+
+def test_after_a_refusal_the_first_call_is_still_to_come():
+    forward = by_flag(a_scale)
+    with pytest.raises(PythonStateError):
+        runner_of(forward)
+    assert not forward.ready and not forward.table.any()
+
+
+def test_rows_of_a_table_that_each_size_fills_stay_filled():
+    def make() -> Forward:
+        table, seen = torch.zeros(16, 1), set()
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if len(x) not in seen:
+                table[: len(x), 0] = torch.arange(float(len(x)))
+                seen.add(len(x))
+            return x + table[: len(x)]
+
+        return forward
+
+    right, ran, said, _ = served(make, (4, 3, 2, 8, 5, 4, 1, 2), sizes=[1, 2, 4, 8])
+    assert right and set(ran) == {Reason.HIT} and not said
+
+
+def test_a_table_of_a_smaller_size_alone_stays_filled():
+    def make() -> Forward:
+        tables, done = {n: torch.zeros(1) for n in (1, 2, 4, 8)}, set()
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if len(x) in tables and len(x) not in done:
+                tables[len(x)].fill_(2)
+                done.add(len(x))
+            return x * tables.get(len(x), 2.0)
+
+        return forward
+
+    right, ran, said, _ = served(make, (4, 3, 2, 8, 5, 4, 1, 2), sizes=[1, 2, 4, 8])
+    assert right and set(ran) == {Reason.HIT} and not said
+
+
+def test_a_table_of_indices_that_were_anything_is_filled_before_it_is_read():
+    def make() -> Forward:
+        index, model = torch.full((WIDTH,), 1 << 40), SimpleNamespace(ready=False)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if not model.ready:
+                index.copy_(torch.arange(WIDTH).flip(0))
+                model.ready = True
+            return x[:, index]
+
+        return forward
+
+    right, ran, said, _ = served(make)
+    assert right and set(ran) == {Reason.HIT} and not said
+
+
+def cache_that_the_first_call_clears(was: float) -> Forward:
+    model = SimpleNamespace(cache=torch.full((8, WIDTH), was), cleared=False)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not model.cleared:
+            model.cache.zero_()
+            model.cleared = True
+        model.cache[0].add_(x[0])
+        return x + model.cache.sum(0)
+
+    return forward
+
+
+def test_a_cache_that_the_first_call_clears_is_right_if_it_is_clear():
+    right, ran, said, _ = served(lambda: cache_that_the_first_call_clears(0.0), (4, 4, 8, 8, 4))
+    assert right and set(ran) == {Reason.HIT} and not said
+
+
+def test_and_is_refused_by_name_if_it_is_not():
+    with pytest.raises(PythonStateError, match="first, and every run writes it too") as raised:
+        runner_of(cache_that_the_first_call_clears(1.0))
+    assert "model.cache" in str(raised.value)
+
+
+def test_state_beside_the_table_is_put_back():
+    model = SimpleNamespace(table=torch.zeros(WIDTH), sums=torch.zeros(1), ready=False)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not model.ready:
+            model.table.fill_(3.0)
+            model.ready = True
+        model.sums.add_(1)
+        return x * model.table + model.sums
+
+    runner = runner_of(forward)
+    assert model.table.tolist() == [3.0] * WIDTH and model.sums.item() == 0
+    assert torch.equal(runner(x=rows(4)), rows(4) * 3 + 1)
+
+
+def test_buffers_that_are_written_in_turn_are_put_back():
+    buffers, model = [torch.zeros(1), torch.zeros(1)], SimpleNamespace(at=0)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        buffers[model.at].copy_(x.sum())
+        model.at = 1 - model.at
+        return x * 2
+
+    runner_of(forward)
+    assert [each.item() for each in buffers] == [0, 0]
+
+
+def test_what_every_second_call_writes_is_put_back():
+    sums, model = torch.zeros(1), SimpleNamespace(odd=False)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        model.odd = not model.odd
+        if model.odd:
+            sums.add_(x.sum() + 1)
+        return x * 2
+
+    runner_of(forward)
+    assert sums.item() == 0
