@@ -53,7 +53,9 @@ def test_another_shape_of_it_in_place_is_no_write() -> None:
     run.capture()
     for rows in (4, 2, 3):
         x, table = torch.randn(rows, 4), torch.randn(16)
-        assert torch.equal(run(x=x, table=table)[:rows], forward(x, table))
+        # Of the same padding: a product of other rows may be rounded otherwise.
+        padded = torch.nn.functional.pad(x, (0, 0, 0, rows % 2))
+        assert torch.equal(run(x=x, table=table), forward(padded, table.clone())[:rows])
 
 
 def test_what_has_no_batch_axis_may_be_read_beside_rows_that_are_written() -> None:
