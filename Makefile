@@ -13,12 +13,15 @@ export PYTHON VENV
 demo: setup-demo
 	$(VENV)/bin/graphrt demo $(ARGS)
 
+# As many tests at a time as there are cores, each on one; where there is a GPU one after the other.
+PARALLEL = $(if $(shell nvidia-smi -L 2>/dev/null),,-n auto --maxprocesses 8 --dist worksteal)
+
 test: setup-test
-	$(VENV)/bin/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 # What takes minutes: random programs, operator samples, long runs; see docs/testing.md.
 test-long: setup-test
-	$(VENV)/bin/python -m pytest -m "long and not cuda and not npu" $(ARGS)
+	$(VENV)/bin/python -m pytest -m "long and not cuda and not npu" $(PARALLEL) $(ARGS)
 
 lint: setup-dev
 	$(VENV)/bin/python -m ruff check .
@@ -40,7 +43,7 @@ demo-ascend: setup-ascend-sim
 	$(SIMULATED) $(ASCEND_VENV)/bin/graphrt demo $(ARGS)
 
 test-ascend: setup-ascend-sim
-	$(SIMULATED) $(ASCEND_VENV)/bin/python -m pytest -m npu $(ARGS)
+	$(SIMULATED) $(ASCEND_VENV)/bin/python -m pytest -m npu $(PARALLEL) $(ARGS)
 
 # Always run: only ci/setup.sh knows whether Python, torch or a list of needs has changed.
 setup-demo setup-test setup-dev setup-docs:
