@@ -11,8 +11,8 @@ The error may be raised to a host that catches it, so graphrt does not wait to s
 2. A step and a capture ask for the time that the thread has used: none if it has ended. A step asks
    once more behind its replay, by when its inputs went through the queue: if the thread has used
    no time for them, it may hang since the error (it does where the host waited for the queue).
-3. Then the queue is given an event, and it has ended if that takes no time either. Steps that put
-   nothing into the queue get there too, once a millisecond at most.
+3. Then the queue is given events until one takes it time, and it has ended if none does. Steps that
+   put nothing into the queue get there too, once a millisecond at most.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _TASKS = Path("/proc/self/task")
 _START_TICKS = 19
 """The place of a thread's start in its `stat`, behind its name and state."""
 _APART_S = 1e-3
+_EVENTS, _PATIENCE_S = 200, 0.5
+"""A queue that takes no time for so many events, over so long, has ended."""
 
 # Process-wide, as the queue is.
 _first: list[str] = []
@@ -81,12 +83,22 @@ class _Launching:
         self._next_s = time.monotonic() + _APART_S
 
     def launches(self) -> bool:
-        """Whether an event that goes through the queue takes it time."""
+        """Whether events that go through the queue take it time.
+
+        One event may take none: a virtual machine's clock leaves out what its host took away
+        meanwhile. A queue that has ended takes none of any number.
+        """
         before_ns = self.used_ns()
         stream = self._npu.current_stream()
-        named(partial(self._event.record, stream))
-        named(partial(_wait_for_queue, stream))
-        return self.used_ns() != before_ns
+        until_s = time.monotonic() + _PATIENCE_S
+        events = 0
+        while events < _EVENTS or time.monotonic() < until_s:
+            events += 1
+            named(partial(self._event.record, stream))
+            named(partial(_wait_for_queue, stream))
+            if self.used_ns() != before_ns:
+                return True
+        return False
 
 
 class _Thread(NamedTuple):
