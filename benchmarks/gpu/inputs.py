@@ -3,7 +3,7 @@
     python3 -m benchmarks.gpu.inputs [--json FILE]
 
 From where on the copy engine is faster than a graph's own loads is the measure of
-`Platform.fetched_bytes` and of `Platform.fetch_limit_s`, and what that made of it on the machine
+`CudaPlatform.fetched_bytes` and of `CudaPlatform.fetch_limit_s`, and what that made of it on the machine
 at hand is told too. What inputs cost the host is in benchmarks/gpu/overhead.py.
 """
 
