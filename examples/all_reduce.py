@@ -1,7 +1,7 @@
 """Two GPUs with half of every layer each: all-reduces inside captured graphs.
 
-python3 examples/all_reduce.py [FULL | PIECEWISE] prints, for each rank, whether its replays equal
-its eager steps bit for bit, and what a step takes in microseconds.
+python3 examples/all_reduce.py [FULL | PIECEWISE] prints for each rank whether its replays equal the
+same padded steps run eagerly, bit for bit, and the microseconds of a step.
 """
 
 import sys

@@ -23,9 +23,9 @@ def examples(document: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text_of(document), re.DOTALL)
 
 
-def example_with(part: str) -> str:
-    (found,) = [code for code in examples("README.md") if part in code]
-    return found
+def example_with(part: str, document: str = "README.md") -> str:
+    (example,) = [code for code in examples(document) if part in code]
+    return example
 
 
 def test_the_fifteen_lines_run_as_they_stand(capsys):
@@ -42,23 +42,18 @@ def test_the_plan_prints_what_the_readme_shows(capsys):
     assert f"```\n\n{printed}\n" in text_of("README.md")
 
 
-def test_serving_before_all_is_captured_runs_as_it_stands(capsys):
-    exec(compile(example_with("capture_next("), "README.md", "exec"), {})
-    assert capsys.readouterr().out == "10 HIT\n"
-
-
 def test_attention_in_the_graph_runs_as_it_stands(capsys):
     names: dict[str, object] = {}
     for part in ("SdpaAttention", "runner.verify"):
-        exec(compile(example_with(part), "README.md", "exec"), names)
+        exec(compile(example_with(part, "docs/attention.md"), "attention.md", "exec"), names)
     assert capsys.readouterr().out == "FULL_AND_PIECEWISE FULL\n"
 
 
 def test_a_host_with_wrappers_of_its_own_runs_as_it_stands(capsys):
     names: dict[str, Any] = {}
-    exec(compile(example_with("GraphDispatcher("), "README.md", "exec"), names)
+    exec(compile(example_with("GraphDispatcher(", "docs/hosts.md"), "hosts.md", "exec"), names)
     assert capsys.readouterr().out == "1 0\n"
-    assert names["found"].reason.name == "HIT"
+    assert names["dispatch"].reason.name == "HIT"
     assert len(names["wrapper"].entries) == 1
     expected = names["model"](names["static_input"].fill_(2.0)).clone()
 
@@ -71,9 +66,9 @@ def test_a_host_with_wrappers_of_its_own_runs_as_it_stands(capsys):
 
 
 def test_without_lazy_capture_the_same_host_is_told_that_nothing_is_replayed():
-    code = example_with("GraphDispatcher(").replace("lazy=True", "")
+    code = example_with("GraphDispatcher(", "docs/hosts.md").replace("lazy=True", "")
     names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(code, "hosts.md", "exec"), names)
     counts = names["dispatcher"].counts()
     assert (counts[names["Reason"].HIT], counts[names["Reason"].MISSING_GRAPH]) == (0, 1)
     assert names["wrapper"].eager_calls[names["Reason"].MISSING_GRAPH] == 2
@@ -88,7 +83,7 @@ def test_the_compiled_model_runs_as_it_stands(capsys, tmp_path):
 
 
 def test_an_engine_with_a_context_of_its_own_runs_as_it_stands(capsys):
-    (code,) = examples("docs/hosts.md")
+    code = example_with("pool.capture_session()", "docs/hosts.md")
     names: dict[str, Any] = {}
     exec(compile(code, "hosts.md", "exec"), names)
     assert capsys.readouterr().out == "3 3\n"

@@ -2,9 +2,9 @@
 
     python3 -m benchmarks.gpu.inputs [--json FILE]
 
-From where on the copy engine is faster than a graph's own loads is the measure of
-`Platform.fetched_bytes` and of `Platform.fetch_limit_s`, and what that made of it on the machine
-at hand is told too. What inputs cost the host is in benchmarks/gpu/overhead.py.
+The size from which the copy engine is faster than a graph's own loads is the measure of
+`CudaPlatform.fetched_bytes` and `CudaPlatform.fetch_limit_s`; the limit on this machine is printed
+too. benchmarks/gpu/overhead.py has the host's cost of inputs.
 """
 
 from __future__ import annotations

@@ -2,10 +2,14 @@
 
     python3 -m examples.mla_decode [--layers 61 --tokens 50 --batch 1] [--json FILE]
 
-The same tokens are generated three ways: eagerly; with the declaration withheld, which is PIECEWISE
-(the attention of every layer is dispatched between two graphs); and with it, which is
-FULL_AND_PIECEWISE (a decode step is one graph). All counts are measured, at every step. The exit
-code is 1 where a replay differs from eager on the same padded inputs.
+The same tokens are generated three ways:
+
+- eagerly;
+- with the declaration withheld: PIECEWISE, Python calls every layer's attention between two graphs;
+- with the declaration: FULL_AND_PIECEWISE, a decode step is one graph.
+
+All counts are measured at every step. The exit code is 1 if a replay differs from eager on the same
+padded inputs.
 """
 
 from __future__ import annotations
@@ -113,7 +117,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
 
 
 def rows(results: list[Result]) -> list[list[str]]:
-    """What is printed of each way, as one row for each figure."""
+    """The printed table: a row for each figure, a column for each way."""
     eager = results[0].tokens
 
     def row(title: str, figure: Any) -> list[str]:
@@ -161,7 +165,7 @@ def equality(result: Result) -> str:
 
 
 def spread(values: list[Any]) -> str:
-    """What all steps have, or the least and the largest."""
+    """The value that all steps share, or the least and the largest."""
     least, largest = min(values), max(values)
     return str(least) if least == largest else f"{least} to {largest}"
 
@@ -182,7 +186,7 @@ def show(columns: list[str], lines: list[list[str]]) -> None:
         table.add_column(column, justify="right" if place else "left", no_wrap=True)
     for cells in lines:
         table.add_row(*cells)
-    # A file or a pipe has no width: the table has the one it needs.
+    # A file or a pipe has no width, and rich would cut the table at 80.
     Console(width=sum(widths) + 3 * len(widths) + 1).print(table)
 
 

@@ -49,7 +49,7 @@ class Workload:
 
     @property
     def num_pages(self) -> int:
-        """Those of all requests, and page 0 for padding."""
+        """The pages of all requests, and page 0 for padding."""
         return 1 + self.batch * self.max_blocks
 
     @property
@@ -58,17 +58,17 @@ class Workload:
 
     @property
     def sizes(self) -> list[int]:
-        """A decode step and the prompts; a batch that is no such size is padded."""
+        """The sizes of a decode step and of the prompts; other batches are padded."""
         return sorted({self.max_num_reqs * self.query_len, rounded(sum(self.prompt_lens))})
 
 
 def rounded(count: int) -> int:
-    """Up to 1, 2, 4 or a multiple of 8, as capture sizes are."""
+    """The count rounded up to 1, 2, 4 or a multiple of 8, like capture sizes."""
     return next((size for size in (1, 2, 4) if size >= count), -(-count // 8) * 8)
 
 
 class Host:
-    """The model, its cache and its requests, which all ways of running it share."""
+    """The model, its cache and its requests, shared by all ways of running it."""
 
     def __init__(self, config: MlaConfig, work: Workload, device: str) -> None:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -93,14 +93,14 @@ class Host:
             query_lens=(work.query_len,),
             attention=supports_of(attention),
             host=graphrt.Host(bind=bind_all(attention), around_graph=hooks),
-            # Every launch is counted: a trial would add its own.
+            # A trial would add launches of its own to the count.
             options=graphrt.GraphOptions(check="off"),
         )
 
     def generate(self, step: Step) -> Tensor:
         """Prompts, then greedy decoding: int64 [batch, steps * query_len] on the device.
 
-        A request with several tokens a step has all of them taken, like drafts that are right.
+        Of several tokens a step all are accepted, like drafts that are right.
         """
         work = self.work
         self.cache.normal_(generator=torch.Generator(self.device).manual_seed(1))
@@ -112,7 +112,7 @@ class Host:
         for _ in range(work.steps):
             lens = [length + count for length, count in zip(lens, counts, strict=True)]
             counts = [work.query_len] * work.batch
-            # They stay on the device, so that the host need not wait for them.
+            # Tokens stay on the device, or the host would wait for them.
             batch, inputs = self._batch(tokens.flatten(), lens, counts)
             logits = step(batch._replace(query_len=work.query_len), inputs, work.query_len)
             tokens = logits.argmax(-1).view(work.batch, work.query_len)
@@ -122,7 +122,7 @@ class Host:
     def _batch(
         self, ids: Tensor, lens: list[int], counts: list[int]
     ) -> tuple[Batch, dict[str, Tensor]]:
-        """A step of `counts` new tokens after the `lens` that each request has in the cache."""
+        """A step of `counts` new tokens after `lens` tokens of each request in the cache."""
         positions = torch.cat(
             [torch.arange(length, length + new) for length, new in zip(lens, counts, strict=True)]
         )

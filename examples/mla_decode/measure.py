@@ -1,4 +1,4 @@
-"""The same tokens generated three ways: what every step dispatched, launched and took."""
+"""Generates the same tokens three ways, and counts dispatches, launches and time of each step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ WAYS = {
     "declaration withheld": ("FULL_AND_PIECEWISE", False),
     "declared": ("FULL_AND_PIECEWISE", True),
 }
-"""The mode that is asked for, and whether the backend declares what its graphs can serve."""
+"""The requested mode, and whether the backend declares its support."""
 
 
 def counted(kind: type[AttentionBackend], *, declared: bool) -> Any:
-    """The class `kind`, with a count of the layers it attended to in Python and not in a graph.
+    """The class `kind`, counting the layers whose attention Python called.
 
-    Without `declared` it does not say what its graphs can serve.
+    Without `declared` its support is NEVER.
     """
 
     class Counted(kind):  # type: ignore[valid-type, misc]
@@ -64,8 +64,8 @@ class Launches:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step did. `host_us` is how long the runner's call took, and `step_ms` the same with
-    the wait for the device; the device was idle before."""
+    """One step. `host_us` is the time of the runner's call, and `step_ms` includes the wait for the
+    device, which was idle before."""
 
     mode: str
     attention_dispatches: int
@@ -78,9 +78,9 @@ class StepRecord:
 class Result:
     """One way of running the same steps.
 
-    `tokens` is int64 [batch, steps * query_len]; `difference` says where a replay was not what the
-    same padded step gives eagerly, bit for bit. `device_calls` are the launches, copies and fills
-    of one decode step as the profiler counts them, None without a GPU.
+    `tokens` is int64 [batch, steps * query_len]. `difference` names a replay that differed from the
+    same padded step run eagerly. `device_calls` are the launches, copies and fills of one decode
+    step as the profiler counts them, None without a GPU.
     """
 
     way: str
@@ -128,20 +128,20 @@ class Meter:
 
 
 def run(config: MlaConfig, work: Workload, device: str, backend: str) -> list[Result]:
-    """All ways in turn, of one model with one cache; `backend` is "triton" or "sdpa"."""
+    """Run all ways in turn, with one model and cache; `backend` is "triton" or "sdpa"."""
     host = Host(config, work, device)
     with ExitStack() as runners:
         found = [run_way(host, backend, way, runners) for way in WAYS]
         if device != "cuda":
             return [result for result, _ in found]
-        # A profiler that was on once may slow down what is measured after it.
+        # Last, because steps after a profiler may be slower.
         return [replace(result, device_calls=device_calls(repeat)) for result, repeat in found]
 
 
 def run_way(
     host: Host, backend: str, way: str, runners: ExitStack
 ) -> tuple[Result, Callable[[], Tensor]]:
-    """Capture, prove every step, then measure every step; also how to repeat the last step."""
+    """Capture, prove every step, then measure every step; also returns a repeat of the last one."""
     mode, declared = WAYS[way]
     attention, launches = new_attention(host, backend, declared), Launches()
     runner = runners.enter_context(host.runner(mode, attention, launches))
@@ -175,7 +175,7 @@ def new_attention(host: Host, backend: str, declared: bool) -> Any:
     shape = host.model.config.shape(work.page_size)
     if backend == "sdpa":
         return counted(SdpaAttention, declared=declared)(shape)
-    # Triton is an extra, which "sdpa" does without.
+    # Triton is an optional dependency.
     from graphrt.attention import TritonAttention
 
     return counted(TritonAttention, declared=declared)(
@@ -187,7 +187,7 @@ def new_attention(host: Host, backend: str, declared: bool) -> Any:
 
 
 def prove(host: Host, runner: GraphRunner) -> tuple[Tensor | None, str | None]:
-    """Generate with every replay compared with eager: the tokens, or what differed."""
+    """Generate, each replay compared with eager of the same padding: tokens, or the difference."""
     try:
         return host.generate(lambda batch, inputs, query_len: runner.verify(batch, **inputs)), None
     except VerificationError as error:

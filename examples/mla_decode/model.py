@@ -37,7 +37,7 @@ class MlaConfig:
     vocab: int
 
     def shape(self, page_size: int) -> LatentShape:
-        """What an attention backend must know; the scale is that of the heads before absorption."""
+        """The shape for an attention backend; the scale is of the heads before absorption."""
         scale = (self.nope + self.rope) ** -0.5
         return LatentShape(self.heads, self.rank, self.rope, page_size, scale)
 
@@ -73,7 +73,7 @@ class MlaDecoder:
         return self.embedding.new_zeros(self.config.layers, num_pages, page_size, width)
 
     def inputs(self, max_blocks: int) -> dict[str, InputSpec]:
-        """What a runner must know about the inputs of `__call__`."""
+        """The input specs of `__call__`, for a runner."""
         return {
             "input_ids": InputSpec(torch.int64, ("tokens",)),
             "positions": InputSpec(torch.int64, ("tokens",)),
@@ -99,10 +99,10 @@ class MlaDecoder:
 
 
 class MlaLayer:
-    """What stands before and after the attention of one layer.
+    """The projections before the attention of one layer, and the output and MLP after it.
 
-    `up_key` [heads, nope, rank] and `up_value` [heads, rank, value] are the two halves of what
-    makes keys and values out of latents.
+    `up_key` [heads, nope, rank] and `up_value` [heads, rank, value] are the two halves of the
+    matrix that makes keys and values from latents.
     """
 
     def __init__(self, config: MlaConfig, new: Callable[..., Tensor]) -> None:
