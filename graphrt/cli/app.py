@@ -202,8 +202,8 @@ def _sizes(text: str | None) -> list[int] | None:
     if text is None:
         return None
     bare = text.strip().removeprefix("[").removesuffix("]")
-    found: Any = read_settings([f"sizes=[{bare}]"])["sizes"]
-    return list(check_sizes(found))
+    sizes: Any = read_settings([f"sizes=[{bare}]"])["sizes"]
+    return list(check_sizes(sizes))
 
 
 def main() -> None:
