@@ -51,7 +51,7 @@ def demo(
     eager: Annotated[bool, typer.Option("--eager", help="Capture nothing.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 32,
 ) -> None:
-    """Serve prompts with graphs, and prove that replay equals eager."""
+    """Serve prompts with graphs, and prove that replay equals eager on the same padding."""
     from graphrt.demo import run_demo
 
     code = run_demo(
