@@ -81,10 +81,10 @@ class MoveTable:
         numbers, by the bytes of one; `addresses` are those of the fields; `payload` is where the
         inputs wait in the memory."""
         words = self._words
-        for word, number, at, _ in self._addresses:
-            words[word] = addresses[number] + at
-        for word, row, size, one_of_each in self._rows:
-            words[word] = rows[size][(payload + row) // size] * one_of_each
+        for index, number, at, _ in self._addresses:
+            words[index] = addresses[number] + at
+        for index, row, size, one_of_each in self._rows:
+            words[index] = rows[size][(payload + row) // size] * one_of_each
         start = word + RingFormat.FIRST_MOVE
         rows[RingFormat.WORD_BYTES][start : start + len(words)] = words
 
