@@ -79,7 +79,7 @@ def pool_snapshot(kind: str) -> Snapshot | None:
         read: Snapshot = torch.get_device_module(kind).memory_snapshot
         probe = torch.ones(3, dtype=torch.uint8, device=kind)
         address = probe.untyped_storage().data_ptr()
-        told = any(
+        shown = any(
             "segment_pool_id" in segment
             and "device" in segment
             and 0 <= address - segment["address"] < segment["total_size"]
@@ -98,4 +98,4 @@ def pool_snapshot(kind: str) -> Snapshot | None:
         # A missing operator, another form of snapshot, a device that torch was built without:
         # strong references do.
         return None
-    return read if told and works else None
+    return read if shown and works else None

@@ -60,8 +60,8 @@ class GraphMemory:
         self._ranges_version = None
 
     def _pools(self) -> list[PoolHandle]:
-        found = [captured_pool(graph) for graph in self._graphs]
-        return sorted({pool for pool in found if pool is not None})
+        pools = [captured_pool(graph) for graph in self._graphs]
+        return sorted({pool for pool in pools if pool is not None})
 
     def _refresh(self) -> None:
         if self._snapshot is None:

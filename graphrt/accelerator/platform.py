@@ -119,9 +119,9 @@ class AcceleratorPlatform(Platform):
         return self._captures.new_stream()
 
     def adopt_stream(self, stream: Any) -> torch.Stream:
-        own: torch.Stream = stream
-        if hasattr(stream, "stream_id") and not self._captures.is_lost(own):
-            return own
+        adopted: torch.Stream = stream
+        if hasattr(stream, "stream_id") and not self._captures.is_lost(adopted):
+            return adopted
         raise InvalidOptionError(
             "nothing can be captured on this stream",
             got=shown(stream),
@@ -161,8 +161,8 @@ class AcceleratorPlatform(Platform):
     # Figures ---------------------------------------------------------------------------------
 
     def memory_figures(self) -> MemoryFigures | None:
-        found = memory_info()
-        return None if found is None else MemoryFigures(*found)
+        figures = memory_info()
+        return None if figures is None else MemoryFigures(*figures)
 
 
 class AcceleratorGraphWrapper(GraphWrapper):

@@ -56,14 +56,14 @@ class AscendOptions:
         """Options from GRAPHRT_ASCEND_UPDATE_ORDER, GRAPHRT_ASCEND_UPDATE_STRATEGY,
         GRAPHRT_ASCEND_HANG_TIMEOUT_S and GRAPHRT_ASCEND_RESERVE_STREAMS; raises
         `InvalidOptionError`."""
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for name in ("update_order", "update_strategy", "hang_timeout_s", "reserve_streams"):
             variable = f"GRAPHRT_ASCEND_{name.upper()}"
             text = environment.get(variable)
             if text:
                 number = _NUMBERS.get(name)
-                found[name] = text if number is None else _read(variable, number, text)
-        return cls(**found)
+                options[name] = text if number is None else _read(variable, number, text)
+        return cls(**options)
 
 
 def update_order_of(device: str, environment: Mapping[str, str] = os.environ) -> UpdateOrder:

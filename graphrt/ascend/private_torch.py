@@ -47,8 +47,8 @@ _DEVICE = _declare("_npu_getDevice", "nothing can be replayed")
 
 @cache
 def _found(name: PrivateName) -> Callable[..., Any]:
-    found: Callable[..., Any] = name.find()
-    return found
+    function: Callable[..., Any] = name.find()
+    return function
 
 
 def memory_stats(device: int) -> Mapping[str, Any]:

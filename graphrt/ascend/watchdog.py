@@ -162,20 +162,20 @@ class Watchdog:
         """Forget the steps that are over, and find one that has run for too long."""
         if self._is_capturing():
             return
-        told = None
+        error = None
         with self._news:
             self._steps = [step for step in self._steps if not step.is_over()]
             late = [step for step in self._steps if step.running_s() > self._timeout_s]
             if not late:
                 self.error = None
             elif self.error is None:
-                told = self.error = self._error(late[0])
-        if told is None:
+                error = self.error = self._error(late[0])
+        if error is None:
             return
         if self._on_hang is not None:
-            self._on_hang(told)
+            self._on_hang(error)
         else:
-            warnings.warn(str(told), RuntimeWarning, stacklevel=2)
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
     def _error(self, step: WatchedStep) -> DeviceHangError:
         task, why = step.blocked_at()

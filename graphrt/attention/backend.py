@@ -187,11 +187,11 @@ def _attend(
 
 def supports_of(*backends: AttentionBackend) -> dict[str, AttentionSupport]:
     """`attention=` of a runner: each backend's support by name, of which the lowest decides."""
-    found: dict[str, AttentionSupport] = {}
+    supports: dict[str, AttentionSupport] = {}
     for backend in backends:
         support = backend.get_cudagraph_support()
-        found[backend.name] = min(support, found.get(backend.name, support))
-    return found
+        supports[backend.name] = min(support, supports.get(backend.name, support))
+    return supports
 
 
 def bind_all(*backends: AttentionBackend, then: Bind | None = None) -> Bind:

@@ -128,8 +128,8 @@ def _attend(
     out: torch.Tensor,
     layer: str,
 ) -> None:
-    found = _by_name.get(layer)
-    if found is None:
+    registered = _by_name.get(layer)
+    if registered is None:
         _refuse_copy(layer)
         raise InvalidInputError(
             "compiled code asks for an attention backend that is not there",
@@ -137,8 +137,8 @@ def _attend(
             expected=", ".join(map(repr, _by_name)) or "an OpaqueAttention of that name",
             advice="make it before the model is called, and keep it as long",
         )
-    step = found.step(block_table, context_lens, query_start_loc)
-    found.backend.attend(step, query, *caches, out=out)
+    step = registered.step(block_table, context_lens, query_start_loc)
+    registered.backend.attend(step, query, *caches, out=out)
 
 
 def _fake(*args: Any) -> None:

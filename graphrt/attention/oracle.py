@@ -36,18 +36,18 @@ def query_starts(step: AttentionStep) -> list[int]:
     if step.query_len is not None:
         return [step.query_len * request for request in range(len(step.context_lens) + 1)]
     assert step.query_start_loc is not None
-    found: list[int] = step.query_start_loc.tolist()
-    return found
+    query_start_loc: list[int] = step.query_start_loc.tolist()
+    return query_start_loc
 
 
 def _keys_and_values(
     shape: AttentionShape, pages: torch.Tensor, caches: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The cached tokens of some pages in order: [tokens, kv_heads, dim] each."""
-    found = [cache[pages.to(cache.device)].cpu().double().flatten(0, 1) for cache in caches]
+    gathered = [cache[pages.to(cache.device)].cpu().double().flatten(0, 1) for cache in caches]
     if isinstance(shape, GroupedShape):
-        return found[0], found[1]
-    latent = found[0].unsqueeze(1)
+        return gathered[0], gathered[1]
+    latent = gathered[0].unsqueeze(1)
     return latent, latent[..., : shape.value_dim]
 
 

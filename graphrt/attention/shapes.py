@@ -128,11 +128,11 @@ def check_tensors(
             expected=("tokens", *expected),
             advice="pass [tokens, heads, dim]",
         )
-    found = tuple(tuple(cache.shape[1:]) for cache in caches)
-    if found != shape.cache_shapes:
+    cache_shapes = tuple(tuple(cache.shape[1:]) for cache in caches)
+    if cache_shapes != shape.cache_shapes:
         raise InvalidInputError(
             "the caches have another shape than their attention layer",
-            got=found,
+            got=cache_shapes,
             expected=shape.cache_shapes,
             advice="pass each cache as [pages, page_size, ...]",
         )

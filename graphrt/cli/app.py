@@ -51,7 +51,7 @@ def demo(
     eager: Annotated[bool, typer.Option("--eager", help="Capture nothing.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 32,
 ) -> None:
-    """Serve prompts with graphs, and prove that replay equals eager."""
+    """Serve prompts with graphs, and prove that replay equals eager on the same padding."""
     from graphrt.demo import run_demo
 
     code = run_demo(
@@ -202,8 +202,8 @@ def _sizes(text: str | None) -> list[int] | None:
     if text is None:
         return None
     bare = text.strip().removeprefix("[").removesuffix("]")
-    found: Any = read_settings([f"sizes=[{bare}]"])["sizes"]
-    return list(check_sizes(found))
+    sizes: Any = read_settings([f"sizes=[{bare}]"])["sizes"]
+    return list(check_sizes(sizes))
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ def _streams(request: BudgetRequest, plan: Plan) -> PlannedStreams | None:
 
 
 def _costs(request: BudgetRequest, streams: PlannedStreams | None) -> dict[GraphMode, GraphCost]:
-    given = _amounts("--cost", request.costs)
+    asked = _amounts("--cost", request.costs)
     pieces = 1 if request.layers is None else request.layers + 1
     piecewise: dict[str, Any] = {"graphs": pieces}
     full: dict[str, Any] = {}
@@ -104,13 +104,13 @@ def _costs(request: BudgetRequest, streams: PlannedStreams | None) -> dict[Graph
         piecewise = {"graphs": streams.pieces, "streams": streams.piecewise}
         full = {"streams": streams.full}
     return {
-        GraphMode.PIECEWISE: GraphCost(**{**piecewise, **given}),
-        GraphMode.FULL: GraphCost(**{**full, **given}),
+        GraphMode.PIECEWISE: GraphCost(**{**piecewise, **asked}),
+        GraphMode.FULL: GraphCost(**{**full, **asked}),
     }
 
 
 def _amounts(option: str, texts: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    amounts: dict[str, Any] = {}
     for text in texts:
         name, _, amount = text.partition("=")
         field = _FIELDS.get(name.strip().lower())
@@ -124,8 +124,8 @@ def _amounts(option: str, texts: Sequence[str]) -> dict[str, Any]:
                 advice=f"{option} streams=1000, or {option} bytes=2GiB",
             )
         number = float(read[1]) * unit
-        found[field] = number if field == "capture_s" else int(number)
-    return found
+        amounts[field] = number if field == "capture_s" else int(number)
+    return amounts
 
 
 def _traffic(texts: Sequence[str]) -> dict[int, float]:

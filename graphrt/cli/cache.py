@@ -72,9 +72,9 @@ def show(
     json: Json = False,
 ) -> None:
     """Show what a key was made of, and check every file of it."""
-    found = find_key(directory or default_directory(), key)
-    data = as_data(found) | {
-        "groups": None if found.key is None else found.key.groups,
+    entry = find_key(directory or default_directory(), key)
+    data = as_data(entry) | {
+        "groups": None if entry.key is None else entry.key.groups,
         "ranks": [
             {
                 "rank": rank.name,
@@ -84,7 +84,7 @@ def show(
                 "damaged_artifacts": rank.damaged_artifacts(),
                 "artifacts": _artifacts(rank.manifest.artifacts if rank.manifest else {}),
             }
-            for rank in found.ranks
+            for rank in entry.ranks
         ],
     }
     if json:
@@ -110,13 +110,13 @@ def rm(
             advice="graphrt cache ls",
         )
     listed = stored_keys(where) if every else [find_key(where, each) for each in keys or []]
-    found = {each.name: each for each in listed}
-    for each in found.values():
+    entries = {each.name: each for each in listed}
+    for each in entries.values():
         print(f"{each.name}  {size_text(each.size_bytes)}")
-    if found and not yes:
+    if entries and not yes:
         typer.confirm(f"Remove from {where}?", abort=True)
-    remove(found.values())
-    print(f"{len(found)} removed")
+    remove(entries.values())
+    print(f"{len(entries)} removed")
 
 
 def as_data(stored: StoredKey) -> dict[str, Any]:

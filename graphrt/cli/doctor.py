@@ -43,7 +43,7 @@ def diagnose() -> dict[str, Any]:
         "machine": f"{host.system()} {host.machine()}",
         "native": native_state,
         "versions": {name: _version(name) for name in PACKAGES},
-        "platforms": [_platform(found) for found in installed_platforms()],
+        "platforms": [_platform(platform) for platform in installed_platforms()],
         "notes": _notes(),
         "current": _current(),
     }
@@ -56,29 +56,29 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _platform(found: FoundPlatform) -> dict[str, Any]:
-    platform = found.platform
+def _platform(entry: FoundPlatform) -> dict[str, Any]:
+    platform = entry.platform
     # Asked first: what cannot be asked is not available, and says why.
-    versions = _asked(found, "versions") if platform and found.availability.available else {}
-    wrapper = _asked(found, "get_static_graph_wrapper_cls") if platform else None
+    versions = _asked(entry, "versions") if platform and entry.availability.available else {}
+    wrapper = _asked(entry, "get_static_graph_wrapper_cls") if platform else None
     return {
-        "name": found.name,
-        "plugin": found.plugin,
-        "available": found.availability.available,
-        "reason": found.availability.reason,
-        "error": found.error,
-        "blocked": found.blocked,
+        "name": entry.name,
+        "plugin": entry.plugin,
+        "available": entry.availability.available,
+        "reason": entry.availability.reason,
+        "error": entry.error,
+        "blocked": entry.blocked,
         "capabilities": sorted(c.value for c in platform.capabilities) if platform else [],
         "wrapper": wrapper,
         "versions": versions,
     }
 
 
-def _asked(found: FoundPlatform, method: str) -> Any:
+def _asked(entry: FoundPlatform, method: str) -> Any:
     try:
-        return getattr(found.platform, method)()
+        return getattr(entry.platform, method)()
     except Exception as error:
-        found.failed(f"{method}()", error)
+        entry.failed(f"{method}()", error)
         return None
 
 
@@ -114,19 +114,19 @@ def _show(report: dict[str, Any], console: Console) -> None:
     table = Table(title="Platforms", title_justify="left")
     for column in ("platform", "plugin", "available", "capabilities"):
         table.add_column(column, overflow="fold")
-    for found in report["platforms"]:
-        yes = found["available"]
+    for entry in report["platforms"]:
+        yes = entry["available"]
         state = (
-            Text("yes", style="green") if yes else Text(f"no: {found['reason']}", style="yellow")
+            Text("yes", style="green") if yes else Text(f"no: {entry['reason']}", style="yellow")
         )
         table.add_row(
-            found["name"] or "?", found["plugin"], state, ", ".join(found["capabilities"])
+            entry["name"] or "?", entry["plugin"], state, ", ".join(entry["capabilities"])
         )
     console.print(table)
-    for found in report["platforms"]:
-        if found["error"]:
-            console.print(Text(f"Plugin {found['plugin']} failed:", style="bold red"))
-            console.print(Text(found["error"].rstrip(), style="dim"))
+    for entry in report["platforms"]:
+        if entry["error"]:
+            console.print(Text(f"Plugin {entry['plugin']} failed:", style="bold red"))
+            console.print(Text(entry["error"].rstrip(), style="dim"))
     for note in report["notes"]:
         console.print(Text(f"Note: {note}", style="yellow"))
     current = report["current"]

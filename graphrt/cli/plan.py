@@ -60,11 +60,11 @@ def parse_attention(texts: tuple[str, ...]) -> dict[str, AttentionSupport]:
 
     A text is `LEVEL`, `backend=LEVEL`, or a known backend: `name` or `name:fact=value,...`.
     """
-    found: dict[str, AttentionSupport] = {}
+    supports: dict[str, AttentionSupport] = {}
     for text in texts:
         name, support = _declared(text)
-        found[name] = min(support, found.get(name, support))
-    return found
+        supports[name] = min(support, supports.get(name, support))
+    return supports
 
 
 def _declared(text: str) -> tuple[str, AttentionSupport]:

@@ -201,7 +201,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 def _baked(result: Any) -> list[tuple[str, Any]]:
     """What is no tensor in the result of a compiled call, which the forward went on with."""
-    found = []
+    leaves = []
     for path, leaf in tree.leaves(result):
         if leaf is None or isinstance(leaf, torch.Tensor):
             continue
@@ -213,8 +213,8 @@ def _baked(result: Any) -> list[tuple[str, Any]]:
                 expected="tensors, numbers and strings in tuples, lists, dicts and dataclasses",
                 advice=f"return one of these, or {IN_PIECES}",
             )
-        found.append((path, leaf))
-    return found
+        leaves.append((path, leaf))
+    return leaves
 
 
 def _same_values(captured: list[tuple[str, Any]], now: list[tuple[str, Any]]) -> None:

@@ -171,8 +171,8 @@ class TapeGraph:
                 advice="update a graph with the handles of its own task_end()",
             )
         steps = self._steps[handle.start : handle.stop]
-        found = reissue(steps, issue, inference=self._inference)
-        for index, step, new in zip(indices, steps, found, strict=True):
+        arguments = reissue(steps, issue, inference=self._inference)
+        for index, step, new in zip(indices, steps, arguments, strict=True):
             assert step.op is not None
             step.args, step.kwargs = new.args, new.kwargs
             self._task_calls[index].issue = Call(step.op.raw, new.args, new.kwargs).bound()
@@ -183,7 +183,7 @@ class TapeGraph:
         """The tensors outside of the arena that replays read or write, each once, but for those
         that the forward made of Python data, and sparse ones, which have no address."""
         arena = self._arena
-        found: dict[tuple[int, int], GraphRead] = {}
+        reads: dict[tuple[int, int], GraphRead] = {}
         for step in self._steps:
             for tensor in tensors_in((step.args, step.kwargs)):
                 if tensor.numel() == 0 or arena is None or arena.owns(tensor):
@@ -191,8 +191,8 @@ class TapeGraph:
                 if tensor.layout is not torch.strided:
                     continue
                 source = None if step.source is None else str(step.source)
-                found.setdefault((tensor.data_ptr(), tensor.numel()), GraphRead(tensor, source))
-        return list(found.values())
+                reads.setdefault((tensor.data_ptr(), tensor.numel()), GraphRead(tensor, source))
+        return list(reads.values())
 
     def debug_dump(self, path: str) -> None:
         """Write the replayed operators as JSON, one a line."""

@@ -128,8 +128,8 @@ class CpuPlatform(Platform):
             return None  # not a POSIX system that tells
         with contextlib.suppress(OSError, ValueError, IndexError):
             # What the system keeps of files only until somebody needs the memory is free too.
-            found = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2]
-            free = int(found.split()[0]) << 10
+            available = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2]
+            free = int(available.split()[0]) << 10
         return MemoryFigures(free, total)
 
     def task_begin(self, graph: TapeGraph) -> None:

@@ -91,15 +91,15 @@ _methods = NAMES.declare("torch._C.TensorBase", without=_SLOW)
 def bindings_of(name: str, *, in_place: bool) -> tuple[Callable[..., Any], ...]:
     """torch's C functions of this name, and its methods if `in_place`: they cost less to call than
     the operator does."""
-    found = []
+    bindings = []
     for home in (_methods, *_function_homes) if in_place else _function_homes:
         try:
             binding = getattr(home.find(), name, None)
         except MissingTorchNameError:
             continue
         if binding is not None:
-            found.append(binding)
-    return tuple(found)
+            bindings.append(binding)
+    return tuple(bindings)
 
 
 # Tensors -----------------------------------------------------------------------------------------
@@ -117,11 +117,11 @@ NAMES.declare("torch.UntypedStorage._cdata", without=_NO_CAPTURES)
 def storage_ids(tensors: Iterable[torch.Tensor]) -> list[int]:
     """A number for the memory of each: equal where tensors share theirs, also where that is empty.
     One that is not strided shares with nothing but itself."""
-    found = []
+    ids = []
     for tensor in tensors:
         strided = tensor.layout is torch.strided
-        found.append(int(tensor.untyped_storage()._cdata) if strided else -id(tensor))
-    return found
+        ids.append(int(tensor.untyped_storage()._cdata) if strided else -id(tensor))
+    return ids
 
 
 def replace_reads(

@@ -41,21 +41,21 @@ def reissue(
     mode = _Reissue(steps)
     with inference_mode(inference):
         without_gradients(lambda: mode.around(issue))
-    if len(mode.found) < len(steps):
-        missing = steps[len(mode.found)]
+    if len(mode.arguments) < len(steps):
+        missing = steps[len(mode.arguments)]
         _refuse(
-            f"the task issued {len(mode.found)} of its {len(steps)} operators",
+            f"the task issued {len(mode.arguments)} of its {len(steps)} operators",
             got="the end of the task",
             expected=missing.label,
         )
-    return mode.found
+    return mode.arguments
 
 
 class _Reissue(ThreadMode):
     def __init__(self, steps: Sequence[Step]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = steps
-        self.found: list[NewArguments] = []
+        self.arguments: list[NewArguments] = []
 
     def __torch_dispatch__(
         self,
@@ -77,7 +77,7 @@ class _Reissue(ThreadMode):
         return answer[0] if len(answer) == 1 else tuple(answer)
 
     def _match(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        index = len(self.found)
+        index = len(self.arguments)
         if index == len(self.steps):
             _refuse("the task issued more operators than at capture", op.label, "its end")
         step = self.steps[index]
@@ -103,7 +103,7 @@ class _Reissue(ThreadMode):
             name: _merge(old_kwargs[name], new, f"{op.label} argument {name!r}")
             for name, new in kwargs.items()
         }
-        self.found.append(NewArguments(new_args, new_kwargs))
+        self.arguments.append(NewArguments(new_args, new_kwargs))
 
 
 def _completed(

@@ -33,7 +33,7 @@ def blocks_of(segments: Iterable[Mapping[str, Any]], internal: frozenset[int]) -
     `internal` are sizes of what may be torch's own. A block that was freed and still waits for a
     stream is nobody's any more. Memory of `torch.cuda.MemPool` cannot be told from a graph pool's.
     """
-    found = []
+    blocks = []
     for segment in segments:
         in_pool = tuple(segment["segment_pool_id"]) != _NO_POOL
         address = segment["address"]
@@ -41,6 +41,6 @@ def blocks_of(segments: Iterable[Mapping[str, Any]], internal: frozenset[int]) -
             end = address + block["size"]
             if block["state"] == "active_allocated":
                 asked = block["requested_size"]
-                found.append(MemoryBlock(address, end, asked, in_pool, asked in internal))
+                blocks.append(MemoryBlock(address, end, asked, in_pool, asked in internal))
             address = end
-    return found
+    return blocks

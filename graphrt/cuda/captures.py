@@ -40,8 +40,8 @@ class CudaCaptures(Captures[GraphMemory]):
 
     def homes_of(self, graphs: Iterable[Any]) -> list[GraphMemory]:
         """The memory that these graphs were captured in, each once."""
-        found = {id(home): home for graph in graphs if (home := self._homes.get(graph)) is not None}
-        return list(found.values())
+        homes = {id(home): home for graph in graphs if (home := self._homes.get(graph)) is not None}
+        return list(homes.values())
 
     def abort(self, graph: Any) -> None:
         self._forks.end()

@@ -1,4 +1,4 @@
-"""A small continuous-batching engine on graphrt that proves replay equal to eager as it runs."""
+"""A small continuous-batching engine on graphrt that compares replay with padded eager at work."""
 
 from __future__ import annotations
 

@@ -50,14 +50,14 @@ def run_demo(
     console = console or Console()
     texts = _PROMPTS if prompts is None else _read_prompts(prompts)
     graphs, options = runner_settings(settings)
-    given: PlanArguments = {"sizes": _SIZES, **graphs}
+    graph_arguments: PlanArguments = {"sizes": _SIZES, **graphs}
     if mode is not None:
-        given["mode"] = GraphMode.parse(mode)
+        graph_arguments["mode"] = GraphMode.parse(mode)
     if sizes is not None:
-        given["sizes"] = sizes
+        graph_arguments["sizes"] = sizes
     setup, tokenizer = _load(model, platform, texts, max_new_tokens, console)
-    setup = replace(setup, graphs=given)
-    unpadded = replace(setup, graphs={**given, "mode": GraphMode.NONE})
+    setup = replace(setup, graphs=graph_arguments)
+    unpadded = replace(setup, graphs={**graph_arguments, "mode": GraphMode.NONE})
     with _threads(1 if model is None else torch.get_num_threads()):
         runs = {} if eager else _both_launches(setup, options, console)
         runs["eager, not padded"] = run_prompts(unpadded, options)

@@ -164,21 +164,21 @@ def inside(directory: Path, name: str) -> Path:
     """
     path, home = directory / name, directory.resolve()
     try:
-        found = path.resolve(strict=True)
+        target = path.resolve(strict=True)
     except RuntimeError as error:
         # What `resolve` makes of links that lead to one another.
         raise CheckpointError(f"{path} leads nowhere", got=error, expected="a file") from error
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
-    if not found.is_relative_to(home) and found.parent != blobs:
+    if not target.is_relative_to(home) and target.parent != blobs:
         raise CheckpointError(
             f"{path} leads out of its directory",
-            got=found,
+            got=target,
             expected=f"a file in {home}",
             advice="copy the file there, if it belongs to the checkpoint",
         )
-    if not found.is_file():
-        raise CheckpointError(f"{path} is no regular file", got=found, expected="a file")
-    return found
+    if not target.is_file():
+        raise CheckpointError(f"{path} is no regular file", got=target, expected="a file")
+    return target
 
 
 def _read_weights(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -191,15 +191,17 @@ def _read_weights(directory: Path, config: DecoderConfig, dtype: torch.dtype) ->
     for path in (directory / file for file in files):
         try:
             with safe_open(inside(directory, path.name), framework="pt") as tensors:
-                own = shapes.keys() & tensors.keys()
+                wanted = shapes.keys() & tensors.keys()
                 # Before anything is read: a file with holes can tell of any size.
-                told = {name: tuple(tensors.get_slice(name).get_shape()) for name in own}
-                for name, got in told.items():
+                stored_shapes = {
+                    name: tuple(tensors.get_slice(name).get_shape()) for name in wanted
+                }
+                for name, got in stored_shapes.items():
                     if got != (expected := shapes[name]):
                         raise CheckpointError(
                             f"{path}: shape of {name!r}", got=got, expected=expected
                         )
-                weights.update({name: tensors.get_tensor(name).to(dtype) for name in own})
+                weights.update({name: tensors.get_tensor(name).to(dtype) for name in wanted})
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing", expected=f"it, by {listing}") from error
         except (OSError, RuntimeError, SafetensorError) as error:

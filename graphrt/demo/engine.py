@@ -180,15 +180,15 @@ def random_step(
     """Requests for a step of `batch`, with random tokens and something in the cache before."""
     reqs = batch.num_reqs or min(batch.num_tokens, limits.max_num_reqs)
     scheduled = []
-    for place in range(reqs):
-        count = (batch.num_tokens + place) // reqs
+    for request in range(reqs):
+        count = (batch.num_tokens + request) // reqs
         before = int(
             torch.randint(max(limits.context - count, 1), (), generator=generator, device="cpu")
         )
         length = before + count
         tokens = torch.randint(vocab, (length,), generator=generator, device="cpu").tolist()
         pages = limits.pages(limits.context)
-        first = 1 + place * pages
-        own = list(range(first, first + limits.pages(length)))
-        scheduled.append((Request(tokens, length, limits.context, before, own), count))
+        first = 1 + request * pages
+        pages_of_request = list(range(first, first + limits.pages(length)))
+        scheduled.append((Request(tokens, length, limits.context, before, pages_of_request), count))
     return scheduled

@@ -150,17 +150,17 @@ def layer_weights(config: DecoderConfig, weights: Mapping[str, Tensor], index: i
     """The weights of layer `index`, with what is multiplied together in one tensor."""
 
     def fused(name: str, *parts: str) -> dict[str, Tensor]:
-        biases = [own[f"{part}.bias"] for part in parts if f"{part}.bias" in own]
-        found = {name: torch.cat([own[f"{part}.weight"] for part in parts])}
-        return found | ({f"{name}_bias": torch.cat(biases)} if biases else {})
+        biases = [of_layer[f"{part}.bias"] for part in parts if f"{part}.bias" in of_layer]
+        weights = {name: torch.cat([of_layer[f"{part}.weight"] for part in parts])}
+        return weights | ({f"{name}_bias": torch.cat(biases)} if biases else {})
 
     prefix = f"model.layers.{index}."
-    own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+    of_layer = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
     return LayerWeights(
-        input_norm=own["input_layernorm.weight"],
-        mlp_norm=own["post_attention_layernorm.weight"],
-        q_norm=own.get("self_attn.q_norm.weight"),
-        k_norm=own.get("self_attn.k_norm.weight"),
+        input_norm=of_layer["input_layernorm.weight"],
+        mlp_norm=of_layer["post_attention_layernorm.weight"],
+        q_norm=of_layer.get("self_attn.q_norm.weight"),
+        k_norm=of_layer.get("self_attn.k_norm.weight"),
         **fused("qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         **fused("out", "self_attn.o_proj"),
         **fused("gate_up", "mlp.gate_proj", "mlp.up_proj"),

@@ -96,7 +96,7 @@ def _room_of(*named: tuple[str, int]) -> Room:
 
     def room(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         return room_in_blocks(
-            *(args[place] if len(args) > place else kwargs.get(name) for name, place in named)
+            *(args[index] if len(args) > index else kwargs.get(name) for name, index in named)
         )
 
     return room

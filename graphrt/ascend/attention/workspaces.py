@@ -49,10 +49,10 @@ def of_paged(
         args = (*args, *(kwargs[name] for name in (*names, "block_table")[len(args) :]))
 
     def asked(lengths: Sequence[int]) -> torch.Tensor:
-        found: torch.Tensor = ask(
+        workspace: torch.Tensor = ask(
             *args, torch.tensor(lengths, dtype=torch.int32, device="cpu"), out
         )
-        return found
+        return workspace
 
     return {"workspace": _largest(asked, context_lens)}
 
@@ -73,8 +73,10 @@ def of_mla(
     args = (*args, *(kwargs.pop(name) for name in (*names, *more)[len(args) :]))
 
     def asked(lengths: Sequence[int]) -> torch.Tensor:
-        found: torch.Tensor = ask(*args[:5], list(lengths), *args[5:], lse is not None, **kwargs)
-        return found
+        workspace: torch.Tensor = ask(
+            *args[:5], list(lengths), *args[5:], lse is not None, **kwargs
+        )
+        return workspace
 
     return {"workspace": _largest(asked, context_lens)}
 
@@ -83,11 +85,11 @@ def _largest(asked: Any, worst: Sequence[int]) -> torch.Tensor:
     longest = max(worst)
     powers = [1 << bit for bit in range(longest.bit_length())]
     candidates = {longest, min(longest, _LONGEST_AT), *powers}
-    found: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
     for keys in sorted(candidates, reverse=True):
         # Those of requests that are padding are 0, also in the worst case.
         tensor = asked([min(keys, each) for each in worst])
-        if found is None or tensor.nbytes > found.nbytes:
-            found = tensor
-    assert found is not None
-    return found
+        if largest is None or tensor.nbytes > largest.nbytes:
+            largest = tensor
+    assert largest is not None
+    return largest

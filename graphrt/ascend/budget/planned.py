@@ -61,20 +61,20 @@ def planned_streams(
     and the figures of `Deployment`, of which `domains` may be a text such as "tp,ep". Raises
     `InvalidOptionError` for others.
     """
-    own = dict(settings)
-    device_name, profile = own.pop("device", None), str(own.pop("profile", STRUCTURAL))
+    left = dict(settings)
+    device_name, profile = left.pop("device", None), str(left.pop("profile", STRUCTURAL))
     known = [field.name for field in fields(Deployment) if field.name != "layers"]
-    for name in own.keys() - set(known):
+    for name in left.keys() - set(known):
         raise InvalidOptionError(
             "a plan for an NPU has no such setting",
             got=name,
             expected=", ".join(["device", "profile", *known]),
             advice=nearest(name, ["device", "profile", *known]),
         )
-    domains = own.pop("domains", ())
+    domains = left.pop("domains", ())
     if isinstance(domains, str):
         domains = [each.strip().lower() for each in domains.split(",")]
-    model = Deployment(layers, frozenset(domains), **own)
+    model = Deployment(layers, frozenset(domains), **left)
     available = None
     if device_name is not None:
         device = device_named(str(device_name))

@@ -209,9 +209,9 @@ def update_aclgraph_sizes(
 def profile_named(name: str) -> Profile:
     """The profile of that name; raises `InvalidOptionError` if there is none, as of versions after
     the formula was removed."""
-    found = PROFILES.get(name)
-    if found is not None:
-        return found
+    profile = PROFILES.get(name)
+    if profile is not None:
+        return profile
     version = _VERSION.match(name)
     if version is not None and tuple(map(int, version.groups())) >= _WITHOUT_FORMULA:
         raise InvalidOptionError(

@@ -88,8 +88,8 @@ DEVICES = {
 
 def device_of(name: str) -> Device:
     """The generation of a device by torch_npu's name for it; an unknown one counts as A2."""
-    found = (each for each in DEVICES.values() if name.startswith(each.prefixes))
-    return next(found, DEVICES["A2"])
+    devices = (each for each in DEVICES.values() if name.startswith(each.prefixes))
+    return next(devices, DEVICES["A2"])
 
 
 def device_named(name: str) -> Device:

@@ -120,10 +120,10 @@ def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> C
         for link in chain:
             if pattern.search(str(link)):
                 return _explained(cause, _codes([link]), link, environ)
-    for found in _codes(chain):
-        known = CAPTURE_CAUSES.get(found.code)
+    for code in _codes(chain):
+        known = CAPTURE_CAUSES.get(code.code)
         if known is not None:
-            return _explained(known, [found], found.link, environ)
+            return _explained(known, [code], code.link, environ)
     hang = explain_replay(error, environ)
     if isinstance(hang, DeviceHangError):
         # A capture waits for what was there before, and runs what it captured once.
@@ -149,8 +149,8 @@ def explain_replay(
     An update that does not match its capture is a `TaskContractError`, a device that does not
     finish a `DeviceHangError`, one graph with too many streams a `StreamBudgetError`.
     """
-    for found in _codes(_chain(error)):
-        cause = REPLAY_CAUSES.get(found.code)
+    for code in _codes(_chain(error)):
+        cause = REPLAY_CAUSES.get(code.code)
         if cause is None:
             continue
         what, advice = cause.what, cause.advice
@@ -158,7 +158,7 @@ def explain_replay(
             what = f"{what}: with {_BLOCKING}=1 a replay waits for its own end before its tasks run"
             advice = f"unset {_BLOCKING}"
         return cause.kind(
-            what, got=f"error {found.code} ({cause.name}): {_original(found.link)}", advice=advice
+            what, got=f"error {code.code} ({cause.name}): {_original(code.link)}", advice=advice
         )
     return None
 
@@ -175,9 +175,9 @@ def _explained(
 
 def _codes(chain: Iterable[BaseException]) -> list[_Code]:
     """The codes of all errors, causes before consequences, outer errors before inner ones."""
-    found = [_Code(int(code), link) for link in chain for code in _CODE.findall(str(link))]
+    codes = [_Code(int(code), link) for link in chain for code in _CODE.findall(str(link))]
     ranks = {code: rank for rank, code in enumerate(CONSEQUENCES, start=1)}
-    return sorted(found, key=lambda each: ranks.get(each.code, 0))
+    return sorted(codes, key=lambda each: ranks.get(each.code, 0))
 
 
 def _original(link: BaseException) -> str:

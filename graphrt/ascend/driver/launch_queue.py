@@ -166,10 +166,10 @@ def watch_queue() -> None:
     # device's own threads, which on a busy machine are there before the one that releases.
     launching = [each for each in threads if each.name == _LAUNCHING and each < releasing[0]]
     if launching:
-        found = _Launching(torch_npu().npu, min(launching).number)
+        thread = _Launching(torch_npu().npu, min(launching).number)
         # Where clocks are coarse nothing follows from one that stands still.
-        if all(found.launches() for _ in range(3)):
-            _launching.append(found)
+        if all(thread.launches() for _ in range(3)):
+            _launching.append(thread)
     elif any(each.name == _LAUNCHING for each in threads) and not _first:
         _first.append("an error from before the first pool of graphs")
 
@@ -202,7 +202,7 @@ def _wait_for_queue(stream: Any) -> None:
 
 
 def _threads_now() -> list[_Thread]:
-    found = []
+    threads = []
     try:
         numbers = os.listdir(_TASKS)
     except OSError:  # not Linux
@@ -213,5 +213,5 @@ def _threads_now() -> list[_Thread]:
         except OSError:  # it has ended meanwhile
             continue
         name, _, rest = text[text.index("(") + 1 :].rpartition(")")
-        found.append(_Thread(int(rest.split()[_START_TICKS]), int(number), name.lower()))
-    return found
+        threads.append(_Thread(int(rest.split()[_START_TICKS]), int(number), name.lower()))
+    return threads

@@ -162,7 +162,7 @@ def _as_recorded(update: TaskUpdate, record: Any) -> dict[str, Any]:
 
     Raises `InvalidUpdateError` for a name that torch_npu would ignore.
     """
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     recorded = _recorded_arguments(record)
     for name, value in update.values.items():
         if name not in recorded:
@@ -175,8 +175,8 @@ def _as_recorded(update: TaskUpdate, record: Any) -> dict[str, Any]:
         before = recorded[name]
         if isinstance(before, torch.Tensor) and isinstance(value, list):
             value = torch.tensor(value, dtype=before.dtype, device="cpu")
-        found[name] = value
-    return found
+        arguments[name] = value
+    return arguments
 
 
 def _recorded_arguments(record: Any) -> dict[str, Any]:

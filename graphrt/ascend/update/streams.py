@@ -62,13 +62,13 @@ def leave_stream(stream: Any) -> None:
     it (507009, 507000).
     """
     note_use(stream)
-    found = _live.get(stream.npu_stream)
-    if found is None:
+    stream_in_use = _live.get(stream.npu_stream)
+    if stream_in_use is None:
         return
-    with found.lock:
-        found.is_left = True
+    with stream_in_use.lock:
+        stream_in_use.is_left = True
     with _lock:
-        if _live.get(stream.npu_stream) is found:
+        if _live.get(stream.npu_stream) is stream_in_use:
             del _live[stream.npu_stream]
 
 

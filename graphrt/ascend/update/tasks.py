@@ -274,10 +274,10 @@ class Tasks:
     def _locked_stream(self, graph: Any, current: Any) -> Iterator[UpdateStream]:
         """The stream to update on, which nobody else does or begins to compute on meanwhile."""
         while True:
-            found = self._update_stream(graph, current)
-            with found.lock:
-                if not found.is_left:
-                    yield found
+            update_stream = self._update_stream(graph, current)
+            with update_stream.lock:
+                if not update_stream.is_left:
+                    yield update_stream
                     return
 
     @contextmanager
@@ -297,23 +297,23 @@ class Tasks:
 
     def _update_stream(self, graph: Any, current: Any) -> UpdateStream:
         memory = self._memories[graph]
-        found = self._streams.get(memory)
-        if found is None or found.is_left:
+        update_stream = self._streams.get(memory)
+        if update_stream is None or update_stream.is_left:
             avoid = self._capturing | self._captured_on[memory]
-            found = new_update_stream(self._npu, current, avoid)
-            self._streams[memory] = found
-        return found
+            update_stream = new_update_stream(self._npu, current, avoid)
+            self._streams[memory] = update_stream
+        return update_stream
 
 
 def _named(error: BaseException, update: TaskUpdate) -> GraphRTError | None:
     """What graphrt calls an error that torch_npu raised in an update; None for any other."""
     if isinstance(error, LaunchQueueError) or has_queue_ended(error):
-        found = queue_ended()
+        ended = queue_ended()
         hang = DeviceHangError(
-            f"task {update.name!r} cannot be signalled, so its replay never ends: {found.what}",
-            got=found.got,
-            expected=found.expected,
-            advice=found.advice,
+            f"task {update.name!r} cannot be signalled, so its replay never ends: {ended.what}",
+            got=ended.got,
+            expected=ended.expected,
+            advice=ended.advice,
         )
         hang.task = update.name
         return hang

@@ -27,9 +27,9 @@ def level_of(name: str, **facts: bool | int) -> Level:
     """Like `get_cudagraph_support`, with the conditions and the reason of the level."""
     backend = known_backend(name)
     complete = {fact.name: fact.default for fact in FACTS}
-    for given, value in facts.items():
-        _check_fact(given, value)
-        complete[given] = value
+    for fact, value in facts.items():
+        _check_fact(fact, value)
+        complete[fact] = value
     return next(
         level
         for level in backend.levels

@@ -64,17 +64,17 @@ class FlashAttention(AttentionBackend):
             "softmax_scale": self.shape.softmax_scale,
         }
         if step.query_len is not None:
-            found = self._library.flash_attn_with_kvcache(
+            result = self._library.flash_attn_with_kvcache(
                 query.view(-1, step.query_len, *query.shape[1:]),
                 *caches,
                 cache_seqlens=int32(step.context_lens),
                 num_splits=self.num_splits,
                 **common,
             )
-            out.copy_(found.flatten(0, 1))
+            out.copy_(result.flatten(0, 1))
             return
         assert step.query_start_loc is not None
-        found = self._library.flash_attn_varlen_func(
+        result = self._library.flash_attn_varlen_func(
             query,
             *caches,
             cu_seqlens_q=int32(step.query_start_loc),
@@ -84,7 +84,7 @@ class FlashAttention(AttentionBackend):
             max_seqlen_k=step.max_context,
             **common,
         )
-        copy_live(out, found, step.query_start_loc)
+        copy_live(out, result, step.query_start_loc)
 
 
 class FlashAttention3(AttentionBackend):
@@ -119,7 +119,7 @@ class FlashAttention3(AttentionBackend):
             ragged["max_seqlen_q"] = len(query)
         else:
             query = query.view(-1, step.query_len, *query.shape[1:])
-        found = self._library.flash_attn_with_kvcache(
+        result = self._library.flash_attn_with_kvcache(
             **operands(self.shape, query, caches),
             cache_seqlens=int32(step.context_lens),
             page_table=int32(step.block_table),
@@ -129,9 +129,9 @@ class FlashAttention3(AttentionBackend):
             **ragged,
         )
         if step.query_len is not None:
-            out.copy_(found.flatten(0, 1))
+            out.copy_(result.flatten(0, 1))
         else:
-            copy_live(out, found, ragged["cu_seqlens_q"])
+            copy_live(out, result, ragged["cu_seqlens_q"])
 
 
 def operands(
@@ -156,11 +156,11 @@ def key_starts(context_lens: torch.Tensor) -> torch.Tensor:
     return starts
 
 
-def copy_live(out: torch.Tensor, found: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+def copy_live(out: torch.Tensor, result: torch.Tensor, query_start_loc: torch.Tensor) -> None:
     """Copy the rows of requests to `out`, and zeros behind them, where nobody has written."""
     token = torch.arange(len(out), dtype=query_start_loc.dtype, device=out.device)
     padding = token >= query_start_loc[-1]
-    out.copy_(found.masked_fill(padding[:, None, None], 0))
+    out.copy_(result.masked_fill(padding[:, None, None], 0))
 
 
 def int32(tensor: torch.Tensor) -> torch.Tensor:

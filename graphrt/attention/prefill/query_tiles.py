@@ -108,8 +108,8 @@ def _pages(shape: AttentionShape, step: AttentionStep) -> torch.Tensor:
 
 
 def _uniform(shape: AttentionShape, step: AttentionStep, size: int) -> QueryTiles:
-    place = torch.arange(size, dtype=torch.int32, device=step.context_lens.device)
-    visible = step.context_lens[:, None] + (place + 1 - size)
+    row = torch.arange(size, dtype=torch.int32, device=step.context_lens.device)
+    visible = step.context_lens[:, None] + (row + 1 - size)
     return QueryTiles(
         size * len(visible), size, _pages(shape, step), visible, visible.flatten() <= 0
     )
@@ -129,8 +129,8 @@ def _ragged(
     # Tiles behind the last belong to the last request, past its end.
     tile = torch.arange(num_tiles, dtype=kind, device=device)
     owner = torch.searchsorted(tile_ends, tile, right=True).clamp(max=reqs - 1)
-    place = torch.arange(size, dtype=kind, device=device)
-    token = (tile - tile_starts[owner])[:, None] * size + place + starts[owner][:, None]
+    row = torch.arange(size, dtype=kind, device=device)
+    token = (tile - tile_starts[owner])[:, None] * size + row + starts[owner][:, None]
     end = ends[owner][:, None]
     visible = (step.context_lens[owner][:, None] - end + token + 1).masked_fill(token >= end, 0)
     slot, dead = _slots(step, query_starts, tile_starts, tokens, size)

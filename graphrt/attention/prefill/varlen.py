@@ -44,10 +44,10 @@ def varlen_attention(
         strict=True,
     )
     chunks = [_attend(shape, *chunk, caches=caches) for chunk in split]
-    found = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+    attended = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
     if tiles.slot is not None:
-        found = found.index_select(0, tiles.slot)
-    out.copy_(found.masked_fill(tiles.dead[:, None, None], 0))
+        attended = attended.index_select(0, tiles.slot)
+    out.copy_(attended.masked_fill(tiles.dead[:, None, None], 0))
 
 
 def _tile_bytes(shape: AttentionShape, size: int, context: int, item: int) -> int:
@@ -74,10 +74,10 @@ def _attend(
     mask = key < visible.clamp(min=1)[:, None, :, None]
     if size > 1:
         mask = mask[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
-    found = F.scaled_dot_product_attention(
+    result = F.scaled_dot_product_attention(
         grouped, keys, values, attn_mask=mask, scale=shape.softmax_scale
     )
-    by_slot = found.view(tiles, kv_heads, size, group, -1).transpose(1, 2)
+    by_slot = result.view(tiles, kv_heads, size, group, -1).transpose(1, 2)
     return by_slot[..., : shape.value_dim].reshape(tiles * size, shape.num_heads, -1)
 
 
@@ -86,10 +86,10 @@ def _gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of some tiles: [tiles, kv_heads, context, dim] each."""
     flat = pages.flatten()
-    found = [
+    gathered = [
         cache.index_select(0, flat).view(len(pages), -1, shape.kv_heads, shape.query_dim)
         for cache in caches
     ]
     # Kernels that need keys and values of one size take the whole latents as both.
-    keys, values = found if isinstance(shape, GroupedShape) else found * 2
+    keys, values = gathered if isinstance(shape, GroupedShape) else gathered * 2
     return keys.transpose(1, 2), values.transpose(1, 2)

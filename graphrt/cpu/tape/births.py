@@ -57,14 +57,18 @@ class Births:
         self._note_constant(out)
         return out
 
-    def are_constant(self, given: Any) -> bool:
+    def are_constant(self, arguments: Any) -> bool:
         """Whether there are tensors in `given`, and all are constants."""
-        tensors = tensors_in(given)
+        tensors = tensors_in(arguments)
         return bool(tensors) and all(map(self._is_constant, tensors))
 
-    def derive(self, op: Operator, given: Any, result: Any) -> None:
+    def derive(self, op: Operator, arguments: Any, result: Any) -> None:
         """Note what an operator has computed: constants, if all that it was given is."""
-        if op.repeatable and not op.allocates and all(map(self._is_constant, tensors_in(given))):
+        if (
+            op.repeatable
+            and not op.allocates
+            and all(map(self._is_constant, tensors_in(arguments)))
+        ):
             for tensor in tensors_in(result):
                 self._note_constant(tensor)
 
@@ -81,19 +85,19 @@ class Births:
     def wrapped(self, value: Any) -> None:
         """Note tensors over memory that the host may hold too: an array, a buffer, a file."""
         known = self._arena.wrapped
-        for place in [place for place, ref in known.items() if ref.expired()]:
-            del known[place]
+        for storage in [storage for storage, ref in known.items() if ref.expired()]:
+            del known[storage]
         tensors = [t for t in tensors_in(value) if t.layout is torch.strided]
-        for tensor, place in zip(tensors, storage_ids(tensors), strict=True):
-            known[place] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        for tensor, storage in zip(tensors, storage_ids(tensors), strict=True):
+            known[storage] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
-    def write(self, op: Operator | None, given: Any, written: Any = None) -> None:
+    def write(self, op: Operator | None, arguments: Any, written: Any = None) -> None:
         """Note that an operator of what is `given` may write the tensors in `written`; a compiled
         callable may write all."""
         if not (self._born or self._constant or self._arena.wrapped):
             return
-        tensors = tensors_in(given if written is None else written)
-        if op is None or not op.built_in or op.random or not self.are_constant(given):
+        tensors = tensors_in(arguments if written is None else written)
+        if op is None or not op.built_in or op.random or not self.are_constant(arguments):
             self._forget_constants(tensors)
         of_host = self._arena.wrapped.keys()
         if op is not None and op.mutates and not of_host.isdisjoint(storage_ids(tensors)):

@@ -111,8 +111,8 @@ def lower_functional(
     if variant is None or len(variant[1]) != len(outs):
         return None  # some results may be undefined: no tensor stands for them
     out_op, names, dropped = variant
-    given, kwargs = kwargs, {k: v for k, v in kwargs.items() if k not in dropped}
-    if not agrees(op, out_op.raw, names, args, given, kwargs, outs):
+    all_kwargs, kwargs = kwargs, {k: v for k, v in kwargs.items() if k not in dropped}
+    if not agrees(op, out_op.raw, names, args, all_kwargs, kwargs, outs):
         return None
     reference = Call(out_op.raw, args, kwargs | dict(zip(names, outs, strict=True)))
     for call in _out_spellings(op, reference, kwargs, results, outs):
@@ -182,7 +182,7 @@ def out_variant(op: Operator) -> tuple[Operator, tuple[str, ...], frozenset[str]
     returns = op.schema.returns
     if not returns or any(str(r.type) != "Tensor" for r in returns):
         return None
-    given = [(a.name, str(a.type)) for a in op.schema.arguments]
+    typed = [(a.name, str(a.type)) for a in op.schema.arguments]
     packet = op.func.overloadpacket
     for name in packet.overloads():
         try:
@@ -193,7 +193,7 @@ def out_variant(op: Operator) -> tuple[Operator, tuple[str, ...], frozenset[str]
         outs = tuple(a.name for a in arguments if a.is_out)
         rest = [(a.name, str(a.type)) for a in arguments if not a.is_out]
         dropped = _FACTORY - {name for name, _ in rest}
-        if len(outs) == len(returns) and rest == [g for g in given if g[0] not in dropped]:
+        if len(outs) == len(returns) and rest == [g for g in typed if g[0] not in dropped]:
             return operator_of(candidate), outs, dropped
     return None
 

@@ -81,8 +81,8 @@ class Operator:
         if not self.mutates:
             return [] if self.repeatable or self.random else [args, kwargs]
         return [
-            args[place] if place < len(args) else kwargs.get(argument.name)
-            for place, argument in enumerate(self.schema.arguments)
+            args[index] if index < len(args) else kwargs.get(argument.name)
+            for index, argument in enumerate(self.schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
 
@@ -94,12 +94,12 @@ class Operator:
             if alias is not None and alias.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 written[frozenset(alias.before_set)] = value
-        found = []
+        returned = []
         for result in self.schema.returns:
             alias = result.alias_info
             if alias is not None:
-                found.append(written.get(frozenset(alias.before_set)))
-        return found
+                returned.append(written.get(frozenset(alias.before_set)))
+        return returned
 
 
 @cache

@@ -30,17 +30,17 @@ class _Names:
         self._by_id: dict[int, str] = {}
 
     def of(self, *values: object) -> list[str]:
-        found = []
+        texts = []
         for value in values:
             if value is None or value is True or value is False:
-                found.append(repr(value))
+                texts.append(repr(value))
                 continue
             name = self._by_id.get(id(value))
             if name is None:
                 name = self._by_id[id(value)] = f"v{len(self._by_id)}"
                 self.namespace[name] = value
-            found.append(name)
-        return found
+            texts.append(name)
+        return texts
 
 
 def assemble(
@@ -80,8 +80,8 @@ def assemble(
 
 def _spell(call: Call, names: _Names) -> str:
     fn, *values = names.of(call.fn, *call.args, *call.kwargs.values())
-    for place, keyword in enumerate(call.kwargs, len(call.args)):
-        values[place] = f"{keyword}={values[place]}"
+    for index, keyword in enumerate(call.kwargs, len(call.args)):
+        values[index] = f"{keyword}={values[index]}"
     return f"{fn}({', '.join(values)})"
 
 

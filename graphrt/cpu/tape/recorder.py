@@ -298,12 +298,12 @@ class Tape(ThreadMode):
         return self.arena.empty_strided(like.size(), like.stride(), like.dtype)
 
     def keep_fresh(
-        self, result: Any, given: Any
+        self, result: Any, arguments: Any
     ) -> tuple[Any, tuple[tuple[int, torch.Tensor], ...], tuple[int, ...]]:
         """What is fresh in `result`, next to the tensors in `given`, as `copy_fresh` says it; the
         tensors themselves become the recorded outputs, kept alive."""
         tensors = tensors_in(result)
-        fresh = {id(t) for t in fresh_among(tensors, given)}
+        fresh = {id(t) for t in fresh_among(tensors, arguments)}
         copies = tuple((place, t) for place, t in enumerate(tensors) if id(t) in fresh)
         return result, copies, (0,) * len(copies)
 
@@ -319,8 +319,8 @@ def _run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _has_own_dispatch(kind: type) -> bool:
     if kind in PLAIN:
         return False
-    own = getattr(kind, "__torch_dispatch__", None)
-    return own is not None and own is not disabled_dispatch
+    dispatch = getattr(kind, "__torch_dispatch__", None)
+    return dispatch is not None and dispatch is not disabled_dispatch
 
 
 def _with_autocast(op: Operator, call: Call) -> Call:

@@ -11,19 +11,19 @@ from graphrt.cpu.private_torch import storage_ids
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples, dicts and dataclasses, in order."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     left = [value]
     while left:
         item = left.pop()
         if isinstance(item, torch.Tensor):
-            found.append(item)
+            tensors.append(item)
         elif isinstance(item, list | tuple):
             left.extend(item[::-1])
         elif isinstance(item, dict):
             left.extend([*item.values()][::-1])
         elif hasattr(type(item), "__dataclass_fields__"):
             left.extend([getattr(item, name) for name in type(item).__dataclass_fields__][::-1])
-    return found
+    return tensors
 
 
 def replace_tensors(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
@@ -39,9 +39,9 @@ def replace_tensors(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
     return value
 
 
-def fresh_among(tensors: list[torch.Tensor], given: Any) -> list[torch.Tensor]:
+def fresh_among(tensors: list[torch.Tensor], arguments: Any) -> list[torch.Tensor]:
     """Those of `tensors` that share no memory with the tensors in `given`."""
-    held = set(storage_ids(tensors_in(given)))
+    held = set(storage_ids(tensors_in(arguments)))
     storages = storage_ids(tensors)
     return [t for t, storage in zip(tensors, storages, strict=True) if storage not in held]
 

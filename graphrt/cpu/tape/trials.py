@@ -26,7 +26,7 @@ def agrees(
     names: Sequence[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    given: dict[str, Any],
+    out_kwargs: dict[str, Any],
     outs: Sequence[torch.Tensor],
 ) -> bool:
     """Whether `variant`, called with `given` in place of `kwargs` and outputs like `outs`, gives
@@ -37,7 +37,7 @@ def agrees(
     key = (op, variant, names, *map(_signature, (args, kwargs)), *map(_signature, outs))
     known = _verdicts.get(key)
     if known is None:
-        known = _verdicts[key] = _try(op, variant, names, args, kwargs, given, outs)
+        known = _verdicts[key] = _try(op, variant, names, args, kwargs, out_kwargs, outs)
     return known
 
 
@@ -47,7 +47,7 @@ def _try(
     names: Sequence[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    given: dict[str, Any],
+    out_kwargs: dict[str, Any],
     outs: Sequence[torch.Tensor],
 ) -> bool:
     # The numbers of the forward's own generator are not used up.
@@ -58,17 +58,19 @@ def _try(
         if t.dtype.is_floating_point or t.dtype.is_complex
     }
     args = replace_tensors(args, made)
-    own = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu") for t in outs]
-    before = list(map(identity, own))
+    buffers = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu") for t in outs]
+    before = list(map(identity, buffers))
     try:
         results = tensors_in(op.raw(*args, **replace_tensors(kwargs, made)))
-        variant(*args, **replace_tensors(given, made), **dict(zip(names, own, strict=True)))
+        variant(
+            *args, **replace_tensors(out_kwargs, made), **dict(zip(names, buffers, strict=True))
+        )
     except REFUSALS:
         return False  # it is run again and copied
     return (
-        len(results) == len(own)
-        and list(map(identity, own)) == before
-        and all(map(same_bits, results, own))
+        len(results) == len(buffers)
+        and list(map(identity, buffers)) == before
+        and all(map(same_bits, results, buffers))
     )
 
 

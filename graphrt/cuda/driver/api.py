@@ -65,7 +65,7 @@ def capture_dependencies(stream: int) -> tuple[int, list[int]]:
     )
     if failed or not graph.value:
         return 0, []
-    return graph.value, [nodes[place] or 0 for place in range(count.value)]
+    return graph.value, [nodes[index] or 0 for index in range(count.value)]
 
 
 def restart_capture(stream: int) -> bool:

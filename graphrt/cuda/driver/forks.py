@@ -60,8 +60,8 @@ class ForkWatch:
                     reached.add(node)
                     pending.append(node)
         for other, source in forked.items():
-            own, last = capture_dependencies(other)
-            if own == graph and not reached.issuperset(last):
+            other_graph, last = capture_dependencies(other)
+            if other_graph == graph and not reached.issuperset(last):
                 raise CaptureError(
                     "a stream that was forked inside the capture was not joined before its end",
                     source=None if source is None else str(source),

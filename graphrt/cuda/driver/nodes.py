@@ -32,12 +32,12 @@ def update_executable(executable: int, graph: int) -> bool:
 
 def can_instantiate(graph: int) -> bool:
     """Whether the driver makes an executable of a template; the one it made is destroyed."""
-    found = ctypes.c_void_p()
+    executable = ctypes.c_void_p()
     flags = ctypes.c_ulonglong(_AUTO_FREE)  # what torch passes
     library = need()
-    if library.cuGraphInstantiateWithFlags(ctypes.byref(found), pointer(graph), flags):
+    if library.cuGraphInstantiateWithFlags(ctypes.byref(executable), pointer(graph), flags):
         return False
-    check("cuGraphExecDestroy", library.cuGraphExecDestroy(found))
+    check("cuGraphExecDestroy", library.cuGraphExecDestroy(executable))
     return True
 
 
@@ -82,30 +82,30 @@ class NodeCalls:
 def memory_parameters(node: int, kind: int) -> bytes:
     """The parameters of a copy or a fill."""
     # Large enough for either; what is left stays zero.
-    found = (ctypes.c_char * 256)()
+    parameters = (ctypes.c_char * 256)()
     name = f"cuGraph{_MEMORY_NAMES[kind]}NodeGetParams"
-    check(name, getattr(need(), name)(pointer(node), found))
-    return found.raw
+    check(name, getattr(need(), name)(pointer(node), parameters))
+    return parameters.raw
 
 
 def argument_sizes(function: int) -> tuple[int, ...] | None:
     """The bytes of each argument of a kernel; None if the driver does not tell."""
     ask = getattr(need(), "cuFuncGetParamInfo", None)
     offset, size = ctypes.c_size_t(0), ctypes.c_size_t(0)
-    found: list[int] = []
+    sizes: list[int] = []
     while ask is not None:
-        place = ctypes.c_size_t(len(found))
-        status = ask(pointer(function), place, ctypes.byref(offset), ctypes.byref(size))
+        index = ctypes.c_size_t(len(sizes))
+        status = ask(pointer(function), index, ctypes.byref(offset), ctypes.byref(size))
         if status:
-            return tuple(found) if status == _INVALID_VALUE else None
-        found.append(size.value)
+            return tuple(sizes) if status == _INVALID_VALUE else None
+        sizes.append(size.value)
     return None
 
 
 def arguments_of(parameters: KernelParameters, sizes: Sequence[int]) -> list[bytes]:
     """The arguments of a kernel, which the driver holds as long as the node."""
     pointers = ctypes.cast(parameters.arguments, ctypes.POINTER(ctypes.c_void_p))
-    return [ctypes.string_at(pointers[place], size) for place, size in enumerate(sizes)]
+    return [ctypes.string_at(pointers[index], size) for index, size in enumerate(sizes)]
 
 
 class _UpdateResult(ctypes.Structure):
@@ -136,10 +136,10 @@ def nodes_of(graph: int) -> list[int]:
     count = ctypes.c_size_t(node_count(graph))
     if not count.value:
         return []  # arrays of no length are refused
-    found = (ctypes.c_void_p * count.value)()
-    status = need().cuGraphGetNodes(pointer(graph), found, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    status = need().cuGraphGetNodes(pointer(graph), nodes, ctypes.byref(count))
     check("cuGraphGetNodes", status)
-    return [node or 0 for node in found]
+    return [node or 0 for node in nodes]
 
 
 def edges(graph: int) -> list[tuple[int, int, bytes]]:
@@ -167,10 +167,10 @@ def is_chain(nodes: Sequence[int]) -> bool:
         check("cuGraphNodeGetDependencies", ask(pointer(node), None, None, ctypes.byref(count)))
         if count.value != 1:
             return False
-        found, kind = (ctypes.c_void_p * 1)(), (ctypes.c_char * 8)()
-        status = ask(pointer(node), found, kind, ctypes.byref(count))
+        dependencies, kind = (ctypes.c_void_p * 1)(), (ctypes.c_char * 8)()
+        status = ask(pointer(node), dependencies, kind, ctypes.byref(count))
         check("cuGraphNodeGetDependencies", status)
-        if found[0] != before:
+        if dependencies[0] != before:
             return False
     return True
 
@@ -187,10 +187,10 @@ def node_type(node: int) -> int:
 
 def kernel_parameters(node: int) -> KernelParameters:
     """How the kernel of a node is launched."""
-    found = KernelParameters()
-    status = need().cuGraphKernelNodeGetParams_v2(pointer(node), ctypes.byref(found))
+    parameters = KernelParameters()
+    status = need().cuGraphKernelNodeGetParams_v2(pointer(node), ctypes.byref(parameters))
     check("cuGraphKernelNodeGetParams", status)
-    return found
+    return parameters
 
 
 def kernel_attribute(node: int, attribute: int) -> bytes | None:

@@ -41,7 +41,7 @@ def pointers_of(graph: int) -> GraphPointers:
     before CUDA 12.4. Raises `DriverError` if it does not list the nodes of `graph`.
     """
     scan = _Scan()
-    found: list[tuple[int, ...]] = []
+    arguments: list[tuple[int, ...]] = []
     unread = 0
     pending = nodes_of(graph)
     while pending:
@@ -57,8 +57,8 @@ def pointers_of(graph: int) -> GraphPointers:
         if words is None:
             unread += 1
         elif words:
-            found.append(words)
-    return GraphPointers(found, unread)
+            arguments.append(words)
+    return GraphPointers(arguments, unread)
 
 
 class _Scan:
@@ -97,21 +97,21 @@ class _Layout:
         self.count = len(sizes)
         self._places = ctypes.c_void_p * self.count
         self._wide = [
-            (place, ctypes.c_uint64 * (size // _WORD))
-            for place, size in enumerate(sizes)
+            (index, ctypes.c_uint64 * (size // _WORD))
+            for index, size in enumerate(sizes)
             if size >= _WORD
         ]
 
     def words(self, arguments: int) -> list[int]:
         """All whole words, `arguments` being where the addresses of the arguments are."""
-        found: list[int] = []
+        words: list[int] = []
         if self._wide:
             places = self._places.from_address(arguments)
-            for place, array in self._wide:
-                address = places[place]
+            for index, array in self._wide:
+                address = places[index]
                 if address:
-                    found += array.from_address(address)[:]
-        return found
+                    words += array.from_address(address)[:]
+        return words
 
 
 def _layout_of(parameters: KernelParameters) -> _Layout | None:

@@ -68,8 +68,8 @@ class MoveTable:
         if pattern is None or len(words) // RingFormat.MOVE_WORDS + len(spans) > most:
             self.by_host += [move] if spans else []
             return
-        for place, (row, _, _) in enumerate(move.repeats):
-            at = len(words) + place * RingFormat.MOVE_WORDS + 1
+        for index, (row, _, _) in enumerate(move.repeats):
+            at = len(words) + index * RingFormat.MOVE_WORDS + 1
             self._rows.append((at, row, size_of_row, _ONE_OF_EACH[size_of_row]))
         for to, size in spans:
             words.extend((to, pattern, size, _FILL))
@@ -80,13 +80,13 @@ class MoveTable:
         """Write the moves to the slot that begins at `word`. `rows` are the ring's memory as
         numbers, by the bytes of one; `addresses` are those of the fields; `payload` is where the
         inputs wait in the memory."""
-        own = self._words
-        for place, number, at, _ in self._addresses:
-            own[place] = addresses[number] + at
-        for place, row, size, one_of_each in self._rows:
-            own[place] = rows[size][(payload + row) // size] * one_of_each
+        words = self._words
+        for index, number, at, _ in self._addresses:
+            words[index] = addresses[number] + at
+        for index, row, size, one_of_each in self._rows:
+            words[index] = rows[size][(payload + row) // size] * one_of_each
         start = word + RingFormat.FIRST_MOVE
-        rows[RingFormat.WORD_BYTES][start : start + len(own)] = own
+        rows[RingFormat.WORD_BYTES][start : start + len(words)] = words
 
     def packed(self) -> tuple[int, bytes, bytes]:
         """For `NativeWriter`: the count, the words, and which are known at a step alone."""

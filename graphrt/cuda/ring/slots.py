@@ -196,13 +196,15 @@ class SlotRing:
 
     def _fault(self) -> InputRingError:
         words = self.words
-        step, found = words[_FAULT] - 1, words[_FOUND]
+        step, number = words[_FAULT] - 1, words[_FOUND]
         words[_FAULT] = 0
         self.unsure = True
         return InputRingError(
             "a graph ran on the inputs of an earlier step: it found another step's slot in its "
             "ring, as when a graph of a runner is replayed without its runner",
-            got="a slot that was never written" if found == RingFormat.NO_STEP else f"step {found}",
+            got="a slot that was never written"
+            if number == RingFormat.NO_STEP
+            else f"step {number}",
             expected=f"step {step}",
             advice="run steps by the runner; what it returned since its last step may be wrong",
         )

@@ -79,16 +79,16 @@ class RingTransport:
     def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
         if moves.fetch is None:
             return self.staged.take(moves)
-        place = self.ring.take()
-        return place, self.ring.device.memory, self._memory[0] + place[1]
+        slot = self.ring.take()
+        return slot, self.ring.device.memory, self._memory[0] + slot[1]
 
-    def give(self, place: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
+    def give(self, slot: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
         if moves.fetch is None:
-            return self.staged.give(place, moves, stream, in_graph)
-        if self.ring.take() != place:
+            return self.staged.give(slot, moves, stream, in_graph)
+        if self.ring.take() != slot:
             return False
         table = self._table(moves, moves.from_host)
-        self._give(table, moves.fetch, place, (), in_graph)
+        self._give(table, moves.fetch, slot, (), in_graph)
         return True
 
     def _write(
@@ -99,17 +99,17 @@ class RingTransport:
         in_graph: bool,
     ) -> bool:
         """Write the slot of a step, and have it fetched; False if it cannot hold such a step."""
-        place = self.ring.take()
+        slot = self.ring.take()
         sources = sources_of(values, moves, self.slab, self._memory)
         kinds = sources.kinds
         table = self._table(moves, kinds)
         if not table.fits:
             return False
-        base = self._memory[0] + place[1]
+        base = self._memory[0] + slot[1]
         if kinds == moves.from_host:
             copy_rows(moves, base, sources.addresses)
             learn(moves, sources, self.ring, self.slab, table, None)
-            self._give(table, fetch, place, (), in_graph)
+            self._give(table, fetch, slot, (), in_graph)
             return True
         made: list[torch.Tensor] = []
         addresses = sources.addresses
@@ -124,19 +124,19 @@ class RingTransport:
             if apart.fits and all(each.device == self.slab.device for each in sources.tensors):
                 learn(moves, sources, self.ring, self.slab, apart, home)
         if table.count or in_graph:
-            self._give(table, fetch, place, addresses, in_graph)
+            self._give(table, fetch, slot, addresses, in_graph)
         return True
 
     def _give(
         self,
         table: MoveTable,
         fetch: Callable[[], None],
-        place: tuple[int, int],
+        slot: tuple[int, int],
         addresses: Any,
         in_graph: bool,
     ) -> None:
         """Pad a slot whose live rows are written, and have it fetched."""
-        word, payload = place
+        word, payload = slot
         for move in table.by_host:
             move.pad_at(self._memory[0] + payload)
         table.write(self.ring.rows, word, addresses, payload)
@@ -144,26 +144,26 @@ class RingTransport:
 
     def _table(self, moves: StepMoves, kinds: str) -> MoveTable:
         tables = self._prepared(moves).tables
-        found = tables.get(kinds)
-        if found is None:
-            found = MoveTable(moves.fields, kinds, self.slab.low, self.ring.moves)
-            tables[kinds] = found
-        return found
+        table = tables.get(kinds)
+        if table is None:
+            table = MoveTable(moves.fields, kinds, self.slab.low, self.ring.moves)
+            tables[kinds] = table
+        return table
 
     def _prepared(self, moves: StepMoves) -> Prepared:
-        found: Prepared | None = moves.prepared
-        if found is None:
-            found = moves.prepared = Prepared()
-        return found
+        prepared: Prepared | None = moves.prepared
+        if prepared is None:
+            prepared = moves.prepared = Prepared()
+        return prepared
 
-    def _address(self, given: torch.Tensor, made: list[torch.Tensor]) -> int:
+    def _address(self, source: torch.Tensor, made: list[torch.Tensor]) -> int:
         """Where the rows of an input on a device lie, one after the other, on the slab's own."""
-        value = given
+        value = source
         if value.device != self.slab.device:
             value = value.to(self.slab.device)
         if not value.is_contiguous():
             value = value.detach().contiguous()
-        if value is not given:
+        if value is not source:
             made.append(value)
         return value.data_ptr()
 

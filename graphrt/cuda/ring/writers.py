@@ -59,12 +59,12 @@ def learn(
         return
     if any(each.requires_grad for each in sources.tensors):
         return  # steps that are alike one without a gradient are plain hits
-    own = None
+    writer = None
     if home is not None or (moves.short is not None and not apart.by_host):
-        own = _writer(moves, sources, ring, slab, apart, home)
-        prepared.writers = [*prepared.writers[-MOST_KINDS + 1 :], own]
+        writer = _writer(moves, sources, ring, slab, apart, home)
+        prepared.writers = [*prepared.writers[-MOST_KINDS + 1 :], writer]
     prepared.made += 1
-    moves.alike = own
+    moves.alike = writer
 
 
 def _writer(

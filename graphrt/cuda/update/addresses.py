@@ -62,9 +62,9 @@ class Homes:
 def strange_address(homes: Homes, bases: Images, images: Images) -> int | None:
     """The first address of a stranger among the nodes of a task."""
     for base, image in zip(bases, images, strict=True):
-        found = homes.stranger(base, image)
-        if found is not None:
-            return found
+        address = homes.stranger(base, image)
+        if address is not None:
+            return address
     return None
 
 

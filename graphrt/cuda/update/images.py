@@ -59,11 +59,11 @@ def image_of(kind: int, launch: tuple[Any, ...], arguments: Iterable[bytes]) -> 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
     """Where each argument begins in the data of an image."""
-    found, at = [], 0
+    starts, at = [], 0
     for size in sizes:
-        found.append(at)
+        starts.append(at)
         at += size + -size % ALIGNMENT
-    return found
+    return starts
 
 
 def words(image: Image) -> memoryview:
@@ -80,30 +80,30 @@ def read_image(node: int, kind: int, sizes_of: dict[int, tuple[int, ...] | None]
         return NOTHING
     if kind != KERNEL:
         return image_of(kind, (), [memory_parameters(node, kind)])
-    found = kernel_parameters(node)
-    function = function_of(found)
+    parameters = kernel_parameters(node)
+    function = function_of(parameters)
     if function is None:
         return None
     if function not in sizes_of:
         sizes_of[function] = argument_sizes(function)
     sizes = sizes_of[function]
-    if sizes is None or (sizes and not found.arguments):
+    if sizes is None or (sizes and not parameters.arguments):
         return None
     launch = (
-        found.function,
-        found.kernel,
-        found.context,
-        tuple(found.grid),
-        tuple(found.block),
-        found.shared_bytes,
+        parameters.function,
+        parameters.kernel,
+        parameters.context,
+        tuple(parameters.grid),
+        tuple(parameters.block),
+        parameters.shared_bytes,
     )
-    return image_of(kind, launch, arguments_of(found, sizes))
+    return image_of(kind, launch, arguments_of(parameters, sizes))
 
 
 def key_of(values: Mapping[str, Any]) -> Hashable | None:
     """Host arguments as a key that tells 1 from 1.0 and 0.0 from -0.0; None if they are more than
     plain values, whose contents might change behind a key."""
-    found: list[Any] = []
+    key: list[Any] = []
     for name, value in values.items():
         parts = value if isinstance(value, list | tuple) else (value,)
         kinds = list(map(type, parts))
@@ -111,5 +111,5 @@ def key_of(values: Mapping[str, Any]) -> Hashable | None:
             return None
         if float in kinds:
             parts = [part.hex() if type(part) is float else part for part in parts]
-        found += (name, type(value), tuple(parts), tuple(kinds))
-    return tuple(found)
+        key += (name, type(value), tuple(parts), tuple(kinds))
+    return tuple(key)

@@ -141,13 +141,13 @@ class Ladder:
         each; returns how many had it not yet."""
         set_kernel, executable = self.calls.set_kernel, self._executable
         slow = self._refused or image.kind != KERNEL or image.launch is SKIPPED
-        given = done = 0
+        patched = done = 0
         # A step spends most of its time here.
         for number in numbers:
             node, setting = nodes[number]
             if node.applied is image:
                 continue
-            given += 1
+            patched += 1
             if slow or node.off:
                 self.give(node, setting, image)
                 continue
@@ -158,7 +158,7 @@ class Ladder:
             else:
                 done += 1
         self._counts.patches += done
-        return given
+        return patched
 
     def give_directly(self, node: TaskNode, reference: Any) -> None:
         """Let `node` have parameters that are gone after this call: the template takes them too,

@@ -80,17 +80,17 @@ class SharedSetting(WholeSetting):
 
     __slots__ = ("_runs", "mixed", "pieces")
 
-    def __init__(self, image: Image, own: frozenset[int]) -> None:
+    def __init__(self, image: Image, unshared: frozenset[int]) -> None:
         super().__init__(image)
         self._runs: list[slice] = []
         self.mixed: list[bool] = []
         for at, size in zip(offsets(image.sizes), image.sizes, strict=True):
             first, end = at // WORD, (at + size + WORD - 1) // WORD
             # The driver reads a copy's or a fill's parameters in one piece.
-            mixed = image.kind != KERNEL or not own.isdisjoint(range(first, end))
+            mixed = image.kind != KERNEL or not unshared.isdisjoint(range(first, end))
             self.mixed.append(mixed)
             if mixed:
-                self._runs += _runs(first, end, own)
+                self._runs += _runs(first, end, unshared)
         self.pieces = [(run, image.data[run]) for run in self._runs]
 
     def load(self, image: Image) -> None:
@@ -135,17 +135,17 @@ class PatchedSetting:
         self._image = image
 
 
-def _runs(first: int, end: int, own: frozenset[int]) -> list[slice]:
+def _runs(first: int, end: int, unshared: frozenset[int]) -> list[slice]:
     """The bytes of the words from `first` to `end` that are not `own`, in as few pieces."""
-    found: list[slice] = []
+    runs: list[slice] = []
     for word in range(first, end):
-        if word in own:
+        if word in unshared:
             continue
         start, stop = word * WORD, (word + 1) * WORD
-        if found and found[-1].stop == start:
-            start = found.pop().start
-        found.append(slice(start, stop))
-    return found
+        if runs and runs[-1].stop == start:
+            start = runs.pop().start
+        runs.append(slice(start, stop))
+    return runs
 
 
 def _buffer_of(data: bytes) -> ctypes.Array[ctypes.c_char]:

@@ -39,12 +39,12 @@ def own_words(bases: Sequence[Image]) -> frozenset[int]:
     )
 
 
-def patched(base: Image, own: frozenset[int], source: Image) -> Image | None:
+def patched(base: Image, unshared: frozenset[int], source: Image) -> Image | None:
     """`source` with the own words of `base`; None if their arguments have other sizes."""
     if source.sizes != base.sizes:
         return None
     data = bytearray(source.data)
-    for word in own:
+    for word in unshared:
         data[word * WORD : (word + 1) * WORD] = base.data[word * WORD : (word + 1) * WORD]
     return source._replace(data=bytes(data))
 
@@ -109,20 +109,20 @@ class Family:
         self, images: Images, issuer: int, numbers: Sequence[int], ladder: Ladder
     ) -> None:
         for column, image in zip(self._columns, images, strict=True):
-            own = issuer in numbers and column[issuer][0].applied is not image
-            given = ladder.give_all(column, numbers, image)
-            self._counts.shared_patches += given - (own and given > 0)
+            issuer_patched = issuer in numbers and column[issuer][0].applied is not image
+            patched_nodes = ladder.give_all(column, numbers, image)
+            self._counts.shared_patches += patched_nodes - (issuer_patched and patched_nodes > 0)
 
     def _by_values(
         self, updates: Sequence[TaskUpdate]
     ) -> list[tuple[Mapping[str, Any], list[int]]]:
-        found: dict[Hashable, tuple[Mapping[str, Any], list[int]]] = {}
+        groups: dict[Hashable, tuple[Mapping[str, Any], list[int]]] = {}
         for number, index in enumerate(self.indices):
             values = updates[index].values
             key = key_of(values)
             # An id is no key of values: those are tuples.
-            found.setdefault(id(values) if key is None else key, (values, []))[1].append(number)
-        return list(found.values())
+            groups.setdefault(id(values) if key is None else key, (values, []))[1].append(number)
+        return list(groups.values())
 
     def _find(
         self,
@@ -188,8 +188,8 @@ class Family:
     def _join(self, checked: Known) -> None:
         """From now on one layer is issued for all."""
         self.alike = True
-        for bases, own in zip(zip(*self._bases, strict=True), self._own, strict=True):
-            shared = SharedSetting(bases[0], own)
+        for bases, unshared in zip(zip(*self._bases, strict=True), self._own, strict=True):
+            shared = SharedSetting(bases[0], unshared)
             index = len(self._columns)
             self._columns.append(
                 [
@@ -218,8 +218,8 @@ def _base(node: TaskNode) -> Image:
     return node.base
 
 
-def _same_if_equal(known: Image, found: Image) -> Image:
+def _same_if_equal(known: Image, image: Image) -> Image:
     # What a node has already, and how it is launched, is found by identity.
-    if found == known:
+    if image == known:
         return known
-    return found._replace(launch=known.launch) if found.launch == known.launch else found
+    return image._replace(launch=known.launch) if image.launch == known.launch else image

@@ -87,9 +87,9 @@ class Recorder:
     def handle(self, tasks: GraphTasks, nodes: Sequence[int]) -> TaskHandle:
         """The handle of a task that was captured as `nodes`."""
         kinds = [node_type(node) for node in nodes]
-        found = [TaskNode(node, kind) for node, kind in zip(nodes, kinds, strict=True)]
+        task_nodes = [TaskNode(node, kind) for node, kind in zip(nodes, kinds, strict=True)]
         fixed = list(map(_fixed, nodes, kinds))
-        return TaskHandle(tasks, found, fixed, torch.cuda.current_stream())
+        return TaskHandle(tasks, task_nodes, fixed, torch.cuda.current_stream())
 
     def read(self, handle: TaskHandle) -> None:
         """Read what a task was captured with; its graph is captured, and no capture is open in
@@ -106,12 +106,12 @@ class Recorder:
         """The parameters of a task with its new host arguments, checked against its capture."""
         handle: TaskHandle = update.handle
         with self._recorded(update) as nodes:
-            found = [
+            read = [
                 read_image(node, kind, self._sizes)
                 for node, kind in zip(nodes, handle.kinds, strict=False)
             ]
-        images = tuple(image for image in found if image is not None)
-        if len(images) != len(found):
+        images = tuple(image for image in read if image is not None)
+        if len(images) != len(read):
             raise refused(update, "a kernel whose arguments the driver does not tell")
         assert handle.bases is not None
         images = with_skipped(handle.bases, images)
@@ -303,10 +303,10 @@ def _captured(update: TaskUpdate) -> int:
         return finish_capture(stream)
 
 
-def _other_nodes(found: list[int], captured: list[int]) -> str:
-    if len(found) != len(captured):
-        return f"{len(found)} nodes where it captured {len(captured)}"
-    return f"nodes of kinds {found} where it captured {captured}"
+def _other_nodes(now: list[int], captured: list[int]) -> str:
+    if len(now) != len(captured):
+        return f"{len(now)} nodes where it captured {len(captured)}"
+    return f"nodes of kinds {now} where it captured {captured}"
 
 
 def _fixed(node: int, kind: int) -> Hashable:

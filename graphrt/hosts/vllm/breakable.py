@@ -78,8 +78,8 @@ class _BreakableCalls:
         self._step = step
         # vLLM gives None in some steps for what it leaves out in others.
         self._left_out = {name: None for name, value in kwargs.items() if value is None}
-        given = {name: value for name, value in kwargs.items() if value is not None}
-        return inner(*args, **given)
+        named = {name: value for name, value in kwargs.items() if value is not None}
+        return inner(*args, **named)
 
     @property
     def graph_pool(self) -> Any:
@@ -102,9 +102,9 @@ class _BreakableCalls:
         """What is captured, by vLLM's descriptor, or that and the key of `key_fn`; whatever is
         assigned destroys it."""
         return {
-            own.variant: entry
+            descriptor.variant: entry
             for inner in self._inner.values()
-            for own, entry in inner.entries.items()
+            for descriptor, entry in inner.entries.items()
         }
 
     @entries.setter

@@ -41,16 +41,16 @@ class Steps:
         """The context of a step whose graph depends on `key` as well."""
         assert step.descriptor is not None
         both = step.descriptor.variant, key
-        own = self._steps.get((step.mode.name, both))
-        if own is None:
-            own = self._new(step.mode.name, both, step.descriptor.num_tokens)
-        own.begin_step()
-        return own
+        keyed = self._steps.get((step.mode.name, both))
+        if keyed is None:
+            keyed = self._new(step.mode.name, both, step.descriptor.num_tokens)
+        keyed.begin_step()
+        return keyed
 
     def _new(self, mode: str, key: Any, num_tokens: int | None = None) -> ForwardContext:
         tokens = key.num_tokens if num_tokens is None else num_tokens
-        own = BatchDescriptor(tokens, getattr(key, "num_reqs", None), variant=key)
-        step = ForwardContext(GraphMode[mode], own, dispatcher=self.eager)
+        descriptor = BatchDescriptor(tokens, getattr(key, "num_reqs", None), variant=key)
+        step = ForwardContext(GraphMode[mode], descriptor, dispatcher=self.eager)
         # One that is not kept is slower, as its graphs are looked up by the descriptor.
         if len(self._steps) < MOST:
             self._steps[mode, key] = step

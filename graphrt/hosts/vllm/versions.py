@@ -130,11 +130,11 @@ _MISSING: Any = object()
 def _found(module: str, path: str) -> Any:
     """What a dotted name of a module stands for; `_MISSING` if there is none."""
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ModuleNotFoundError:
         return _MISSING
     for name in path.split("."):
-        found = getattr(found, name, _MISSING)
-        if found is _MISSING:
+        value = getattr(value, name, _MISSING)
+        if value is _MISSING:
             break
-    return found
+    return value

@@ -88,7 +88,7 @@ class _PoolAndEntries:
     @property
     def concrete_cudagraph_entries(self) -> Any:
         """What is captured, by vLLM's descriptor; whatever is assigned destroys it."""
-        return {own.variant: entry for own, entry in self.entries.items()}
+        return {descriptor.variant: entry for descriptor, entry in self.entries.items()}
 
     @concrete_cudagraph_entries.setter
     def concrete_cudagraph_entries(self, entries: Any) -> None:

@@ -51,8 +51,8 @@ class Engine:
 
     def wrappers(self) -> weakref.WeakSet[Any]:
         """All wrappers of the process, which sleep mode clears."""
-        found: weakref.WeakSet[Any] = self._module._acl_graph_wrappers
-        return found
+        wrappers: weakref.WeakSet[Any] = self._module._acl_graph_wrappers
+        return wrappers
 
     def params_of(self, forward_context: Any) -> Any:
         """The `GraphParams` that attention fills and updates in this context; None for none."""

@@ -57,9 +57,9 @@ class Entries(dict[Any, ACLGraphEntry]):
     def pop(self, key: Any, *default: Any) -> Any:
         if key not in self:
             return super().pop(key, *default)
-        found = self[key]
+        entry = self[key]
         del self[key]
-        return found
+        return entry
 
     def popitem(self) -> tuple[Any, ACLGraphEntry]:
         if not self:

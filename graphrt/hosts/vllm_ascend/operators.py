@@ -21,8 +21,8 @@ class Issued(NamedTuple):
     @property
     def workspace(self) -> torch.Tensor | None:
         """The scratch memory that it was given."""
-        found = self.kwargs.get("workspace")
-        return found if isinstance(found, torch.Tensor) else None
+        workspace = self.kwargs.get("workspace")
+        return workspace if isinstance(workspace, torch.Tensor) else None
 
 
 class OperatorWatch(ThreadMode):
@@ -59,8 +59,8 @@ class OperatorWatch(ThreadMode):
 def _check_lengths(issued: Issued) -> None:
     """Those of paged attention are looked at in torch_npu's queue of launches, where an error ends
     all that the process does on the device."""
-    given = _by_name(issued)
-    for name, value in given.items():
+    arguments = _by_name(issued)
+    for name, value in arguments.items():
         lengths = _on_host(value)
         if lengths and min(lengths) < 0:
             raise InvalidUpdateError(
@@ -69,10 +69,10 @@ def _check_lengths(issued: Issued) -> None:
                 expected="0 or more for each request",
                 advice="0 for a request that is padding",
             )
-    lengths = _on_host(given.get("context_lens"))
+    lengths = _on_host(arguments.get("context_lens"))
     if not lengths:
         return
-    keys, requests = _room(given)
+    keys, requests = _room(arguments)
     if keys is not None and max(lengths) > keys:
         raise InvalidUpdateError(
             f"argument 'context_lens' of {issued.function} is beyond its block table",
@@ -89,14 +89,14 @@ def _check_lengths(issued: Issued) -> None:
         )
 
 
-def _room(given: dict[str, Any]) -> tuple[int | None, int | None]:
+def _room(arguments: dict[str, Any]) -> tuple[int | None, int | None]:
     """How many keys one request may have, and how many requests there are, as far as is known."""
-    if "key_cache" not in given:
-        latents, heads = given.get("ctkv"), given.get("kv_headnum")
-        return room_in_blocks(latents, given.get("block_tables"), heads), None
+    if "key_cache" not in arguments:
+        latents, heads = arguments.get("ctkv"), arguments.get("kv_headnum")
+        return room_in_blocks(latents, arguments.get("block_tables"), heads), None
     # Paged attention has one token a request.
-    table, heads = given.get("block_table"), given.get("num_kv_heads")
-    return room_in_blocks(given["key_cache"], table, heads), len(given["query"])
+    table, heads = arguments.get("block_table"), arguments.get("num_kv_heads")
+    return room_in_blocks(arguments["key_cache"], table, heads), len(arguments["query"])
 
 
 def _by_name(issued: Issued) -> dict[str, Any]:

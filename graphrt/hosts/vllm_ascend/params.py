@@ -59,8 +59,8 @@ class GraphParams:
         update = under_way.get()
         if update is None:
             return None
-        found = [s for s in update.sites if s.sites.params is self and s.tokens == tokens]
-        if not found:
+        sites = [s for s in update.sites if s.sites.params is self and s.tokens == tokens]
+        if not sites:
             first = update.sites[0]
             raise TaskContractError(
                 "an update asks for the sites of another graph than the one it is for",
@@ -69,7 +69,7 @@ class GraphParams:
                 expected=f"{first.tokens} tokens",
                 advice="the GraphParams, and the number of tokens, of the graph that is replayed",
             )
-        return found
+        return sites
 
 
 class _ByTokens(dict[int, Any]):
@@ -133,12 +133,14 @@ class _Workspaces(dict[int, Any]):
         return None if updated is None else updated[0].sites.workspaces
 
     def __getitem__(self, tokens: int) -> Any:
-        own = self._of_graph(tokens)
-        return super().__getitem__(tokens) if own is None else own.get(tokens)
+        workspaces = self._of_graph(tokens)
+        return super().__getitem__(tokens) if workspaces is None else workspaces.get(tokens)
 
     def get(self, tokens: int, default: Any = None) -> Any:
-        own = self._of_graph(tokens)
-        return super().get(tokens, default) if own is None else own.get(tokens, default)
+        workspaces = self._of_graph(tokens)
+        return (
+            super().get(tokens, default) if workspaces is None else workspaces.get(tokens, default)
+        )
 
     def __setitem__(self, tokens: int, workspace: Any) -> None:
         sites = self._params._capturing()

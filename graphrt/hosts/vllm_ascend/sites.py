@@ -60,7 +60,7 @@ class Sites:
     def __init__(self, params: Any, recording: Recording) -> None:
         self.params = params
         self.workspaces: dict[int, Any] = {}
-        self.found: list[Site] = []
+        self.issued: list[Site] = []
         self._recording = recording
         self._kept: dict[int, Any] = {}
         self._open: Site | None = None
@@ -95,12 +95,12 @@ class Sites:
             args, kwargs = tree.map_tensors(self._recording.captured_ref, (args, kwargs))
             site.issued = Issued(function, args, kwargs)
         spec = UpdatableTask("vllm-ascend", site.issued.function if site.issued else _unknown, {})
-        name = f"call {len(self.found)} of {site.tokens} tokens"
+        name = f"call {len(self.issued)} of {site.tokens} tokens"
         handle = TaskHandle(group, site.event.event, site)
         args, kwargs = (site.issued.args, site.issued.kwargs) if site.issued else ((), {})
         site.task = CapturedTask(spec, name, handle, args, kwargs, {})
         self._recording.add_task(site.task)
-        self.found.append(site)
+        self.issued.append(site)
         for tokens, workspace in self.workspaces.items():
             if isinstance(workspace, torch.Tensor):
                 self._kept[tokens] = self._recording.captured_ref(workspace)
@@ -112,8 +112,8 @@ class Sites:
 
     def workspace(self) -> torch.Tensor | None:
         """The largest scratch memory that a site was captured with."""
-        found = [site.issued.workspace for site in self.found if site.issued is not None]
-        tensors = [each for each in found if each is not None]
+        workspaces = [site.issued.workspace for site in self.issued if site.issued is not None]
+        tensors = [each for each in workspaces if each is not None]
         return max(tensors, key=lambda tensor: tensor.numel() * tensor.element_size(), default=None)
 
     def _of_open(self, what: str) -> Site:

@@ -32,9 +32,9 @@ class ConformanceBase:
 
     @pytest.fixture(autouse=True)
     def _available(self) -> None:
-        found = self.platform.availability()
-        if not found.available:
-            pytest.skip(f"platform {self.platform.name} is not available: {found.reason}")
+        availability = self.platform.availability()
+        if not availability.available:
+            pytest.skip(f"platform {self.platform.name} is not available: {availability.reason}")
 
     @pytest.fixture
     def pool(self) -> Iterator[GraphPool]:

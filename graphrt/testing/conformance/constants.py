@@ -272,12 +272,12 @@ class ConstantConformance(ConformanceBase):
         for values in ((4, 3, 2, 1), (0, 9, 0, 9)):
             x.copy_(self.tensor(*values))
             expected = self.host(reads(*makes(x)))
-            given = self.step(first, FULL, x)
-            assert torch.equal(self.host(self.step(second, FULL, *given)), expected)
-        given[1].add_(1)
+            constants = self.step(first, FULL, x)
+            assert torch.equal(self.host(self.step(second, FULL, *constants)), expected)
+        constants[1].add_(1)
         if self.platform.needs_pinned_copies:
             with pytest.raises(BakedScalarError, match="earlier piece"):
-                self.step(second, FULL, *given)
+                self.step(second, FULL, *constants)
 
     def test_a_mask_of_an_array_is_a_constant_where_arrays_are(self, pool: GraphPool) -> None:
         x = self.tensor(1, 2, 3, 4)

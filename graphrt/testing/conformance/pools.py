@@ -54,7 +54,7 @@ class PoolConformance(ConformanceBase):
         broken = self.wrap(lambda y: other_thread(y + 1), PIECEWISE, pool, breakable=True)
         self.capture(broken, PIECEWISE, x)
         self.step(broken, PIECEWISE, x)
-        assert [type(found) for found in inside] == [PoolBusyError] * 2
+        assert [type(error) for error in inside] == [PoolBusyError] * 2
         assert self.first(self.step(wrapper, FULL, x)) == [2, 3, 4, 5]
 
     def test_a_step_begun_between_two_pieces_of_another_thread_raises(
@@ -63,23 +63,23 @@ class PoolConformance(ConformanceBase):
         wrapper = self.wrap(lambda x: x + 1, PIECEWISE, pool)
         x = self.tensor(1, 2, 3, 4)
         self.capture(wrapper, PIECEWISE, x)
-        found: list[Any] = []
+        errors: list[Any] = []
 
         def model(y: torch.Tensor) -> torch.Tensor:
             result: torch.Tensor = wrapper(y)
-            found.append(in_thread(lambda: self.step(wrapper, PIECEWISE, x)))
+            errors.append(in_thread(lambda: self.step(wrapper, PIECEWISE, x)))
             return result
 
         self.step(model, PIECEWISE, x)
-        assert isinstance(found[0], PoolBusyError)
-        assert "GraphPool of its own" in str(found[0])
+        assert isinstance(errors[0], PoolBusyError)
+        assert "GraphPool of its own" in str(errors[0])
 
     def test_two_pools_in_two_threads_do_not_disturb_each_other(self, pool: GraphPool) -> None:
         errors: list[Any] = []
 
         def work(offset: float) -> None:
-            own = GraphPool(self.platform)
-            wrapper = self.wrap(lambda x: x + offset, FULL, own)
+            pool = GraphPool(self.platform)
+            wrapper = self.wrap(lambda x: x + offset, FULL, pool)
             x = self.tensor(1, 2, 3, 4)
             self.capture(wrapper, FULL, x)
             for value in range(50):
@@ -88,16 +88,16 @@ class PoolConformance(ConformanceBase):
                 if self.first(out) != [value + offset] * 4:
                     errors.append((offset, value, self.first(out)))
 
-        found = []
+        errors = []
         threads = [
-            threading.Thread(target=lambda n=n: found.append(in_thread(lambda: work(n))))
+            threading.Thread(target=lambda n=n: errors.append(in_thread(lambda: work(n))))
             for n in (1.0, 100.0)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert found == [None, None]
+        assert errors == [None, None]
         assert errors == []
 
     def test_context_reaches_a_new_thread_only_when_it_is_carried(self, pool: GraphPool) -> None:
@@ -212,10 +212,10 @@ class PoolConformance(ConformanceBase):
     def test_keyed_graphs_are_captured_now_and_replayed_by_key(self, pool: GraphPool) -> None:
         graphs, x = KeyedGraphs(pool), self.tensor(1, 2, 3, 4)
         keys: list[Any] = ["one", 2, ("three",)]
-        for place, key in enumerate(keys):
-            graphs.capture(key, partial(torch.add, x, place + 1))
+        for index, key in enumerate(keys):
+            graphs.capture(key, partial(torch.add, x, index + 1))
         for value in (5.0, 6.0):
             x.copy_(self.tensor(value, value, value, value))
-            for place, key in enumerate(keys):
-                assert self.first(graphs.replay(key)) == [value + place + 1] * 4
-                assert self.first(graphs[key].outputs) == [value + place + 1] * 4
+            for index, key in enumerate(keys):
+                assert self.first(graphs.replay(key)) == [value + index + 1] * 4
+                assert self.first(graphs[key].outputs) == [value + index + 1] * 4

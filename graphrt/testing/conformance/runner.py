@@ -94,7 +94,7 @@ class RunnerConformance(ConformanceBase):
             for rows in ([1.0], [1.0, 2.0], [3.0, 4.0, 5.0], [1.0] * 5):
                 batch = Batch(len(rows), len(rows), 1)
                 self.counter.zero_()
-                found = self.host(runner(batch, **self.values(*rows)))
+                outputs = self.host(runner(batch, **self.values(*rows)))
                 dispatch = runner.last_dispatch
                 assert dispatch is not None
                 if dispatch.mode is GraphMode.NONE:
@@ -102,8 +102,8 @@ class RunnerConformance(ConformanceBase):
                     continue
                 self.counter.zero_()
                 expected = runner.run_padded_eagerly(batch, dispatch, self.values(*rows))
-                assert found.shape == (len(rows), 8)
-                assert torch.equal(found, self.host(expected))
+                assert outputs.shape == (len(rows), 8)
+                assert torch.equal(outputs, self.host(expected))
 
     def test_capture_leaves_declared_state_as_it_was(self) -> None:
         with self.runner(mode="FULL_AND_PIECEWISE") as runner:

@@ -107,7 +107,7 @@ class TaskConformance(ConformanceBase):
 
     def test_a_task_asks_for_its_workspace_at_capture_and_keeps_it(self, pool: GraphPool) -> None:
         self.need(Capability.TASK_UPDATE)
-        plain, asked, given = self.task(), [], set()
+        plain, asked, addresses = self.task(), [], set()
 
         def issue(
             x: torch.Tensor,
@@ -117,7 +117,7 @@ class TaskConformance(ConformanceBase):
             workspace: torch.Tensor | None = None,
         ) -> None:
             scratch = torch.empty_like(x) if workspace is None else workspace
-            given.add(scratch.data_ptr())
+            addresses.add(scratch.data_ptr())
             plain.issue(x, scratch, lengths=lengths)
             torch.mul(scratch, 1, out=out)
 
@@ -136,13 +136,13 @@ class TaskConformance(ConformanceBase):
             self.two_layers(task), PIECEWISE, x, descriptor=DESCRIPTOR, updates=updates
         )
         assert asked == []
-        given.clear()
+        addresses.clear()
         self.capture(wrapper, FULL, x, descriptor=DESCRIPTOR)
         assert asked == [[0] * 4] * 2
-        fixed = set(given)
+        fixed = set(addresses)
         assert self.run(wrapper, x, updates) == self.first(eager) == [7, 11, 15, 19]
         assert self.run(wrapper, x, {"attention": {"lengths": [0, 2]}}) == [13, 22, 31, 40]
-        assert given == fixed and len(asked) == 2
+        assert addresses == fixed and len(asked) == 2
 
     def test_tasks_on_both_sides_of_an_eager_break_are_updated(self, pool: GraphPool) -> None:
         self.need(Capability.TASK_UPDATE)

@@ -104,14 +104,14 @@ class FlashInferAttention(AttentionBackend):
         block_table = buffers[self._inputs[0]]
         reqs, max_blocks = block_table.shape
         decode = descriptor.uniform and descriptor.query_len == 1
-        found = self._lengths(buffers, descriptor, phase).padded(reqs, int(decode))
-        lists = page_lists(found.context_lens, self.shape.page_size, max_blocks)
-        query_starts = starts(torch.tensor(found.query_lens, dtype=torch.int32, device="cpu"))
+        lengths = self._lengths(buffers, descriptor, phase).padded(reqs, int(decode))
+        lists = page_lists(lengths.context_lens, self.shape.page_size, max_blocks)
+        query_starts = starts(torch.tensor(lengths.query_lens, dtype=torch.int32, device="cpu"))
         step = StepLists(query_starts, lists, lists.indices(block_table))
         wrapper = self._wrapper(reqs, phase) if decode else self._eager
         self._wrappers.plan(wrapper, step, decode=wrapper is not self._eager)
         self._planned = wrapper
-        self._live_tokens = sum(found.query_lens)
+        self._live_tokens = sum(lengths.query_lens)
 
     def run(
         self,
@@ -133,9 +133,9 @@ class FlashInferAttention(AttentionBackend):
         reqs, max_blocks = buffers[block_table].shape
         if phase in ("warmup", "capture"):
             return worst_case(descriptor.num_tokens, reqs, max_blocks * self.shape.page_size)
-        found, self._next = self._next, None
-        if found is not None:
-            return found
+        lengths, self._next = self._next, None
+        if lengths is not None:
+            return lengths
         self.device_reads += 1
         contexts = tuple(buffers[context_lens].tolist())
         if descriptor.uniform:
