@@ -1,41 +1,48 @@
-"""`GraphTable`: the graphs of one runner, from their capture to their release."""
+"""`GraphTable`: the graphs of one runner, from their capture to their release; `PreparedStep`: what
+one of them needs at every step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
+from graphrt.core.base._native_door import NativeReplay
 from graphrt.core.base._warnings import GraphsDroppedWarning, warn_caller
 from graphrt.core.base.errors import (
     CaptureError,
     GraphRTError,
+    RefusedOpError,
     ResourceExhaustedError,
     UntrackedWeightsError,
 )
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.sealing import Sealing
 from graphrt.core.capture.state import as_states
 from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
-from graphrt.core.dispatch.ladders import preferred
-from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.inputs.buffers import StaticInputs
+from graphrt.core.inputs.declared import nest
+from graphrt.core.inputs.layout import StepMoves
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.plan.text import alike
 from graphrt.core.replay._turn import PoolOwner
 from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.handout import LiveOutputs
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.checks import Checks
-from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching.pointers import UnknownMemory
+from graphrt.core.trust.watching.watch import Use
 
 
 @public("graphrt.types")
@@ -63,6 +70,124 @@ class DroppedGraph:
     mode: GraphMode
     descriptor: BatchDescriptor
     reason: str
+
+
+class PreparedStep:
+    """The padded views that a graph reads, what is called or replayed, and its outputs."""
+
+    __slots__ = (
+        "_setup",
+        "_wrapper",
+        "call",
+        "descriptor",
+        "entry",
+        "layout",
+        "native",
+        "outputs",
+        "readable",
+        "reqs",
+        "ring",
+        "task_names",
+    )
+
+    def __init__(
+        self, descriptor: BatchDescriptor, setup: RunnerSetup, wrapper: GraphWrapper | None
+    ) -> None:
+        """Without a `wrapper` the forward itself is called."""
+        inputs = setup.inputs
+        self._setup, self._wrapper = setup, wrapper
+        self.descriptor = descriptor
+        # Every request has a token, so a graph for any number of requests needs no more rows.
+        self.reqs = descriptor.num_reqs or min(descriptor.num_tokens, inputs.reqs)
+        layout = self.layout = inputs.layout(descriptor.num_tokens, self.reqs)
+        # None too where inputs of this size are too large to be fetched.
+        self.ring = None if wrapper is None or layout.fetch is None else setup.ring
+        # For the host: what it puts there itself no graph would read.
+        self.readable = MappingProxyType(layout.views)
+        self.call: Callable[..., Any] = setup.run_forward if wrapper is None else wrapper
+        self.task_names: frozenset[str] = frozenset()
+        owned = setup.options.outputs == "clone"
+        self.outputs = LiveOutputs(descriptor, self.reqs, setup.outputs, layout.views, owned=owned)
+        # What its wrapper has captured, if a step is nothing but to replay it; and what does such
+        # a step in C.
+        self.entry: Entry | None = None
+        self.native: Any = None
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that the graph computes."""
+        return self.descriptor.num_tokens
+
+    def arguments(self, *, fresh: bool) -> dict[str, Any]:
+        """The arguments of the forward, nested again at each call, as it may change the nest. Those
+        that are `fresh`, for a forward that runs, are tensors of its own over the same memory: it
+        may give them another shape, or other memory."""
+        views = self.layout.views
+        if fresh:
+            views = {name: view.detach() for name, view in views.items()}
+        return nest(views) if self._setup.inputs.nested else views
+
+    def storages(self) -> frozenset[int]:
+        """The addresses of the storages in which every step finds its inputs."""
+        return frozenset(view.untyped_storage().data_ptr() for view in self.layout.views.values())
+
+    def check_written(self, written: Mapping[int, Use]) -> None:
+        """Raise `RefusedOpError` if a warm-up has written an input that has no batch axis: that is
+        state, of which the next step would bring what was there before."""
+        whole = self._setup.inputs.whole
+        for name, view in self.layout.views.items():
+            if name not in whole:
+                continue
+            end = view.data_ptr() + view.nbytes
+            use = next((u for at, u in written.items() if view.data_ptr() <= at < end), None)
+            if use is not None:
+                raise RefusedOpError(
+                    f"the forward writes input {name!r}, of which it has a copy in the runner's "
+                    "buffers: what it writes is lost after the step",
+                    op=use.op,
+                    source=None if use.source is None else str(use.source),
+                    got=f"{name!r} without a batch axis, shape {tuple(view.shape)}",
+                    advice="let the forward reach what it advances, such as a KV cache, as an "
+                    "attribute or in a closure, and write it in place there; it need not be "
+                    "declared. Of what is only scratch memory write a clone()",
+                )
+
+    def hold(self) -> None:
+        """Prepare for steps by what the wrapper has captured, which return exactly its outputs."""
+        wrapper, inputs, pool = self._wrapper, self._setup.inputs, self._setup.pool
+        entry = None if wrapper is None else wrapper.entries.get(self.descriptor)
+        # The pool may have been cleared: until `recapture()` its steps are without a graph.
+        if wrapper is None or entry is None or entry.outputs is self.outputs.held:
+            return
+        self.outputs.hold(entry.outputs, pool)
+        # With several pieces it is the wrapper that counts them as one step.
+        single = entry.graph is not None and wrapper.runtime_mode is GraphMode.FULL
+        self.entry = entry if single else None
+        # What `bind` reads or writes, and what a pool of the host's does, C does not know.
+        bind = self._setup.host.bind
+        if single and bind is None and type(pool) is GraphPool and inputs.all_packed:
+            self.native = self._native_replay(entry, inputs, pool)
+
+    def _native_replay(self, entry: Entry, inputs: StaticInputs, pool: GraphPool) -> Any:
+        """What runs a step of one graph in C: one that fetches its inputs, and returns one tensor
+        over memory that torch can make unreadable. None for others."""
+        outputs = self.outputs.single(pool.handed_out)
+        if NativeReplay is None or outputs is None or self.ring is None:
+            return None
+        return NativeReplay(
+            entry=entry,
+            pool=pool,
+            inputs=inputs,
+            ring=self.ring,
+            fetch=self.layout.fetch,
+            graph=entry.graph,
+            stream=pool.read_stream_id,
+            count=len(self.layout.fields),
+            known=self.layout.known,
+            shapes=self.outputs.shapes,
+            moves=StepMoves,
+            outputs=outputs,
+        )
 
 
 class PlannedGraph(NamedTuple):
@@ -99,11 +224,11 @@ class GraphTable:
         self.sealing = Sealing(setup.options)
         # Of the pool, in every step and in whatever changes the graphs: see `Turn`.
         self.owner = PoolOwner("a step, or a capture, of a runner")
-        options, host, compiled = setup.options, setup.host, setup.compiled.modules
+        options, host = setup.options, setup.host
         self.reads = ReadSet(
             setup.forward,
             host.parameters,
-            [module.weights for module in compiled],
+            [module.weights for module in setup.compiled],
             watched=options.checks("capture") and not setup.eager_launch,
             has_full=setup.plan.mode.has_full,
         )
@@ -132,15 +257,6 @@ class GraphTable:
         """Those of the keys that are not captured."""
         there = {(graph.mode, graph.descriptor) for graph in self.dispatcher.published}
         return [key for key in keys if key not in there]
-
-    def better_for(
-        self, batch: Batch, found: Dispatch, agreed: Agreed | None = None
-    ) -> Dispatch | None:
-        """The planned graph that would serve `batch` better than what was found, or None."""
-        planned = self.dispatcher.planned_for(batch, agreed=agreed)
-        if planned is None or (found.slot >= 0 and not preferred(planned, found)):
-            return None
-        return planned
 
     def owners(self) -> list[GraphOwner]:
         """The own wrappers, and whatever inside the forward captured a piece."""
@@ -182,7 +298,7 @@ class GraphTable:
         """Raise what is wrong with weights and modules, as `GraphRunner.weights_changed` says. From
         then on steps that are checked run eagerly."""
         try:
-            self.setup.compiled.check()
+            self._check_compiled()
             if self.records and not self.setup.eager_launch:
                 self.reads.check(self.entries(), self.setup.pool, self.own_tensors())
         except GraphRTError as error:
@@ -227,11 +343,17 @@ class GraphTable:
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
-        self.setup.compiled.check()
+        self._check_compiled()
         self.sealing.close()
         for owner in self.owners():
             owner.seal()
-        self.setup.compiled.seal()
+        for module in self.setup.compiled:
+            module.seal()
+
+    def _check_compiled(self) -> None:
+        """Raise the error of the first compiled module that has changed since."""
+        for module in self.setup.compiled:
+            module.weights_changed()
 
     def release(self) -> None:
         """Destroy all graphs; every key stays reserved, and may be captured again."""
@@ -241,7 +363,8 @@ class GraphTable:
         self.steps.clear()
         self.sealing.open()
         self.setup.outputs.forget()
-        self.setup.compiled.unseal()
+        for module in self.setup.compiled:
+            module.unseal()
         self.warmed_up.clear()
         self.checks.reset()
         self._destroy(self._captured.keys())

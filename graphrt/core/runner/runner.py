@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from graphrt.core.plan.arguments import PlanArguments
     from graphrt.core.plan.plan import Plan
     from graphrt.core.replay.pool import GraphPool
-    from graphrt.core.runner.capture_session import Progress
+    from graphrt.core.runner.capture_session import CaptureProgress, Progress
     from graphrt.core.runner.host import Host
     from graphrt.core.runner.report import RunnerReport
-    from graphrt.core.runner.scheduler import CaptureProgress
 
 T = TypeVar("T")
 if TYPE_CHECKING:
@@ -84,20 +83,23 @@ class GraphRunner(Uncopied, Generic[R]):
         """
         # Here, not above: what runs and captures is loaded by the first runner, so that programs
         # which only name the class, in a registry or a signature, start without it.
+        from graphrt.core.runner.capture_session import CaptureScheduler
         from graphrt.core.runner.engine import StepEngine
+        from graphrt.core.runner.executor import StepExecutor
         from graphrt.core.runner.graph_table import GraphTable
-        from graphrt.core.runner.scheduler import CaptureScheduler
-        from graphrt.core.runner.setup import set_up
+        from graphrt.core.runner.setup import RunnerSetup
+        from graphrt.core.runner.trials import StepTrials
 
-        setup = set_up(
+        setup = RunnerSetup(
             forward, plan, inputs, outputs, host, options, platform, pool, device, arguments
         )
         self.options, self.plan = setup.options, setup.plan
         self.pool, self.inputs = setup.pool, setup.inputs
         self.graphs = GraphTable(setup)
-        self._engine = StepEngine(self.graphs)
-        self._scheduler = CaptureScheduler(self.graphs, self._engine.trials.try_examples)
-        self._engine.capture_missing = self._scheduler.for_step
+        self._executor = StepExecutor(self.graphs)
+        trials = StepTrials(self._executor)
+        self._scheduler = CaptureScheduler(self.graphs, trials)
+        self._engine = StepEngine(self._executor, trials, self._scheduler)
         self._run: Callable[..., R] = self._engine.entrance()
 
     def __call__(
@@ -315,7 +317,7 @@ class GraphRunner(Uncopied, Generic[R]):
 
     def _release(self) -> None:
         self.graphs.release()
-        self._engine.updates.forget_graphs()
+        self._executor.updates.forget_graphs()
 
     def _close(self) -> None:
         self.graphs.release()
