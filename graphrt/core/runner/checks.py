@@ -47,37 +47,6 @@ class TrialRecord:
     notes: tuple[str, ...] = ()
 
 
-class PaddedTrials:
-    """The padded trials of one kind of graph: what they could show of mixed rows.
-
-    The first padded step is tried. A live row that equals the padding shows little there: a
-    softmax over rows of zeros is another one, a mean stays as it is. So each of the `inputs` has to
-    differ from its padding in some trial, as far as it ever does.
-    """
-
-    def __init__(self, inputs: frozenset[str]) -> None:
-        self._left = set(inputs)
-        self._begun = not inputs
-        self._untried = True
-        self._looks = _LOOKS
-
-    def want(self, differing: frozenset[str]) -> bool:
-        """Whether a padded step in which these inputs differ from their padding is to be tried."""
-        if self._begun:
-            self._looks -= 1
-        return self._untried or not self._left or not self._left.isdisjoint(differing)
-
-    def tried(self, differing: frozenset[str]) -> None:
-        """Such a step was tried."""
-        self._untried = False
-        self._left -= differing
-        self._begun |= bool(differing)
-
-    @property
-    def done(self) -> bool:
-        return self._begun and (not self._left or self._looks <= 0)
-
-
 class _Level(NamedTuple):
     """Which steps are tried beside the first of a kind: see `Checks`."""
 
@@ -86,15 +55,43 @@ class _Level(NamedTuple):
     always: bool
 
 
-@dataclass
 class _Kind:
-    """What is known of the graphs of one kind. `padded` is None once padded steps were tried, or
-    some graph of the kind was tried before."""
+    """What trials have shown of the graphs of one kind.
 
-    untried: bool = False
-    padded: PaddedTrials | None = None
-    # By path, how many trials have passed with other Python values.
-    passed: Counter[str] = field(default_factory=Counter)
+    The first step is tried, and the first padded one. A live row that equals the padding shows
+    little there: a softmax over rows of zeros is another one, a mean stays as it is. So each of the
+    `inputs` has to differ from its padding in some trial, as far as it ever does.
+    """
+
+    def __init__(self, inputs: frozenset[str]) -> None:
+        self.untried = True
+        self.awaits_padding = True
+        # By path, how many trials have passed with other Python values.
+        self.passed = Counter[str]()
+        self._unshown = set(inputs)
+        self._shows_mixing = not inputs
+        self._untried_padded = True
+        self._looks = _LOOKS
+
+    def wants_padded(self, differing: frozenset[str]) -> bool:
+        """Whether a padded step in which these inputs differ from their padding is to be tried."""
+        if self._shows_mixing:
+            self._looks -= 1
+        wanted = self._untried_padded or not self._unshown.isdisjoint(differing)
+        if not wanted:
+            self._settle_padding()
+        return wanted
+
+    def tried_padded(self, differing: frozenset[str]) -> None:
+        """Such a step was tried."""
+        self._untried_padded = False
+        self._unshown -= differing
+        self._shows_mixing |= bool(differing)
+        self._settle_padding()
+
+    def _settle_padding(self) -> None:
+        if self._shows_mixing and (not self._unshown or self._looks <= 0):
+            self.awaits_padding = False
 
 
 @dataclass
@@ -228,42 +225,33 @@ class Checks:
         if not self.on:
             return
         self.glances.begin()
-        kinds: dict[Hashable, list[tuple[int, int]]] = {}
-        for found in graphs:
-            descriptor = found.descriptor
-            key: Hashable = (found.mode, *descriptor.kind)
-            if found.slot not in self._graphs:
-                kind = self._kinds.setdefault(key, _Kind())
-                self._graphs[found.slot] = _Graph(TrialRecord(found.mode, descriptor), kind)
-            kinds.setdefault(key, []).append((descriptor.num_tokens, found.slot))
-        for key, of_kind in kinds.items():
-            ends = () if more else (min(of_kind), max(of_kind))
-            self._captured_kind(
-                self._kinds[key],
-                [self._graphs[slot] for _, slot in of_kind],
-                [self._graphs[slot] for _, slot in (of_kind if self._level.each else ends)],
-            )
+        kinds: dict[Hashable, list[_Graph]] = {}
+        for dispatch in graphs:
+            mode, descriptor, _, slot = dispatch
+            key: Hashable = (mode, *descriptor.kind)
+            kind = self._kinds.setdefault(key, _Kind(self._inputs))
+            graph = self._graphs.setdefault(slot, _Graph(TrialRecord(mode, descriptor), kind))
+            kinds.setdefault(key, []).append(graph)
+        for of_kind in kinds.values():
+            of_kind.sort(key=lambda graph: graph.record.descriptor.num_tokens)
+            failure = next((each.record.failure for each in of_kind if each.record.failure), None)
+            if failure is not None:
+                # Also those captured later are in quarantine with it.
+                for graph in of_kind:
+                    graph.quarantine(failure)
+            ends = [] if more else [of_kind[0], of_kind[-1]]
+            for graph in of_kind if self._level.each else ends:
+                graph.to_try |= graph.record.status == "untried"
         self._note_pending()
-
-    def _captured_kind(self, kind: _Kind, graphs: list[_Graph], to_try: list[_Graph]) -> None:
-        failure = next((each.record.failure for each in graphs if each.record.failure), None)
-        if failure is not None:
-            # Also those captured later are in quarantine with it.
-            for graph in graphs:
-                graph.quarantine(failure)
-        for graph in to_try:
-            graph.to_try |= graph.record.status == "untried"
-        if all(graph.record.status == "untried" for graph in graphs):
-            kind.untried, kind.padded = True, PaddedTrials(self._inputs)
 
     def to_try(self) -> list[Dispatch]:
         """The graphs that are tried whatever the step, the largest first."""
-        found = [
+        dispatches = [
             Dispatch(graph.record.mode, graph.record.descriptor, Reason.HIT, slot)
             for slot, graph in self._graphs.items()
             if graph.to_try
         ]
-        return sorted(found, key=lambda each: -each.descriptor.num_tokens)
+        return sorted(dispatches, key=lambda each: -each.descriptor.num_tokens)
 
     def check_settings(self) -> None:
         """Raise `VerificationError` where a graph would be captured under other settings than the
@@ -277,7 +265,7 @@ class Checks:
                 advice="capture under the settings of the steps, or recapture()",
             )
 
-    def why_eager(self, found: Dispatch) -> Reason | None:
+    def why_eager(self, dispatch: Dispatch) -> Reason | None:
         """Why the step of a graph must not be replayed; None if it may.
 
         Strictly, raises what is wrong.
@@ -296,7 +284,7 @@ class Checks:
                 )
             )
             return Reason.SETTINGS_CHANGED
-        record, reads = self._graphs[found.slot].record, self.glances.reads
+        record, reads = self._graphs[dispatch.slot].record, self.glances.reads
         # A walk takes milliseconds, and a graph in quarantine is replayed no more.
         looks = reads is not None and record.failure is None
         if reads is not None and looks and not all(map(Link.holds, reads.links)):
@@ -305,7 +293,7 @@ class Checks:
             return None
         if self.strict:
             raise VerificationError(
-                f"{found.mode.name} [{found.descriptor}] is in quarantine",
+                f"{dispatch.mode.name} [{dispatch.descriptor}] is in quarantine",
                 got=record.failure,
                 advice="mend what it says and recapture(); or strict=False, which runs its batches "
                 "eagerly",
@@ -324,7 +312,7 @@ class Checks:
 
     def awaits_padding(self, slot: int) -> bool:
         """Whether padded steps of the graph may be tried for being padded."""
-        return self._graphs[slot].kind.padded is not None
+        return self._graphs[slot].kind.awaits_padding
 
     def wants_trial(self, slot: int, differing: frozenset[str] | None) -> bool:
         """Whether this step of the graph is tried; `differing` are the inputs of a padded one in
@@ -333,18 +321,14 @@ class Checks:
         kind = graph.kind
         if graph.to_try or graph.moved or kind.untried or self._gradients.wanted:
             return True
-        if differing is not None and kind.padded is not None:
-            if kind.padded.want(differing):
+        if differing is not None and kind.awaits_padding:
+            if kind.wants_padded(differing):
                 return True
-            self._settle_padding(kind, kind.padded)
+            if not kind.awaits_padding:
+                self._note_pending()
         self._steps += 1
         sampled = self._level.sampled and self._steps % _SAMPLED == 0
         return self._level.always or sampled
-
-    def _settle_padding(self, kind: _Kind, trials: PaddedTrials) -> None:
-        if trials.done:
-            kind.padded = None
-            self._note_pending()
 
     def tried(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
         """Note what came of a trial; a graph that failed is quarantined, and those of its kind.
@@ -363,13 +347,20 @@ class Checks:
             self._quarantine(alike, verdict.failure)
             return
         if verdict.padded_state:
-            self._warn_of_padded_state(", ".join(verdict.padded_state))
+            error = VerificationError(
+                "padded steps leave other Python state than steps without padding, though no "
+                "output depends on it",
+                got=", ".join(verdict.padded_state),
+                expected="state that advances by live rows alone",
+                advice="advance it by current_context().live.num_tokens, or keep it outside of the "
+                "forward",
+            )
+            self._warn_once(str(error), PaddedStateWarning)
         record.status = "tried"
         self._note_harmless(graph, verdict.harmless)
         graph.to_try = kind.untried = False
-        if differing is not None and kind.padded is not None:
-            kind.padded.tried(differing)
-            self._settle_padding(kind, kind.padded)
+        if differing is not None and kind.awaits_padding:
+            kind.tried_padded(differing)
         self._note_pending()
 
     def moved(self, slot: int) -> Mapping[str, tuple[Any, Any]]:
@@ -429,28 +420,17 @@ class Checks:
             always = self._level.sampled or record.failure is not None
             if always or graph.to_try or graph.moved or kind.untried:
                 pending[slot] = -1
-            elif kind.padded is not None:
+            elif kind.awaits_padding:
                 pending[slot] = record.descriptor.num_tokens
         self.pending = pending
-
-    def _warn_of_padded_state(self, paths: str) -> None:
-        if paths in self._warned_of:
-            return
-        self._warned_of.add(paths)
-        told = VerificationError(
-            "padded steps leave other Python state than steps without padding, though no output "
-            "depends on it",
-            got=paths,
-            expected="state that advances by live rows alone",
-            advice="advance it by current_context().live.num_tokens, or keep it outside of the "
-            "forward",
-        )
-        warn_caller(str(told), PaddedStateWarning)
 
     def _say(self, failure: Exception) -> None:
         if self.strict:
             raise failure
-        text = str(failure)
+        text = f"steps run eagerly from here on: {failure}"
+        self._warn_once(text, GraphQuarantinedWarning)
+
+    def _warn_once(self, text: str, category: type[Warning]) -> None:
         if text not in self._warned_of:
             self._warned_of.add(text)
-            warn_caller(f"steps run eagerly from here on: {text}", GraphQuarantinedWarning)
+            warn_caller(text, category)
