@@ -97,8 +97,8 @@ class BatchDescriptor(_Named):
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """What descriptors have in common whose forward runs the same code, whatever their size."""
-        return *self.serves, self.uniform, self.query_len
+        """All fields but the size: descriptors of one kind have a forward that runs the same code."""
+        return self[2:]
 
     @property
     def lora_capacity(self) -> float:

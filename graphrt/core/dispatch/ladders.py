@@ -49,7 +49,7 @@ class _Ladder(NamedTuple):
     ranks: list[int]
 
 
-Found = tuple[Dispatch | None, bool, bool, int]
+Search = tuple[Dispatch | None, bool, bool, int]
 """The best graph for a batch, and what else there is: one that pads too much, one of an excluded
 mode, the most tokens that batches of its kind may have (0 for none)."""
 
@@ -76,14 +76,10 @@ class Ladders:
             if query_len is not None:
                 alike += self._alike.get((variant, None), ())
 
-    def find(self, batch: Batch, excluded: Collection[GraphMode], most: float) -> Found:
+    def find(self, batch: Batch, excluded: Collection[GraphMode], max_tokens: float) -> Search:
         """The best graph of at most so many tokens; `batch` is checked and settled."""
-        tokens, reqs, loras, bounds = (
-            batch.num_tokens,
-            batch.num_reqs,
-            batch.num_active_loras,
-            batch.bounds,
-        )
+        tokens, reqs = batch.num_tokens, batch.num_reqs
+        loras, bounds = batch.num_active_loras, batch.bounds
         best, pads, left_out, largest = _INF, False, False, 0
         for mode, most_loras, most_bounds, last, sizes, most_reqs, ranks in self._kin(batch):
             if most_loras < loras or (most_bounds and not _within(bounds, most_bounds)):
@@ -92,19 +88,19 @@ class Ladders:
                 largest = last
             if last < tokens:
                 continue
-            place = bisect_left(sizes, tokens)
-            if reqs is not None and most_reqs[place] < reqs:
-                place = _roomy(most_reqs, place, reqs)
-                if place < 0:
+            rung = bisect_left(sizes, tokens)
+            if reqs is not None and most_reqs[rung] < reqs:
+                rung = _roomy(most_reqs, rung, reqs)
+                if rung < 0:
                     continue
             if mode in excluded:
                 left_out = True
-            elif sizes[place] > most:
+            elif sizes[rung] > max_tokens:
                 pads = True
-            elif ranks[place] < best:
-                best = ranks[place]
-        found = None if best is _INF else self._ranked[int(best)]
-        return found, pads, left_out, largest
+            elif ranks[rung] < best:
+                best = ranks[rung]
+        graph = None if best is _INF else self._ranked[int(best)]
+        return graph, pads, left_out, largest
 
     def _kin(self, batch: Batch) -> Sequence[_Ladder]:
         """The ladders of its variant and query length, or of any query length."""
@@ -126,10 +122,10 @@ class Ladders:
 
 
 def _roomy(most_reqs: Sequence[float], start: int, reqs: int) -> int:
-    """The first place from `start` on that has room for so many requests; -1 for none."""
-    for place in range(start, len(most_reqs)):
-        if most_reqs[place] >= reqs:
-            return place
+    """The first rung from `start` on that has room for so many requests; -1 for none."""
+    for rung in range(start, len(most_reqs)):
+        if most_reqs[rung] >= reqs:
+            return rung
     return -1
 
 

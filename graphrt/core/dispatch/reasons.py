@@ -52,17 +52,4 @@ Agreed = BatchDescriptor | Dispatch
 """What ranks agree on: a graph by its descriptor, or by what one of them was told."""
 
 OF_CALLS = (Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
-"""The reasons that wrappers count."""
-
-NOT_REPLAYED = (
-    Reason.MISSING_GRAPH,
-    Reason.QUARANTINED,
-    Reason.SETTINGS_CHANGED,
-    Reason.FAILED,
-)
-"""The reasons why a batch that had a graph was not replayed."""
-
-OF_BATCHES: tuple[Reason, ...] = tuple(
-    reason for reason in Reason if reason not in (*NOT_REPLAYED, *OF_CALLS)
-)
-"""The reasons that dispatch gives."""
+"""The reasons that wrappers count; the others are counted by the dispatcher."""
