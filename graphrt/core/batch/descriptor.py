@@ -97,7 +97,7 @@ class BatchDescriptor(_Named):
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """All fields but the size: descriptors of one kind have a forward that runs the same code."""
+        """All fields but the size: the forward of one kind runs the same code."""
         return self[2:]
 
     @property

@@ -181,7 +181,7 @@ class GraphDispatcher(Uncopied):
         """The best captured graph for `batch`, else NONE with the unpadded batch and the reason.
 
         `exclude` takes runtime modes out for this batch. `agreed` is the graph that ranks have
-        agreed on, by its descriptor or what one of them was told: that one whatever it pads, or
+        agreed on, by its descriptor or the dispatch of one of them: that one whatever it pads, or
         none, with RANKS_DISAGREE. Never raises for a batch of at least one token; raises
         `InvalidBatchError` for one of none, or with counts that are no integers, and
         `InvalidModeError` and `InvalidOptionError` for limits that are none.

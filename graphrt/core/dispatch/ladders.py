@@ -58,7 +58,7 @@ class Ladders:
     """Graphs by what a batch must equal to be served: their variant, and their query length where
     they are uniform."""
 
-    __slots__ = ("_alike", "_ranked")
+    __slots__ = ("_ladders", "_ranked")
 
     def __init__(self, graphs: Collection[Dispatch]) -> None:
         axes = max((len(graph.descriptor.bounds) for graph in graphs), default=0)
@@ -67,21 +67,21 @@ class Ladders:
         for rank, graph in enumerate(self._ranked):
             kinds.setdefault((graph.mode, graph.descriptor.kind), []).append(rank)
         # Those of a query length, and those of none after them: these serve any.
-        self._alike: dict[tuple[Hashable, int | None], list[_Ladder]] = {}
+        self._ladders: dict[tuple[Hashable, int | None], list[_Ladder]] = {}
         for ranks in kinds.values():
             named = self._ranked[ranks[0]].descriptor
             key = named.variant, named.query_len if named.uniform else None
-            self._alike.setdefault(key, []).append(self._ladder(ranks))
-        for (variant, query_len), alike in self._alike.items():
+            self._ladders.setdefault(key, []).append(self._ladder(ranks))
+        for (variant, query_len), ladders in self._ladders.items():
             if query_len is not None:
-                alike += self._alike.get((variant, None), ())
+                ladders += self._ladders.get((variant, None), ())
 
     def find(self, batch: Batch, excluded: Collection[GraphMode], max_tokens: float) -> Search:
         """The best graph of at most so many tokens; `batch` is checked and settled."""
         tokens, reqs = batch.num_tokens, batch.num_reqs
         loras, bounds = batch.num_active_loras, batch.bounds
         best, pads, left_out, largest = _INF, False, False, 0
-        for mode, most_loras, most_bounds, last, sizes, most_reqs, ranks in self._kin(batch):
+        for mode, most_loras, most_bounds, last, sizes, most_reqs, ranks in self._serving(batch):
             if most_loras < loras or (most_bounds and not _within(bounds, most_bounds)):
                 continue
             if last > largest:
@@ -102,10 +102,10 @@ class Ladders:
         graph = None if best is _INF else self._ranked[int(best)]
         return graph, pads, left_out, largest
 
-    def _kin(self, batch: Batch) -> Sequence[_Ladder]:
+    def _serving(self, batch: Batch) -> Sequence[_Ladder]:
         """The ladders of its variant and query length, or of any query length."""
-        alike = self._alike.get((batch.variant, batch.query_len))
-        return self._alike.get((batch.variant, None), []) if alike is None else alike
+        ladders = self._ladders.get((batch.variant, batch.query_len))
+        return self._ladders.get((batch.variant, None), []) if ladders is None else ladders
 
     def _ladder(self, ranks: list[int]) -> _Ladder:
         mode, first, _, _ = self._ranked[ranks[0]]

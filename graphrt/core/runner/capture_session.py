@@ -243,8 +243,8 @@ class CaptureScheduler:
         """The seconds that the graph will take, by those of its mode, or of others if there is none
         of it; None before the first."""
         records = self._graphs.records
-        alike = [each for each in records if each.mode is key[0]] or records
-        return max((each.capture_s for each in alike[-_RECENT:]), default=None)
+        of_mode = [each for each in records if each.mode is key[0]] or records
+        return max((each.capture_s for each in of_mode[-_RECENT:]), default=None)
 
     def _checked_sizes(self, prefer: Iterable[int]) -> list[int]:
         listed = items_of("prefer", prefer, "[8, 16]")
@@ -534,10 +534,11 @@ class CaptureSession:
             resolve(None)
             if graphs.reads.watched:
                 graphs.reads.settle()
-        graphs.checks.captured(graphs.dispatcher.published, more=more)
+        published = graphs.dispatcher.published
+        graphs.checks.captured(published, more=more)
         if setup.eager_launch or setup.options.outputs == "clone":
             return
-        for dispatch in graphs.dispatcher.published:
+        for dispatch in published:
             prepared = graphs.steps[dispatch.slot]
             if prepared is not None:
                 prepared.hold()

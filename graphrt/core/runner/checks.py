@@ -343,8 +343,8 @@ class Checks:
         record.deterministic &= verdict.deterministic
         record.notes = tuple(dict.fromkeys((*record.notes, *verdict.notes)))[:8]
         if verdict.failure is not None:
-            alike = [each for each in self._graphs.values() if each.kind is kind]
-            self._quarantine(alike, verdict.failure)
+            of_kind = [each for each in self._graphs.values() if each.kind is kind]
+            self._quarantine(of_kind, verdict.failure)
             return
         if verdict.padded_state:
             error = VerificationError(

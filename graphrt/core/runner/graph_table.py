@@ -255,16 +255,16 @@ class GraphTable:
 
     def missing(self, keys: Iterable[CaptureKey]) -> list[CaptureKey]:
         """Those of the keys that are not captured."""
-        there = {(graph.mode, graph.descriptor) for graph in self.dispatcher.published}
-        return [key for key in keys if key not in there]
+        captured = {(graph.mode, graph.descriptor) for graph in self.dispatcher.published}
+        return [key for key in keys if key not in captured]
 
     def owners(self) -> list[GraphOwner]:
         """The own wrappers, and whatever inside the forward captured a piece."""
-        found: dict[int, GraphOwner] = {id(own): own for own in self.wrappers.values()}
+        owners: list[GraphOwner] = [*self.wrappers.values()]
         # A copy: a report may be asked for in another thread than captures.
         for captured in list(self._captured.values()):
-            found.update((id(each.owner), each.owner) for each in captured)
-        return list(found.values())
+            owners += [each.owner for each in captured]
+        return list({id(owner): owner for owner in owners}.values())
 
     def entries(self, only: Collection[BatchDescriptor] | None = None) -> list[Entry]:
         """The graphs of all wrappers, with `only` those of these descriptors."""
@@ -275,11 +275,11 @@ class GraphTable:
     def own_tensors(self) -> list[torch.Tensor]:
         """The inputs with what brings them, and declared state."""
         inputs = self.setup.inputs
-        own = [*inputs.buffers.values(), *inputs.transport.device_memory]
-        # On the CPU every view is a storage of its own, and starts elsewhere at another size.
-        own += [view for step in self.steps if step for view in step.layout.views.values()]
+        tensors = [*inputs.buffers.values(), *inputs.transport.device_memory]
+        # On the CPU every view is a storage of its own, with another address at another size.
+        tensors += [view for step in self.steps if step for view in step.layout.views.values()]
         states = as_states(self.setup.host.state)
-        return own + [state.tensor for state in states if state.tensor is not None]
+        return tensors + [state.tensor for state in states if state.tensor is not None]
 
     def unknown_memory(
         self, only: Collection[BatchDescriptor] | None = None
@@ -374,7 +374,9 @@ class GraphTable:
         """Go on with a release that was interrupted."""
         published = {(graph.mode, graph.descriptor): graph for graph in self.dispatcher.published}
         self._destroy(self._captured.keys() - {graph.slot for graph in published.values()})
-        self.records[:] = [own for own in self.records if (own.mode, own.descriptor) in published]
+        self.records[:] = [
+            record for record in self.records if (record.mode, record.descriptor) in published
+        ]
 
     def _destroy(self, slots: Collection[int]) -> None:
         """Destroy what was captured for these slots, the last first; called again it goes on."""
