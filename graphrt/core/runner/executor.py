@@ -319,20 +319,22 @@ class LastUpdates:
             self._failed = False
         by_task = type(updates) is dict or isinstance(updates, Mapping)
         if by_task and slot >= 0:
-            prepared = self._graphs.steps[slot]
-            assert prepared is not None
-            if not updates.keys() <= prepared.task_names:
-                updates = self._of_tasks(prepared.task_names, updates)
+            updates = self._of_graph(slot, updates)
         self._last, self._live = last, live
         self._slot = slot if by_task and replayed else -1
         return updates
 
-    def _of_tasks(self, names: frozenset[str], updates: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The updates of these tasks: the host need not know which of its batches run by pieces,
-        without tasks."""
-        all_names = [each.task_names for each in self._graphs.steps if each is not None]
+    def _of_graph(self, slot: int, updates: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The updates of the tasks that a graph has: the host need not know which of its batches
+        run by pieces, without tasks."""
+        steps = self._graphs.steps
+        prepared = steps[slot]
+        assert prepared is not None
+        if updates.keys() <= prepared.task_names:
+            return updates
+        all_names = [each.task_names for each in steps if each is not None]
         check_names(updates, frozenset().union(*all_names))
-        return {name: updates[name] for name in names & updates.keys()}
+        return {name: updates[name] for name in prepared.task_names & updates.keys()}
 
 
 def _copied(updates: Any) -> Any:

@@ -146,17 +146,17 @@ class StepRuns:
         inputs.declared.check(step.values, None, None)
         # They may be outputs of the last step, or lie in the buffers.
         executor.pool.follow_stream()
-        self.step = step = step._replace(values=cloned(dict(step.values)))
+        step = step._replace(values=cloned(dict(step.values)))
         resolve = executor.updates.resolve
-        self._unpadded_updates = resolve(step, padded=False)
-        self._eager_updates = resolve(step, replayed=False)
+        self._unpadded_step = step._replace(updates=resolve(step, padded=False))
+        self._eager_step = step._replace(updates=resolve(step, replayed=False))
         # The last of them is what the graph is given.
-        self._updates = resolve(step)
-        # Graphs have it at its bound, if they have it.
+        self.step = step._replace(updates=resolve(step))
         at_bound = graphs.setup.host.metadata
-        self._at_bound = (
-            step if at_bound is None else step._replace(metadata=at_bound(step.dispatch.descriptor))
-        )
+        if at_bound is not None:
+            # Graphs have it at its bound, if they have it.
+            metadata = at_bound(step.dispatch.descriptor)
+            self._eager_step = self._eager_step._replace(metadata=metadata)
         prepared = graphs.steps[step.dispatch.slot]
         assert prepared is not None
         self.prepared = prepared
@@ -165,8 +165,7 @@ class StepRuns:
         self.sizes: Sequence[tuple[int, int]] = (self.rows, self.live_rows), (prepared.reqs, reqs)
         self.padded = not step.agreed and any(live < rows for rows, live in self.sizes)
         self.has_gradients = torch.is_grad_enabled()
-        self._forward = graphs.setup.run_forward
-        self.finds_gradients = self._forward.gradients.wanted
+        self.finds_gradients = graphs.setup.run_forward.gradients.wanted
         self._executor = executor
         self._kept = inputs.padding.kept()
 
@@ -174,17 +173,19 @@ class StepRuns:
         return self._eager(watch, parts=parts)
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
-        return self._forward.where(gradients, inference, partial(self._eager, watch))
+        forward = self._executor.graphs.setup.run_forward
+        return forward.where(gradients, inference, partial(self._eager, watch))
 
     def find_gradients(self, watch: Watch) -> None:
-        self._forward.finding(partial(self._eager, watch))
+        forward = self._executor.graphs.setup.run_forward
+        forward.finding(partial(self._eager, watch))
 
     def of_padding(self, watch: Watch) -> Any:
         return self._eager(watch, partial(self._executor.inputs.reset, self.prepared.layout))
 
     def replay(self) -> Any:
         self._executor.inputs.padding.put_back(self._kept)
-        return cloned(self._executor.run_padded(self.step, self._updates))
+        return cloned(self._executor.run_padded(self.step, self.step.updates))
 
     def other_padding(self, watch: Watch) -> Any:
         padding = self._executor.inputs.padding
@@ -200,8 +201,8 @@ class StepRuns:
         if not self.padded:
             return None
         alone = Dispatch(GraphMode.NONE, unpadded_of(self.step.batch), Reason.HIT)
-        step, around = self.step._replace(dispatch=alone), partial(_watched, watch)
-        return cloned(self._executor.run_unpadded(step, self._unpadded_updates, around))
+        step, around = self._unpadded_step._replace(dispatch=alone), partial(_watched, watch)
+        return cloned(self._executor.run_unpadded(step, step.updates, around))
 
     def _rows(self) -> tuple[Any, int, int]:
         """The layout of the graph, and the live tokens and requests in it."""
@@ -220,9 +221,9 @@ class StepRuns:
                 disturb()
             return _watched(watch, forward, parts)
 
-        executor, updates = self._executor, self._eager_updates
+        executor, step = self._executor, self._eager_step
         executor.inputs.padding.put_back(self._kept)
-        return cloned(executor.run_padded(self._at_bound, updates, eager=True, around=around))
+        return cloned(executor.run_padded(step, step.updates, eager=True, around=around))
 
 
 @undoing
