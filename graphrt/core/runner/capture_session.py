@@ -329,7 +329,8 @@ class CaptureSession:
         if not keys and not uncompiled:
             return
         setup.pool._will_put_back("a capture", undo.later)
-        undo.later(self._reset_inputs)
+        undo.later(setup.inputs.reset)
+        undo.later(setup.pool.follow_stream)
         # The host's numbers go on where they were; those of a device are not restored.
         undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
         with setup.host.around():
@@ -373,7 +374,7 @@ class CaptureSession:
         graph = self._graph(*key)
         transaction = CaptureTransaction(
             graph.slot,
-            graph.step.storages(),
+            graph.prepared.storages(),
             metadata_is_declared=self._setup.host.metadata is not None,
             lifts_constants=self._warm_ups.lifts_constants,
         )
@@ -466,18 +467,26 @@ class CaptureSession:
     ) -> None:
         """Run the forward once on padding: captured in `transaction`, or eagerly. A warm-up is of
         a `kind`, and its work is counted."""
-        step, state, pool = graph.step, self._state, self._setup.pool
-        at_bound = self._setup.host.metadata
-        self._prepare(graph, "warmup" if transaction is None else "capture")
+        prepared, state, setup = graph.prepared, self._state, self._setup
+        pool, inputs, host = setup.pool, setup.inputs, setup.host
+        # Outputs of the step before may be in the buffers.
+        pool._expire_outputs()
+        # Every row becomes padding.
+        inputs.reset(prepared.layout)
+        if prepared.ring is not None and transaction is not None:
+            inputs.expect_capture(prepared.layout)
+        if host.bind is not None:
+            phase: Phase = "warmup" if transaction is None else "capture"
+            host.bind(prepared.readable, graph.descriptor, phase)
         context = ForwardContext(
             GraphMode.NONE if transaction is None else graph.mode,
             graph.descriptor,
             updates=WORST_CASE,
-            metadata=None if at_bound is None else at_bound(graph.descriptor),
+            metadata=None if host.metadata is None else host.metadata(graph.descriptor),
             capture=transaction,
-            num_reqs=step.reqs,
+            num_reqs=prepared.reqs,
         )
-        context.enlist = self._setup.enlist
+        context.enlist = setup.enlist
         undo.later(state.restore)
         undo.later(partial(pool._pass_to, self._graphs.owner))
         pool._pass_to(context)
@@ -487,17 +496,17 @@ class CaptureSession:
         undo.set(side_doors, self._doors if self._has_doors else None)
         enter_under_way(undo, context)
         undo.later(context.leave)
-        call: Callable[[], Any] = partial(step.call, **step.arguments(fresh=True))
+        call: Callable[[], Any] = partial(prepared.call, **prepared.arguments(fresh=True))
         with context:
             if transaction is None:
                 if kind is not None:
                     call = partial(self._streams.count, self._kind(graph), call)
-                outputs = state.run(kind, step.tokens, step.storages(), call)
-                step.check_written(state.inputs_written)
+                outputs = state.run(kind, prepared.tokens, prepared.storages(), call)
+                prepared.check_written(state.inputs_written)
             else:
-                outputs = state.capture(graph.descriptor.kind, graph.mode, step.tokens, call)
+                outputs = state.capture(graph.descriptor.kind, graph.mode, prepared.tokens, call)
                 state.look()
-            step.outputs.see(outputs)
+            prepared.outputs.see(outputs)
 
     def _kind(self, graph: PlannedGraph) -> Hashable:
         """What graphs have in common of which one warm-up is enough: with `warm_up_each` their size
@@ -505,22 +514,11 @@ class CaptureSession:
         descriptor, setup = graph.descriptor, self._setup
         if not setup.options.warm_up_each:
             return graph.mode, *descriptor.kind
-        size = graph.step.tokens, graph.step.reqs
+        size = graph.prepared.tokens, graph.prepared.reqs
         # What `bind` does may depend on the descriptor; inputs depend on the size.
         if setup.host.bind is None:
             return *descriptor.serves, *size
         return graph.mode, *descriptor.kind, *size
-
-    def _prepare(self, graph: PlannedGraph, phase: Phase) -> None:
-        """Make every row of the buffers padding, and let the host bind what it reads to them."""
-        inputs, bind, step = self._setup.inputs, self._setup.host.bind, graph.step
-        # Outputs of the step before may lie in the buffers.
-        self._setup.pool._expire_outputs()
-        inputs.reset(step.layout)
-        if step.ring is not None and phase == "capture":
-            inputs.expect_capture(step.layout)
-        if bind is not None:
-            bind(step.readable, graph.descriptor, phase)
 
     def _settle(self, *, more: bool, probes: bool = True) -> None:
         """Find the batch axes of the outputs, with `probes` by eager runs if need be, and prepare
@@ -559,10 +557,6 @@ class CaptureSession:
         # Pieces that the forward brings along itself are reached by running it.
         wrapper = None if setup.eager_launch else graphs.wrappers.get(mode)
         return PlannedGraph(mode, descriptor, slot, PreparedStep(descriptor, setup, wrapper))
-
-    def _reset_inputs(self) -> None:
-        self._setup.pool.follow_stream()
-        self._setup.inputs.reset()
 
 
 def _growth(before: int | None, after: int | None) -> int | None:

@@ -28,14 +28,14 @@ from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import Reserved
 from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
-from graphrt.core.inputs.buffers import batch_of, wrong_requests
+from graphrt.core.inputs.buffers import StaticInputs, batch_of, wrong_requests
 from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.slot import InputSlot, agreed_too_late
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.capture_session import CaptureScheduler
 from graphrt.core.runner.executor import Step, StepExecutor
-from graphrt.core.runner.graph_table import GraphTable, PreparedStep
+from graphrt.core.runner.graph_table import PreparedStep
 from graphrt.core.runner.trials import StepTrials
 
 
@@ -54,7 +54,6 @@ class StepEngine:
         "closed",
         "last_dispatch",
         "live_tokens",
-        "slots",
     )
 
     def __init__(
@@ -64,7 +63,6 @@ class StepEngine:
         self.closed = False
         self.last_dispatch: Dispatch | None = None
         self.live_tokens = 0
-        self.slots = Slots(graphs)
         self._checks = graphs.checks
         self._dispatcher = graphs.dispatcher
         self._executor = executor
@@ -158,7 +156,7 @@ class StepEngine:
             return batch_of(self._executor.inputs, values), values, agreed, None
         if agreed is not None:
             raise agreed_too_late(values)
-        dispatch, inputs = self.slots.open(values)
+        dispatch, inputs = self._open_slot(values)
         return values.batch, inputs, values.agreed, dispatch
 
     def is_clear(self, slot: int, tokens: int) -> bool:
@@ -320,8 +318,9 @@ class StepEngine:
                 got=step.batch,
                 expected=f"a batch that one of {len(graphs.setup.plan.keys)} graphs serves",
             )
+        updates = executor.updates.resolve(step, padded=False)
         try:
-            return executor.run_unpadded(step, executor.updates.resolve(step, padded=False))
+            return executor.run_unpadded(step, updates)
         finally:
             self._checks.look_after_eager_step()
 
@@ -333,49 +332,33 @@ class StepEngine:
         missing = dispatch.reason in (Reason.TOO_LARGE, Reason.NO_GRAPH)
         return missing and mode is not GraphMode.NONE
 
+    # Inputs that are written in place -------------------------------------------------------------
 
-def _no_graph_to_pad_to(reason: Reason) -> InvalidBatchError:
-    return InvalidBatchError(
-        "there is no graph whose padding the step could have",
-        got=reason.name,
-        expected="a dispatch with Reason.HIT",
-        advice="capture() before; found = runner.dispatcher.dispatch(batch), and go on where "
-        "found.reason is Reason.HIT",
-    )
-
-
-class Slots:
-    """Makes the slots of one runner, and takes them back."""
-
-    def __init__(self, graphs: GraphTable) -> None:
-        self._graphs = graphs
-        self._inputs = graphs.setup.inputs
-        self._pool = graphs.setup.pool
-
-    def make(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
-        """A slot for the inputs of `batch`, where the graph is that serves it."""
+    def slot(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
+        """A slot for the inputs of `batch`, where the graph is that serves it; see
+        `GraphRunner.slot`."""
         # A turn, written out: see `Turn`.
         pool = self._pool
         if pool.owner is not None:
             raise pool.busy_error(self._graphs.owner)
         try:
             pool.owner = self._graphs.owner
-            slot = self._make(batch, agreed)
+            slot = self._new_slot(batch, agreed)
             pool.owner = None
             return slot
         except BaseException:  # a turn, written out: see `Turn`
             pool.owner = None
             raise
 
-    def _make(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
-        inputs, graphs = self._inputs, self._graphs
+    def _new_slot(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
+        inputs, graphs = self._executor.inputs, self._graphs
         dispatch: Dispatch | None = None
         # A step that captures its graph first cannot have its inputs in place.
         if not graphs.sealing.may_capture:
             dispatch = graphs.dispatcher.dispatch(batch, agreed=agreed)
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
-            reqs = self._requests(batch)
+            reqs = _requests_of(batch, inputs)
         prepared = None
         layout: InputLayout | None = None
         if dispatch is not None and dispatch.slot >= 0:
@@ -393,7 +376,7 @@ class Slots:
             slot.planned = dispatch, prepared
         return slot
 
-    def open(self, slot: InputSlot) -> tuple[Dispatch | None, Mapping[str, Any]]:
+    def _open_slot(self, slot: InputSlot) -> tuple[Dispatch | None, Mapping[str, Any]]:
         """How the step of a slot is dispatched, and its inputs; None where it is to be dispatched
         now. Raises `InputSlotError`."""
         if slot.maker is not self:
@@ -404,8 +387,9 @@ class Slots:
                 advice="runner.slot(batch) of the runner that is called",
             )
         # As `use` does, which names what is wrong.
-        if slot.used or slot.turn != self._inputs.turn:
-            slot.use(self._inputs.turn)
+        turn = self._executor.inputs.turn
+        if slot.used or slot.turn != turn:
+            slot.use(turn)
         slot.used = True
         if slot.planned is not None:
             dispatch, prepared = slot.planned
@@ -414,16 +398,27 @@ class Slots:
                 return dispatch, slot
         return None, {name: value.clone() for name, value in slot.items()}
 
-    def _requests(self, batch: Batch) -> int:
-        """The requests of a batch that does not say how many it has."""
-        if batch.query_len:
-            return batch.num_tokens // batch.query_len
-        if self._inputs.has_requests:
-            raise InvalidBatchError(
-                "a slot is made before there are inputs, whose shapes would say how many requests "
-                "the batch has",
-                got=shown(batch),
-                expected="num_reqs, or query_len",
-                advice="Batch(num_tokens, num_reqs)",
-            )
-        return min(batch.num_tokens, self._inputs.reqs)
+
+def _no_graph_to_pad_to(reason: Reason) -> InvalidBatchError:
+    return InvalidBatchError(
+        "there is no graph whose padding the step could have",
+        got=reason.name,
+        expected="a dispatch with Reason.HIT",
+        advice="capture() before; found = runner.dispatcher.dispatch(batch), and go on where "
+        "found.reason is Reason.HIT",
+    )
+
+
+def _requests_of(batch: Batch, inputs: StaticInputs) -> int:
+    """The requests of a batch that does not say how many it has."""
+    if batch.query_len:
+        return batch.num_tokens // batch.query_len
+    if inputs.has_requests:
+        raise InvalidBatchError(
+            "a slot is made before there are inputs, whose shapes would say how many requests "
+            "the batch has",
+            got=shown(batch),
+            expected="num_reqs, or query_len",
+            advice="Batch(num_tokens, num_reqs)",
+        )
+    return min(batch.num_tokens, inputs.reqs)

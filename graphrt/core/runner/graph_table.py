@@ -3,7 +3,7 @@ one of them needs at every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -196,7 +196,7 @@ class PlannedGraph(NamedTuple):
     mode: GraphMode
     descriptor: BatchDescriptor
     slot: int
-    step: PreparedStep
+    prepared: PreparedStep
 
     def __str__(self) -> str:
         return f"{self.mode.name} [{self.descriptor}]"
@@ -272,14 +272,15 @@ class GraphTable:
         entries = [entry for wrapper in wrappers for entry in wrapper.entries.values()]
         return [entry for entry in entries if only is None or entry.descriptor in only]
 
-    def own_tensors(self) -> list[torch.Tensor]:
+    def own_tensors(self) -> Iterator[torch.Tensor]:
         """The inputs with what brings them, and declared state."""
-        inputs = self.setup.inputs
-        tensors = [*inputs.buffers.values(), *inputs.transport.device_memory]
-        # On the CPU every view is a storage of its own, with another address at another size.
-        tensors += [view for step in self.steps if step for view in step.layout.views.values()]
+        yield from self.setup.inputs.buffers.values()
+        yield from self.setup.inputs.transport.device_memory
+        for prepared in filter(None, self.steps):
+            # On the CPU every view is a storage of its own, with another address at another size.
+            yield from prepared.layout.views.values()
         states = as_states(self.setup.host.state)
-        return tensors + [state.tensor for state in states if state.tensor is not None]
+        yield from (state.tensor for state in states if state.tensor is not None)
 
     def unknown_memory(
         self, only: Collection[BatchDescriptor] | None = None
@@ -320,9 +321,9 @@ class GraphTable:
                 advice='wrap the pieces, or use pieces="breakable"',
             )
         self._captured[graph.slot] = list(transaction.captured)
-        graph.step.task_names = frozenset(transaction.task_names)
+        graph.prepared.task_names = frozenset(transaction.task_names)
         self.steps += [None] * (graph.slot + 1 - len(self.steps))
-        self.steps[graph.slot] = graph.step
+        self.steps[graph.slot] = graph.prepared
         self.records.append(record)
         logger.debug("%s in %.3f s", graph, record.capture_s)
         self.dispatcher.publish(graph.mode, graph.descriptor)

@@ -167,8 +167,8 @@ class GraphRunner(Uncopied, Generic[R]):
             refuse_inside_capture("slot()")
         if self.pool.elsewhere is not None and self.pool.elsewhere():
             with self.pool.on_device():
-                return self._engine.slots.make(batch, agreed)
-        return self._engine.slots.make(batch, agreed)
+                return self._engine.slot(batch, agreed)
+        return self._engine.slot(batch, agreed)
 
     def step(
         self,

@@ -201,7 +201,10 @@ class StepRuns:
         if not self.padded:
             return None
         alone = Dispatch(GraphMode.NONE, unpadded_of(self.step.batch), Reason.HIT)
-        step, around = self._unpadded_step._replace(dispatch=alone), partial(_watched, watch)
+        step, around = (
+            self._unpadded_step._replace(dispatch=alone),
+            partial(_watched, watch, None, None),
+        )
         return cloned(self._executor.run_unpadded(step, step.updates, around))
 
     def _rows(self) -> tuple[Any, int, int]:
@@ -215,23 +218,24 @@ class StepRuns:
         parts: PartResults | None = None,
     ) -> Any:
         """An eager run that is watched; `disturb` writes other values into padding rows."""
-
-        def around(forward: Callable[[], Any]) -> Any:
-            if disturb is not None:
-                disturb()
-            return _watched(watch, forward, parts)
-
         executor, step = self._executor, self._eager_step
         executor.inputs.padding.put_back(self._kept)
+        around = partial(_watched, watch, parts, disturb)
         return cloned(executor.run_padded(step, step.updates, eager=True, around=around))
 
 
 @undoing
 def _watched(
-    watch: Watch, undo: Undo, forward: Callable[[], Any], parts: PartResults | None = None
+    watch: Watch,
+    undo: Undo,
+    parts: PartResults | None,
+    disturb: Callable[[], None] | None,
+    forward: Callable[[], Any],
 ) -> Any:
     """The forward, on inputs that are filled, in which runners and wrappers run what they wrap, as
     they do in a warm-up: their own graphs and buffers would look like state that it writes."""
+    if disturb is not None:
+        disturb()
     undo.set(warming_up, True)
     # So that eager parts are known as such.
     undo.set(side_doors, TriedParts() if parts is None else parts)
