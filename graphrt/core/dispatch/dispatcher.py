@@ -104,7 +104,7 @@ class GraphDispatcher(Uncopied):
         # The last step that a wrapper could not replay.
         self._last_missed: object = None
         # How many steps were not replayed, of all graphs and for all reasons.
-        self.counted_otherwise = 0
+        self.not_served = 0
         self._last_context = ForwardContext(GraphMode.NONE)
         # Another one whenever the answer to a batch may change. It is made before the change, under
         # the lock: whatever interrupts that, no answer outlives its version.
@@ -265,7 +265,7 @@ class GraphDispatcher(Uncopied):
 
     def _count(self, slot: int, reason: Reason) -> None:
         self._not_replayed[slot, reason] += 1
-        self.counted_otherwise += 1
+        self.not_served += 1
 
     def counts(self) -> dict[Reason, int]:
         """How many batches were dispatched for each reason so far."""

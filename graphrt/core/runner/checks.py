@@ -6,17 +6,16 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from graphrt.core.base._warnings import GraphQuarantinedWarning, PaddedStateWarning, warn_caller
 from graphrt.core.base.errors import VerificationError
 from graphrt.core.base.homes import public
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.trust.ambient import Ambient
-from graphrt.core.trust.gradients import Gradients
 from graphrt.core.trust.places.walk import Link
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.verdict import Verdict
@@ -45,14 +44,6 @@ class TrialRecord:
     deterministic: bool = True
     failure: str | None = None
     notes: tuple[str, ...] = ()
-
-
-class _Level(NamedTuple):
-    """Which steps are tried beside the first of a kind: see `Checks`."""
-
-    each: bool
-    sampled: bool
-    always: bool
 
 
 class _Kind:
@@ -177,7 +168,7 @@ class Checks:
         "_graphs",
         "_inputs",
         "_kinds",
-        "_level",
+        "_levels",
         "_steps",
         "_warned_of",
         "glances",
@@ -186,22 +177,17 @@ class Checks:
         "strict",
     )
 
-    def __init__(
-        self,
-        options: GraphOptions,
-        reads: ReadSet | None,
-        device_type: str,
-        inputs: frozenset[str],
-        gradients: Gradients,
-    ) -> None:
-        """`inputs` are those whose padding rows may show that rows are mixed."""
-        self.on = options.checks("capture")
+    def __init__(self, setup: RunnerSetup, reads: ReadSet) -> None:
+        options = setup.options
+        self.on = options.checks("capture") and not setup.eager_launch
         self.strict = options.strict
-        self._level = _Level(*map(options.checks, ("first", "sample", "always")))
-        self._inputs = inputs
-        self._gradients = gradients
+        self._levels = set(filter(options.checks, ("first", "sample", "always")))
+        # The inputs whose padding rows may show that rows are mixed.
+        self._inputs = frozenset() if setup.host.mixes_rows else setup.inputs.padding.with_rows
+        self._gradients = setup.run_forward.gradients
         self._warned_of: set[str] = set()
-        self.glances = Glances(reads, device_type)
+        device_type = setup.pool.platform.device_type
+        self.glances = Glances(reads if reads.watched else None, device_type)
         self.reset()
 
     def reset(self) -> None:
@@ -240,7 +226,7 @@ class Checks:
                 for graph in of_kind:
                     graph.quarantine(failure)
             ends = [] if more else [of_kind[0], of_kind[-1]]
-            for graph in of_kind if self._level.each else ends:
+            for graph in of_kind if "first" in self._levels else ends:
                 graph.to_try |= graph.record.status == "untried"
         self._note_pending()
 
@@ -327,8 +313,8 @@ class Checks:
             if not kind.awaits_padding:
                 self._note_pending()
         self._steps += 1
-        sampled = self._level.sampled and self._steps % _SAMPLED == 0
-        return self._level.always or sampled
+        sampled = "sample" in self._levels and self._steps % _SAMPLED == 0
+        return "always" in self._levels or sampled
 
     def tried(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
         """Note what came of a trial; a graph that failed is quarantined, and those of its kind.
@@ -417,7 +403,7 @@ class Checks:
         pending = {}
         for slot, graph in self._graphs.items():
             record, kind = graph.record, graph.kind
-            always = self._level.sampled or record.failure is not None
+            always = "sample" in self._levels or record.failure is not None
             if always or graph.to_try or graph.moved or kind.untried:
                 pending[slot] = -1
             elif kind.awaits_padding:

@@ -182,7 +182,7 @@ class StepEngine:
         if graded and gradients.look(values) and dispatch.slot >= 0 and self._checks.on:
             return self.check(batch, dispatch, values, updates, metadata, agreed)
         self.last_dispatch = dispatch
-        misses = self._dispatcher.counted_otherwise
+        not_served = self._dispatcher.not_served
         try:
             if dispatch.slot < 0:
                 self.check_open()
@@ -197,7 +197,7 @@ class StepEngine:
             else:
                 outputs = self._executor.run(prepared, batch, values)
         except BaseException:  # a Ctrl-C too: the step counts as FAILED
-            self.failed(dispatch, updates, misses)
+            self.failed(dispatch, updates, not_served)
             raise
         self.live_tokens += batch[0]
         return gradients.marked(outputs, values) if graded else outputs
@@ -214,12 +214,12 @@ class StepEngine:
         """Run a step that is tried, or whose graph may not be replayed any more."""
         self.check_open()
         self._gradients.look(values)
-        misses = self._dispatcher.counted_otherwise
+        not_served = self._dispatcher.not_served
         try:
             step = Step(batch, dispatch, values, updates, metadata, agreed is not None)
             ran, outputs = self._checked(step)
         except BaseException:  # a Ctrl-C too: the step counts as FAILED
-            self.failed(dispatch, updates, misses)
+            self.failed(dispatch, updates, not_served)
             raise
         self.last_dispatch = ran
         self.live_tokens += batch[0] if ran.slot >= 0 else 0
@@ -245,11 +245,13 @@ class StepEngine:
         self._checks.look_after_eager_step()
         return eager, outputs
 
-    def failed(self, dispatch: Dispatch, updates: Any = None, misses: int | None = None) -> None:
-        """Count a step that raised as one that no graph has served. `misses` is how many steps were
-        counted so before it: it may be one of those since."""
+    def failed(
+        self, dispatch: Dispatch, updates: Any = None, not_served: int | None = None
+    ) -> None:
+        """Count a step that raised as one that no graph has served. `not_served` is how many such
+        steps there were before it: it may be one of those since."""
         self._executor.updates.step_failed(updates)
-        if dispatch.slot >= 0 and misses in (None, self._dispatcher.counted_otherwise):
+        if dispatch.slot >= 0 and not_served in (None, self._dispatcher.not_served):
             self.last_dispatch = self._dispatcher.failed(dispatch)
 
     def run_padded_eagerly(

@@ -224,23 +224,15 @@ class GraphTable:
         self.sealing = Sealing(setup.options)
         # Of the pool, in every step and in whatever changes the graphs: see `Turn`.
         self.owner = PoolOwner("a step, or a capture, of a runner")
-        options, host = setup.options, setup.host
         self.reads = ReadSet(
             setup.forward,
-            host.parameters,
+            setup.host.parameters,
             [module.weights for module in setup.compiled],
-            watched=options.checks("capture") and not setup.eager_launch,
+            watched=setup.options.checks("capture") and not setup.eager_launch,
             has_full=setup.plan.mode.has_full,
         )
         self.warmed_up: dict[Hashable, WarmedUp] = {}
-        self.checks = Checks(
-            options,
-            self.reads if self.reads.watched else None,
-            setup.pool.platform.device_type,
-            frozenset() if host.mixes_rows else setup.inputs.padding.with_rows,
-            setup.run_forward.gradients,
-        )
-        self.checks.on &= not setup.eager_launch
+        self.checks = Checks(setup, self.reads)
         self.wrappers = setup.wrappers()
         self.setup = setup
         # By slot. What the dispatcher does not serve is left of a release that was interrupted.

@@ -333,4 +333,4 @@ class GraphRunner(Uncopied, Generic[R]):
         """Figures of the graphs and of the steps so far."""
         from graphrt.core.runner.report import report_of
 
-        return report_of(self.graphs, self.pool, self.inputs, self._engine.live_tokens)
+        return report_of(self.graphs, self._engine.live_tokens)
