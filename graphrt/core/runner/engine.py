@@ -148,17 +148,6 @@ class StepEngine:
             pool.owner = None
             raise
 
-    def _opened(
-        self, values: Mapping[str, Any], agreed: Agreed | None
-    ) -> tuple[Batch, Mapping[str, Any], Agreed | None, Dispatch | None]:
-        """The batch of a step that was given none: its slot's, or what the inputs' shapes say."""
-        if type(values) is not InputSlot:
-            return batch_of(self._executor.inputs, values), values, agreed, None
-        if agreed is not None:
-            raise agreed_too_late(values)
-        dispatch, inputs = self._open_slot(values)
-        return values.batch, inputs, values.agreed, dispatch
-
     def is_clear(self, slot: int, tokens: int) -> bool:
         """Whether the step of a graph, of so many live tokens, is simply replayed."""
         checks = self._checks
@@ -378,9 +367,17 @@ class StepEngine:
             slot.planned = dispatch, prepared
         return slot
 
-    def _open_slot(self, slot: InputSlot) -> tuple[Dispatch | None, Mapping[str, Any]]:
-        """How the step of a slot is dispatched, and its inputs; None where it is to be dispatched
-        now. Raises `InputSlotError`."""
+    def _opened(
+        self, values: Mapping[str, Any], agreed: Agreed | None
+    ) -> tuple[Batch, Mapping[str, Any], Agreed | None, Dispatch | None]:
+        """The batch, inputs and agreed graph of a step that was given no batch: those of its slot,
+        with its dispatch if that still holds, or by the shapes of the inputs. Raises
+        `InputSlotError`."""
+        if type(values) is not InputSlot:
+            return batch_of(self._executor.inputs, values), values, agreed, None
+        slot, turn = values, self._executor.inputs.turn
+        if agreed is not None:
+            raise agreed_too_late(slot)
         if slot.maker is not self:
             raise InputSlotError(
                 "a slot was given to another runner than made it",
@@ -389,7 +386,6 @@ class StepEngine:
                 advice="runner.slot(batch) of the runner that is called",
             )
         # As `use` does, which names what is wrong.
-        turn = self._executor.inputs.turn
         if slot.used or slot.turn != turn:
             slot.use(turn)
         slot.used = True
@@ -397,8 +393,9 @@ class StepEngine:
             dispatch, prepared = slot.planned
             steps, at = self._graphs.steps, dispatch.slot
             if prepared is None or (at < len(steps) and steps[at] is prepared):
-                return dispatch, slot
-        return None, {name: value.clone() for name, value in slot.items()}
+                return slot.batch, slot, slot.agreed, dispatch
+        copies = {name: value.clone() for name, value in slot.items()}
+        return slot.batch, copies, slot.agreed, None
 
 
 def _no_graph_to_pad_to(reason: Reason) -> InvalidBatchError:
