@@ -62,7 +62,7 @@ class Reserved(Count):
 
 
 class _Version:
-    """What is published and planned between two changes, and the answers that batches had then.
+    """The published and planned graphs between two changes, and the answers that batches had then.
 
     The ladders are built at the first batch that needs them: capture publishes graphs one by one.
     """
@@ -227,7 +227,7 @@ class GraphDispatcher(Uncopied):
         else:
             last = self._last_context
             if last is not context and last.token is None:
-                # Or every graph would keep what its last step was given.
+                # Or every graph would keep the updates and metadata of its last step.
                 last.updates = last.metadata = last.live = None
             self._last_context = context
             context.updates = updates
@@ -288,7 +288,7 @@ class GraphDispatcher(Uncopied):
             return {key: hits[slot] for key, slot in self._slots.items()}
 
     def reset_counts(self) -> None:
-        """Start counting anew."""
+        """Set all counts to zero."""
         with self._lock:
             for missed in self._misses.values():
                 missed.batches = 0
@@ -304,7 +304,7 @@ class GraphDispatcher(Uncopied):
         max_padding: float | None,
     ) -> tuple[Count, Dispatch]:
         """The dispatch of a batch, and where it is counted."""
-        # One version for all of it: what is published meanwhile serves the next batch.
+        # One version for all of it: a graph that is published meanwhile serves the next batch.
         version, key = self.version, None
         try:
             # Of these classes alone: a tuple that equals a batch is none, nor is True a ratio.
@@ -395,7 +395,7 @@ class GraphDispatcher(Uncopied):
                 expected="its descriptor, or a Dispatch",
                 advice="agreed=dispatcher.peek(batch) of the rank that decides",
             )
-        # Or what is being published would be missed, and the answer remembered.
+        # Or a graph that is being published would be missed, and the answer remembered.
         with self._lock:
             for mode in modes:
                 slot = self._slots.get((mode, agreed))
@@ -445,7 +445,7 @@ def _checked_ratio(max_padding: float | None) -> float | None:
 def _checked_key(
     mode: GraphMode | str, descriptor: BatchDescriptor
 ) -> tuple[GraphMode, BatchDescriptor]:
-    """What names a graph.
+    """The key of a graph.
 
     Raises `InvalidModeError` unless the mode is PIECEWISE or FULL, and `InvalidBatchError` for what
     is no descriptor.

@@ -68,7 +68,7 @@ _RECENT = 3
 @public("graphrt.types")
 @dataclass(frozen=True)
 class CaptureProgress:
-    """What one `capture_next()` came to.
+    """The result of one `capture_next()`.
 
     `captured` is what was captured in this call, `left` how many graphs are still to be tried, and
     `next_s` the seconds that the next of them is expected to take, by those before it, of its mode
@@ -82,19 +82,19 @@ class CaptureProgress:
 
 @dataclass
 class WarmUps:
-    """What the sessions of one runner know of each other: which kinds of graphs are warm, and
-    whether captures look at every operator for constants that are made on the host. That takes
-    time, and most forwards make none."""
+    """Facts that the sessions of one runner share: which kinds of graphs are warm, and whether
+    captures look at every operator for constants that are made on the host. That takes time, and
+    most forwards make none."""
 
     warm: set[Hashable] = field(default_factory=set)
     lifts_constants: bool = False
 
 
 class CaptureScheduler:
-    """Captures what a runner's plan has and its dispatcher does not serve yet, then seals.
+    """Captures the planned graphs that the dispatcher does not serve yet, then seals.
 
-    All of it is called in a turn of the graphs' owner. Each call is a `CaptureSession` of its own:
-    between two of them steps move what a session saves.
+    Every method is called in a turn of the graphs' owner. Each call makes a new `CaptureSession`:
+    between two of them steps change the state that a session saves.
     """
 
     def __init__(self, graphs: GraphTable, trials: StepTrials) -> None:
@@ -104,11 +104,11 @@ class CaptureScheduler:
         self._warm_ups = WarmUps()
         # By slot, the steps that a missing graph would have served better, while some are missing.
         self._misses: Counter[int] = Counter()
-        # What a call of `next` takes after its last graph.
+        # The seconds that a call of `next` takes after its last graph.
         self._tail_s = 0.0
 
     def all(self, progress: Progress | None) -> None:
-        """Capture everything that is missing, what was dropped or has failed included."""
+        """Capture every missing graph, those too that were dropped or have failed before."""
         graphs = self._graphs
         graphs.left_out.clear()
         before = len(graphs.records)
@@ -213,8 +213,8 @@ class CaptureScheduler:
     # The order ----------------------------------------------------------------------------------
 
     def _left(self, prefer: Sequence[int]) -> list[CaptureKey]:
-        """What is still to be tried: sizes that the host prefers, then what steps have missed most,
-        then by the plan; but nothing of a kind before its largest.
+        """The graphs still to be tried: sizes that the host prefers, then graphs that steps have
+        missed most, then by the plan; but no graph of a kind before its largest.
 
         Where a forward makes its workspaces larger as it needs, a smaller graph would go on with
         one that is given up. And the largest serves every batch of its kind.
@@ -270,8 +270,8 @@ class CaptureSession:
     1. Compiled modules that are not compiled yet run once, and compile.
     2. Each graph, until there are enough: the forward is warmed up on padding (the first of its
        kind is watched), captured in a transaction, and the graph is published.
-    3. The batch axes of outputs are found, if need be by eager runs at other sizes; then what the
-       graphs read, and what steps are to check.
+    3. The batch axes of outputs are found, if need be by eager runs at other sizes; then the
+       tensors that graphs read, and the steps to check.
 
     The forward's state is put back after each of its runs. A graph that fails is taken back and the
     error raised; those before it serve. A graph that the device has no room for is dropped:
@@ -282,7 +282,7 @@ class CaptureSession:
         setup = self._setup = graphs.setup
         self._graphs = graphs
         self._warm_ups = warm_ups
-        # What is saved may be in use by steps on another stream.
+        # Steps on another stream may still use the state that is saved.
         setup.pool.follow_stream()
         platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
         self._state = WatchedState(
@@ -392,7 +392,7 @@ class CaptureSession:
         self, undo: Undo, graph: PlannedGraph, transaction: CaptureTransaction
     ) -> None:
         """Capture and publish a graph; if that raises, nothing of it is left."""
-        # Once more: putting it back may be what there was no room for.
+        # Once more: there may have been no room to put the state back.
         undo.after_error(self._state.restore)
         undo.after_error(partial(self._graphs.take_back, graph, transaction))
         self._graphs.publish(graph, self._captured(graph, transaction), transaction)
@@ -509,8 +509,8 @@ class CaptureSession:
             prepared.outputs.see(outputs)
 
     def _kind(self, graph: PlannedGraph) -> Hashable:
-        """What graphs have in common of which one warm-up is enough: with `warm_up_each` their size
-        too, but then the modes, if they make no difference to the forward."""
+        """The key of graphs that share one warm-up: their kind, and with `warm_up_each` their size;
+        the mode too, unless it makes no difference to the forward."""
         descriptor, setup = graph.descriptor, self._setup
         if not setup.options.warm_up_each:
             return graph.mode, *descriptor.kind
@@ -522,7 +522,8 @@ class CaptureSession:
 
     def _settle(self, *, more: bool, probes: bool = True) -> None:
         """Find the batch axes of the outputs, with `probes` by eager runs if need be, and prepare
-        what hands them out; then what the forward reads, and what steps are to check."""
+        the steps that hand them out; then find the tensors that graphs read, and note which steps
+        to check."""
         setup, graphs = self._setup, self._graphs
         self._has_doors = False
         resolve = partial(setup.outputs.resolve, query_len=setup.query_len)
@@ -569,8 +570,8 @@ _FEWER = "capture fewer sizes or fewer pieces; what is captured serves"
 
 
 class StreamLedger:
-    """What graphs of each mode and kind take of the device's streams: counted in the warm-up, then
-    as measured around the last capture. Where the device does not tell, nothing is refused.
+    """How many of the device's streams a graph of each mode and kind takes: counted in the warm-up,
+    then measured around the last capture. Where the device does not tell, nothing is refused.
 
     A capture that runs out of streams in its middle may cost the process: see the platform.
     """
@@ -587,7 +588,7 @@ class StreamLedger:
         self._needs: dict[Hashable, tuple[int, str]] = {}
 
     def count(self, kind: Hashable, run: Callable[[], T]) -> T:
-        """Run an eager forward of this kind, and count what it issues."""
+        """Run an eager forward of this kind, and count its work."""
         if not self.counts:
             return run()
         count = WorkCount(self._platform.stream_id_reader(), self._breaks)
@@ -596,8 +597,8 @@ class StreamLedger:
         return result
 
     def check(self, graph: PlannedGraph, kind: Hashable = None) -> GraphWork | None:
-        """Before a graph: what the warm-up of its kind issued, if one was counted; without, nothing
-        is known of the first graph of a mode.
+        """Before a graph: the work that the warm-up of its kind issued, if one was counted; without
+        it nothing is known of the first graph of a mode.
 
         Raises `StreamBudgetError` if the graph will take more streams than it may.
         """

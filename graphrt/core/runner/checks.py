@@ -1,4 +1,4 @@
-"""The checks of a runner's steps: which are tried, which run eagerly, what is known of a graph."""
+"""The checks of a runner's steps: which steps are tried, which run eagerly, and why."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PASSED = 3
 @public("graphrt.types")
 @dataclass
 class TrialRecord:
-    """What trials have found of one graph. `notes` are differences that are no failure."""
+    """The findings of trials of one graph. `notes` are differences that are no failure."""
 
     mode: GraphMode
     descriptor: BatchDescriptor
@@ -47,7 +47,7 @@ class TrialRecord:
 
 
 class _Kind:
-    """What trials have shown of the graphs of one kind.
+    """The graphs of one kind, and the steps of them that are still to be tried.
 
     The first step is tried, and the first padded one. A live row that equals the padding shows
     little there: a softmax over rows of zeros is another one, a mean stays as it is. So each of the
@@ -87,7 +87,7 @@ class _Kind:
 
 @dataclass
 class _Graph:
-    """What is known of one graph: its `record`; whether it is tried whatever the step; and the
+    """One graph: the record of its trials; whether its next step is tried in any case; and the
     Python values that eager steps have moved since its capture, with which it is tried once."""
 
     record: TrialRecord
@@ -100,8 +100,8 @@ class _Graph:
 
 
 class Glances:
-    """What a step looks at before it is simply replayed: whether the settings are those of the
-    capture, and one of the places that lead to tensors which graphs read.
+    """The look of a step before it is simply replayed: are the settings those of the capture, and
+    does one place still lead to the tensor that graphs read there?
 
     `looks` has one answer for each step: False where somebody has to look closer.
     """
@@ -155,7 +155,7 @@ class Glances:
 
 
 class Checks:
-    """What is looked at before a step of a graph, and what trials have found.
+    """Says which steps are replayed, tried or run eagerly, and keeps the findings of trials.
 
     At `capture` the first step of each kind of graph is tried, its first padded step, and the
     first of its largest and of its smallest graph; at `first` that of every graph, at `sample` one
@@ -202,7 +202,7 @@ class Checks:
 
     @property
     def records(self) -> dict[int, TrialRecord]:
-        """What trials have found, by the graph's slot."""
+        """The findings of trials, by the graph's slot."""
         return {slot: graph.record for slot, graph in self._graphs.items()}
 
     def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
@@ -254,7 +254,7 @@ class Checks:
     def why_eager(self, dispatch: Dispatch) -> Reason | None:
         """Why the step of a graph must not be replayed; None if it may.
 
-        Strictly, raises what is wrong.
+        Strictly, raises the error instead.
         """
         changed = self.glances.changed_settings()
         if changed:
@@ -317,7 +317,7 @@ class Checks:
         return "always" in self._levels or sampled
 
     def tried(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
-        """Note what came of a trial; a graph that failed is quarantined, and those of its kind.
+        """Note the verdict of a trial; if it failed, all graphs of its kind go into quarantine.
 
         Strictly, raises the failure.
         """
@@ -350,14 +350,14 @@ class Checks:
         self._note_pending()
 
     def moved(self, slot: int) -> Mapping[str, tuple[Any, Any]]:
-        """The Python values that eager steps have moved since the graph was captured: what they
-        were then, and what they are. None where steps are not checked."""
+        """The Python values that eager steps have moved since the graph was captured: the value
+        then, and the value now. Empty where steps are not checked."""
         graph = self._graphs.get(slot)
         return {} if graph is None else graph.moved
 
     def look_after_eager_step(self) -> None:
-        """An eager step is over: what it has moved in Python the graphs may have baked in, so the
-        next step of each is a trial."""
+        """An eager step is over: graphs may have baked in the Python values that it has moved, so
+        the next step of each is a trial."""
         reads = self.glances.reads
         served = [graph for graph in self._graphs.values() if graph.record.failure is None]
         if reads is None or reads.values is None or not served:
@@ -385,7 +385,7 @@ class Checks:
             other.moved = {p: v for p, v in other.moved.items() if passed[p] < _PASSED}
 
     def set_aside(self, failure: Exception) -> None:
-        """Let all batches run eagerly: a host that asked is told of `failure` itself."""
+        """Let all batches run eagerly; the caller raises `failure` itself."""
         if self.on:
             self.glances.only_settings()
             for graph in self._graphs.values():

@@ -1,4 +1,4 @@
-"""What people write on a command line, as arguments of a plan and options of a runner."""
+"""Settings of a command line, as arguments of a plan and options of a runner."""
 
 from __future__ import annotations
 

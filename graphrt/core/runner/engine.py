@@ -2,7 +2,8 @@
 
 1. Take the pool's turn: meanwhile nobody else steps, captures or destroys graphs in it.
 2. Dispatch the batch. Where graphs are captured lazily, capture the one that it lacks.
-3. Ask the checks. `check` runs what has to be tried, and what must not be replayed any more.
+3. Ask the checks. `check` tries the steps that they name, and runs eagerly where a graph is in
+   quarantine or the settings are others.
 4. `serve` every other step as it was dispatched: by its graph on padded inputs, or eagerly.
 
 `native/` does the same in C for the steps that are most of a decode: of a batch that was dispatched
@@ -87,7 +88,7 @@ class StepEngine:
         """`step`, or its twin in C. Kept by the runner: here it would be a cycle, and graphs live
         until garbage is collected."""
         if NativePath is None or type(self._pool) is not GraphPool:
-            # A pool of the host's may have properties in place of what C reads where it lies.
+            # C reads attributes of a pool in memory; a host's own class may have properties there.
             return self.step
         return NativePath(
             step=self.step,
@@ -284,7 +285,7 @@ class StepEngine:
             )
         try:
             verdict = self._trials.verify(step)
-        except BaseException:  # a Ctrl-C too: what was to be updated is unknown
+        except BaseException:  # a Ctrl-C too: which updates the graph has is unknown
             self._executor.updates.step_failed(updates)
             raise
         self.last_dispatch = dispatch

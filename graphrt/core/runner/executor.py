@@ -83,8 +83,8 @@ class StepExecutor:
 
         Without a `context` the step is one graph, which is replayed as its wrapper would; nobody
         reads a context then. With one its wrapper is called, which replays its segments and eager
-        parts; or `eager` the forward, `around` which something may be done. Raises
-        `InvalidInputError` and `InvalidBatchError`.
+        parts; or `eager` the forward, by `around` if that is given. Raises `InvalidInputError` and
+        `InvalidBatchError`.
         """
         inputs, pool = self.inputs, self.pool
         tokens, reqs = batch[0], batch[1]
@@ -138,9 +138,9 @@ class StepExecutor:
         return self.run(prepared, step.batch, step.values, context, eager=eager, around=around)
 
     def run_unpadded(self, step: Step, updates: Any, around: Around | None = None) -> Any:
-        """Run the forward on live rows; nothing that is done to what it returns reaches its next
-        step. `updates` are those of the step, resolved. `around` it something may be done, as in a
-        trial, which is none of the host's steps. Raises `InvalidInputError`."""
+        """Run the forward on live rows; changes of the outputs do not reach its next step. The
+        `updates` are resolved. `around` calls the forward in a trial, which is none of the
+        host's steps. Raises `InvalidInputError`."""
         inputs, pool, bind = self.inputs, self.pool, self._bind
         batch, values, descriptor = step.batch, step.values, step.dispatch.descriptor
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
@@ -157,7 +157,7 @@ class StepExecutor:
         stream = pool.follow_stream()
         if tokens <= inputs.tokens and reqs <= inputs.reqs:
             layout = inputs.layout(tokens, reqs)
-            # By the modes of the host only what the forward does is seen.
+            # Modes of the host see the operators of the forward, and no others.
             unseen(partial(inputs.fill, values, layout, tokens, reqs, stream))
             views = {name: view.detach() for name, view in layout.views.items()}
         else:
@@ -232,7 +232,7 @@ class StepExecutor:
             raise
 
     def _handed_out(self, outputs: Any) -> Any:
-        """The outputs of a forward, apart from what its next step reads."""
+        """The outputs of a forward, as tensors that its next step does not read."""
         if self._clones:
             return cloned(outputs)
         tensors = tree.tensors(outputs)
@@ -274,7 +274,7 @@ class LastUpdates:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Run steps that are none of the host's, after which UNCHANGED means what it did before."""
+        """Run steps that are none of the host's: after them UNCHANGED has the meaning of before."""
         before = self._last, self._live, self._failed
         try:
             yield
@@ -286,8 +286,8 @@ class LastUpdates:
         """The updates that the context of a step has: where it is `padded`, those of its graph's
         tasks alone.
 
-        UNCHANGED stays what it is only where the graph is `replayed` and has been given those
-        values already, for a batch of as many requests. Raises `InvalidUpdateError` for names of no
+        UNCHANGED stays UNCHANGED only where the graph is `replayed` and has those values already,
+        for a batch of as many requests. Raises `InvalidUpdateError` for names of no
         task.
         """
         updates = step.updates

@@ -73,7 +73,7 @@ class DroppedGraph:
 
 
 class PreparedStep:
-    """The padded views that a graph reads, what is called or replayed, and its outputs."""
+    """All that a step of one graph needs: its padded views, its callable or entry, its outputs."""
 
     __slots__ = (
         "_setup",
@@ -102,14 +102,13 @@ class PreparedStep:
         layout = self.layout = inputs.layout(descriptor.num_tokens, self.reqs)
         # None too where inputs of this size are too large to be fetched.
         self.ring = None if wrapper is None or layout.fetch is None else setup.ring
-        # For the host: what it puts there itself no graph would read.
+        # For the host: no graph would read another tensor that it puts there.
         self.readable = MappingProxyType(layout.views)
         self.call: Callable[..., Any] = setup.run_forward if wrapper is None else wrapper
         self.task_names: frozenset[str] = frozenset()
         owned = setup.options.outputs == "clone"
         self.outputs = LiveOutputs(descriptor, self.reqs, setup.outputs, layout.views, owned=owned)
-        # What its wrapper has captured, if a step is nothing but to replay it; and what does such
-        # a step in C.
+        # The entry of its wrapper, if a step is nothing but its replay; and that step in C.
         self.entry: Entry | None = None
         self.native: Any = None
 
@@ -163,14 +162,14 @@ class PreparedStep:
         # With several pieces it is the wrapper that counts them as one step.
         single = entry.graph is not None and wrapper.runtime_mode is GraphMode.FULL
         self.entry = entry if single else None
-        # What `bind` reads or writes, and what a pool of the host's does, C does not know.
+        # C knows nothing of a `bind`, nor of the methods of a host's own pool.
         bind = self._setup.host.bind
         if single and bind is None and type(pool) is GraphPool and inputs.all_packed:
             self.native = self._native_replay(entry, inputs, pool)
 
     def _native_replay(self, entry: Entry, inputs: StaticInputs, pool: GraphPool) -> Any:
-        """What runs a step of one graph in C: one that fetches its inputs, and returns one tensor
-        over memory that torch can make unreadable. None for others."""
+        """The step of one graph in C, if the graph fetches its inputs and returns one tensor over
+        memory that torch can make unreadable; else None."""
         outputs = self.outputs.single(pool.handed_out)
         if NativeReplay is None or outputs is None or self.ring is None:
             return None
@@ -206,12 +205,12 @@ class GraphTable:
     """Which graphs of a runner are captured, and which were left out.
 
     The dispatcher gives each planned graph a slot, and serves batches by those that are published.
-    `steps` has by slot what a step needs, `records` what each capture took. `left_out` are the
+    `steps` are prepared steps by slot, `records` say what each capture took. `left_out` are the
     slots that no step and no `capture_next()` tries again, with the graph if it was dropped for
     want of room, and None if it failed. What changes the table does so in a turn of `owner`.
 
-    Whether the graphs still stand for their forward is known by `reads`, what they read; `checks`,
-    what steps look at; and `warmed_up`, what the warm-up of each kind did.
+    Whether the graphs still stand for their forward is known by `reads`, the memory they read;
+    `checks`, the looks and trials of steps; and `warmed_up`, the operators of each kind's warm-up.
     """
 
     def __init__(self, setup: RunnerSetup) -> None:
@@ -235,10 +234,10 @@ class GraphTable:
         self.checks = Checks(setup, self.reads)
         self.wrappers = setup.wrappers()
         self.setup = setup
-        # By slot. What the dispatcher does not serve is left of a release that was interrupted.
+        # By slot. A slot that the dispatcher does not serve is left of an interrupted release.
         self._captured: dict[int, list[Captured]] = {}
 
-    # What there is ------------------------------------------------------------------------------
+    # The graphs -----------------------------------------------------------------------------------
 
     @property
     def dropped(self) -> tuple[DroppedGraph, ...]:
@@ -265,7 +264,7 @@ class GraphTable:
         return [entry for entry in entries if only is None or entry.descriptor in only]
 
     def own_tensors(self) -> Iterator[torch.Tensor]:
-        """The inputs with what brings them, and declared state."""
+        """The inputs, the device memory of their transport, and declared state."""
         yield from self.setup.inputs.buffers.values()
         yield from self.setup.inputs.transport.device_memory
         for prepared in filter(None, self.steps):
@@ -277,19 +276,19 @@ class GraphTable:
     def unknown_memory(
         self, only: Collection[BatchDescriptor] | None = None
     ) -> UnknownMemory | None:
-        """What nodes of the graphs may touch that nobody knows of: see `ReadSet`. None if there are
-        no graphs."""
+        """Memory that nodes of the graphs may touch and nobody has named: see `ReadSet`. None if
+        there are no graphs."""
         if not self.records:
             return None
         return self.reads.unknown_memory(self.entries(only), self.setup.pool, self.own_tensors())
 
     def keep_touched(self, only: Collection[BatchDescriptor]) -> None:
-        """Count as read what nodes of these graphs point to and the forward holds."""
+        """Count memory as read that nodes of these graphs point to and the forward holds."""
         self.reads.keep_touched(self.entries(only), self.setup.pool, self.own_tensors())
 
     def check(self) -> None:
-        """Raise what is wrong with weights and modules, as `GraphRunner.weights_changed` says. From
-        then on steps that are checked run eagerly."""
+        """Raise the errors of `GraphRunner.weights_changed`, for weights and modules. From then on
+        steps that are checked run eagerly."""
         try:
             self._check_compiled()
             if self.records and not self.setup.eager_launch:
@@ -299,7 +298,7 @@ class GraphTable:
                 self.checks.set_aside(error)
             raise
 
-    # What becomes of it -------------------------------------------------------------------------
+    # Their capture and release --------------------------------------------------------------------
 
     def publish(
         self, graph: PlannedGraph, record: GraphRecord, transaction: CaptureTransaction
@@ -319,11 +318,11 @@ class GraphTable:
         self.records.append(record)
         logger.debug("%s in %.3f s", graph, record.capture_s)
         self.dispatcher.publish(graph.mode, graph.descriptor)
-        # Entries know what they were captured in: what it keeps would be a cycle.
+        # Entries hold their transaction: its list of what was captured would be a cycle.
         transaction.commit()
 
     def take_back(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
-        """Undo what a capture, and `publish`, came to, however far they got."""
+        """Undo a capture, and `publish`, however far they got."""
         key = graph.mode, graph.descriptor
         self.dispatcher.withdraw(*key)
         self.records[:] = [each for each in self.records if (each.mode, each.descriptor) != key]
@@ -372,7 +371,7 @@ class GraphTable:
         ]
 
     def _destroy(self, slots: Collection[int]) -> None:
-        """Destroy what was captured for these slots, the last first; called again it goes on."""
+        """Destroy the graphs of these slots, the last first; called again it goes on."""
         for slot in [slot for slot in reversed(self._captured) if slot in slots]:
             for each in reversed(self._captured[slot]):
                 each.undo()

@@ -1,4 +1,4 @@
-"""What a runner reports: figures of capture and of the steps it ran."""
+"""The report of a runner: figures of its captures and of its steps."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def report_of(graphs: GraphTable, live_tokens: int) -> RunnerReport:
     steps, announced = graphs.dispatcher.hits(), graphs.dispatcher.hits(announced=True)
     reasons = Counter(graphs.dispatcher.counts())
     for owner in graphs.owners():
-        # Their MISSING_GRAPH are calls of the steps that the dispatcher was told of.
+        # Their MISSING_GRAPH are calls of steps that the dispatcher has counted.
         reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
     breakable = graphs.wrappers.get(GraphMode.PIECEWISE)
     in_pieces = () if breakable is None else breakable.entries.values()

@@ -117,8 +117,8 @@ class GraphRunner(Uncopied, Generic[R]):
         `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
         where their shapes say everything. A `slot` stands for both. `updates` are the host
         arguments of updatable tasks, `metadata` is what eager parts read from the context.
-        `agreed` is the graph that ranks have agreed on, by its descriptor or what one of them was
-        told (`Dispatch`): that one is replayed, or none (RANKS_DISAGREE).
+        `agreed` is the graph that ranks have agreed on, by its descriptor or the `Dispatch` of one
+        of them: that one is replayed, or none (RANKS_DISAGREE).
 
         R are fresh tensors, readable until the next step of the pool begins: touched later
         they raise (`OverwrittenOutputError`). On devices whose memory torch cannot mark, the CPU
@@ -151,12 +151,12 @@ class GraphRunner(Uncopied, Generic[R]):
 
     @property
     def dispatcher(self) -> GraphDispatcher:
-        """What finds the graph for a batch."""
+        """Finds the graph for a batch."""
         return self.graphs.dispatcher
 
     @property
     def last_dispatch(self) -> Dispatch | None:
-        """What the last step was told, and how it ran."""
+        """The dispatch of the last step, which says how it ran."""
         return self._engine.last_dispatch
 
     def slot(self, batch: Batch, *, agreed: Agreed | None = None) -> InputSlot:

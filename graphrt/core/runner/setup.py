@@ -1,4 +1,4 @@
-"""What a runner is made of, and what it wraps its forward in."""
+"""The parts that a runner is made of, and the wrappers of its forward."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _with_forward(forward: Any, announced: Iterable[Any]) -> list[Any]:
     check_callable("forward", forward)
     modules = {id(module): module for module in (*compiled_in(forward), *announced)}
     real = [module for module in modules.values() if not isinstance(module, SavedFacts)]
-    # What a saved plan knows only stands in for modules that nobody named.
+    # The facts of a saved plan only stand in for modules that nobody named.
     return real or list(modules.values())
 
 

@@ -144,13 +144,13 @@ class StepRuns:
     def __init__(self, executor: StepExecutor, step: Step) -> None:
         graphs, inputs = executor.graphs, executor.inputs
         inputs.declared.check(step.values, None, None)
-        # They may be outputs of the last step, or lie in the buffers.
+        # They may be outputs of the last step, or views of the buffers.
         executor.pool.follow_stream()
         step = step._replace(values=cloned(dict(step.values)))
         resolve = executor.updates.resolve
         self._unpadded_step = step._replace(updates=resolve(step, padded=False))
         self._eager_step = step._replace(updates=resolve(step, replayed=False))
-        # The last of them is what the graph is given.
+        # The last one resolved: these the graph is given.
         self.step = step._replace(updates=resolve(step))
         at_bound = graphs.setup.host.metadata
         if at_bound is not None:
@@ -232,8 +232,8 @@ def _watched(
     disturb: Callable[[], None] | None,
     forward: Callable[[], Any],
 ) -> Any:
-    """The forward, on inputs that are filled, in which runners and wrappers run what they wrap, as
-    they do in a warm-up: their own graphs and buffers would look like state that it writes."""
+    """Run the forward on filled inputs, watched. Runners and wrappers in it run their forwards
+    eagerly, as in a warm-up: their graphs and buffers would look like state that it writes."""
     if disturb is not None:
         disturb()
     undo.set(warming_up, True)
