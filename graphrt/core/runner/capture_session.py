@@ -372,14 +372,8 @@ class CaptureSession:
 
     def _capture_or_drop(self, key: CaptureKey) -> None:
         graph = self._graph(*key)
-        transaction = CaptureTransaction(
-            graph.slot,
-            graph.prepared.storages(),
-            metadata_is_declared=self._setup.host.metadata is not None,
-            lifts_constants=self._warm_ups.lifts_constants,
-        )
         try:
-            self._capture_one(graph, transaction)
+            self._capture_one(graph)
         except ResourceExhaustedError as error:
             self._graphs.drop(graph, error)
         except BaseException as error:
@@ -388,21 +382,19 @@ class CaptureSession:
             raise
 
     @undoing
-    def _capture_one(
-        self, undo: Undo, graph: PlannedGraph, transaction: CaptureTransaction
-    ) -> None:
+    def _capture_one(self, undo: Undo, graph: PlannedGraph) -> None:
         """Capture and publish a graph; if that raises, nothing of it is left."""
         # Once more: there may have been no room to put the state back.
         undo.after_error(self._state.restore)
-        undo.after_error(partial(self._graphs.take_back, graph, transaction))
-        self._graphs.publish(graph, self._captured(graph, transaction), transaction)
+        undo.after_error(partial(self._graphs.take_back, graph))
+        self._graphs.publish(graph, self._captured(graph))
 
-    def _captured(self, graph: PlannedGraph, transaction: CaptureTransaction) -> GraphRecord:
-        """Warm up and capture one graph, in `transaction`, which can take it back."""
+    def _captured(self, graph: PlannedGraph) -> GraphRecord:
+        """Warm up and capture one graph, in its transaction, which can take it back."""
         if self._setup.eager_launch:
             self._run(graph)
             return GraphRecord(graph.mode, graph.descriptor, 0.0, 0)
-        pool, platform = self._setup.pool, self._setup.pool.platform
+        pool, transaction = self._setup.pool, graph.transaction
         started, before = time.perf_counter(), pool.bytes()
         self._streams.check(graph)
         kind, warm_ups = self._kind(graph), self._setup.options.warmups
@@ -411,9 +403,9 @@ class CaptureSession:
             self._warm_up(graph)
         transaction.lifts_constants |= not warm_ups or self._graphs.reads.are_on_host()
         transaction.work = self._streams.check(graph, kind)
-        outside = platform.driver_bytes()
+        outside = pool.platform.driver_bytes()
         try:
-            self._attempt(graph, transaction)
+            self._attempt(graph)
         except ResourceExhaustedError as error:
             if isinstance(error, StreamBudgetError):
                 self._streams.failed(graph)
@@ -423,13 +415,13 @@ class CaptureSession:
                 raise
             transaction.rollback()
             self._warm_up(graph)
-            self._attempt(graph, transaction)
+            self._attempt(graph)
         return GraphRecord(
             graph.mode,
             graph.descriptor,
             time.perf_counter() - started,
             _growth(before, pool.bytes()),
-            _growth(outside, platform.driver_bytes()),
+            _growth(outside, pool.platform.driver_bytes()),
             self._streams.took(graph),
         )
 
@@ -446,15 +438,15 @@ class CaptureSession:
             raise
         self._warm_ups.warm.add(self._kind(graph))
 
-    def _attempt(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
+    def _attempt(self, graph: PlannedGraph) -> None:
         try:
-            self._run(graph, transaction)
+            self._run(graph, graph.transaction)
         except PageableCopyError:
-            if transaction.lifts_constants:
+            if graph.transaction.lifts_constants:
                 raise
-            transaction.rollback()
-            transaction.lifts_constants = self._warm_ups.lifts_constants = True
-            self._attempt(graph, transaction)
+            graph.transaction.rollback()
+            graph.transaction.lifts_constants = self._warm_ups.lifts_constants = True
+            self._attempt(graph)
 
     @undoing
     def _run(
@@ -557,7 +549,14 @@ class CaptureSession:
         slot = -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor)
         # Pieces that the forward brings along itself are reached by running it.
         wrapper = None if setup.eager_launch else graphs.wrappers.get(mode)
-        return PlannedGraph(mode, descriptor, slot, PreparedStep(descriptor, setup, wrapper))
+        prepared = PreparedStep(descriptor, setup, wrapper)
+        transaction = CaptureTransaction(
+            slot,
+            prepared.storages(),
+            metadata_is_declared=setup.host.metadata is not None,
+            lifts_constants=self._warm_ups.lifts_constants,
+        )
+        return PlannedGraph(mode, descriptor, slot, prepared, transaction)
 
 
 def _growth(before: int | None, after: int | None) -> int | None:

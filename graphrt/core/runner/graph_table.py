@@ -190,12 +190,13 @@ class PreparedStep:
 
 
 class PlannedGraph(NamedTuple):
-    """A graph to capture: its key, its slot, and the step it will serve."""
+    """A graph to capture: its key, its slot, the step it will serve, and what can take it back."""
 
     mode: GraphMode
     descriptor: BatchDescriptor
     slot: int
     prepared: PreparedStep
+    transaction: CaptureTransaction
 
     def __str__(self) -> str:
         return f"{self.mode.name} [{self.descriptor}]"
@@ -300,10 +301,9 @@ class GraphTable:
 
     # Their capture and release --------------------------------------------------------------------
 
-    def publish(
-        self, graph: PlannedGraph, record: GraphRecord, transaction: CaptureTransaction
-    ) -> None:
+    def publish(self, graph: PlannedGraph, record: GraphRecord) -> None:
         """Serve batches with a graph from now on; raises `CaptureError` if no wrapper took part."""
+        transaction = graph.transaction
         if not transaction.captured and not self.setup.eager_launch:
             raise CaptureError(
                 "nothing captured anything in the forward",
@@ -321,12 +321,12 @@ class GraphTable:
         # Entries hold their transaction: its list of what was captured would be a cycle.
         transaction.commit()
 
-    def take_back(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
+    def take_back(self, graph: PlannedGraph) -> None:
         """Undo a capture, and `publish`, however far they got."""
         key = graph.mode, graph.descriptor
         self.dispatcher.withdraw(*key)
         self.records[:] = [each for each in self.records if (each.mode, each.descriptor) != key]
-        transaction.rollback()
+        graph.transaction.rollback()
         self._destroy({graph.slot})
 
     def drop(self, graph: PlannedGraph, error: ResourceExhaustedError) -> None:
