@@ -43,7 +43,6 @@ class _Ladder(NamedTuple):
     mode: GraphMode
     loras: float
     bounds: tuple[int, ...]
-    last: int
     sizes: list[int]
     reqs: list[float]
     ranks: list[int]
@@ -63,15 +62,20 @@ class Ladders:
     def __init__(self, graphs: Collection[Dispatch]) -> None:
         axes = max((len(graph.descriptor.bounds) for graph in graphs), default=0)
         self._ranked = sorted(graphs, key=lambda graph: _preference(graph, axes))
-        kinds: dict[Hashable, list[int]] = {}
-        for rank, graph in enumerate(self._ranked):
-            kinds.setdefault((graph.mode, graph.descriptor.kind), []).append(rank)
         # Those of a query length, and those of none after them: these serve any.
         self._ladders: dict[tuple[Hashable, int | None], list[_Ladder]] = {}
-        for ranks in kinds.values():
-            named = self._ranked[ranks[0]].descriptor
-            key = named.variant, named.query_len if named.uniform else None
-            self._ladders.setdefault(key, []).append(self._ladder(ranks))
+        of_kind: dict[Hashable, _Ladder] = {}
+        for rank, (mode, descriptor, _, _) in enumerate(self._ranked):
+            kind = mode, descriptor.kind
+            ladder = of_kind.get(kind)
+            if ladder is None:
+                loras, bounds = descriptor.lora_capacity, descriptor.bounds
+                ladder = of_kind[kind] = _Ladder(mode, loras, bounds, [], [], [])
+                key = descriptor.variant, descriptor.query_len if descriptor.uniform else None
+                self._ladders.setdefault(key, []).append(ladder)
+            ladder.sizes.append(descriptor.num_tokens)
+            ladder.reqs.append(_INF if descriptor.num_reqs is None else descriptor.num_reqs)
+            ladder.ranks.append(rank)
         for (variant, query_len), ladders in self._ladders.items():
             if query_len is not None:
                 ladders += self._ladders.get((variant, None), ())
@@ -81,9 +85,10 @@ class Ladders:
         tokens, reqs = batch.num_tokens, batch.num_reqs
         loras, bounds = batch.num_active_loras, batch.bounds
         best, pads, left_out, largest = _INF, False, False, 0
-        for mode, most_loras, most_bounds, last, sizes, most_reqs, ranks in self._serving(batch):
+        for mode, most_loras, most_bounds, sizes, most_reqs, ranks in self._serving(batch):
             if most_loras < loras or (most_bounds and not _within(bounds, most_bounds)):
                 continue
+            last = sizes[-1]
             if last > largest:
                 largest = last
             if last < tokens:
@@ -106,19 +111,6 @@ class Ladders:
         """The ladders of its variant and query length, or of any query length."""
         ladders = self._ladders.get((batch.variant, batch.query_len))
         return self._ladders.get((batch.variant, None), []) if ladders is None else ladders
-
-    def _ladder(self, ranks: list[int]) -> _Ladder:
-        mode, first, _, _ = self._ranked[ranks[0]]
-        named = [self._ranked[rank].descriptor for rank in ranks]
-        return _Ladder(
-            mode,
-            first.lora_capacity,
-            first.bounds,
-            named[-1].num_tokens,
-            [each.num_tokens for each in named],
-            [_INF if each.num_reqs is None else each.num_reqs for each in named],
-            ranks,
-        )
 
 
 def _roomy(most_reqs: Sequence[float], start: int, reqs: int) -> int:
