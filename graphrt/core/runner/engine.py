@@ -138,6 +138,7 @@ class StepEngine:
                 dispatch = self._dispatcher.dispatch(batch, agreed=agreed)
             if self._graphs.sealing.may_capture:
                 dispatch, values = self._scheduler.for_step(batch, dispatch, values, agreed)
+            # Without a graph there is nothing to check.
             if dispatch.slot < 0 or self.is_clear(dispatch.slot, batch[0]):
                 outputs = self.serve(batch, dispatch, values, updates, metadata, agreed)
             else:
@@ -165,8 +166,12 @@ class StepEngine:
         metadata: Any,
         agreed: Agreed | None,
     ) -> Any:
-        """Run a step as it was dispatched. With an input that requires a gradient it is tried if
-        nobody knows yet which outputs depend on that, and those that do are marked."""
+        """Run a step as it was dispatched: eagerly without a graph, as one replay of a single
+        graph, or by the wrapper in a context.
+
+        If an input requires a gradient, the outputs that depend on it are marked; a step that is to
+        find out which do is tried instead.
+        """
         gradients = self._gradients
         graded = gradients.of_inputs and self._executor.inputs.require_gradients(values)
         if graded and gradients.look(values) and dispatch.slot >= 0 and self._checks.on:
@@ -181,7 +186,7 @@ class StepEngine:
             prepared = self._graphs.steps[dispatch.slot]
             assert prepared is not None
             entry = prepared.entry
-            # More than one graph, or with tasks, or its wrapper has to look at the arguments.
+            # With tasks, or of several parts, or its wrapper has to look at the arguments.
             if updates is not None or entry is None or entry.graph is None or entry.unchecked:
                 outputs = self._run_padded(Step(batch, dispatch, values, updates, metadata))
             else:
@@ -201,7 +206,8 @@ class StepEngine:
         metadata: Any,
         agreed: Agreed | None,
     ) -> Any:
-        """Run a step that is tried, or whose graph may not be replayed any more."""
+        """Run a step that the checks look at: it is tried, or runs eagerly because its graph may
+        not be replayed any more, or is replayed after all."""
         self.check_open()
         self._gradients.look(values)
         not_served = self._dispatcher.not_served
@@ -216,10 +222,10 @@ class StepEngine:
         return self._gradients.marked(outputs, values)
 
     def _checked(self, step: Step) -> tuple[Dispatch, Any]:
-        """How the step ran, and its live outputs.
+        """The dispatch of the step as it ran, and its live outputs.
 
-        Where ranks have agreed on its size each has its own live rows: what would then be done by
-        some of them only, or at other sizes, is left out.
+        Ranks that have agreed on a graph have other live rows each. So all of them run at its size,
+        also eagerly, and none tries the step for its padding.
         """
         dispatch = step.dispatch
         reason = self._checks.why_eager(dispatch)
