@@ -50,14 +50,15 @@ class Count:
 
 class Reserved(Count):
     """A reserved graph: the dispatch of its batches, how many it has served, the context of its
-    steps."""
+    steps, itself alone where ranks have agreed on it."""
 
-    __slots__ = ("context", "dispatch")
+    __slots__ = ("alone", "context", "dispatch")
 
     def __init__(self, dispatch: Dispatch, context: ForwardContext) -> None:
         super().__init__()
         self.dispatch = dispatch
         self.context = context
+        self.alone = Ladders([dispatch])
 
 
 class _Version:
@@ -400,7 +401,7 @@ class GraphDispatcher(Uncopied):
                 slot = self._slots.get((mode, agreed))
                 if slot is None or (slot in self._published) is not published:
                     continue
-                graph = Ladders([self._graphs[slot].dispatch]).find(batch, excluded, _INF)[0]
+                graph = self._graphs[slot].alone.find(batch, excluded, _INF)[0]
                 if graph is not None:
                     return graph
         return None
