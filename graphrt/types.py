@@ -16,12 +16,11 @@ from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.host_args import HostValues, Updates
 from graphrt.core.replay.pool import HoldsGraphs, OnCapture
 from graphrt.core.replay.segments import Part
-from graphrt.core.runner.capture_session import Progress
+from graphrt.core.runner.capture_session import CaptureProgress, Progress
 from graphrt.core.runner.checks import TrialRecord
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord
 from graphrt.core.runner.host import AroundCapture, Bind, MakeExample, Phase
 from graphrt.core.runner.report import TrustReport
-from graphrt.core.runner.scheduler import CaptureProgress
 from graphrt.core.trust.reads import Parameters, Tensors, TensorUse
 from graphrt.core.trust.watching.pointers import UnknownBlock, UnknownMemory
 

@@ -3,7 +3,7 @@
    Python: to `step` before anything is done, to `check` or `serve` once the step is counted. */
 #include "native.h"
 
-/* What it is made of, by Python. `failed` is told of a step that raised; `owner` is who has the turn of
+/* What it is made of, by Python. `failed` counts a step that raised; `owner` is who has the turn of
    `pool` in a step; `steps` are prepared ones, by the dispatcher's slot. */
 enum {
     STEP, CHECK, SERVE, FAILED, POOL, OWNER, ENGINE, DISPATCHER, SEALING, CHECKS, GLANCES, STEPS,
@@ -22,8 +22,8 @@ static PyObject *name_version;
 
 /* batch, values, updates, metadata, agreed */
 enum { BATCH, VALUES, UPDATES, METADATA, AGREED, ARGUMENTS };
-/* What the dispatcher remembers of a batch: where that is counted, and what the batch is told. */
-enum { COUNT, TOLD, ANSWER };
+/* The dispatcher's answer for a batch: where it is counted, and its dispatch. */
+enum { COUNT, DISPATCH, ANSWER };
 
 /* Whether this device is the current one; -1 with an error set. */
 static int is_here(const Path *self) {
@@ -34,7 +34,7 @@ static int is_here(const Path *self) {
     return elsewhere == Py_False;
 }
 
-/* What the dispatcher has told an equal batch that a graph serves, owned: 1; 0 where Python has to
+/* The dispatcher's answer for an equal batch that a graph serves, owned: 1; 0 where Python has to
    look, or -1 with an error set. Nothing is done yet. */
 static int look_up(const Path *self, PyObject *batch, PyObject **answer) {
     if ((PyObject *)Py_TYPE(batch) != self->of[BATCHES]) return 0;
@@ -107,38 +107,39 @@ static PyObject *replayed(const Path *self, Py_ssize_t slot, PyObject *batch, Py
 }
 
 /* As StepEngine.failed: the step is no HIT. Its error stays set. */
-static void tell_failed(const Path *self, PyObject *found) {
+static void count_failed(const Path *self, PyObject *dispatch) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
-    PyObject *told = PyObject_CallOneArg(self->of[FAILED], found);
-    if (told == NULL) {
+    PyObject *counted = PyObject_CallOneArg(self->of[FAILED], dispatch);
+    if (counted == NULL) {
         Py_XDECREF(type);
         Py_XDECREF(error);
         Py_XDECREF(trace);
         return;
     }
-    Py_DECREF(told);
+    Py_DECREF(counted);
     PyErr_Restore(type, error, trace);
 }
 
-/* The step, of which `found` is told. */
-static PyObject *run_found(Path *self, PyObject *const *args, PyObject *found) {
+/* The step, as it was dispatched. */
+static PyObject *run_dispatched(Path *self, PyObject *const *args, PyObject *dispatch) {
     PyObject *batch = args[BATCH];
-    PyObject *slot = PyTuple_GetItem(found, 3), *tokens = PyTuple_GetItem(batch, 0);
+    PyObject *slot = PyTuple_GetItem(dispatch, 3), *tokens = PyTuple_GetItem(batch, 0);
     Py_ssize_t place = slot == NULL ? -1 : PyLong_AsSsize_t(slot);
     long long rows = tokens == NULL || PyErr_Occurred() ? -1 : PyLong_AsLongLong(tokens);
     if (PyErr_Occurred()) return NULL;
-    PyObject *given[] = {batch, found, args[VALUES], args[UPDATES], args[METADATA], args[AGREED]};
+    PyObject *step[] = {batch,         dispatch,       args[VALUES],
+                        args[UPDATES], args[METADATA], args[AGREED]};
     int clear = is_clear(self, slot, tokens);
     if (clear < 0) return NULL;
-    if (!clear) return PyObject_Vectorcall(self->of[CHECK], given, 6, NULL);
-    set_slot(self->of[ENGINE], self->last_dispatch, found);
+    if (!clear) return PyObject_Vectorcall(self->of[CHECK], step, 6, NULL);
+    set_slot(self->of[ENGINE], self->last_dispatch, dispatch);
     PyObject *outputs = replayed(self, place, batch, args[VALUES]);
     if (outputs != NULL && add_to_slot(self->of[ENGINE], self->live_tokens, rows) < 0)
         Py_CLEAR(outputs);
     if (outputs != NULL) return outputs;
-    if (!PyErr_Occurred()) return PyObject_Vectorcall(self->of[SERVE], given, 6, NULL);
-    tell_failed(self, found);
+    if (!PyErr_Occurred()) return PyObject_Vectorcall(self->of[SERVE], step, 6, NULL);
+    count_failed(self, dispatch);
     return NULL;
 }
 
@@ -148,7 +149,7 @@ static int run_in_turn(Path *self, PyObject *const *args, PyObject **outputs) {
     int known = look_up(self, args[BATCH], &answer);
     if (known <= 0) return known;
     if (add_to_slot(PyTuple_GET_ITEM(answer, COUNT), self->batches, 1) == 0)
-        *outputs = run_found(self, args, PyTuple_GET_ITEM(answer, TOLD));
+        *outputs = run_dispatched(self, args, PyTuple_GET_ITEM(answer, DISPATCH));
     Py_DECREF(answer);
     return *outputs == NULL ? -1 : 1;
 }

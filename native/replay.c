@@ -40,17 +40,17 @@ static int is_held(const Replay *self, PyObject *shell) {
     int held = -1;
     PyObject *uses = PyObject_CallOneArg(self->of[USE_COUNT], in_slot(shell, self->cdata));
     PyObject *address = uses ? PyObject_CallMethodNoArgs(storage, name_data_ptr) : NULL;
-    PyObject *given = address ? PyObject_GetAttr(storage, name_dict) : NULL;
-    PyObject *watched = given ? PyObject_CallOneArg(self->of[WEAKREFS], storage) : NULL;
+    PyObject *attributes = address ? PyObject_GetAttr(storage, name_dict) : NULL;
+    PyObject *watched = attributes ? PyObject_CallOneArg(self->of[WEAKREFS], storage) : NULL;
     if (watched != NULL) {
         int same = is_equal(uses, in_slot(shell, self->alone));
         int there = same <= 0 ? same : is_equal(address, in_slot(shell, self->address));
-        int bare = there <= 0 ? there : !PyObject_IsTrue(given) && !PyObject_IsTrue(watched);
+        int bare = there <= 0 ? there : !PyObject_IsTrue(attributes) && !PyObject_IsTrue(watched);
         held = bare < 0 ? -1 : !bare;
     }
     Py_XDECREF(uses);
     Py_XDECREF(address);
-    Py_XDECREF(given);
+    Py_XDECREF(attributes);
     Py_XDECREF(watched);
     Py_DECREF(storage);
     return held;
@@ -142,9 +142,9 @@ static PyObject *run(Replay *self, PyObject *moves, PyObject *shape, PyObject *v
     if (alike == NULL || alike == Py_None) return NULL;
     /* First: slots that were handed out are given up, whatever comes of the step. */
     if (add_to_slot(self->of[INPUTS], self->turn, 1) < 0) return NULL;
-    PyObject *given[] = {values, self->of[FETCH], Py_True};
+    PyObject *arguments[] = {values, self->of[FETCH], Py_True};
     Py_INCREF(alike);
-    PyObject *written = PyObject_Vectorcall(alike, given, 3, NULL);
+    PyObject *written = PyObject_Vectorcall(alike, arguments, 3, NULL);
     Py_DECREF(alike);
     Py_XDECREF(written);
     if (written != Py_True) return NULL;
@@ -162,13 +162,13 @@ static PyObject *run(Replay *self, PyObject *moves, PyObject *shape, PyObject *v
 
 PyObject *replay_step(PyObject *replay, PyObject *batch, PyObject *values) {
     Replay *self = (Replay *)replay;
-    PyObject *moves = NULL, *shape = NULL, *found = NULL;
+    PyObject *moves = NULL, *shape = NULL, *outputs = NULL;
     if (!PyDict_CheckExact(values) || PyDict_GET_SIZE(values) != self->count) return NULL;
     if (look_up(self, batch, &moves, &shape) <= 0) return NULL;
-    if (is_usable(self)) found = run(self, moves, shape, values);
+    if (is_usable(self)) outputs = run(self, moves, shape, values);
     Py_DECREF(moves);
     Py_DECREF(shape);
-    return found;
+    return outputs;
 }
 
 int prepare_replay(void) {

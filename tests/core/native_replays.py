@@ -17,7 +17,7 @@ from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
 from graphrt.core.base._native_door import NativePath, NativeReplay
 from graphrt.core.replay import handout
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.runner import engine, prepared
+from graphrt.core.runner import engine, graph_table
 from graphrt.errors import GraphRTError
 from tests.core.soft_ring import RingGraph, RingPlatform
 
@@ -125,7 +125,7 @@ PATHS = Counted(NativePath)
 
 
 def use(*, native: bool) -> None:
-    prepared.NativeReplay = NativeReplay if native else None  # type: ignore[attr-defined]
+    graph_table.NativeReplay = NativeReplay if native else None  # type: ignore[attr-defined]
     engine.NativePath = PATHS if native else None  # type: ignore[attr-defined]
 
 

@@ -22,14 +22,14 @@ GRADED = f"""{LOAD}
 import torch
 from graphrt import GraphRunner, InputSpec, Reason
 from graphrt.core.replay import handout
-from graphrt.core.runner import engine, prepared
+from graphrt.core.runner import engine, graph_table
 from tests.core.soft_ring import RingPlatform
 
 handout.can_mark_unreadable, handout.mark_unreadable = True, lambda *_: None
-native = prepared.NativeReplay
+native = graph_table.NativeReplay
 assert native is module.Replay
 for kind in None, native:
-    prepared.NativeReplay = kind
+    graph_table.NativeReplay = kind
     engine.NativePath = kind and module.Path
     runner = GraphRunner(
         lambda x, ids: x * 2 + ids[:, None],
@@ -62,19 +62,19 @@ import gc, torch, warnings
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec, Reason
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay import handout
-from graphrt.core.runner import engine, prepared
+from graphrt.core.runner import engine, graph_table
 from graphrt.errors import GraphQuarantinedWarning, GraphRTError, PoolBusyError
 from tests.core.soft_ring import RingPlatform
 
 handout.can_mark_unreadable, handout.mark_unreadable = True, lambda *_: None
-native, x = prepared.NativeReplay, torch.ones(8)
+native, x = graph_table.NativeReplay, torch.ones(8)
 two, five = Batch(8, 2), Batch(8, 5)
 assert native is module.Replay
 # Of steps under other settings.
 warnings.simplefilter("ignore", GraphQuarantinedWarning)
 
 def made(kind):
-    prepared.NativeReplay = kind
+    graph_table.NativeReplay = kind
     engine.NativePath = kind and module.Path
     runner = GraphRunner(
         lambda x: x * 2, inputs={{"x": InputSpec(torch.float32, ("tokens",))}}, outputs=("reqs",),
@@ -156,7 +156,7 @@ def where_garbage_is_collected(runner, todo):
 
     found = set()
     for later in range(1, 15):
-        runner, _ = made(prepared.NativeReplay)
+        runner, _ = made(graph_table.NativeReplay)
         runner(two, x=x)
         gc.collect()
         dies = Dies()

@@ -25,7 +25,7 @@ TWINS = (
     "core/runner/checks.py",
     "core/runner/engine.py",
     "core/runner/executor.py",
-    "core/runner/prepared.py",
+    "core/runner/graph_table.py",
     "cuda/ring/format.py",
     "cuda/ring/moves.py",
     "cuda/ring/slots.py",

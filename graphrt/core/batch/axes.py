@@ -30,10 +30,10 @@ class Axis(NamedTuple):
         if names is not None:
             listed = items_of("names", names, '("tokens", "reqs")', InvalidInputError)
             known = [name for name in listed if isinstance(name, str)]
-        found = _AXIS.fullmatch(text) if isinstance(text, str) else None
-        if found is None or (known is not None and found[1] not in known):
-            meant = nearest(found[1] if found else text, known or ("tokens", "reqs"))
-            extra = f"+{found[2]}" if found and found[2] else ""
+        match = _AXIS.fullmatch(text) if isinstance(text, str) else None
+        if match is None or (known is not None and match[1] not in known):
+            meant = nearest(match[1] if match else text, known or ("tokens", "reqs"))
+            extra = f"+{match[2]}" if match and match[2] else ""
             raise InvalidInputError(
                 "unknown batch axis in a shape",
                 got=shown(text),
@@ -42,7 +42,7 @@ class Axis(NamedTuple):
                 if meant
                 else '("tokens",), or ("reqs", 64) for rows of 64',
             )
-        return cls(found[1], int(found[2] or 0))
+        return cls(match[1], int(match[2] or 0))
 
     def size(self, tokens: int, reqs: int) -> int:
         """The size of a dimension of this axis in a batch of so many tokens and requests."""

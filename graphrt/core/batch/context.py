@@ -47,7 +47,7 @@ class AllowedCapture(Protocol):
 
 @public("graphrt.types")
 class Announcer(Protocol):
-    """What announced a step as one of a graph, and is told where the graph was not replayed."""
+    """Announces steps as those of a graph, and counts where the graph was not replayed."""
 
     def not_replayed(self, context: ForwardContext) -> None:
         """Note that a wrapper ran the step of this context eagerly, as it has no graph for it."""

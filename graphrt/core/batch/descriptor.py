@@ -1,4 +1,4 @@
-"""What names one captured graph, and what a host knows about one step."""
+"""`BatchDescriptor` names one captured graph; `Batch` is a host's knowledge of one step."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ class BatchDescriptor(_Named):
 
     @property
     def serves(self) -> tuple[Hashable, ...]:
-        """What batches have to be for graphs of one size, beside their lengths."""
+        """The fields that batches must match for graphs of one size, beside their lengths."""
         return self.has_lora, self.num_active_loras, self.bounds, self.variant
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """What descriptors have in common whose forward runs the same code, whatever their size."""
-        return *self.serves, self.uniform, self.query_len
+        """All fields but the size: the forward of one kind runs the same code."""
+        return self[2:]
 
     @property
     def lora_capacity(self) -> float:
@@ -176,12 +176,12 @@ class Batch(_Fields):
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Batch:  # type: ignore[override]
-        # As above: a batch of 9.0 tokens equals one of 9, and would be told what that was.
+        # As above: a batch of 9.0 tokens equals one of 9, and would have its answer.
         return cls(*iterable)
 
 
-# What has to know every field of a batch is from here on. A new one comes last, with a default; it
-# is named in `checked_batch`, and in `example_of` if graphs differ by it.
+# All code that has to know every field of a batch is from here on. A new one comes last, with a
+# default; it is named in `checked_batch`, and in `example_of` if graphs differ by it.
 
 
 def checked_batch(batch: object) -> Batch:

@@ -25,7 +25,7 @@ from graphrt.core.batch.descriptor import (
 )
 from graphrt.core.batch.modes import GraphMode, graphs_off
 from graphrt.core.dispatch.ladders import GRAPH_MODES, Ladders
-from graphrt.core.dispatch.reasons import NOT_REPLAYED, OF_BATCHES, Agreed, Dispatch, Reason
+from graphrt.core.dispatch.reasons import OF_CALLS, Agreed, Dispatch, Reason
 
 REMEMBERED = 1024
 """So many answers are kept: a host whose batches never come again cannot make them grow."""
@@ -40,7 +40,7 @@ _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
 
 
 class Count:
-    """How many batches were told the same."""
+    """How many batches had the same answer."""
 
     __slots__ = ("batches",)
 
@@ -49,20 +49,20 @@ class Count:
 
 
 class Reserved(Count):
-    """A reserved graph: what batches are told, how many it has served, the context of its steps,
-    itself alone where ranks have agreed on it."""
+    """A reserved graph: the dispatch of its batches, how many it has served, the context of its
+    steps, itself alone where ranks have agreed on it."""
 
-    __slots__ = ("alone", "context", "found")
+    __slots__ = ("alone", "context", "dispatch")
 
-    def __init__(self, found: Dispatch, context: ForwardContext) -> None:
+    def __init__(self, dispatch: Dispatch, context: ForwardContext) -> None:
         super().__init__()
-        self.found = found
+        self.dispatch = dispatch
         self.context = context
-        self.alone = Ladders([found])
+        self.alone = Ladders([dispatch])
 
 
 class _Version:
-    """What is published and planned between two changes, and what batches were told of it.
+    """The published and planned graphs between two changes, and the answers that batches had then.
 
     The ladders are built at the first batch that needs them: capture publishes graphs one by one.
     """
@@ -99,14 +99,15 @@ class GraphDispatcher(Uncopied):
         self._graphs: list[Reserved] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
-        self._misses = {reason: Count() for reason in OF_BATCHES}
+        self._misses = {reason: Count() for reason in Reason if reason not in OF_CALLS}
         self._not_replayed: Counter[tuple[int, Reason]] = Counter()
-        self._told: object = None
-        # How many of them were not replayed, of all graphs and for all reasons.
-        self.counted_otherwise = 0
+        # The last step that a wrapper could not replay.
+        self._last_missed: object = None
+        # How many steps were not replayed, of all graphs and for all reasons.
+        self.not_served = 0
         self._last_context = ForwardContext(GraphMode.NONE)
-        # Another one whenever a batch may be told something else than before. It is made before
-        # the change, under the lock: whatever interrupts that, no answer outlives what it is of.
+        # Another one whenever the answer to a batch may change. It is made before the change, under
+        # the lock: whatever interrupts that, no answer outlives its version.
         self.version = _Version(_checked_ratio(max_padding))
 
     @property
@@ -139,7 +140,7 @@ class GraphDispatcher(Uncopied):
             return slot
 
     def publish(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> Dispatch:
-        """Serve batches with this graph from now on; returns what they are told.
+        """Serve batches with this graph from now on; returns their dispatch.
 
         Raises what `reserve` does.
         """
@@ -148,7 +149,7 @@ class GraphDispatcher(Uncopied):
             if not self._off:
                 self._renew()
                 self._published.add(slot)
-            return self._graphs[slot].found
+            return self._graphs[slot].dispatch
 
     def withdraw(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> None:
         """Stop serving batches with this graph; it stays reserved. Raises what `reserve` does."""
@@ -167,7 +168,7 @@ class GraphDispatcher(Uncopied):
     def published(self) -> tuple[Dispatch, ...]:
         """The graphs that serve batches, in the order they were reserved."""
         with self._lock:
-            return tuple(self._graphs[slot].found for slot in sorted(self._published))
+            return tuple(self._graphs[slot].dispatch for slot in sorted(self._published))
 
     def dispatch(
         self,
@@ -180,14 +181,14 @@ class GraphDispatcher(Uncopied):
         """The best captured graph for `batch`, else NONE with the unpadded batch and the reason.
 
         `exclude` takes runtime modes out for this batch. `agreed` is the graph that ranks have
-        agreed on, by its descriptor or what one of them was told: that one whatever it pads, or
+        agreed on, by its descriptor or the dispatch of one of them: that one whatever it pads, or
         none, with RANKS_DISAGREE. Never raises for a batch of at least one token; raises
         `InvalidBatchError` for one of none, or with counts that are no integers, and
         `InvalidModeError` and `InvalidOptionError` for limits that are none.
         """
-        count, found = self._answer(batch, exclude, agreed, max_padding)
+        count, dispatch = self._answer(batch, exclude, agreed, max_padding)
         count.batches += 1
-        return found
+        return dispatch
 
     def peek(
         self,
@@ -203,14 +204,14 @@ class GraphDispatcher(Uncopied):
     def planned_for(self, batch: Batch, *, agreed: Agreed | None = None) -> Dispatch | None:
         """The best graph for `batch` among those that are reserved but not published, and that
         dispatch would take: None if it would pad more than allowed. Raises what `dispatch` does."""
-        asked, version = settled(checked_batch(batch)), self.version
+        batch, version = settled(checked_batch(batch)), self.version
         excluded = _checked_modes(batch.exclude)
         if agreed is not None:
-            return self._agreed_on(asked, excluded, agreed, published=False)
+            return self._agreed_on(batch, excluded, agreed, published=False)
         planned, ratio = self._ladders(version)[1], version.max_padding
         if planned is None:
             return None
-        return planned.find(asked, excluded, _INF if ratio is None else asked.num_tokens * ratio)[0]
+        return planned.find(batch, excluded, _INF if ratio is None else batch.num_tokens * ratio)[0]
 
     def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
         """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`.
@@ -226,7 +227,7 @@ class GraphDispatcher(Uncopied):
         else:
             last = self._last_context
             if last is not context and last.token is None:
-                # Or every graph would keep what its last step was given.
+                # Or every graph would keep the updates and metadata of its last step.
                 last.updates = last.metadata = last.live = None
             self._last_context = context
             context.updates = updates
@@ -244,27 +245,27 @@ class GraphDispatcher(Uncopied):
         step = context.token or context
         with self._lock:
             known = context.announced and context.slot < len(self._graphs)
-            if step is not self._told and known:
-                self._told = step
+            if step is not self._last_missed and known:
+                self._last_missed = step
                 self._count(context.slot, Reason.MISSING_GRAPH)
 
-    def run_eagerly(self, found: Dispatch, batch: Batch, reason: Reason) -> Dispatch:
-        """Count a batch that was dispatched to a graph but is not replayed; returns how it runs
-        instead."""
+    def run_eagerly(self, dispatch: Dispatch, batch: Batch, reason: Reason) -> Dispatch:
+        """Count a batch that was dispatched to a graph but is not replayed; returns its dispatch
+        without one."""
         with self._lock:
-            self._count(found.slot, reason)
+            self._count(dispatch.slot, reason)
         return Dispatch(_NONE, unpadded(batch), reason)
 
-    def failed(self, found: Dispatch) -> Dispatch:
-        """Count a batch whose step by a graph raised, so that no graph has served it; returns what
-        became of it."""
+    def failed(self, dispatch: Dispatch) -> Dispatch:
+        """Count a batch whose step by a graph raised, so that no graph has served it; returns the
+        dispatch with this reason."""
         with self._lock:
-            self._count(found.slot, Reason.FAILED)
-        return found._replace(reason=Reason.FAILED)
+            self._count(dispatch.slot, Reason.FAILED)
+        return dispatch._replace(reason=Reason.FAILED)
 
     def _count(self, slot: int, reason: Reason) -> None:
         self._not_replayed[slot, reason] += 1
-        self.counted_otherwise += 1
+        self.not_served += 1
 
     def counts(self) -> dict[Reason, int]:
         """How many batches were dispatched for each reason so far."""
@@ -272,7 +273,6 @@ class GraphDispatcher(Uncopied):
             counts = {reason: missed.batches for reason, missed in self._misses.items()}
             hits = sum(graph.batches for graph in self._graphs)
             counts[Reason.HIT] = hits - self._not_replayed.total()
-            counts.update(dict.fromkeys(NOT_REPLAYED, 0))
             for (_, reason), count in self._not_replayed.items():
                 counts[reason] += count
             return counts
@@ -288,7 +288,7 @@ class GraphDispatcher(Uncopied):
             return {key: hits[slot] for key, slot in self._slots.items()}
 
     def reset_counts(self) -> None:
-        """Start counting anew."""
+        """Set all counts to zero."""
         with self._lock:
             for missed in self._misses.values():
                 missed.batches = 0
@@ -303,8 +303,8 @@ class GraphDispatcher(Uncopied):
         agreed: Agreed | None,
         max_padding: float | None,
     ) -> tuple[Count, Dispatch]:
-        """What a batch is told, and where that is counted."""
-        # One version for all of it: what is published meanwhile serves the next batch.
+        """The dispatch of a batch, and where it is counted."""
+        # One version for all of it: a graph that is published meanwhile serves the next batch.
         version, key = self.version, None
         try:
             # Of these classes alone: a tuple that equals a batch is none, nor is True a ratio.
@@ -336,18 +336,18 @@ class GraphDispatcher(Uncopied):
     ) -> tuple[Count, Dispatch]:
         """The same for a batch that was not seen before, or cannot be remembered."""
         checked = checked_batch(batch)
-        asked = settled(checked)
+        live = settled(checked)
         ratio = version.max_padding if max_padding is None else _checked_ratio(max_padding)
         excluded = NO_MODES if batch.exclude is NO_MODES else _checked_modes(batch.exclude)
         if exclude is not NO_MODES:
             excluded |= _checked_modes(exclude)
-        found, reason = self._best(version, asked, excluded, agreed, ratio)
-        if found is None:
+        dispatch, reason = self._best(version, live, excluded, agreed, ratio)
+        if dispatch is None:
             # As all of a `Dispatch`, which takes as long as its descriptor.
-            told = _new_tuple(Dispatch, (_NONE, descriptor_of(asked), reason, -1))
-            answer = self._misses[reason], told
+            dispatch = _new_tuple(Dispatch, (_NONE, descriptor_of(live), reason, -1))
+            answer = self._misses[reason], dispatch
         else:
-            answer = self._graphs[found.slot], found
+            answer = self._graphs[dispatch.slot], dispatch
         # Not of what a host may change in place.
         if key is not None and checked is batch and batch.exclude.__class__ is frozenset:
             if len(version.answers) >= REMEMBERED:
@@ -358,7 +358,7 @@ class GraphDispatcher(Uncopied):
     def _best(
         self,
         version: _Version,
-        asked: Batch,
+        batch: Batch,
         excluded: frozenset[GraphMode],
         agreed: Agreed | None,
         ratio: float | None,
@@ -366,23 +366,23 @@ class GraphDispatcher(Uncopied):
         """The best graph, or why there is none: the first of these that is true."""
         off = self.mode is _NONE
         if agreed is not None:
-            found = self._agreed_on(asked, excluded, agreed, published=True)
-            return found, Reason.MODE_NONE if off else Reason.RANKS_DISAGREE
+            graph = self._agreed_on(batch, excluded, agreed, published=True)
+            return graph, Reason.MODE_NONE if off else Reason.RANKS_DISAGREE
         published, planned = version.ladders or self._ladders(version)
-        most = _INF if ratio is None else asked.num_tokens * ratio
-        best, pads, left_out, largest = published.find(asked, excluded, most)
-        if best is not None or off:
-            return best, Reason.MODE_NONE
+        max_tokens = _INF if ratio is None else batch.num_tokens * ratio
+        graph, pads, left_out, largest = published.find(batch, excluded, max_tokens)
+        if graph is not None or off:
+            return graph, Reason.MODE_NONE
         if pads or left_out:
             return None, Reason.PADDING if pads else Reason.EXCLUDED
         if planned is not None:
-            later, pads, _, _ = planned.find(asked, excluded, most)
-            if pads or later is not None:
-                return None, Reason.PADDING if later is None else Reason.NOT_CAPTURED
-        return None, Reason.TOO_LARGE if 0 < largest < asked.num_tokens else Reason.NO_GRAPH
+            graph, pads, _, _ = planned.find(batch, excluded, max_tokens)
+            if pads or graph is not None:
+                return None, Reason.PADDING if graph is None else Reason.NOT_CAPTURED
+        return None, Reason.TOO_LARGE if 0 < largest < batch.num_tokens else Reason.NO_GRAPH
 
     def _agreed_on(
-        self, asked: Batch, excluded: frozenset[GraphMode], agreed: Agreed, *, published: bool
+        self, batch: Batch, excluded: frozenset[GraphMode], agreed: Agreed, *, published: bool
     ) -> Dispatch | None:
         """The graph that ranks have agreed on, if it can serve the batch and is (not) published."""
         modes: tuple[GraphMode, ...] = GRAPH_MODES
@@ -395,15 +395,15 @@ class GraphDispatcher(Uncopied):
                 expected="its descriptor, or a Dispatch",
                 advice="agreed=dispatcher.peek(batch) of the rank that decides",
             )
-        # Or what is being published would be missed, and the answer remembered.
+        # Or a graph that is being published would be missed, and the answer remembered.
         with self._lock:
             for mode in modes:
                 slot = self._slots.get((mode, agreed))
                 if slot is None or (slot in self._published) is not published:
                     continue
-                found = self._graphs[slot].alone.find(asked, excluded, _INF)[0]
-                if found is not None:
-                    return found
+                graph = self._graphs[slot].alone.find(batch, excluded, _INF)[0]
+                if graph is not None:
+                    return graph
         return None
 
     def _renew(self) -> None:
@@ -414,11 +414,13 @@ class GraphDispatcher(Uncopied):
         # Under the lock of `publish`, whose version this may be before it has published.
         with self._lock:
             if version.ladders is None:
-                here: list[Dispatch] = []
-                planned: list[Dispatch] = []
-                for graph in self._graphs:
-                    (here if graph.found.slot in self._published else planned).append(graph.found)
-                version.ladders = Ladders(here), Ladders(planned) if planned else None
+                published = [self._graphs[slot].dispatch for slot in sorted(self._published)]
+                planned = [
+                    graph.dispatch
+                    for slot, graph in enumerate(self._graphs)
+                    if slot not in self._published
+                ]
+                version.ladders = Ladders(published), Ladders(planned) if planned else None
             return version.ladders
 
 
@@ -443,7 +445,7 @@ def _checked_ratio(max_padding: float | None) -> float | None:
 def _checked_key(
     mode: GraphMode | str, descriptor: BatchDescriptor
 ) -> tuple[GraphMode, BatchDescriptor]:
-    """What names a graph.
+    """The key of a graph.
 
     Raises `InvalidModeError` unless the mode is PIECEWISE or FULL, and `InvalidBatchError` for what
     is no descriptor.

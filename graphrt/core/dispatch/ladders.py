@@ -43,13 +43,12 @@ class _Ladder(NamedTuple):
     mode: GraphMode
     loras: float
     bounds: tuple[int, ...]
-    last: int
     sizes: list[int]
     reqs: list[float]
     ranks: list[int]
 
 
-Found = tuple[Dispatch | None, bool, bool, int]
+Search = tuple[Dispatch | None, bool, bool, int]
 """The best graph for a batch, and what else there is: one that pads too much, one of an excluded
 mode, the most tokens that batches of its kind may have (0 for none)."""
 
@@ -58,78 +57,67 @@ class Ladders:
     """Graphs by what a batch must equal to be served: their variant, and their query length where
     they are uniform."""
 
-    __slots__ = ("_alike", "_ranked")
+    __slots__ = ("_ladders", "_ranked")
 
     def __init__(self, graphs: Collection[Dispatch]) -> None:
         axes = max((len(graph.descriptor.bounds) for graph in graphs), default=0)
         self._ranked = sorted(graphs, key=lambda graph: _preference(graph, axes))
-        kinds: dict[Hashable, list[int]] = {}
-        for rank, graph in enumerate(self._ranked):
-            kinds.setdefault((graph.mode, graph.descriptor.kind), []).append(rank)
         # Those of a query length, and those of none after them: these serve any.
-        self._alike: dict[tuple[Hashable, int | None], list[_Ladder]] = {}
-        for ranks in kinds.values():
-            named = self._ranked[ranks[0]].descriptor
-            key = named.variant, named.query_len if named.uniform else None
-            self._alike.setdefault(key, []).append(self._ladder(ranks))
-        for (variant, query_len), alike in self._alike.items():
+        self._ladders: dict[tuple[Hashable, int | None], list[_Ladder]] = {}
+        of_kind: dict[Hashable, _Ladder] = {}
+        for rank, (mode, descriptor, _, _) in enumerate(self._ranked):
+            kind = mode, descriptor.kind
+            ladder = of_kind.get(kind)
+            if ladder is None:
+                loras, bounds = descriptor.lora_capacity, descriptor.bounds
+                ladder = of_kind[kind] = _Ladder(mode, loras, bounds, [], [], [])
+                key = descriptor.variant, descriptor.query_len if descriptor.uniform else None
+                self._ladders.setdefault(key, []).append(ladder)
+            ladder.sizes.append(descriptor.num_tokens)
+            ladder.reqs.append(_INF if descriptor.num_reqs is None else descriptor.num_reqs)
+            ladder.ranks.append(rank)
+        for (variant, query_len), ladders in self._ladders.items():
             if query_len is not None:
-                alike += self._alike.get((variant, None), ())
+                ladders += self._ladders.get((variant, None), ())
 
-    def find(self, batch: Batch, excluded: Collection[GraphMode], most: float) -> Found:
+    def find(self, batch: Batch, excluded: Collection[GraphMode], max_tokens: float) -> Search:
         """The best graph of at most so many tokens; `batch` is checked and settled."""
-        tokens, reqs, loras, bounds = (
-            batch.num_tokens,
-            batch.num_reqs,
-            batch.num_active_loras,
-            batch.bounds,
-        )
+        tokens, reqs = batch.num_tokens, batch.num_reqs
+        loras, bounds = batch.num_active_loras, batch.bounds
         best, pads, left_out, largest = _INF, False, False, 0
-        for mode, most_loras, most_bounds, last, sizes, most_reqs, ranks in self._kin(batch):
+        for mode, most_loras, most_bounds, sizes, most_reqs, ranks in self._serving(batch):
             if most_loras < loras or (most_bounds and not _within(bounds, most_bounds)):
                 continue
+            last = sizes[-1]
             if last > largest:
                 largest = last
             if last < tokens:
                 continue
-            place = bisect_left(sizes, tokens)
-            if reqs is not None and most_reqs[place] < reqs:
-                place = _roomy(most_reqs, place, reqs)
-                if place < 0:
+            rung = bisect_left(sizes, tokens)
+            if reqs is not None and most_reqs[rung] < reqs:
+                rung = _roomy(most_reqs, rung, reqs)
+                if rung < 0:
                     continue
             if mode in excluded:
                 left_out = True
-            elif sizes[place] > most:
+            elif sizes[rung] > max_tokens:
                 pads = True
-            elif ranks[place] < best:
-                best = ranks[place]
-        found = None if best is _INF else self._ranked[int(best)]
-        return found, pads, left_out, largest
+            elif ranks[rung] < best:
+                best = ranks[rung]
+        graph = None if best is _INF else self._ranked[int(best)]
+        return graph, pads, left_out, largest
 
-    def _kin(self, batch: Batch) -> Sequence[_Ladder]:
+    def _serving(self, batch: Batch) -> Sequence[_Ladder]:
         """The ladders of its variant and query length, or of any query length."""
-        alike = self._alike.get((batch.variant, batch.query_len))
-        return self._alike.get((batch.variant, None), []) if alike is None else alike
-
-    def _ladder(self, ranks: list[int]) -> _Ladder:
-        mode, first, _, _ = self._ranked[ranks[0]]
-        named = [self._ranked[rank].descriptor for rank in ranks]
-        return _Ladder(
-            mode,
-            first.lora_capacity,
-            first.bounds,
-            named[-1].num_tokens,
-            [each.num_tokens for each in named],
-            [_INF if each.num_reqs is None else each.num_reqs for each in named],
-            ranks,
-        )
+        ladders = self._ladders.get((batch.variant, batch.query_len))
+        return self._ladders.get((batch.variant, None), []) if ladders is None else ladders
 
 
 def _roomy(most_reqs: Sequence[float], start: int, reqs: int) -> int:
-    """The first place from `start` on that has room for so many requests; -1 for none."""
-    for place in range(start, len(most_reqs)):
-        if most_reqs[place] >= reqs:
-            return place
+    """The first rung from `start` on that has room for so many requests; -1 for none."""
+    for rung in range(start, len(most_reqs)):
+        if most_reqs[rung] >= reqs:
+            return rung
     return -1
 
 

@@ -1,4 +1,4 @@
-"""What dispatch answers: which graph a step runs by, or why by none."""
+"""The answers of dispatch: the graph that a step runs by, or the reason why by none."""
 
 from __future__ import annotations
 
@@ -49,20 +49,7 @@ class Dispatch(NamedTuple):
 
 
 Agreed = BatchDescriptor | Dispatch
-"""What ranks agree on: a graph by its descriptor, or by what one of them was told."""
+"""The graph that ranks agree on: its descriptor, or the dispatch of one of them."""
 
 OF_CALLS = (Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
-"""The reasons that wrappers count."""
-
-NOT_REPLAYED = (
-    Reason.MISSING_GRAPH,
-    Reason.QUARANTINED,
-    Reason.SETTINGS_CHANGED,
-    Reason.FAILED,
-)
-"""The reasons why a batch that had a graph was not replayed."""
-
-OF_BATCHES: tuple[Reason, ...] = tuple(
-    reason for reason in Reason if reason not in (*NOT_REPLAYED, *OF_CALLS)
-)
-"""The reasons that dispatch gives."""
+"""The reasons that wrappers count; the others are counted by the dispatcher."""

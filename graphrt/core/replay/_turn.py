@@ -40,7 +40,7 @@ class Turn:
     `__exit__` may be called twice, and without `__enter__`, so `Undo` can enter a turn. Between
     the look at the owner and the store there is no call: Python switches threads, and delivers
     interrupts, at calls and backward jumps only. Four callers are on the way of every step, and a
-    `with` would cost them 0.3 us: `StepEngine.step` (and its twin in native/path.c), `Slots.make`,
+    `with` would cost them 0.3 us: `StepEngine.step` (and its twin in native/path.c), its `slot`,
     `GraphWrapper.__call__` and `KeyedGraph.replay` write the same look and stores out.
     """
 

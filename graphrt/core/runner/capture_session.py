@@ -1,13 +1,16 @@
-"""`CaptureSession`: one call that captures graphs, and how each is undone where it fails.
+"""How the graphs of a runner are captured, and when.
 
-`graphrt.CaptureSession`, of `GraphPool.capture_session()`, is another class: it is for hosts that
-capture piece by piece.
+`CaptureScheduler` says which: all that are missing, a few at a time, or the one that a step misses.
+`CaptureSession` captures them, and undoes each that fails. `StreamLedger` counts the streams that
+they take. `graphrt.CaptureSession`, of `GraphPool.capture_session()`, is another class: it is for
+hosts that capture piece by piece.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,24 +20,37 @@ import torch
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import (
     GraphRTError,
+    InvalidOptionError,
     PageableCopyError,
     ResourceExhaustedError,
     StreamBudgetError,
 )
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
+from graphrt.core.base.homes import public
+from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import count_of, items_of, number_of, shown
+from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.context import ForwardContext
-from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.core.device.figures import GraphWork, StreamRoom
 from graphrt.core.device.platform import Platform
+from graphrt.core.dispatch.ladders import preferred
+from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.host_args import WORST_CASE
 from graphrt.core.replay.recording import enter_under_way, warming_up
-from graphrt.core.runner.graph_table import GraphRecord, GraphTable, PlannedGraph
+from graphrt.core.runner.graph_table import (
+    GraphRecord,
+    GraphTable,
+    PlannedGraph,
+    PreparedStep,
+    tell_dropped,
+)
 from graphrt.core.runner.host import Phase
-from graphrt.core.runner.prepared import PreparedStep
+from graphrt.core.runner.trials import StepTrials
 from graphrt.core.trust.warm_up import WatchedState
 from graphrt.core.trust.watching.modes import WorkCount
 
@@ -45,14 +61,207 @@ Enough = Callable[[CaptureKey], bool]
 """Asked before each graph: whether to leave it, and those after it, for another session."""
 
 
+_RECENT = 3
+"""Graphs of a mode by which the next one is judged: the first of all loads kernels."""
+
+
+@public("graphrt.types")
+@dataclass(frozen=True)
+class CaptureProgress:
+    """The result of one `capture_next()`.
+
+    `captured` is what was captured in this call, `left` how many graphs are still to be tried, and
+    `next_s` the seconds that the next of them is expected to take, by those before it, of its mode
+    if there are some; None where there is none, or nothing is known yet.
+    """
+
+    captured: tuple[GraphRecord, ...]
+    left: int
+    next_s: float | None
+
+
 @dataclass
 class WarmUps:
-    """What the sessions of one runner know of each other: which kinds of graphs are warm, and
-    whether captures look at every operator for constants that are made on the host. That takes
-    time, and most forwards make none."""
+    """Facts that the sessions of one runner share: which kinds of graphs are warm, and whether
+    captures look at every operator for constants that are made on the host. That takes time, and
+    most forwards make none."""
 
     warm: set[Hashable] = field(default_factory=set)
     lifts_constants: bool = False
+
+
+class CaptureScheduler:
+    """Captures the planned graphs that the dispatcher does not serve yet, then seals.
+
+    Every method is called in a turn of the graphs' owner. Each call makes a new `CaptureSession`:
+    between two of them steps change the state that a session saves.
+    """
+
+    def __init__(self, graphs: GraphTable, trials: StepTrials) -> None:
+        self._setup = graphs.setup
+        self._graphs = graphs
+        self._trials = trials
+        self._warm_ups = WarmUps()
+        # By slot, the steps that a missing graph would have served better, while some are missing.
+        self._misses: Counter[int] = Counter()
+        # The seconds that a call of `next` takes after its last graph.
+        self._tail_s = 0.0
+
+    def all(self, progress: Progress | None) -> None:
+        """Capture every missing graph, those too that were dropped or have failed before."""
+        graphs = self._graphs
+        graphs.left_out.clear()
+        before = len(graphs.records)
+        self._session().run(graphs.missing(self._setup.plan.capture_order()), progress)
+        self._finish()
+        new = graphs.records[before:]
+        logger.info("captured %d graphs in %.2f s", len(new), sum(each.capture_s for each in new))
+
+    def next(self, budget_s: float, prefer: Iterable[int]) -> CaptureProgress:
+        """Capture what fits into `budget_s` seconds, at least one graph; seal after the last."""
+        began = time.perf_counter()
+        budget_s = number_of("budget_s", budget_s, "the budget, in seconds,")
+        sizes = self._checked_sizes(prefer)
+        graphs, left = self._graphs, self._left(sizes)
+        before = len(graphs.records)
+        if left:
+            if not graphs.sealing.may_capture:
+                self._misses.clear()
+                graphs.sealing.may_capture = True
+            self._capture_some(left, began, budget_s)
+            left = self._left(sizes)
+        elif not self._setup.plan.keys and not graphs.sealing.closed:
+            # Modules that compile themselves have to, and are sealed.
+            self._session().run(())
+        captured = tuple(graphs.records[before:])
+        if not left and (captured or not graphs.sealing.closed):
+            graphs.checks.captured(graphs.dispatcher.published)
+            try:
+                self._finish()
+            except Exception:
+                if not graphs.sealing.closed:
+                    # A trial has failed, as it would again: nothing is left, until `release()`.
+                    self._leave_out(self._setup.plan.keys)
+                raise
+        return CaptureProgress(captured, len(left), self._expected_s(left[0]) if left else None)
+
+    def for_step(
+        self, batch: Batch, dispatch: Dispatch, values: Mapping[str, Any], agreed: Agreed | None
+    ) -> tuple[Dispatch, Mapping[str, Any]]:
+        """Note which missing graph would serve a step better than its dispatch says, and capture it
+        with `GraphOptions(lazy=True)`, a failing one only once. Returns how the step is dispatched
+        then, and its inputs, out of the reach of the capture."""
+        graphs = self._graphs
+        wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
+        if wanted is None or (dispatch.slot >= 0 and not preferred(wanted, dispatch)):
+            return dispatch, values
+        self._misses[wanted.slot] += 1
+        is_lazy = self._setup.options.lazy and not graphs.sealing.closed
+        if not is_lazy or wanted.slot in graphs.left_out:
+            return dispatch, values
+        if graphs.checks.glances.changed_settings():
+            return dispatch, values
+        # They may live in the buffers that it fills, and be the last step's, on its stream.
+        self._setup.pool.follow_stream()
+        values = cloned(dict(values))
+        try:
+            self._session().run([(wanted.mode, wanted.descriptor)])
+        except Exception:
+            self._leave_out([(wanted.mode, wanted.descriptor)])
+            raise
+        return graphs.dispatcher.dispatch(batch, agreed=agreed), values
+
+    def _session(self) -> CaptureSession:
+        return CaptureSession(self._graphs, self._warm_ups)
+
+    def _capture_some(self, left: Sequence[CaptureKey], began: float, budget_s: float) -> None:
+        graphs, tried, first_at = self._graphs, list[CaptureKey](), began
+
+        def enough(key: CaptureKey) -> bool:
+            nonlocal first_at
+            now = time.perf_counter()
+            if not tried:
+                first_at = now
+            elif now - began + (self._expected_s(key) or 0.0) + self._tail_s > budget_s:
+                return True
+            tried.append(key)
+            return False
+
+        before = len(graphs.records)
+        try:
+            self._session().run(left, enough=enough)
+        except Exception:
+            # Of an error before the first graph none is to blame.
+            self._leave_out(graphs.missing(tried[-1:]))
+            raise
+        taken = sum(each.capture_s for each in graphs.records[before:])
+        self._tail_s = max(time.perf_counter() - first_at - taken, 0.0)
+
+    def _finish(self) -> None:
+        """Seal the graphs, as complete as they get, and try them."""
+        graphs, setup = self._graphs, self._setup
+        graphs.seal()
+        if graphs.dropped:
+            tell_dropped(graphs.dropped, len(setup.plan.keys), strict=setup.options.strict)
+        if setup.host.example is not None:
+            self._trials.try_examples(setup.host.example, graphs.release)
+
+    def _leave_out(self, keys: Iterable[CaptureKey]) -> None:
+        for key in keys:
+            self._graphs.left_out.setdefault(self._graphs.dispatcher.reserve(*key))
+
+    # The order ----------------------------------------------------------------------------------
+
+    def _left(self, prefer: Sequence[int]) -> list[CaptureKey]:
+        """The graphs still to be tried: sizes that the host prefers, then graphs that steps have
+        missed most, then by the plan; but no graph of a kind before its largest.
+
+        Where a forward makes its workspaces larger as it needs, a smaller graph would go on with
+        one that is given up. And the largest serves every batch of its kind.
+        """
+        graphs, plan = self._graphs, self._setup.plan
+        reserve, ranks = graphs.dispatcher.reserve, {size: at for at, size in enumerate(prefer)}
+        missing = [
+            key
+            for key in graphs.missing(plan.capture_order(serving=True))
+            if reserve(*key) not in graphs.left_out
+        ]
+        missing.sort(
+            key=lambda key: (
+                ranks.get(key[1].num_tokens, len(ranks)),
+                -self._misses[reserve(*key)],
+            )
+        )
+        largest = {(key[0], key[1].kind): key for key in sorted(plan.keys, key=_size)}
+        left = set(missing)
+        in_order = (each for key in missing for each in (largest[key[0], key[1].kind], key))
+        return list(dict.fromkeys(each for each in in_order if each in left))
+
+    # The time -----------------------------------------------------------------------------------
+
+    def _expected_s(self, key: CaptureKey) -> float | None:
+        """The seconds that the graph will take, by those of its mode, or of others if there is none
+        of it; None before the first."""
+        records = self._graphs.records
+        of_mode = [each for each in records if each.mode is key[0]] or records
+        return max((each.capture_s for each in of_mode[-_RECENT:]), default=None)
+
+    def _checked_sizes(self, prefer: Iterable[int]) -> list[int]:
+        listed = items_of("prefer", prefer, "[8, 16]")
+        sizes = [count_of("a size of prefer=", size, least=1) for size in listed]
+        unknown = [size for size in sizes if size not in self._setup.sizes]
+        if unknown:
+            raise InvalidOptionError(
+                "capture_next(prefer=) names sizes that the plan has no graph of",
+                got=shown(unknown),
+                expected=f"some of {shown(sorted(self._setup.sizes))}",
+                advice="sizes in tokens of graphs, not of batches",
+            )
+        return sizes
+
+
+def _size(key: CaptureKey) -> int:
+    return key[1].num_tokens
 
 
 class CaptureSession:
@@ -61,8 +270,8 @@ class CaptureSession:
     1. Compiled modules that are not compiled yet run once, and compile.
     2. Each graph, until there are enough: the forward is warmed up on padding (the first of its
        kind is watched), captured in a transaction, and the graph is published.
-    3. The batch axes of outputs are found, if need be by eager runs at other sizes; then what the
-       graphs read, and what steps are to check.
+    3. The batch axes of outputs are found, if need be by eager runs at other sizes; then the
+       tensors that graphs read, and the steps to check.
 
     The forward's state is put back after each of its runs. A graph that fails is taken back and the
     error raised; those before it serve. A graph that the device has no room for is dropped:
@@ -73,9 +282,21 @@ class CaptureSession:
         setup = self._setup = graphs.setup
         self._graphs = graphs
         self._warm_ups = warm_ups
-        # What is saved may be in use by steps on another stream.
+        # Steps on another stream may still use the state that is saved.
         setup.pool.follow_stream()
-        self._state = _watched_state(graphs)
+        platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
+        self._state = WatchedState(
+            setup.host.state,
+            limit_bytes=limit,
+            forward=setup.forward,
+            reads=graphs.reads if graphs.reads.watched else None,
+            warmed_up=graphs.warmed_up,
+            pads=setup.inputs.padding.addresses,
+            device_type=platform.device_type,
+            is_in_graphs=partial(platform.owns, setup.pool.memory),
+            each_warmed_up=setup.options.warm_up_each,
+            has_parts=setup.plan.mode.has_piecewise,
+        )
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
         self._doors = SideDoors()
         # Whether a capture in pieces is still to come. No other asks what eager parts have made,
@@ -100,17 +321,22 @@ class CaptureSession:
         if graphs.reads.watched or self._streams.counts or not graphs.records:
             # State that is found has to be found, and streams to be counted, in every session.
             self._warm_ups.warm.clear()
-        compiles = setup.compiled.prepare()
-        if not keys and not compiles:
+        for module in setup.compiled:
+            module.rebind_weights()
+        uncompiled = [module for module in setup.compiled if not module.compiled]
+        for module in uncompiled:
+            module.unseal()
+        if not keys and not uncompiled:
             return
         setup.pool._will_put_back("a capture", undo.later)
-        undo.later(self._reset_inputs)
+        undo.later(setup.inputs.reset)
+        undo.later(setup.pool.follow_stream)
         # The host's numbers go on where they were; those of a device are not restored.
         undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
         with setup.host.around():
             # Warm-ups write what the steps before may be reading still, on whichever stream.
             setup.pool.follow_stream()
-            if compiles:
+            if uncompiled:
                 # Of all rows, where no graph is planned.
                 rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
                 self._run(self._graph(*(keys or [(GraphMode.NONE, rows)])[0]))
@@ -146,14 +372,8 @@ class CaptureSession:
 
     def _capture_or_drop(self, key: CaptureKey) -> None:
         graph = self._graph(*key)
-        transaction = CaptureTransaction(
-            graph.slot,
-            graph.step.storages(),
-            metadata_is_declared=self._setup.host.metadata is not None,
-            lifts_constants=self._warm_ups.lifts_constants,
-        )
         try:
-            self._capture_one(graph, transaction)
+            self._capture_one(graph)
         except ResourceExhaustedError as error:
             self._graphs.drop(graph, error)
         except BaseException as error:
@@ -162,21 +382,19 @@ class CaptureSession:
             raise
 
     @undoing
-    def _capture_one(
-        self, undo: Undo, graph: PlannedGraph, transaction: CaptureTransaction
-    ) -> None:
+    def _capture_one(self, undo: Undo, graph: PlannedGraph) -> None:
         """Capture and publish a graph; if that raises, nothing of it is left."""
-        # Once more: putting it back may be what there was no room for.
+        # Once more: there may have been no room to put the state back.
         undo.after_error(self._state.restore)
-        undo.after_error(partial(self._graphs.take_back, graph, transaction))
-        self._graphs.publish(graph, self._captured(graph, transaction), transaction)
+        undo.after_error(partial(self._graphs.take_back, graph))
+        self._graphs.publish(graph, self._captured(graph))
 
-    def _captured(self, graph: PlannedGraph, transaction: CaptureTransaction) -> GraphRecord:
-        """Warm up and capture one graph, in `transaction`, which can take it back."""
+    def _captured(self, graph: PlannedGraph) -> GraphRecord:
+        """Warm up and capture one graph, in its transaction, which can take it back."""
         if self._setup.eager_launch:
             self._run(graph)
             return GraphRecord(graph.mode, graph.descriptor, 0.0, 0)
-        pool, platform = self._setup.pool, self._setup.pool.platform
+        pool, transaction = self._setup.pool, graph.transaction
         started, before = time.perf_counter(), pool.bytes()
         self._streams.check(graph)
         kind, warm_ups = self._kind(graph), self._setup.options.warmups
@@ -185,9 +403,9 @@ class CaptureSession:
             self._warm_up(graph)
         transaction.lifts_constants |= not warm_ups or self._graphs.reads.are_on_host()
         transaction.work = self._streams.check(graph, kind)
-        outside = platform.driver_bytes()
+        outside = pool.platform.driver_bytes()
         try:
-            self._attempt(graph, transaction)
+            self._attempt(graph)
         except ResourceExhaustedError as error:
             if isinstance(error, StreamBudgetError):
                 self._streams.failed(graph)
@@ -197,13 +415,13 @@ class CaptureSession:
                 raise
             transaction.rollback()
             self._warm_up(graph)
-            self._attempt(graph, transaction)
+            self._attempt(graph)
         return GraphRecord(
             graph.mode,
             graph.descriptor,
             time.perf_counter() - started,
             _growth(before, pool.bytes()),
-            _growth(outside, platform.driver_bytes()),
+            _growth(outside, pool.platform.driver_bytes()),
             self._streams.took(graph),
         )
 
@@ -220,15 +438,15 @@ class CaptureSession:
             raise
         self._warm_ups.warm.add(self._kind(graph))
 
-    def _attempt(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
+    def _attempt(self, graph: PlannedGraph) -> None:
         try:
-            self._run(graph, transaction)
+            self._run(graph, graph.transaction)
         except PageableCopyError:
-            if transaction.lifts_constants:
+            if graph.transaction.lifts_constants:
                 raise
-            transaction.rollback()
-            transaction.lifts_constants = self._warm_ups.lifts_constants = True
-            self._attempt(graph, transaction)
+            graph.transaction.rollback()
+            graph.transaction.lifts_constants = self._warm_ups.lifts_constants = True
+            self._attempt(graph)
 
     @undoing
     def _run(
@@ -241,17 +459,26 @@ class CaptureSession:
     ) -> None:
         """Run the forward once on padding: captured in `transaction`, or eagerly. A warm-up is of
         a `kind`, and its work is counted."""
-        step, state, pool = graph.step, self._state, self._setup.pool
-        self._prepare(graph, "warmup" if transaction is None else "capture")
+        prepared, state, setup = graph.prepared, self._state, self._setup
+        pool, inputs, host = setup.pool, setup.inputs, setup.host
+        # Outputs of the step before may be in the buffers.
+        pool._expire_outputs()
+        # Every row becomes padding.
+        inputs.reset(prepared.layout)
+        if prepared.ring is not None and transaction is not None:
+            inputs.expect_capture(prepared.layout)
+        if host.bind is not None:
+            phase: Phase = "warmup" if transaction is None else "capture"
+            host.bind(prepared.readable, graph.descriptor, phase)
         context = ForwardContext(
             GraphMode.NONE if transaction is None else graph.mode,
             graph.descriptor,
             updates=WORST_CASE,
-            metadata=self._setup.host.at_bound(graph.descriptor),
+            metadata=None if host.metadata is None else host.metadata(graph.descriptor),
             capture=transaction,
-            num_reqs=step.reqs,
+            num_reqs=prepared.reqs,
         )
-        context.enlist = self._setup.compiled.enlist
+        context.enlist = setup.enlist
         undo.later(state.restore)
         undo.later(partial(pool._pass_to, self._graphs.owner))
         pool._pass_to(context)
@@ -261,43 +488,34 @@ class CaptureSession:
         undo.set(side_doors, self._doors if self._has_doors else None)
         enter_under_way(undo, context)
         undo.later(context.leave)
-        call: Callable[[], Any] = partial(step.call, **step.fresh_arguments())
+        call: Callable[[], Any] = partial(prepared.call, **prepared.arguments(fresh=True))
         with context:
             if transaction is None:
                 if kind is not None:
                     call = partial(self._streams.count, self._kind(graph), call)
-                outputs = state.run(kind, step.tokens, step.storages(), call)
-                step.check_written(state.inputs_written)
+                outputs = state.run(kind, prepared.tokens, prepared.storages(), call)
+                prepared.check_written(state.inputs_written)
             else:
-                own = graph.descriptor.kind
-                outputs = state.capture(own, graph.mode, step.tokens, call)
+                outputs = state.capture(graph.descriptor.kind, graph.mode, prepared.tokens, call)
                 state.look()
-            step.outputs.see(outputs)
+            prepared.outputs.see(outputs)
 
     def _kind(self, graph: PlannedGraph) -> Hashable:
-        """What graphs have in common of which one warm-up is enough: with `warm_up_each` their size
-        too, but then the modes, if they make no difference to the forward."""
-        own, step, setup = graph.descriptor, graph.step, self._setup
+        """The key of graphs that share one warm-up: their kind, and with `warm_up_each` their size;
+        the mode too, unless it makes no difference to the forward."""
+        descriptor, setup = graph.descriptor, self._setup
         if not setup.options.warm_up_each:
-            return graph.mode, *own.kind
-        size = step.tokens, step.reqs
+            return graph.mode, *descriptor.kind
+        size = graph.prepared.tokens, graph.prepared.reqs
         # What `bind` does may depend on the descriptor; inputs depend on the size.
-        return (*own.serves, *size) if setup.host.bind is None else (graph.mode, *own.kind, *size)
-
-    def _prepare(self, graph: PlannedGraph, phase: Phase) -> None:
-        """Make every row of the buffers padding, and let the host bind what it reads to them."""
-        inputs, bind, step = self._setup.inputs, self._setup.host.bind, graph.step
-        # Outputs of the step before may lie in the buffers.
-        self._setup.pool._expire_outputs()
-        inputs.reset(step.layout)
-        if step.ring is not None and phase == "capture":
-            inputs.expect_capture(step.layout)
-        if bind is not None:
-            bind(step.readable, graph.descriptor, phase)
+        if setup.host.bind is None:
+            return *descriptor.serves, *size
+        return graph.mode, *descriptor.kind, *size
 
     def _settle(self, *, more: bool, probes: bool = True) -> None:
         """Find the batch axes of the outputs, with `probes` by eager runs if need be, and prepare
-        what hands them out; then what the forward reads, and what steps are to check."""
+        the steps that hand them out; then find the tensors that graphs read, and note which steps
+        to check."""
         setup, graphs = self._setup, self._graphs
         self._has_doors = False
         resolve = partial(setup.outputs.resolve, query_len=setup.query_len)
@@ -307,14 +525,14 @@ class CaptureSession:
             resolve(None)
             if graphs.reads.watched:
                 graphs.reads.settle()
-        graphs.checks.captured(graphs.dispatcher.published, more=more)
+        published = graphs.dispatcher.published
+        graphs.checks.captured(published, more=more)
         if setup.eager_launch or setup.options.outputs == "clone":
             return
-        for record in graphs.records:
-            wrapper = graphs.wrappers.get(record.mode)
-            step = graphs.steps[graphs.dispatcher.reserve(record.mode, record.descriptor)]
-            if wrapper is not None and step is not None:
-                step.hold(wrapper, setup.inputs, setup.pool, setup.host.bind)
+        for dispatch in published:
+            prepared = graphs.steps[dispatch.slot]
+            if prepared is not None:
+                prepared.hold()
 
     @undoing
     def _probe(self, undo: Undo, tokens: int, reqs: int) -> None:
@@ -331,33 +549,14 @@ class CaptureSession:
         slot = -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor)
         # Pieces that the forward brings along itself are reached by running it.
         wrapper = None if setup.eager_launch else graphs.wrappers.get(mode)
-        call = setup.run_forward if wrapper is None else wrapper
-        ring = None if wrapper is None else setup.ring
-        owned = setup.options.outputs == "clone"
-        step = PreparedStep(descriptor, setup.inputs, call, setup.outputs, ring, owned=owned)
-        return PlannedGraph(mode, descriptor, slot, step)
-
-    def _reset_inputs(self) -> None:
-        self._setup.pool.follow_stream()
-        self._setup.inputs.reset()
-
-
-def _watched_state(graphs: GraphTable) -> WatchedState:
-    """The state of the forward as it is now."""
-    setup = graphs.setup
-    platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
-    return WatchedState(
-        setup.host.state,
-        limit_bytes=limit,
-        forward=setup.forward,
-        reads=graphs.reads if graphs.reads.watched else None,
-        warmed_up=graphs.warmed_up,
-        pads=setup.inputs.padding.addresses,
-        device_type=platform.device_type,
-        is_in_graphs=partial(platform.owns, setup.pool.memory),
-        each_warmed_up=setup.options.warm_up_each,
-        has_parts=setup.plan.mode.has_piecewise,
-    )
+        prepared = PreparedStep(descriptor, setup, wrapper)
+        transaction = CaptureTransaction(
+            slot,
+            prepared.storages(),
+            metadata_is_declared=setup.host.metadata is not None,
+            lifts_constants=self._warm_ups.lifts_constants,
+        )
+        return PlannedGraph(mode, descriptor, slot, prepared, transaction)
 
 
 def _growth(before: int | None, after: int | None) -> int | None:
@@ -370,8 +569,8 @@ _FEWER = "capture fewer sizes or fewer pieces; what is captured serves"
 
 
 class StreamLedger:
-    """What graphs of each mode and kind take of the device's streams: counted in the warm-up, then
-    as measured around the last capture. Where the device does not tell, nothing is refused.
+    """How many of the device's streams a graph of each mode and kind takes: counted in the warm-up,
+    then measured around the last capture. Where the device does not tell, nothing is refused.
 
     A capture that runs out of streams in its middle may cost the process: see the platform.
     """
@@ -388,7 +587,7 @@ class StreamLedger:
         self._needs: dict[Hashable, tuple[int, str]] = {}
 
     def count(self, kind: Hashable, run: Callable[[], T]) -> T:
-        """Run an eager forward of this kind, and count what it issues."""
+        """Run an eager forward of this kind, and count its work."""
         if not self.counts:
             return run()
         count = WorkCount(self._platform.stream_id_reader(), self._breaks)
@@ -397,8 +596,8 @@ class StreamLedger:
         return result
 
     def check(self, graph: PlannedGraph, kind: Hashable = None) -> GraphWork | None:
-        """Before a graph: what the warm-up of its kind issued, if one was counted; without, nothing
-        is known of the first graph of a mode.
+        """Before a graph: the work that the warm-up of its kind issued, if one was counted; without
+        it nothing is known of the first graph of a mode.
 
         Raises `StreamBudgetError` if the graph will take more streams than it may.
         """

@@ -1,4 +1,4 @@
-"""The checks of a runner's steps: which are tried, which run eagerly, what is known of a graph."""
+"""The checks of a runner's steps: which steps are tried, which run eagerly, and why."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from graphrt.core.base._warnings import GraphQuarantinedWarning, PaddedStateWarning, warn_caller
 from graphrt.core.base.errors import VerificationError
 from graphrt.core.base.homes import public
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.trust.ambient import Ambient
-from graphrt.core.trust.gradients import Gradients
 from graphrt.core.trust.places.walk import Link
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.verdict import Verdict
@@ -35,7 +34,7 @@ _PASSED = 3
 @public("graphrt.types")
 @dataclass
 class TrialRecord:
-    """What trials have found of one graph. `notes` are differences that are no failure."""
+    """The findings of trials of one graph. `notes` are differences that are no failure."""
 
     mode: GraphMode
     descriptor: BatchDescriptor
@@ -47,59 +46,48 @@ class TrialRecord:
     notes: tuple[str, ...] = ()
 
 
-class PaddedTrials:
-    """The padded trials of one kind of graph: what they could show of mixed rows.
+class _Kind:
+    """The graphs of one kind, and the steps of them that are still to be tried.
 
-    The first padded step is tried. A live row that equals the padding shows little there: a
-    softmax over rows of zeros is another one, a mean stays as it is. So each of the `inputs` has to
-    differ from its padding in some trial, as far as it ever does.
+    The first step is tried, and the first padded one. A live row that equals the padding shows
+    little there: a softmax over rows of zeros is another one, a mean stays as it is. So each of the
+    `inputs` has to differ from its padding in some trial, as far as it ever does.
     """
 
     def __init__(self, inputs: frozenset[str]) -> None:
-        self._left = set(inputs)
-        self._begun = not inputs
-        self._untried = True
+        self.untried = True
+        self.awaits_padding = True
+        # By path, how many trials have passed with other Python values.
+        self.passed = Counter[str]()
+        self._unshown = set(inputs)
+        self._shows_mixing = not inputs
+        self._untried_padded = True
         self._looks = _LOOKS
 
-    def want(self, differing: frozenset[str]) -> bool:
+    def wants_padded(self, differing: frozenset[str]) -> bool:
         """Whether a padded step in which these inputs differ from their padding is to be tried."""
-        if self._begun:
+        if self._shows_mixing:
             self._looks -= 1
-        return self._untried or not self._left or not self._left.isdisjoint(differing)
+        wanted = self._untried_padded or not self._unshown.isdisjoint(differing)
+        if not wanted:
+            self._settle_padding()
+        return wanted
 
-    def tried(self, differing: frozenset[str]) -> None:
+    def tried_padded(self, differing: frozenset[str]) -> None:
         """Such a step was tried."""
-        self._untried = False
-        self._left -= differing
-        self._begun |= bool(differing)
+        self._untried_padded = False
+        self._unshown -= differing
+        self._shows_mixing |= bool(differing)
+        self._settle_padding()
 
-    @property
-    def done(self) -> bool:
-        return self._begun and (not self._left or self._looks <= 0)
-
-
-class _Level(NamedTuple):
-    """Which steps are tried beside the first of a kind: see `Checks`."""
-
-    each: bool
-    sampled: bool
-    always: bool
-
-
-@dataclass
-class _Kind:
-    """What is known of the graphs of one kind. `padded` is None once padded steps were tried, or
-    some graph of the kind was tried before."""
-
-    untried: bool = False
-    padded: PaddedTrials | None = None
-    # By path, how many trials have passed with other Python values.
-    passed: Counter[str] = field(default_factory=Counter)
+    def _settle_padding(self) -> None:
+        if self._shows_mixing and (not self._unshown or self._looks <= 0):
+            self.awaits_padding = False
 
 
 @dataclass
 class _Graph:
-    """What is known of one graph: its `record`; whether it is tried whatever the step; and the
+    """One graph: the record of its trials; whether its next step is tried in any case; and the
     Python values that eager steps have moved since its capture, with which it is tried once."""
 
     record: TrialRecord
@@ -112,8 +100,8 @@ class _Graph:
 
 
 class Glances:
-    """What a step looks at before it is simply replayed: whether the settings are those of the
-    capture, and one of the places that lead to tensors which graphs read.
+    """The look of a step before it is simply replayed: are the settings those of the capture, and
+    does one place still lead to the tensor that graphs read there?
 
     `looks` has one answer for each step: False where somebody has to look closer.
     """
@@ -167,7 +155,7 @@ class Glances:
 
 
 class Checks:
-    """What is looked at before a step of a graph, and what trials have found.
+    """Says which steps are replayed, tried or run eagerly, and keeps the findings of trials.
 
     At `capture` the first step of each kind of graph is tried, its first padded step, and the
     first of its largest and of its smallest graph; at `first` that of every graph, at `sample` one
@@ -180,7 +168,7 @@ class Checks:
         "_graphs",
         "_inputs",
         "_kinds",
-        "_level",
+        "_levels",
         "_steps",
         "_warned_of",
         "glances",
@@ -189,22 +177,17 @@ class Checks:
         "strict",
     )
 
-    def __init__(
-        self,
-        options: GraphOptions,
-        reads: ReadSet | None,
-        device_type: str,
-        inputs: frozenset[str],
-        gradients: Gradients,
-    ) -> None:
-        """`inputs` are those whose padding rows may show that rows are mixed."""
-        self.on = options.checks("capture")
+    def __init__(self, setup: RunnerSetup, reads: ReadSet) -> None:
+        options = setup.options
+        self.on = options.checks("capture") and not setup.eager_launch
         self.strict = options.strict
-        self._level = _Level(*map(options.checks, ("first", "sample", "always")))
-        self._inputs = inputs
-        self._gradients = gradients
+        self._levels = set(filter(options.checks, ("first", "sample", "always")))
+        # The inputs whose padding rows may show that rows are mixed.
+        self._inputs = frozenset() if setup.host.mixes_rows else setup.inputs.padding.with_rows
+        self._gradients = setup.run_forward.gradients
         self._warned_of: set[str] = set()
-        self.glances = Glances(reads, device_type)
+        device_type = setup.pool.platform.device_type
+        self.glances = Glances(reads if reads.watched else None, device_type)
         self.reset()
 
     def reset(self) -> None:
@@ -219,7 +202,7 @@ class Checks:
 
     @property
     def records(self) -> dict[int, TrialRecord]:
-        """What trials have found, by the graph's slot."""
+        """The findings of trials, by the graph's slot."""
         return {slot: graph.record for slot, graph in self._graphs.items()}
 
     def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
@@ -228,42 +211,33 @@ class Checks:
         if not self.on:
             return
         self.glances.begin()
-        kinds: dict[Hashable, list[tuple[int, int]]] = {}
-        for found in graphs:
-            descriptor = found.descriptor
-            key: Hashable = (found.mode, *descriptor.kind)
-            if found.slot not in self._graphs:
-                kind = self._kinds.setdefault(key, _Kind())
-                self._graphs[found.slot] = _Graph(TrialRecord(found.mode, descriptor), kind)
-            kinds.setdefault(key, []).append((descriptor.num_tokens, found.slot))
-        for key, of_kind in kinds.items():
-            ends = () if more else (min(of_kind), max(of_kind))
-            self._captured_kind(
-                self._kinds[key],
-                [self._graphs[slot] for _, slot in of_kind],
-                [self._graphs[slot] for _, slot in (of_kind if self._level.each else ends)],
-            )
+        kinds: dict[Hashable, list[_Graph]] = {}
+        for dispatch in graphs:
+            mode, descriptor, _, slot = dispatch
+            key: Hashable = (mode, *descriptor.kind)
+            kind = self._kinds.setdefault(key, _Kind(self._inputs))
+            graph = self._graphs.setdefault(slot, _Graph(TrialRecord(mode, descriptor), kind))
+            kinds.setdefault(key, []).append(graph)
+        for of_kind in kinds.values():
+            of_kind.sort(key=lambda graph: graph.record.descriptor.num_tokens)
+            failure = next((each.record.failure for each in of_kind if each.record.failure), None)
+            if failure is not None:
+                # Also those captured later are in quarantine with it.
+                for graph in of_kind:
+                    graph.quarantine(failure)
+            ends = [] if more else [of_kind[0], of_kind[-1]]
+            for graph in of_kind if "first" in self._levels else ends:
+                graph.to_try |= graph.record.status == "untried"
         self._note_pending()
-
-    def _captured_kind(self, kind: _Kind, graphs: list[_Graph], to_try: list[_Graph]) -> None:
-        failure = next((each.record.failure for each in graphs if each.record.failure), None)
-        if failure is not None:
-            # Also those captured later are in quarantine with it.
-            for graph in graphs:
-                graph.quarantine(failure)
-        for graph in to_try:
-            graph.to_try |= graph.record.status == "untried"
-        if all(graph.record.status == "untried" for graph in graphs):
-            kind.untried, kind.padded = True, PaddedTrials(self._inputs)
 
     def to_try(self) -> list[Dispatch]:
         """The graphs that are tried whatever the step, the largest first."""
-        found = [
+        dispatches = [
             Dispatch(graph.record.mode, graph.record.descriptor, Reason.HIT, slot)
             for slot, graph in self._graphs.items()
             if graph.to_try
         ]
-        return sorted(found, key=lambda each: -each.descriptor.num_tokens)
+        return sorted(dispatches, key=lambda each: -each.descriptor.num_tokens)
 
     def check_settings(self) -> None:
         """Raise `VerificationError` where a graph would be captured under other settings than the
@@ -277,10 +251,10 @@ class Checks:
                 advice="capture under the settings of the steps, or recapture()",
             )
 
-    def why_eager(self, found: Dispatch) -> Reason | None:
+    def why_eager(self, dispatch: Dispatch) -> Reason | None:
         """Why the step of a graph must not be replayed; None if it may.
 
-        Strictly, raises what is wrong.
+        Strictly, raises the error instead.
         """
         changed = self.glances.changed_settings()
         if changed:
@@ -296,7 +270,7 @@ class Checks:
                 )
             )
             return Reason.SETTINGS_CHANGED
-        record, reads = self._graphs[found.slot].record, self.glances.reads
+        record, reads = self._graphs[dispatch.slot].record, self.glances.reads
         # A walk takes milliseconds, and a graph in quarantine is replayed no more.
         looks = reads is not None and record.failure is None
         if reads is not None and looks and not all(map(Link.holds, reads.links)):
@@ -305,7 +279,7 @@ class Checks:
             return None
         if self.strict:
             raise VerificationError(
-                f"{found.mode.name} [{found.descriptor}] is in quarantine",
+                f"{dispatch.mode.name} [{dispatch.descriptor}] is in quarantine",
                 got=record.failure,
                 advice="mend what it says and recapture(); or strict=False, which runs its batches "
                 "eagerly",
@@ -324,7 +298,7 @@ class Checks:
 
     def awaits_padding(self, slot: int) -> bool:
         """Whether padded steps of the graph may be tried for being padded."""
-        return self._graphs[slot].kind.padded is not None
+        return self._graphs[slot].kind.awaits_padding
 
     def wants_trial(self, slot: int, differing: frozenset[str] | None) -> bool:
         """Whether this step of the graph is tried; `differing` are the inputs of a padded one in
@@ -333,21 +307,17 @@ class Checks:
         kind = graph.kind
         if graph.to_try or graph.moved or kind.untried or self._gradients.wanted:
             return True
-        if differing is not None and kind.padded is not None:
-            if kind.padded.want(differing):
+        if differing is not None and kind.awaits_padding:
+            if kind.wants_padded(differing):
                 return True
-            self._settle_padding(kind, kind.padded)
+            if not kind.awaits_padding:
+                self._note_pending()
         self._steps += 1
-        sampled = self._level.sampled and self._steps % _SAMPLED == 0
-        return self._level.always or sampled
-
-    def _settle_padding(self, kind: _Kind, trials: PaddedTrials) -> None:
-        if trials.done:
-            kind.padded = None
-            self._note_pending()
+        sampled = "sample" in self._levels and self._steps % _SAMPLED == 0
+        return "always" in self._levels or sampled
 
     def tried(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
-        """Note what came of a trial; a graph that failed is quarantined, and those of its kind.
+        """Note the verdict of a trial; if it failed, all graphs of its kind go into quarantine.
 
         Strictly, raises the failure.
         """
@@ -359,28 +329,35 @@ class Checks:
         record.deterministic &= verdict.deterministic
         record.notes = tuple(dict.fromkeys((*record.notes, *verdict.notes)))[:8]
         if verdict.failure is not None:
-            alike = [each for each in self._graphs.values() if each.kind is kind]
-            self._quarantine(alike, verdict.failure)
+            of_kind = [each for each in self._graphs.values() if each.kind is kind]
+            self._quarantine(of_kind, verdict.failure)
             return
         if verdict.padded_state:
-            self._warn_of_padded_state(", ".join(verdict.padded_state))
+            error = VerificationError(
+                "padded steps leave other Python state than steps without padding, though no "
+                "output depends on it",
+                got=", ".join(verdict.padded_state),
+                expected="state that advances by live rows alone",
+                advice="advance it by current_context().live.num_tokens, or keep it outside of the "
+                "forward",
+            )
+            self._warn_once(str(error), PaddedStateWarning)
         record.status = "tried"
         self._note_harmless(graph, verdict.harmless)
         graph.to_try = kind.untried = False
-        if differing is not None and kind.padded is not None:
-            kind.padded.tried(differing)
-            self._settle_padding(kind, kind.padded)
+        if differing is not None and kind.awaits_padding:
+            kind.tried_padded(differing)
         self._note_pending()
 
     def moved(self, slot: int) -> Mapping[str, tuple[Any, Any]]:
-        """The Python values that eager steps have moved since the graph was captured: what they
-        were then, and what they are. None where steps are not checked."""
+        """The Python values that eager steps have moved since the graph was captured: the value
+        then, and the value now. Empty where steps are not checked."""
         graph = self._graphs.get(slot)
         return {} if graph is None else graph.moved
 
     def look_after_eager_step(self) -> None:
-        """An eager step is over: what it has moved in Python the graphs may have baked in, so the
-        next step of each is a trial."""
+        """An eager step is over: graphs may have baked in the Python values that it has moved, so
+        the next step of each is a trial."""
         reads = self.glances.reads
         served = [graph for graph in self._graphs.values() if graph.record.failure is None]
         if reads is None or reads.values is None or not served:
@@ -408,7 +385,7 @@ class Checks:
             other.moved = {p: v for p, v in other.moved.items() if passed[p] < _PASSED}
 
     def set_aside(self, failure: Exception) -> None:
-        """Let all batches run eagerly: a host that asked is told of `failure` itself."""
+        """Let all batches run eagerly; the caller raises `failure` itself."""
         if self.on:
             self.glances.only_settings()
             for graph in self._graphs.values():
@@ -426,31 +403,20 @@ class Checks:
         pending = {}
         for slot, graph in self._graphs.items():
             record, kind = graph.record, graph.kind
-            always = self._level.sampled or record.failure is not None
+            always = "sample" in self._levels or record.failure is not None
             if always or graph.to_try or graph.moved or kind.untried:
                 pending[slot] = -1
-            elif kind.padded is not None:
+            elif kind.awaits_padding:
                 pending[slot] = record.descriptor.num_tokens
         self.pending = pending
-
-    def _warn_of_padded_state(self, paths: str) -> None:
-        if paths in self._warned_of:
-            return
-        self._warned_of.add(paths)
-        told = VerificationError(
-            "padded steps leave other Python state than steps without padding, though no output "
-            "depends on it",
-            got=paths,
-            expected="state that advances by live rows alone",
-            advice="advance it by current_context().live.num_tokens, or keep it outside of the "
-            "forward",
-        )
-        warn_caller(str(told), PaddedStateWarning)
 
     def _say(self, failure: Exception) -> None:
         if self.strict:
             raise failure
-        text = str(failure)
+        text = f"steps run eagerly from here on: {failure}"
+        self._warn_once(text, GraphQuarantinedWarning)
+
+    def _warn_once(self, text: str, category: type[Warning]) -> None:
         if text not in self._warned_of:
             self._warned_of.add(text)
-            warn_caller(f"steps run eagerly from here on: {text}", GraphQuarantinedWarning)
+            warn_caller(text, category)

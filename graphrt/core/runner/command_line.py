@@ -1,4 +1,4 @@
-"""What people write on a command line, as arguments of a plan and options of a runner."""
+"""Settings of a command line, as arguments of a plan and options of a runner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def runner_settings(settings: Iterable[str]) -> tuple[PlanArguments, GraphOption
 
     Raises `InvalidOptionError` for a name that is of neither, or a wrong value.
     """
-    found = read_settings(settings)
-    arguments: dict[str, Any] = {name: found.pop(name) for name in WRITTEN if name in found}
-    check_keys(found, GraphOptions, like=WRITTEN)
-    return cast(PlanArguments, arguments), GraphOptions.from_dict(found)
+    values = read_settings(settings)
+    arguments: dict[str, Any] = {name: values.pop(name) for name in WRITTEN if name in values}
+    check_keys(values, GraphOptions, like=WRITTEN)
+    return cast(PlanArguments, arguments), GraphOptions.from_dict(values)

@@ -1,31 +1,60 @@
-"""Runs one step: on padded inputs, by a graph or as the graph would, or on its live rows alone."""
+"""Runs one step: on padded inputs, by a graph or as the graph would, or on its live rows alone.
+
+`GraphRunner` gives the host's values; `StepEngine` and `StepTrials` say which of the ways is taken.
+`LastUpdates` says what UNCHANGED stands for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base.errors import IN_PIECES, FrozenMetadataError, NestedCaptureError
+from graphrt.core.base.errors import (
+    IN_PIECES,
+    FrozenMetadataError,
+    InvalidUpdateError,
+    MissingUpdateError,
+    NestedCaptureError,
+)
 from graphrt.core.base.sharing import cloned, clones
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Batch, live_query_len
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
-from graphrt.core.inputs.buffers import reqs_of, wrong_requests
+from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.declared import nest
-from graphrt.core.runner.graph_table import GraphTable
+from graphrt.core.inputs.slot import InputSlot
+from graphrt.core.replay.entry import DEFERRED
+from graphrt.core.replay.host_args import UNCHANGED
+from graphrt.core.replay.tasks import check_names
+from graphrt.core.runner.graph_table import GraphTable, PreparedStep
 from graphrt.core.runner.host import Phase
-from graphrt.core.runner.prepared import PreparedStep
 
 # Constants: CPython 3.11 takes 0.07 us to load the member of an enum.
 _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
 
 Around = Callable[[Callable[[], Any]], Any]
 """Calls the forward, on inputs that are filled, in its own way."""
+
+
+class Step(NamedTuple):
+    """One step: its batch, its graph or why there is none, and the host's values for it. With
+    `agreed`, ranks have agreed on the graph."""
+
+    batch: Batch
+    dispatch: Dispatch
+    values: Mapping[str, Any]
+    updates: Any = None
+    metadata: Any = None
+    agreed: bool = False
 
 
 class StepExecutor:
@@ -36,101 +65,91 @@ class StepExecutor:
         self.inputs = setup.inputs
         self.pool = setup.pool
         self.graphs = graphs
+        self.updates = LastUpdates(graphs)
         self._bind = setup.host.bind
         self._clones = setup.options.outputs == "clone"
 
-    def context(
-        self,
-        batch: Batch,
-        found: Dispatch,
-        updates: Any,
-        metadata: Any,
-        *,
-        eager: bool = False,
-    ) -> ForwardContext:
-        """The context of a padded step: of its graph, or `eager` as the graph would run."""
-        graphs = self.graphs
-        step = graphs.steps[found.slot]
-        assert step is not None
-        return ForwardContext(
-            _NONE if eager or graphs.setup.eager_launch else found.mode,
-            found.descriptor,
-            -1 if eager else found.slot,
-            updates,
-            metadata,
-            num_reqs=step.reqs,
-            query_len=live_query_len(batch) if found.mode is _PIECEWISE else None,
-            dispatcher=graphs.dispatcher,
-            live=batch,
-        )
-
     def run(
         self,
-        step: PreparedStep,
+        prepared: PreparedStep,
         batch: Batch,
         values: Mapping[str, Any],
-        context: ForwardContext | None,
+        context: ForwardContext | None = None,
         *,
         eager: bool = False,
         around: Around | None = None,
     ) -> Any:
-        """Fill the buffers of `step`, launch it and hand out the live rows of its outputs.
+        """Fill the buffers of a graph, launch it and hand out the live rows of its outputs.
 
         Without a `context` the step is one graph, which is replayed as its wrapper would; nobody
         reads a context then. With one its wrapper is called, which replays its segments and eager
-        parts; or `eager` the forward, `around` which something may be done. Raises
-        `InvalidInputError` and `InvalidBatchError`.
+        parts; or `eager` the forward, by `around` if that is given. Raises `InvalidInputError` and
+        `InvalidBatchError`.
         """
         inputs, pool = self.inputs, self.pool
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
             reqs = reqs_of(inputs, batch, values)
-        if not 1 <= reqs <= step.reqs:
-            raise wrong_requests(reqs, step.reqs)
+        if not 1 <= reqs <= prepared.reqs:
+            raise wrong_requests(reqs, prepared.reqs)
         if pool.closed:
             pool.check_open()
         if context is None and pool.step is not None:
             pool._leave_step(None)
-        ring = None if eager else step.ring
+        ring = None if eager else prepared.ring
         stream = None if pool.read_stream_id is None else pool.follow_stream()
-        inputs.fill(values, step.layout, tokens, reqs, stream, ring is not None)
+        inputs.fill(values, prepared.layout, tokens, reqs, stream, ring is not None)
         # Not before: they may have been among the inputs.
         if pool.handed_out:
             pool._expire_outputs()
         if self._bind is not None:
             phase: Phase = "eager" if eager or self.graphs.setup.eager_launch else "replay"
-            self._bind(step.readable, step.descriptor, phase)
+            self._bind(prepared.readable, prepared.descriptor, phase)
         if context is None:
-            entry: Any = step.entry
+            entry: Any = prepared.entry
             pool.generation += 1
             entry.graph.replay()
             outputs = entry.outputs
         else:
-            outputs = self._call(step, context, around, eager=eager)
+            outputs = self._call(prepared, context, around, eager=eager)
         if ring is not None:
             ring.launched()
-        return step.outputs.live(outputs, tokens, reqs, pool)
+        return prepared.outputs.live(outputs, tokens, reqs, pool)
 
-    def run_unpadded(
-        self,
-        batch: Batch,
-        found: Dispatch,
-        values: Mapping[str, Any],
-        updates: Any,
-        metadata: Any,
-        around: Around | None = None,
+    def run_padded(
+        self, step: Step, updates: Any, *, eager: bool = False, around: Around | None = None
     ) -> Any:
-        """Run the forward on live rows; nothing that is done to what it returns reaches its next
-        step. `around` it something may be done, as in a trial, which is none of the host's steps.
-        Raises `InvalidInputError`."""
+        """Run a step on the inputs that its graph reads, in a context of its own: by the graph, or
+        `eager` as the graph would. `updates` are those of the step, resolved."""
+        graphs, dispatch = self.graphs, step.dispatch
+        prepared = graphs.steps[dispatch.slot]
+        assert prepared is not None
+        context = ForwardContext(
+            _NONE if eager or graphs.setup.eager_launch else dispatch.mode,
+            dispatch.descriptor,
+            -1 if eager else dispatch.slot,
+            updates,
+            step.metadata,
+            num_reqs=prepared.reqs,
+            query_len=live_query_len(step.batch) if dispatch.mode is _PIECEWISE else None,
+            dispatcher=graphs.dispatcher,
+            live=step.batch,
+        )
+        return self.run(prepared, step.batch, step.values, context, eager=eager, around=around)
+
+    def run_unpadded(self, step: Step, updates: Any, around: Around | None = None) -> Any:
+        """Run the forward on live rows; changes of the outputs do not reach its next step. The
+        `updates` are resolved. `around` calls the forward in a trial, which is none of the
+        host's steps. Raises `InvalidInputError`."""
         inputs, pool, bind = self.inputs, self.pool, self._bind
+        batch, values, descriptor = step.batch, step.values, step.dispatch.descriptor
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         context = ForwardContext(
             _NONE,
-            found.descriptor,
+            descriptor,
             -1,
             updates,
-            metadata,
+            step.metadata,
             num_reqs=reqs,
             compared=around is not None,
             live=batch,
@@ -138,14 +157,14 @@ class StepExecutor:
         stream = pool.follow_stream()
         if tokens <= inputs.tokens and reqs <= inputs.reqs:
             layout = inputs.layout(tokens, reqs)
-            # By the modes of the host only what the forward does is seen.
+            # Modes of the host see the operators of the forward, and no others.
             unseen(partial(inputs.fill, values, layout, tokens, reqs, stream))
             views = {name: view.detach() for name, view in layout.views.items()}
         else:
             views = inputs.copies(values, tokens, reqs)
         pool._expire_outputs()
         if bind is not None:
-            bind(MappingProxyType(views), found.descriptor, "eager")
+            bind(MappingProxyType(views), descriptor, "eager")
         forward = partial(
             self.graphs.setup.run_forward, **(nest(views) if inputs.nested else views)
         )
@@ -153,7 +172,7 @@ class StepExecutor:
         return self._handed_out(self._in_context(context, run))
 
     def run_as_part(
-        self, batch: Batch, values: Mapping[str, Any], updates: Any, metadata: Any
+        self, batch: Batch | None, values: Mapping[str, Any], updates: Any, metadata: Any
     ) -> Any:
         """The forward on copies of a step's live rows, inside the capture, or the warm-up, of
         something else: it becomes part of the outer graph.
@@ -163,11 +182,11 @@ class StepExecutor:
         `InvalidInputError`.
         """
         context = current_context()
-        for name, given in (("updates", updates), ("metadata", metadata)):
-            if given is not None and given is not _of_outer_step(context, name):
+        for name, value in (("updates", updates), ("metadata", metadata)):
+            if value is not None and value is not _of_outer_step(context, name):
                 raise NestedCaptureError(
                     f"a runner inside the capture of another one was given {name} of its own",
-                    got=f"{name}= of {type(given).__name__}",
+                    got=f"{name}= of {type(value).__name__}",
                     expected=f"{name} of the outer step, which replays can change",
                     advice=f"pass {name} to the outer runner, or {IN_PIECES}",
                 )
@@ -180,20 +199,22 @@ class StepExecutor:
                 advice=f"bind in the outer runner's Host, or {IN_PIECES}",
             )
         inputs = self.inputs
+        if batch is None:
+            batch = values.batch if type(values) is InputSlot else batch_of(inputs, values)
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         views = inputs.copies(values, tokens, reqs)
         return self.graphs.setup.run_forward(**(nest(views) if inputs.nested else views))
 
     def _call(
-        self, step: PreparedStep, context: ForwardContext, around: Around | None, *, eager: bool
+        self, prepared: PreparedStep, context: ForwardContext, around: Around | None, *, eager: bool
     ) -> Any:
-        """What the step's callable returns in a context, or `eager` the forward itself."""
+        """The outputs of the step's callable in a context, or `eager` of the forward itself."""
         forward = self.graphs.setup.run_forward
-        call = forward if eager else step.call
-        runs = call is forward
-        run = partial(call, **(step.fresh_arguments() if runs else step.arguments()))
+        call = forward if eager else prepared.call
+        is_eager = call is forward
+        run = partial(call, **prepared.arguments(fresh=is_eager))
         outputs = self._in_context(context, run if around is None else partial(around, run))
-        return cloned(outputs) if runs and self._clones else outputs
+        return cloned(outputs) if is_eager and self._clones else outputs
 
     def _in_context(self, context: ForwardContext, run: Callable[[], Any]) -> Any:
         """Call `run` in a context that has the pool meanwhile: by that wrappers know that the step
@@ -211,15 +232,15 @@ class StepExecutor:
             raise
 
     def _handed_out(self, outputs: Any) -> Any:
-        """The outputs of a forward, apart from what its next step reads."""
+        """The outputs of a forward, as tensors that its next step does not read."""
         if self._clones:
             return cloned(outputs)
-        found = tree.tensors(outputs)
-        handed = clones([tensor for tensor in found if self.inputs.hold(tensor)])
-        for tensor in found:
-            if id(tensor) not in handed:
-                handed[id(tensor)] = tensor.detach()
-        return tree.map_tensors(lambda tensor: handed[id(tensor)], outputs)
+        tensors = tree.tensors(outputs)
+        copies = clones([tensor for tensor in tensors if self.inputs.hold(tensor)])
+        for tensor in tensors:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach()
+        return tree.map_tensors(lambda tensor: copies[id(tensor)], outputs)
 
 
 def _of_outer_step(context: ForwardContext | None, name: str) -> Any:
@@ -227,3 +248,115 @@ def _of_outer_step(context: ForwardContext | None, name: str) -> Any:
         return getattr(context, name, None)
     except FrozenMetadataError:
         return None  # a step's own, which is withheld from the capture
+
+
+class LastUpdates:
+    """The host arguments of the last step that had some, and the graph that was given them last: by
+    these a step's UNCHANGED is resolved."""
+
+    def __init__(self, graphs: GraphTable) -> None:
+        self._graphs = graphs
+        self._last: Any = None
+        self._live: tuple[int, int | None] | None = None
+        self._slot = -1
+        self._failed = False
+
+    def forget_graphs(self) -> None:
+        """Forget which graph has them: all are destroyed, and others may take their slots."""
+        self._slot = -1
+
+    def step_failed(self, updates: Any) -> None:
+        """Note that a step with these updates failed: nobody knows which of them its graph has."""
+        if updates is UNCHANGED:
+            self._slot = -1
+        elif updates is not None:
+            self._failed = True
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Run steps that are none of the host's: after them UNCHANGED has the meaning of before."""
+        before = self._last, self._live, self._failed
+        try:
+            yield
+        finally:
+            self._last, self._live, self._failed = before
+            self._slot = -1
+
+    def resolve(self, step: Step, *, padded: bool = True, replayed: bool = True) -> Any:
+        """The updates that the context of a step has: where it is `padded`, those of its graph's
+        tasks alone.
+
+        UNCHANGED stays UNCHANGED only where the graph is `replayed` and has those values already,
+        for a batch of as many requests. Raises `InvalidUpdateError` for names of no
+        task.
+        """
+        updates = step.updates
+        if updates is None:
+            return None
+        if updates is DEFERRED:
+            raise InvalidUpdateError(
+                "the updates of a runner's step come with it",
+                got="DEFERRED",
+                expected="this step's updates, or UNCHANGED",
+                advice="a GraphWrapper takes them after the call, with update()",
+            )
+        slot = step.dispatch.slot if padded and not self._graphs.setup.eager_launch else -1
+        live = step.batch[0], step.batch[1]
+        if updates is UNCHANGED:
+            if self._failed:
+                raise MissingUpdateError(
+                    "the step before failed half-way, so its host arguments cannot be repeated",
+                    got="UNCHANGED",
+                    expected="updates for every task",
+                    advice="pass the updates of this step",
+                )
+            if replayed and 0 <= slot == self._slot and live == self._live:
+                return updates
+            updates = last = self._last
+        else:
+            # The host may change its own lists in place before it says UNCHANGED.
+            last = _copied(updates)
+            self._failed = False
+        by_task = type(updates) is dict or isinstance(updates, Mapping)
+        if by_task and slot >= 0:
+            updates = self._of_graph(slot, updates)
+        self._last, self._live = last, live
+        self._slot = slot if by_task and replayed else -1
+        return updates
+
+    def _of_graph(self, slot: int, updates: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The updates of the tasks that a graph has: the host need not know which of its batches
+        run by pieces, without tasks."""
+        steps = self._graphs.steps
+        prepared = steps[slot]
+        assert prepared is not None
+        if updates.keys() <= prepared.task_names:
+            return updates
+        all_names = [each.task_names for each in steps if each is not None]
+        check_names(updates, frozenset().union(*all_names))
+        return {name: updates[name] for name in prepared.task_names & updates.keys()}
+
+
+def _copied(updates: Any) -> Any:
+    if type(updates) is not dict and not isinstance(updates, Mapping):
+        return updates
+    return {
+        name: (
+            {key: _copied_value(value) for key, value in values.items()}
+            if isinstance(values, Mapping)
+            else values
+        )
+        for name, values in updates.items()
+    }
+
+
+def _copied_value(value: Any) -> Any:
+    if type(value) is int:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    try:
+        return copy.copy(value)
+    except TypeError:
+        # A generator, say, which is refused when it is fitted.
+        return value

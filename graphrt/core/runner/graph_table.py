@@ -1,41 +1,48 @@
-"""`GraphTable`: the graphs of one runner, from their capture to their release."""
+"""`GraphTable`: the graphs of one runner, from their capture to their release; `PreparedStep`: what
+one of them needs at every step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
+from graphrt.core.base._native_door import NativeReplay
 from graphrt.core.base._warnings import GraphsDroppedWarning, warn_caller
 from graphrt.core.base.errors import (
     CaptureError,
     GraphRTError,
+    RefusedOpError,
     ResourceExhaustedError,
     UntrackedWeightsError,
 )
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.sealing import Sealing
 from graphrt.core.capture.state import as_states
 from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
-from graphrt.core.dispatch.ladders import preferred
-from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.inputs.buffers import StaticInputs
+from graphrt.core.inputs.declared import nest
+from graphrt.core.inputs.layout import StepMoves
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.plan.text import alike
 from graphrt.core.replay._turn import PoolOwner
 from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.handout import LiveOutputs
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.checks import Checks
-from graphrt.core.runner.prepared import PreparedStep
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching.pointers import UnknownMemory
+from graphrt.core.trust.watching.watch import Use
 
 
 @public("graphrt.types")
@@ -65,13 +72,131 @@ class DroppedGraph:
     reason: str
 
 
+class PreparedStep:
+    """All that a step of one graph needs: its padded views, its callable or entry, its outputs."""
+
+    __slots__ = (
+        "_setup",
+        "_wrapper",
+        "call",
+        "descriptor",
+        "entry",
+        "layout",
+        "native",
+        "outputs",
+        "readable",
+        "reqs",
+        "ring",
+        "task_names",
+    )
+
+    def __init__(
+        self, descriptor: BatchDescriptor, setup: RunnerSetup, wrapper: GraphWrapper | None
+    ) -> None:
+        """Without a `wrapper` the forward itself is called."""
+        inputs = setup.inputs
+        self._setup, self._wrapper = setup, wrapper
+        self.descriptor = descriptor
+        # Every request has a token, so a graph for any number of requests needs no more rows.
+        self.reqs = descriptor.num_reqs or min(descriptor.num_tokens, inputs.reqs)
+        layout = self.layout = inputs.layout(descriptor.num_tokens, self.reqs)
+        # None too where inputs of this size are too large to be fetched.
+        self.ring = None if wrapper is None or layout.fetch is None else setup.ring
+        # For the host: no graph would read another tensor that it puts there.
+        self.readable = MappingProxyType(layout.views)
+        self.call: Callable[..., Any] = setup.run_forward if wrapper is None else wrapper
+        self.task_names: frozenset[str] = frozenset()
+        owned = setup.options.outputs == "clone"
+        self.outputs = LiveOutputs(descriptor, self.reqs, setup.outputs, layout.views, owned=owned)
+        # The entry of its wrapper, if a step is nothing but its replay; and that step in C.
+        self.entry: Entry | None = None
+        self.native: Any = None
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that the graph computes."""
+        return self.descriptor.num_tokens
+
+    def arguments(self, *, fresh: bool) -> dict[str, Any]:
+        """The arguments of the forward, nested again at each call, as it may change the nest. Those
+        that are `fresh`, for a forward that runs, are tensors of its own over the same memory: it
+        may give them another shape, or other memory."""
+        views = self.layout.views
+        if fresh:
+            views = {name: view.detach() for name, view in views.items()}
+        return nest(views) if self._setup.inputs.nested else views
+
+    def storages(self) -> frozenset[int]:
+        """The addresses of the storages in which every step finds its inputs."""
+        return frozenset(view.untyped_storage().data_ptr() for view in self.layout.views.values())
+
+    def check_written(self, written: Mapping[int, Use]) -> None:
+        """Raise `RefusedOpError` if a warm-up has written an input that has no batch axis: that is
+        state, of which the next step would bring what was there before."""
+        whole = self._setup.inputs.whole
+        for name, view in self.layout.views.items():
+            if name not in whole:
+                continue
+            end = view.data_ptr() + view.nbytes
+            use = next((u for at, u in written.items() if view.data_ptr() <= at < end), None)
+            if use is not None:
+                raise RefusedOpError(
+                    f"the forward writes input {name!r}, of which it has a copy in the runner's "
+                    "buffers: what it writes is lost after the step",
+                    op=use.op,
+                    source=None if use.source is None else str(use.source),
+                    got=f"{name!r} without a batch axis, shape {tuple(view.shape)}",
+                    advice="let the forward reach what it advances, such as a KV cache, as an "
+                    "attribute or in a closure, and write it in place there; it need not be "
+                    "declared. Of what is only scratch memory write a clone()",
+                )
+
+    def hold(self) -> None:
+        """Prepare for steps by what the wrapper has captured, which return exactly its outputs."""
+        wrapper, inputs, pool = self._wrapper, self._setup.inputs, self._setup.pool
+        entry = None if wrapper is None else wrapper.entries.get(self.descriptor)
+        # The pool may have been cleared: until `recapture()` its steps are without a graph.
+        if wrapper is None or entry is None or entry.outputs is self.outputs.held:
+            return
+        self.outputs.hold(entry.outputs, pool)
+        # With several pieces it is the wrapper that counts them as one step.
+        single = entry.graph is not None and wrapper.runtime_mode is GraphMode.FULL
+        self.entry = entry if single else None
+        # C knows nothing of a `bind`, nor of the methods of a host's own pool.
+        bind = self._setup.host.bind
+        if single and bind is None and type(pool) is GraphPool and inputs.all_packed:
+            self.native = self._native_replay(entry, inputs, pool)
+
+    def _native_replay(self, entry: Entry, inputs: StaticInputs, pool: GraphPool) -> Any:
+        """The step of one graph in C, if the graph fetches its inputs and returns one tensor over
+        memory that torch can make unreadable; else None."""
+        outputs = self.outputs.single(pool.handed_out)
+        if NativeReplay is None or outputs is None or self.ring is None:
+            return None
+        return NativeReplay(
+            entry=entry,
+            pool=pool,
+            inputs=inputs,
+            ring=self.ring,
+            fetch=self.layout.fetch,
+            graph=entry.graph,
+            stream=pool.read_stream_id,
+            count=len(self.layout.fields),
+            known=self.layout.known,
+            shapes=self.outputs.shapes,
+            moves=StepMoves,
+            outputs=outputs,
+        )
+
+
 class PlannedGraph(NamedTuple):
-    """A graph to capture: its key, its slot, and the step it will serve."""
+    """A graph to capture: its key, its slot, the step it will serve, and what can take it back."""
 
     mode: GraphMode
     descriptor: BatchDescriptor
     slot: int
-    step: PreparedStep
+    prepared: PreparedStep
+    transaction: CaptureTransaction
 
     def __str__(self) -> str:
         return f"{self.mode.name} [{self.descriptor}]"
@@ -81,12 +206,12 @@ class GraphTable:
     """Which graphs of a runner are captured, and which were left out.
 
     The dispatcher gives each planned graph a slot, and serves batches by those that are published.
-    `steps` has by slot what a step needs, `records` what each capture took. `left_out` are the
+    `steps` are prepared steps by slot, `records` say what each capture took. `left_out` are the
     slots that no step and no `capture_next()` tries again, with the graph if it was dropped for
     want of room, and None if it failed. What changes the table does so in a turn of `owner`.
 
-    Whether the graphs still stand for their forward is known by `reads`, what they read; `checks`,
-    what steps look at; and `warmed_up`, what the warm-up of each kind did.
+    Whether the graphs still stand for their forward is known by `reads`, the memory they read;
+    `checks`, the looks and trials of steps; and `warmed_up`, the operators of each kind's warm-up.
     """
 
     def __init__(self, setup: RunnerSetup) -> None:
@@ -99,29 +224,21 @@ class GraphTable:
         self.sealing = Sealing(setup.options)
         # Of the pool, in every step and in whatever changes the graphs: see `Turn`.
         self.owner = PoolOwner("a step, or a capture, of a runner")
-        options, host, compiled = setup.options, setup.host, setup.compiled.modules
         self.reads = ReadSet(
             setup.forward,
-            host.parameters,
-            [module.weights for module in compiled],
-            watched=options.checks("capture") and not setup.eager_launch,
+            setup.host.parameters,
+            [module.weights for module in setup.compiled],
+            watched=setup.options.checks("capture") and not setup.eager_launch,
             has_full=setup.plan.mode.has_full,
         )
         self.warmed_up: dict[Hashable, WarmedUp] = {}
-        self.checks = Checks(
-            options,
-            self.reads if self.reads.watched else None,
-            setup.pool.platform.device_type,
-            frozenset() if host.mixes_rows else setup.inputs.padding.with_rows,
-            setup.run_forward.gradients,
-        )
-        self.checks.on &= not setup.eager_launch
+        self.checks = Checks(setup, self.reads)
         self.wrappers = setup.wrappers()
         self.setup = setup
-        # By slot. What the dispatcher does not serve is left of a release that was interrupted.
+        # By slot. A slot that the dispatcher does not serve is left of an interrupted release.
         self._captured: dict[int, list[Captured]] = {}
 
-    # What there is ------------------------------------------------------------------------------
+    # The graphs -----------------------------------------------------------------------------------
 
     @property
     def dropped(self) -> tuple[DroppedGraph, ...]:
@@ -130,25 +247,16 @@ class GraphTable:
 
     def missing(self, keys: Iterable[CaptureKey]) -> list[CaptureKey]:
         """Those of the keys that are not captured."""
-        there = {(graph.mode, graph.descriptor) for graph in self.dispatcher.published}
-        return [key for key in keys if key not in there]
-
-    def better_for(
-        self, batch: Batch, found: Dispatch, agreed: Agreed | None = None
-    ) -> Dispatch | None:
-        """The planned graph that would serve `batch` better than what was found, or None."""
-        planned = self.dispatcher.planned_for(batch, agreed=agreed)
-        if planned is None or (found.slot >= 0 and not preferred(planned, found)):
-            return None
-        return planned
+        captured = {(graph.mode, graph.descriptor) for graph in self.dispatcher.published}
+        return [key for key in keys if key not in captured]
 
     def owners(self) -> list[GraphOwner]:
         """The own wrappers, and whatever inside the forward captured a piece."""
-        found: dict[int, GraphOwner] = {id(own): own for own in self.wrappers.values()}
+        owners: list[GraphOwner] = [*self.wrappers.values()]
         # A copy: a report may be asked for in another thread than captures.
         for captured in list(self._captured.values()):
-            found.update((id(each.owner), each.owner) for each in captured)
-        return list(found.values())
+            owners += [each.owner for each in captured]
+        return list({id(owner): owner for owner in owners}.values())
 
     def entries(self, only: Collection[BatchDescriptor] | None = None) -> list[Entry]:
         """The graphs of all wrappers, with `only` those of these descriptors."""
@@ -156,33 +264,34 @@ class GraphTable:
         entries = [entry for wrapper in wrappers for entry in wrapper.entries.values()]
         return [entry for entry in entries if only is None or entry.descriptor in only]
 
-    def own_tensors(self) -> list[torch.Tensor]:
-        """The inputs with what brings them, and declared state."""
-        inputs = self.setup.inputs
-        own = [*inputs.buffers.values(), *inputs.transport.device_memory]
-        # On the CPU every view is a storage of its own, and starts elsewhere at another size.
-        own += [view for step in self.steps if step for view in step.layout.views.values()]
+    def own_tensors(self) -> Iterator[torch.Tensor]:
+        """The inputs, the device memory of their transport, and declared state."""
+        yield from self.setup.inputs.buffers.values()
+        yield from self.setup.inputs.transport.device_memory
+        for prepared in filter(None, self.steps):
+            # On the CPU every view is a storage of its own, with another address at another size.
+            yield from prepared.layout.views.values()
         states = as_states(self.setup.host.state)
-        return own + [state.tensor for state in states if state.tensor is not None]
+        yield from (state.tensor for state in states if state.tensor is not None)
 
     def unknown_memory(
         self, only: Collection[BatchDescriptor] | None = None
     ) -> UnknownMemory | None:
-        """What nodes of the graphs may touch that nobody knows of: see `ReadSet`. None if there are
-        no graphs."""
+        """Memory that nodes of the graphs may touch and nobody has named: see `ReadSet`. None if
+        there are no graphs."""
         if not self.records:
             return None
         return self.reads.unknown_memory(self.entries(only), self.setup.pool, self.own_tensors())
 
     def keep_touched(self, only: Collection[BatchDescriptor]) -> None:
-        """Count as read what nodes of these graphs point to and the forward holds."""
+        """Count memory as read that nodes of these graphs point to and the forward holds."""
         self.reads.keep_touched(self.entries(only), self.setup.pool, self.own_tensors())
 
     def check(self) -> None:
-        """Raise what is wrong with weights and modules, as `GraphRunner.weights_changed` says. From
-        then on steps that are checked run eagerly."""
+        """Raise the errors of `GraphRunner.weights_changed`, for weights and modules. From then on
+        steps that are checked run eagerly."""
         try:
-            self.setup.compiled.check()
+            self._check_compiled()
             if self.records and not self.setup.eager_launch:
                 self.reads.check(self.entries(), self.setup.pool, self.own_tensors())
         except GraphRTError as error:
@@ -190,12 +299,11 @@ class GraphTable:
                 self.checks.set_aside(error)
             raise
 
-    # What becomes of it -------------------------------------------------------------------------
+    # Their capture and release --------------------------------------------------------------------
 
-    def publish(
-        self, graph: PlannedGraph, record: GraphRecord, transaction: CaptureTransaction
-    ) -> None:
+    def publish(self, graph: PlannedGraph, record: GraphRecord) -> None:
         """Serve batches with a graph from now on; raises `CaptureError` if no wrapper took part."""
+        transaction = graph.transaction
         if not transaction.captured and not self.setup.eager_launch:
             raise CaptureError(
                 "nothing captured anything in the forward",
@@ -204,21 +312,21 @@ class GraphTable:
                 advice='wrap the pieces, or use pieces="breakable"',
             )
         self._captured[graph.slot] = list(transaction.captured)
-        graph.step.task_names = frozenset(transaction.task_names)
+        graph.prepared.task_names = frozenset(transaction.task_names)
         self.steps += [None] * (graph.slot + 1 - len(self.steps))
-        self.steps[graph.slot] = graph.step
+        self.steps[graph.slot] = graph.prepared
         self.records.append(record)
         logger.debug("%s in %.3f s", graph, record.capture_s)
         self.dispatcher.publish(graph.mode, graph.descriptor)
-        # Entries know what they were captured in: what it keeps would be a cycle.
+        # Entries hold their transaction: its list of what was captured would be a cycle.
         transaction.commit()
 
-    def take_back(self, graph: PlannedGraph, transaction: CaptureTransaction) -> None:
-        """Undo what a capture, and `publish`, came to, however far they got."""
+    def take_back(self, graph: PlannedGraph) -> None:
+        """Undo a capture, and `publish`, however far they got."""
         key = graph.mode, graph.descriptor
         self.dispatcher.withdraw(*key)
         self.records[:] = [each for each in self.records if (each.mode, each.descriptor) != key]
-        transaction.rollback()
+        graph.transaction.rollback()
         self._destroy({graph.slot})
 
     def drop(self, graph: PlannedGraph, error: ResourceExhaustedError) -> None:
@@ -227,11 +335,17 @@ class GraphTable:
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
-        self.setup.compiled.check()
+        self._check_compiled()
         self.sealing.close()
         for owner in self.owners():
             owner.seal()
-        self.setup.compiled.seal()
+        for module in self.setup.compiled:
+            module.seal()
+
+    def _check_compiled(self) -> None:
+        """Raise the error of the first compiled module that has changed since."""
+        for module in self.setup.compiled:
+            module.weights_changed()
 
     def release(self) -> None:
         """Destroy all graphs; every key stays reserved, and may be captured again."""
@@ -241,7 +355,8 @@ class GraphTable:
         self.steps.clear()
         self.sealing.open()
         self.setup.outputs.forget()
-        self.setup.compiled.unseal()
+        for module in self.setup.compiled:
+            module.unseal()
         self.warmed_up.clear()
         self.checks.reset()
         self._destroy(self._captured.keys())
@@ -251,10 +366,12 @@ class GraphTable:
         """Go on with a release that was interrupted."""
         published = {(graph.mode, graph.descriptor): graph for graph in self.dispatcher.published}
         self._destroy(self._captured.keys() - {graph.slot for graph in published.values()})
-        self.records[:] = [own for own in self.records if (own.mode, own.descriptor) in published]
+        self.records[:] = [
+            record for record in self.records if (record.mode, record.descriptor) in published
+        ]
 
     def _destroy(self, slots: Collection[int]) -> None:
-        """Destroy what was captured for these slots, the last first; called again it goes on."""
+        """Destroy the graphs of these slots, the last first; called again it goes on."""
         for slot in [slot for slot in reversed(self._captured) if slot in slots]:
             for each in reversed(self._captured[slot]):
                 each.undo()

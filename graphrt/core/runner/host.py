@@ -118,19 +118,15 @@ class Host:
 
     def around(self) -> AbstractContextManager[object]:
         """What `around_capture` makes; raises `InvalidOptionError` for what cannot be entered."""
-        found = self.around_capture()
-        if not hasattr(type(found), "__enter__") or not hasattr(type(found), "__exit__"):
+        manager = self.around_capture()
+        if not hasattr(type(manager), "__enter__") or not hasattr(type(manager), "__exit__"):
             raise _wrong_hook(
                 "around_capture",
-                found,
+                manager,
                 "a function that makes a context manager",
                 "@contextlib.contextmanager above the hook's def, and a yield in it",
             )
-        return found
-
-    def at_bound(self, descriptor: BatchDescriptor) -> object:
-        """What `metadata` gives for a warm-up or capture; None without it."""
-        return None if self.metadata is None else self.metadata(descriptor)
+        return manager
 
 
 def _wrong_hook(name: str, value: object, expected: str, advice: str) -> InvalidOptionError:

@@ -1,4 +1,4 @@
-"""What a runner reports: figures of capture and of the steps it ran."""
+"""The report of a runner: figures of its captures and of its steps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.device.figures import UpdateFigures
 from graphrt.core.dispatch.reasons import Reason
-from graphrt.core.inputs.buffers import StaticInputs
-from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.checks import TrialRecord
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable
 from graphrt.core.trust.reads import TensorUse
@@ -111,14 +109,13 @@ class RunnerReport:
         )
 
 
-def report_of(
-    graphs: GraphTable, pool: GraphPool, inputs: StaticInputs, live_tokens: int
-) -> RunnerReport:
+def report_of(graphs: GraphTable, live_tokens: int) -> RunnerReport:
     """The figures of a runner's graphs, and of its steps with so many live tokens."""
+    pool, inputs = graphs.setup.pool, graphs.setup.inputs
     steps, announced = graphs.dispatcher.hits(), graphs.dispatcher.hits(announced=True)
     reasons = Counter(graphs.dispatcher.counts())
     for owner in graphs.owners():
-        # Their MISSING_GRAPH are calls of the steps that the dispatcher was told of.
+        # Their MISSING_GRAPH are calls of steps that the dispatcher has counted.
         reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
     breakable = graphs.wrappers.get(GraphMode.PIECEWISE)
     in_pieces = () if breakable is None else breakable.entries.values()

@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from graphrt.core.plan.arguments import PlanArguments
     from graphrt.core.plan.plan import Plan
     from graphrt.core.replay.pool import GraphPool
-    from graphrt.core.runner.capture_session import Progress
+    from graphrt.core.runner.capture_session import CaptureProgress, Progress
     from graphrt.core.runner.host import Host
     from graphrt.core.runner.report import RunnerReport
-    from graphrt.core.runner.scheduler import CaptureProgress
 
 T = TypeVar("T")
 if TYPE_CHECKING:
@@ -84,20 +83,23 @@ class GraphRunner(Uncopied, Generic[R]):
         """
         # Here, not above: what runs and captures is loaded by the first runner, so that programs
         # which only name the class, in a registry or a signature, start without it.
+        from graphrt.core.runner.capture_session import CaptureScheduler
         from graphrt.core.runner.engine import StepEngine
+        from graphrt.core.runner.executor import StepExecutor
         from graphrt.core.runner.graph_table import GraphTable
-        from graphrt.core.runner.scheduler import CaptureScheduler
-        from graphrt.core.runner.setup import set_up
+        from graphrt.core.runner.setup import RunnerSetup
+        from graphrt.core.runner.trials import StepTrials
 
-        setup = set_up(
+        setup = RunnerSetup(
             forward, plan, inputs, outputs, host, options, platform, pool, device, arguments
         )
         self.options, self.plan = setup.options, setup.plan
         self.pool, self.inputs = setup.pool, setup.inputs
         self.graphs = GraphTable(setup)
-        self._engine = StepEngine(self.graphs)
-        self._scheduler = CaptureScheduler(self.graphs, self._engine.trials.try_examples)
-        self._engine.capture_missing = self._scheduler.for_step
+        self._executor = StepExecutor(self.graphs)
+        trials = StepTrials(self._executor)
+        self._scheduler = CaptureScheduler(self.graphs, trials)
+        self._engine = StepEngine(self._executor, trials, self._scheduler)
         self._run: Callable[..., R] = self._engine.entrance()
 
     def __call__(
@@ -115,8 +117,8 @@ class GraphRunner(Uncopied, Generic[R]):
         `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
         where their shapes say everything. A `slot` stands for both. `updates` are the host
         arguments of updatable tasks, `metadata` is what eager parts read from the context.
-        `agreed` is the graph that ranks have agreed on, by its descriptor or what one of them was
-        told (`Dispatch`): that one is replayed, or none (RANKS_DISAGREE).
+        `agreed` is the graph that ranks have agreed on, by its descriptor or the `Dispatch` of one
+        of them: that one is replayed, or none (RANKS_DISAGREE).
 
         R are fresh tensors, readable until the next step of the pool begins: touched later
         they raise (`OverwrittenOutputError`). On devices whose memory torch cannot mark, the CPU
@@ -149,12 +151,12 @@ class GraphRunner(Uncopied, Generic[R]):
 
     @property
     def dispatcher(self) -> GraphDispatcher:
-        """What finds the graph for a batch."""
+        """Finds the graph for a batch."""
         return self.graphs.dispatcher
 
     @property
     def last_dispatch(self) -> Dispatch | None:
-        """What the last step was told, and how it ran."""
+        """The dispatch of the last step, which says how it ran."""
         return self._engine.last_dispatch
 
     def slot(self, batch: Batch, *, agreed: Agreed | None = None) -> InputSlot:
@@ -165,8 +167,8 @@ class GraphRunner(Uncopied, Generic[R]):
             refuse_inside_capture("slot()")
         if self.pool.elsewhere is not None and self.pool.elsewhere():
             with self.pool.on_device():
-                return self._engine.slots.make(batch, agreed)
-        return self._engine.slots.make(batch, agreed)
+                return self._engine.slot(batch, agreed)
+        return self._engine.slot(batch, agreed)
 
     def step(
         self,
@@ -315,7 +317,7 @@ class GraphRunner(Uncopied, Generic[R]):
 
     def _release(self) -> None:
         self.graphs.release()
-        self._engine.updates.forget_graphs()
+        self._executor.updates.forget_graphs()
 
     def _close(self) -> None:
         self.graphs.release()
@@ -331,4 +333,4 @@ class GraphRunner(Uncopied, Generic[R]):
         """Figures of the graphs and of the steps so far."""
         from graphrt.core.runner.report import report_of
 
-        return report_of(self.graphs, self.pool, self.inputs, self._engine.live_tokens)
+        return report_of(self.graphs, self._engine.live_tokens)

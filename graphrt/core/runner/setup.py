@@ -1,10 +1,9 @@
-"""What a runner is made of, and what it wraps its forward in."""
+"""The parts that a runner is made of, and the wrappers of its forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -68,152 +67,69 @@ class AnnouncedModule(CompiledFacts, Protocol):
         """It may be compiled again; weights may move until its next call, which takes them over."""
 
 
-class CompiledModules:
-    """The announced compiled modules of one runner."""
+class RunnerSetup:
+    """The forward of one runner, its plan, its host, its buffers and its pool: all that it was made
+    with, checked, every default resolved. It never changes."""
 
-    def __init__(self, modules: Iterable[CompiledFacts]) -> None:
-        self.modules = [
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        plan: Plan | None,
+        inputs: Mapping[str, InputSpec | Mapping[str, Any]],
+        outputs: OutputAxes,
+        host: Host | None,
+        options: GraphOptions | None,
+        platform: Platform | str | None,
+        pool: GraphPool | None,
+        device: torch.device | str | None,
+        arguments: PlanArguments,
+    ) -> None:
+        """See `GraphRunner`."""
+        check_kind("plan", plan, Plan)
+        check_kind("host", host, Host)
+        check_kind("options", options, GraphOptions)
+        check_kind("pool", pool, GraphPool)
+        check_plan_arguments(arguments, plan, {"options": GraphOptions, "host": Host})
+        announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
+        compiled = _with_forward(forward, all_compiled(announced))
+        self.forward = forward
+        self.host = host or Host()
+        self.options = options or GraphOptions()
+        self.pool, buffers_device, self.owns_pool = _pool_for(compiled, pool, platform, device)
+        if plan is None:
+            arguments["compiled"] = compiled
+            plan = Plan(**arguments, platform=self.pool.platform)
+        else:
+            plan = plan.fitted_to(self.pool.platform, compiled)
+        if self.options.strict:
+            plan.refuse_less()
+        self.plan = plan
+        self.compiled = [
             cast(AnnouncedModule, module)
-            for module in modules
+            for module in plan.compiled
             if not isinstance(module, SavedFacts)
         ]
-
-    def enlist(self, module: Any) -> None:
-        """Let a module take part in a warm-up or capture.
-
-        Raises `UnannouncedModuleError` for one that nobody named: its weights would not be
-        followed, and it could be compiled while serving.
-        """
-        if not any(module is known for known in self.modules):
-            raise UnannouncedModuleError(
-                "a compiled module takes part in a capture and was not announced",
-                got=shown(module),
-                expected=", ".join(map(repr, self.modules)) or "no compiled module",
-                advice="name it in the plan: compiled=[...]",
-            )
-
-    def check(self) -> None:
-        """Raise the error of the first module that has changed since it was compiled."""
-        for module in self.modules:
-            module.weights_changed()
-
-    def seal(self) -> None:
-        """Compile and capture nothing any more."""
-        for module in self.modules:
-            module.seal()
-
-    def unseal(self) -> None:
-        """Allow it again."""
-        for module in self.modules:
-            module.unseal()
-
-    def announce(
-        self, sizes: Collection[int], options: GraphOptions, hooks: SegmentHooks | None
-    ) -> None:
-        """Say which numbers of tokens batches are padded to, and how pieces are captured."""
-        for module in self.modules:
-            module.use_capture_sizes(sizes)
-            module.use_wrapper_options(options, hooks)
-
-    def prepare(self) -> bool:
-        """Take the weights as they are now; returns whether a module has yet to be compiled."""
-        for module in self.modules:
-            module.rebind_weights()
-        pending = [module for module in self.modules if not module.compiled]
-        for module in pending:
-            module.unseal()
-        return bool(pending)
-
-
-def with_forward(forward: Any, announced: Iterable[Any]) -> list[Any]:
-    """The announced modules, and those that the forward is or, as a module, has; each once.
-
-    Raises `InvalidOptionError` for a forward that cannot be called.
-    """
-    check_callable("forward", forward)
-    found = {id(module): module for module in (*compiled_in(forward), *announced)}
-    real = [module for module in found.values() if not isinstance(module, SavedFacts)]
-    # What a saved plan knows only stands in for modules that nobody named.
-    return real or list(found.values())
-
-
-def pool_for(
-    modules: Iterable[Any],
-    pool: GraphPool | None,
-    platform: Platform | str | None,
-    device: torch.device | str | None,
-) -> tuple[GraphPool, torch.device, bool]:
-    """The pool of a runner with these modules, theirs if none was given; the device of its buffers;
-    and whether the pool is the runner's own.
-
-    Raises `InvalidOptionError` for modules that capture somewhere else, for a pool of another
-    platform or device, and for a device that there is not.
-    """
-    found = pool
-    for module in modules:
-        own = getattr(module, "pool", None)
-        if own is not None and own is not found:
-            if found is not None:
-                # Nothing would know which of its results the next step overwrites.
-                raise InvalidOptionError(
-                    "a compiled module of the forward captures its pieces in another pool",
-                    got=f"pool={found!r}",
-                    expected=f"{own!r}, which it was compiled with",
-                    advice="pass the same pool= to graphrt.compile and to GraphRunner",
-                )
-            found = own
-    is_own = found is None
-    if found is None:
-        platform = resolve_platform(platform)
-        asked = asked_device(platform.device_type, device)
-        found = GraphPool(platform, device=asked if asked.type == platform.device_type else None)
-    else:
-        asked = asked_device(found.device.type, device)
-        if platform is not None:
-            found.check_platform(platform)
-    if asked.type != found.device.type:
-        check_memory(found.platform, asked)
-        return found, asked, is_own
-    if asked.index is not None:
-        found._check_device(asked)
-    return found, found.device, is_own
-
-
-@dataclass(frozen=True)
-class RunnerSetup:
-    """What one runner was made with, every default resolved. It never changes."""
-
-    forward: Callable[..., Any]
-    plan: Plan
-    host: Host
-    options: GraphOptions
-    pool: GraphPool
-    inputs: StaticInputs
-    outputs: OutputLayout
-    owns_pool: bool
-    """Whether the pool goes with the runner."""
-
-    @cached_property
-    def compiled(self) -> CompiledModules:
-        """The compiled modules of the forward."""
-        return CompiledModules(self.plan.compiled)
-
-    @cached_property
-    def run_forward(self) -> EagerForward:
-        """What calls the forward eagerly."""
+        # For the largest of the planned graphs, and for the largest batch.
+        self.inputs = StaticInputs(
+            inputs,
+            platform=self.pool.platform,
+            tokens=max(plan.sizes.max_num_tokens, *(key[1].num_tokens for key in plan.keys), 1),
+            reqs=max(plan.sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in plan.keys), 1),
+            device=buffers_device,
+            fetched=self.options.inputs_in_graph,
+        )
+        check_forward(forward, inputs)
+        self.outputs = OutputLayout(outputs)
+        # Whether graphs are planned and dispatched, and every step runs eagerly after all.
+        self.eager_launch = self.options.launch == "eager"
         gradients = Gradients(
             self.inputs,
             # Compiled code has none in any case.
-            on=self.options.checks("capture") and not self.compiled.modules,
+            on=self.options.checks("capture") and not self.compiled,
             # A plain hit looks at no weights.
             of_weights=self.options.checks("sample"),
         )
-        return EagerForward(self.forward, gradients)
-
-    @property
-    def eager_launch(self) -> bool:
-        """Whether graphs are planned and dispatched, and every step runs eagerly after all."""
-        return self.options.launch == "eager"
+        self.run_forward = EagerForward(forward, gradients)
 
     @property
     def ring(self) -> InputRing | None:
@@ -232,16 +148,33 @@ class RunnerSetup:
         lengths = {descriptor.query_len for _, descriptor in self.plan.keys}
         return lengths.pop() if len(lengths) == 1 else None
 
+    def enlist(self, module: Any) -> None:
+        """Let a compiled module take part in a warm-up or capture.
+
+        Raises `UnannouncedModuleError` for one that nobody named: its weights would not be
+        followed, and it could be compiled while serving.
+        """
+        if not any(module is known for known in self.compiled):
+            raise UnannouncedModuleError(
+                "a compiled module takes part in a capture and was not announced",
+                got=shown(module),
+                expected=", ".join(map(repr, self.compiled)) or "no compiled module",
+                advice="name it in the plan: compiled=[...]",
+            )
+
     def wrappers(self) -> dict[GraphMode, GraphWrapper]:
         """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them. Pieces
         of compiled modules are captured with the same options."""
         mode, options, hooks = self.plan.mode, self.options, self.host.around_graph
         outputs = "static" if options.outputs == "static" else "pool"
         for_pieces = options.merged({"lazy": False, "outputs": outputs, "breaks": ()})
-        self.compiled.announce(self.sizes, for_pieces, hooks)
+        for module in self.compiled:
+            module.use_capture_sizes(self.sizes)
+            module.use_wrapper_options(for_pieces, hooks)
         # Only whole steps are captured lazily, by the runner.
-        own = options.merged({"lazy": False})
-        wrap = partial(wrapper_class(self.pool.platform), pool=self.pool, options=own, hooks=hooks)
+        not_lazy = options.merged({"lazy": False})
+        wrapper_cls = wrapper_class(self.pool.platform)
+        wrap = partial(wrapper_cls, pool=self.pool, options=not_lazy, hooks=hooks)
         inner = self.forward if self.ring is None else Fetching(self.forward, self.ring)
         wrappers: dict[GraphMode, GraphWrapper] = {}
         if mode.has_piecewise and self.plan.pieces is PieceProvider.BREAKABLE:
@@ -253,47 +186,57 @@ class RunnerSetup:
         return wrappers
 
 
-def set_up(
-    forward: Callable[..., Any],
-    plan: Plan | None,
-    inputs: Mapping[str, InputSpec | Mapping[str, Any]],
-    outputs: OutputAxes,
-    host: Host | None,
-    options: GraphOptions | None,
-    platform: Platform | str | None,
+def _with_forward(forward: Any, announced: Iterable[Any]) -> list[Any]:
+    """The announced modules, and those that the forward is or, as a module, has; each once.
+
+    Raises `InvalidOptionError` for a forward that cannot be called.
+    """
+    check_callable("forward", forward)
+    modules = {id(module): module for module in (*compiled_in(forward), *announced)}
+    real = [module for module in modules.values() if not isinstance(module, SavedFacts)]
+    # The facts of a saved plan only stand in for modules that nobody named.
+    return real or list(modules.values())
+
+
+def _pool_for(
+    modules: Iterable[Any],
     pool: GraphPool | None,
+    platform: Platform | str | None,
     device: torch.device | str | None,
-    arguments: PlanArguments,
-) -> RunnerSetup:
-    """What `GraphRunner` is given, checked, and with a plan, a pool and buffers."""
-    check_kind("plan", plan, Plan)
-    check_kind("host", host, Host)
-    check_kind("options", options, GraphOptions)
-    check_kind("pool", pool, GraphPool)
-    check_plan_arguments(arguments, plan, {"options": GraphOptions, "host": Host})
-    options = options or GraphOptions()
-    announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
-    compiled = with_forward(forward, all_compiled(announced))
-    pool, place, owns_pool = pool_for(compiled, pool, platform, device)
-    if plan is None:
-        arguments["compiled"] = compiled
-        plan = Plan(**arguments, platform=pool.platform)
+) -> tuple[GraphPool, torch.device, bool]:
+    """The pool of a runner with these modules, theirs if none was given; the device of its buffers;
+    and whether the pool is the runner's own.
+
+    Raises `InvalidOptionError` for modules that capture somewhere else, for a pool of another
+    platform or device, and for a device that there is not.
+    """
+    for module in modules:
+        of_module = getattr(module, "pool", None)
+        if of_module is not None and of_module is not pool:
+            if pool is not None:
+                # Nothing would know which of its results the next step overwrites.
+                raise InvalidOptionError(
+                    "a compiled module of the forward captures its pieces in another pool",
+                    got=f"pool={pool!r}",
+                    expected=f"{of_module!r}, which it was compiled with",
+                    advice="pass the same pool= to graphrt.compile and to GraphRunner",
+                )
+            pool = of_module
+    owns_pool = pool is None
+    if pool is None:
+        platform = resolve_platform(platform)
+        asked = asked_device(platform.device_type, device)
+        pool = GraphPool(platform, device=asked if asked.type == platform.device_type else None)
     else:
-        plan = plan.fitted_to(pool.platform, compiled)
-    if options.strict:
-        plan.refuse_less()
-    # For the largest of the planned graphs, and for the largest batch.
-    buffers = StaticInputs(
-        inputs,
-        platform=pool.platform,
-        tokens=max(plan.sizes.max_num_tokens, *(key[1].num_tokens for key in plan.keys), 1),
-        reqs=max(plan.sizes.max_num_reqs, *(key[1].num_reqs or 1 for key in plan.keys), 1),
-        device=place,
-        fetched=options.inputs_in_graph,
-    )
-    check_forward(forward, inputs)
-    layout = OutputLayout(outputs)
-    return RunnerSetup(forward, plan, host or Host(), options, pool, buffers, layout, owns_pool)
+        asked = asked_device(pool.device.type, device)
+        if platform is not None:
+            pool.check_platform(platform)
+    if asked.type != pool.device.type:
+        check_memory(pool.platform, asked)
+        return pool, asked, owns_pool
+    if asked.index is not None:
+        pool._check_device(asked)
+    return pool, pool.device, owns_pool
 
 
 class Fetching:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,17 +12,15 @@ from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.sharing import cloned
 from graphrt.core.base.thread_mode import set_for_capture
-from graphrt.core.batch.descriptor import Batch, example_of
+from graphrt.core.batch.descriptor import example_of
 from graphrt.core.batch.descriptor import unpadded as unpadded_of
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import side_doors
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.replay.recording import enter_under_way, warming_up
-from graphrt.core.runner.executor import StepExecutor
-from graphrt.core.runner.graph_table import GraphTable
+from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.host import Example, MakeExample
-from graphrt.core.runner.updates import LastUpdates
 from graphrt.core.trust.parts import PartResults, TriedParts
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.trial import Trial, TriedGraph
@@ -36,34 +34,24 @@ _SEED = 0
 class StepTrials:
     """Tries the steps of one runner that its checks do not let through."""
 
-    def __init__(self, executor: StepExecutor, graphs: GraphTable, updates: LastUpdates) -> None:
+    def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor
-        self._graphs = graphs
-        self._host = graphs.setup.host
-        self._updates = updates
+        self._graphs = executor.graphs
 
-    def run(
-        self,
-        batch: Batch,
-        found: Dispatch,
-        given: StepValues,
-        differing: frozenset[str] | None,
-        *,
-        agreed: bool,
-    ) -> tuple[Dispatch, Any]:
+    def run(self, step: Step, differing: frozenset[str] | None) -> tuple[Dispatch, Any]:
         """Run the trial of a step; returns how the step ran, and its live outputs."""
-        step = self._tried(batch, found, given, agreed=agreed)
-        verdict, slot = self._try(step), found.slot
+        runs, dispatch = StepRuns(self._executor, step), step.dispatch
+        verdict = self._try(runs)
         if verdict.failure is not None:
-            found = self._graphs.dispatcher.run_eagerly(found, batch, Reason.QUARANTINED)
-        if step.padded and differing is None:
-            differing = self._differing(slot, given.values)
-        self._note(slot, verdict, differing)
-        return found, verdict.outputs
+            dispatch = self._graphs.dispatcher.run_eagerly(dispatch, step.batch, Reason.QUARANTINED)
+        if differing is None and runs.padded:
+            differing = self._differing(runs.step)
+        self._note(step.dispatch.slot, verdict, differing)
+        return dispatch, verdict.outputs
 
-    def verify(self, batch: Batch, found: Dispatch, given: StepValues) -> Verdict:
+    def verify(self, step: Step) -> Verdict:
         """Try one step of a graph, whatever the level of checks is."""
-        return self._try(self._tried(batch, found, given))
+        return self._try(StepRuns(self._executor, step))
 
     @undoing
     def try_examples(self, undo: Undo, make: MakeExample, release: Callable[[], None]) -> None:
@@ -71,13 +59,15 @@ class StepTrials:
         room for it. Raises the first failure, after `release`."""
         generator = torch.Generator("cpu").manual_seed(_SEED)
         undo.after_error(release)
-        with self._updates.set_aside():
-            for found in self._graphs.checks.to_try():
-                self._try_example(found, make, generator)
+        with self._executor.updates.set_aside():
+            for dispatch in self._graphs.checks.to_try():
+                self._try_example(dispatch, make, generator)
 
-    def _try_example(self, found: Dispatch, make: MakeExample, generator: torch.Generator) -> None:
-        prepared = self._graphs.steps[found.slot]
-        batch = example_of(found.descriptor, 1 if prepared is None else prepared.reqs)
+    def _try_example(
+        self, dispatch: Dispatch, make: MakeExample, generator: torch.Generator
+    ) -> None:
+        prepared = self._graphs.steps[dispatch.slot]
+        batch = example_of(dispatch.descriptor, 1 if prepared is None else prepared.reqs)
         example = make(batch, generator)
         if not isinstance(example, Example):
             raise InvalidOptionError(
@@ -86,79 +76,59 @@ class StepTrials:
                 expected="a graphrt.Example",
                 advice="return Example(values={...})",
             )
-        given = StepValues(example.values, example.updates, example.metadata)
-        step = self._tried(batch, found, given)
-        verdict = self._try(step, undone=True)
+        step = Step(batch, dispatch, example.values, example.updates, example.metadata)
+        runs = StepRuns(self._executor, step)
+        verdict = self._try(runs, undone=True)
         if verdict.failure is not None:
             raise verdict.failure
-        differing = self._differing(found.slot, example.values) if step.padded else None
-        self._note(found.slot, verdict, differing)
+        differing = self._differing(runs.step) if runs.padded else None
+        self._note(dispatch.slot, verdict, differing)
 
-    def differing(
-        self, batch: Batch, found: Dispatch, values: Mapping[str, Any], agreed: bool
-    ) -> frozenset[str] | None:
+    def differing(self, step: Step) -> frozenset[str] | None:
         """The inputs of a padded step that differ from their padding; None if nobody asks."""
-        if agreed or batch.num_tokens >= found.descriptor.num_tokens:
+        if step.agreed or step.batch.num_tokens >= step.dispatch.descriptor.num_tokens:
             return None
-        return self._differing(found.slot, values)
+        return self._differing(step)
 
-    def _differing(self, slot: int, values: Mapping[str, Any]) -> frozenset[str] | None:
-        if not self._graphs.checks.awaits_padding(slot):
+    def _differing(self, step: Step) -> frozenset[str] | None:
+        if not self._graphs.checks.awaits_padding(step.dispatch.slot):
             return None
-        return self._executor.inputs.padding.differing(values)
-
-    def _tried(
-        self, batch: Batch, found: Dispatch, given: StepValues, *, agreed: bool = False
-    ) -> PaddedTrial:
-        executor, inputs = self._executor, self._executor.inputs
-        inputs.declared.check(given.values, None, None)
-        # They may be outputs of the last step, or lie in the buffers.
-        executor.pool.follow_stream()
-        values: Mapping[str, Any] = cloned(dict(given.values))
-        resolve = partial(self._updates.resolve, given.updates, batch)
-        # The last of them is what the graph is given.
-        updates = resolve(), resolve(found.slot, replayed=False), resolve(found.slot)
-        # Graphs have it at its bound, if they have it.
-        bound = self._host.metadata
-        at_bound = given.metadata if bound is None else bound(found.descriptor)
-        runs = Runs(values, *updates, given.metadata, at_bound)
-        reqs = reqs_of(inputs, batch, values)
-        return PaddedTrial(executor, batch, reqs, found, runs, agreed=agreed)
+        return self._executor.inputs.padding.differing(step.values)
 
     @undoing
-    def _try(self, undo: Undo, step: PaddedTrial, *, undone: bool = False) -> Verdict:
+    def _try(self, undo: Undo, runs: StepRuns, *, undone: bool = False) -> Verdict:
         graphs, platform = self._graphs, self._executor.pool.platform
-        found, padded = step.found, step.step
-        warm = graphs.warmed_up.get(found.descriptor.kind)
+        dispatch, prepared, setup = runs.step.dispatch, runs.prepared, graphs.setup
+        warm = graphs.warmed_up.get(dispatch.descriptor.kind)
         graph = TriedGraph(
-            f"{found.mode.name} [{found.descriptor}]",
+            f"{dispatch.mode.name} [{dispatch.descriptor}]",
             captured=None if warm is None else warm.trace,
-            issued=None if warm is None else warm.captured.get(found.mode),
-            same_size=warm is not None and warm.tokens == padded.tokens,
-            has_parts=found.mode is GraphMode.PIECEWISE,
-            moved=graphs.checks.moved(found.slot),
+            issued=None if warm is None else warm.captured.get(dispatch.mode),
+            same_size=warm is not None and warm.tokens == prepared.tokens,
+            has_parts=dispatch.mode is GraphMode.PIECEWISE,
+            moved=graphs.checks.moved(dispatch.slot),
         )
         trial = Trial(
-            step,
+            runs,
             graph,
-            own=padded.storages(),
+            own=prepared.storages(),
             device_type=platform.device_type,
-            limit_bytes=graphs.setup.options.state_limit(platform),
-            places=places_of(graphs.setup.forward),
+            limit_bytes=setup.options.state_limit(platform),
+            places=places_of(setup.forward),
             precision=platform.float32_precision,
-            mixes_rows=self._host.mixes_rows,
-            pads=self._executor.inputs.padding.nobodys(step.runs.values),
-            strict=graphs.checks.strict,
+            mixes_rows=setup.host.mixes_rows,
+            pads=self._executor.inputs.padding.nobodys(runs.step.values),
+            strict=setup.options.strict,
         )
         self._executor.pool._will_put_back("a trial", undo.later)
         # As captures run.
         set_for_capture(undo)
         verdict = trial.run(undone=undone)
-        graphs.setup.run_forward.follows |= verdict.asks
+        setup.run_forward.follows |= verdict.asks
         return verdict
 
     def _note(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
-        """Note what came of a trial; strictly, raises the failure."""
+        """Note the verdict of a trial; strictly, raises the failure."""
         checks = self._graphs.checks
         record = checks.records[slot]
         if verdict.failure is None and not record.steps:
@@ -168,73 +138,54 @@ class StepTrials:
         checks.tried(slot, verdict, differing)
 
 
-class StepValues(NamedTuple):
-    """What the host gave a step."""
+class StepRuns:
+    """The runs of a trial: one step that a graph serves, run again and again. See `TriedStep`."""
 
-    values: Mapping[str, Any]
-    updates: Any = None
-    metadata: Any = None
-
-
-class Runs(NamedTuple):
-    """What the runs of a trial are given: `values` that outlive other steps, and the updates and
-    metadata of the forward on live rows, of the forward on padded inputs, and of the graph."""
-
-    values: Mapping[str, Any]
-    updates_unpadded: Any
-    updates_eager: Any
-    updates: Any
-    metadata: Any
-    metadata_at_bound: Any
-
-
-class PaddedTrial:
-    """A step of `batch` that the graph of `found` would serve, with what it is run with."""
-
-    def __init__(
-        self,
-        executor: StepExecutor,
-        batch: Batch,
-        reqs: int,
-        found: Dispatch,
-        runs: Runs,
-        *,
-        agreed: bool,
-    ) -> None:
-        graphs = executor.graphs
-        step = graphs.steps[found.slot]
-        assert step is not None
-        self.found = found
-        self.step = step
-        self.rows, self.live_rows = step.tokens, batch.num_tokens
-        self.sizes: Sequence[tuple[int, int]] = (self.rows, self.live_rows), (step.reqs, reqs)
-        self.padded = not agreed and any(live < rows for rows, live in self.sizes)
+    def __init__(self, executor: StepExecutor, step: Step) -> None:
+        graphs, inputs = executor.graphs, executor.inputs
+        inputs.declared.check(step.values, None, None)
+        # They may be outputs of the last step, or views of the buffers.
+        executor.pool.follow_stream()
+        step = step._replace(values=cloned(dict(step.values)))
+        resolve = executor.updates.resolve
+        self._unpadded_step = step._replace(updates=resolve(step, padded=False))
+        self._eager_step = step._replace(updates=resolve(step, replayed=False))
+        # The last one resolved: these the graph is given.
+        self.step = step._replace(updates=resolve(step))
+        at_bound = graphs.setup.host.metadata
+        if at_bound is not None:
+            # Graphs have it at its bound, if they have it.
+            metadata = at_bound(step.dispatch.descriptor)
+            self._eager_step = self._eager_step._replace(metadata=metadata)
+        prepared = graphs.steps[step.dispatch.slot]
+        assert prepared is not None
+        self.prepared = prepared
+        reqs = reqs_of(inputs, step.batch, step.values)
+        self.rows, self.live_rows = prepared.tokens, step.batch.num_tokens
+        self.sizes: Sequence[tuple[int, int]] = (self.rows, self.live_rows), (prepared.reqs, reqs)
+        self.padded = not step.agreed and any(live < rows for rows, live in self.sizes)
         self.has_gradients = torch.is_grad_enabled()
         self.finds_gradients = graphs.setup.run_forward.gradients.wanted
         self._executor = executor
-        self._batch = batch
-        self.runs = runs
-        self._kept = executor.inputs.padding.kept()
+        self._kept = inputs.padding.kept()
 
     def eager(self, watch: Watch, parts: PartResults | None = None) -> Any:
         return self._eager(watch, parts=parts)
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
-        return self._executor.graphs.setup.run_forward.where(
-            gradients, inference, partial(self.eager, watch)
-        )
+        forward = self._executor.graphs.setup.run_forward
+        return forward.where(gradients, inference, partial(self._eager, watch))
 
     def find_gradients(self, watch: Watch) -> None:
-        self._executor.graphs.setup.run_forward.finding(partial(self.eager, watch))
+        forward = self._executor.graphs.setup.run_forward
+        forward.finding(partial(self._eager, watch))
 
     def of_padding(self, watch: Watch) -> Any:
-        return self._eager(watch, partial(self._executor.inputs.reset, self.step.layout))
+        return self._eager(watch, partial(self._executor.inputs.reset, self.prepared.layout))
 
     def replay(self) -> Any:
-        executor, runs = self._executor, self.runs
-        executor.inputs.padding.put_back(self._kept)
-        context = executor.context(self._batch, self.found, runs.updates, runs.metadata)
-        return cloned(executor.run(self.step, self._batch, runs.values, context))
+        self._executor.inputs.padding.put_back(self._kept)
+        return cloned(self._executor.run_padded(self.step, self.step.updates))
 
     def other_padding(self, watch: Watch) -> Any:
         padding = self._executor.inputs.padding
@@ -243,22 +194,22 @@ class PaddedTrial:
         return self._eager(watch, partial(padding.disturb, *self._rows()))
 
     def disturbed(self, watch: Watch) -> Any:
-        padding = self._executor.inputs.padding
-        return self._eager(watch, partial(padding.disturb_all, *self._rows()))
+        disturb = self._executor.inputs.padding.disturb_all
+        return self._eager(watch, partial(disturb, *self._rows()))
 
     def unpadded(self, watch: Watch) -> Any:
         if not self.padded:
             return None
-        alone = Dispatch(GraphMode.NONE, unpadded_of(self._batch), Reason.HIT)
-        runs, around = self.runs, partial(_watched, watch)
-        outputs = self._executor.run_unpadded(
-            self._batch, alone, runs.values, runs.updates_unpadded, runs.metadata, around
+        alone = Dispatch(GraphMode.NONE, unpadded_of(self.step.batch), Reason.HIT)
+        step, around = (
+            self._unpadded_step._replace(dispatch=alone),
+            partial(_watched, watch, None, None),
         )
-        return cloned(outputs)
+        return cloned(self._executor.run_unpadded(step, step.updates, around))
 
     def _rows(self) -> tuple[Any, int, int]:
         """The layout of the graph, and the live tokens and requests in it."""
-        return self.step.layout, self.sizes[0][1], self.sizes[1][1]
+        return self.prepared.layout, self.sizes[0][1], self.sizes[1][1]
 
     def _eager(
         self,
@@ -267,29 +218,24 @@ class PaddedTrial:
         parts: PartResults | None = None,
     ) -> Any:
         """An eager run that is watched; `disturb` writes other values into padding rows."""
-        executor, runs = self._executor, self.runs
+        executor, step = self._executor, self._eager_step
         executor.inputs.padding.put_back(self._kept)
-        context = executor.context(
-            self._batch, self.found, runs.updates_eager, runs.metadata_at_bound, eager=True
-        )
-
-        def around(forward: Callable[[], Any]) -> Any:
-            if disturb is not None:
-                disturb()
-            return _watched(watch, forward, parts)
-
-        outputs = executor.run(
-            self.step, self._batch, runs.values, context, eager=True, around=around
-        )
-        return cloned(outputs)
+        around = partial(_watched, watch, parts, disturb)
+        return cloned(executor.run_padded(step, step.updates, eager=True, around=around))
 
 
 @undoing
 def _watched(
-    watch: Watch, undo: Undo, forward: Callable[[], Any], parts: PartResults | None = None
+    watch: Watch,
+    undo: Undo,
+    parts: PartResults | None,
+    disturb: Callable[[], None] | None,
+    forward: Callable[[], Any],
 ) -> Any:
-    """The forward, on inputs that are filled, in which runners and wrappers run what they wrap, as
-    they do in a warm-up: their own graphs and buffers would look like state that it writes."""
+    """Run the forward on filled inputs, watched. Runners and wrappers in it run their forwards
+    eagerly, as in a warm-up: their graphs and buffers would look like state that it writes."""
+    if disturb is not None:
+        disturb()
     undo.set(warming_up, True)
     # So that eager parts are known as such.
     undo.set(side_doors, TriedParts() if parts is None else parts)
