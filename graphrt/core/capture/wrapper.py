@@ -16,7 +16,6 @@ from graphrt.core.base.errors import (
     GraphsCapturedError,
     InvalidModeError,
     InvalidOptionError,
-    MissingUpdateError,
     PlatformError,
     StaleInputError,
     Uncopied,
@@ -46,8 +45,7 @@ from graphrt.core.device.registry import given_platform
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.replay._turn import in_turn
 from graphrt.core.replay.eager_part import name_of
-from graphrt.core.replay.entry import BoundArguments, Deferred, Entry
-from graphrt.core.replay.host_args import Updates
+from graphrt.core.replay.entry import BoundArguments, Entry
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.replay.segments import SegmentHooks, check_hooks, graphs_of
@@ -126,11 +124,11 @@ class WrapperGraphs:
             entry.graph.replay()
         else:
             try:
-                entry.launch(context, all_tasks=whole)
+                owner = entry.launch(context, all_tasks=whole)
             except Exception as error:
                 return wrapper._repeat_eagerly(entry, context, error, args, kwargs)
-            if entry.deferred is not None:
-                pool.owner = entry.deferred
+            if owner is not None:
+                pool.owner = owner
         if self.clones:
             return cloned(entry.outputs)
         if entry.fresh is not None and self.fresh_containers:
@@ -207,6 +205,8 @@ class GraphWrapper(Uncopied):
 
     platform_name: str | None = None
     """The platform a subclass belongs to; None is the current one."""
+    entry_class: type[Entry] = Entry
+    """What a capture makes."""
 
     def __init__(
         self,
@@ -377,7 +377,7 @@ class GraphWrapper(Uncopied):
         result = recorder.record(partial(self._run, args, kwargs, recorder))
         outputs = tree.map_tensors(recorder.captured_ref, result)
         step = transaction or context.token
-        entry = Entry(descriptor, tuple(recorder.parts), outputs, bound, step)
+        entry = self.entry_class(descriptor, tuple(recorder.parts), outputs, bound, step)
         if self.options.outputs != "static":
             pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
             pool.pieces.hold_loosely(kept for kept, own in pairs if kept is not own)
@@ -497,20 +497,6 @@ class GraphWrapper(Uncopied):
         Raises `PoolBusyError` while a step is under way in the pool.
         """
         in_turn(self.pool, "clear_graphs()", partial(self.destroy_graphs, None))
-
-    def update(self, updates: Updates) -> None:
-        """The updates of the step called with `DEFERRED`; raises `MissingUpdateError` where none
-        was. If they do not fit, it waits on; if one fails, it ends with some arguments old."""
-        waiting = self.pool.owner
-        launched = any(entry.deferred is waiting for entry in self.entries.values())
-        if not (launched and isinstance(waiting, Deferred)):
-            raise MissingUpdateError(
-                "no step waits for updates",
-                got=waiting,
-                expected="a call with updates=DEFERRED before",
-                advice="call the wrapper first, or pass the updates with the call",
-            )
-        waiting.end(self.pool, updates)
 
     def drop(self, descriptor: BatchDescriptor) -> None:
         """Destroy the graph of one descriptor, if there is one. Raises `PoolBusyError` while a step

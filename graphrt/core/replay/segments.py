@@ -71,7 +71,7 @@ class HookedSegment:
 class TaskedSegment:
     """A segment whose tasks are issued anew at every replay; `name` says whose it is."""
 
-    __slots__ = ("_hooks", "_platform", "graph", "name", "tasks")
+    __slots__ = ("graph", "hooks", "name", "platform", "tasks")
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class TaskedSegment:
         self.graph = graph
         self.tasks = tasks
         self.name = "a graph under capture"
-        self._platform = platform
-        self._hooks = hooks
+        self.platform = platform
+        self.hooks = hooks
 
     def replay(self) -> None:
         """Replay with the host arguments of the replay before."""
@@ -92,25 +92,14 @@ class TaskedSegment:
 
     def replay_with(self, values: Sequence[HostValues] | None) -> None:
         """Replay with `values`, one for each task; None repeats those of the replay before."""
-        if self._hooks is not None:
-            self._hooks.before_replay()
-        replay = self._platform.replay_updated
-        self._given(values, partial(replay, self.graph, self.tasks, name=self.name))
+        if self.hooks is not None:
+            self.hooks.before_replay()
+        replay = self.platform.replay_updated
+        self.give(values, partial(replay, self.graph, self.tasks, name=self.name))
 
-    def launch(self) -> bool:
-        """Replay, with the values of the tasks to come; returns whether they are still to come.
-
-        Raises `MissingCapabilityError` where a device cannot wait for them.
-        """
-        if self._hooks is not None:
-            self._hooks.before_replay()
-        return self._platform.launch_deferred(self.graph, self.tasks, name=self.name)
-
-    def update_with(self, values: Sequence[HostValues] | None) -> None:
-        """Give the tasks of the launched graph their values; None repeats those they had."""
-        self._given(values, partial(self._platform.update_deferred, self.graph, self.tasks))
-
-    def _given(self, values: Sequence[HostValues] | None, act: Callable[..., object]) -> None:
+    def give(self, values: Sequence[HostValues] | None, act: Callable[..., object]) -> None:
+        """Call `act(changed=)` with `values` in the tasks, which have the ones before if it raises;
+        None leaves them as they are."""
         tasks = self.tasks
         if values is None:
             act(changed=False)

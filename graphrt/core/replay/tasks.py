@@ -260,9 +260,12 @@ def _trait(leaf: Any) -> Hashable:
 
 
 class TaskTable:
-    """The tasks of an entry, sorted once: layers that are told the same are resolved together."""
+    """The tasks of an entry, sorted once: layers that are told the same are resolved together.
 
-    __slots__ = ("_groups", "known", "tasks")
+    `mixed` says that an update failed: nobody knows which host arguments the tasks have.
+    """
+
+    __slots__ = ("_groups", "known", "mixed", "tasks")
 
     def __init__(self, tasks: Sequence[CapturedTask]) -> None:
         self.tasks = tuple(tasks)
@@ -271,9 +274,40 @@ class TaskTable:
         for index, task in enumerate(tasks):
             groups.setdefault((id(task.spec), frozenset(task.values)), []).append(index)
         self._groups = [_Layers(self.tasks, indices) for indices in groups.values()]
+        self.mixed = False
 
-    def resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues] | None:
-        """The host values of every task, in order; None if all are what they were."""
+    def values(self, context: ForwardContext, *, all_known: bool) -> list[HostValues] | None:
+        """The validated host values of every task, in order; None if all are what they were.
+
+        With `all_known` these are all tasks of the step, and other names in the updates are errors.
+        Raises `MissingUpdateError` or `InvalidUpdateError`; nothing was launched then.
+        """
+        updates = context.updates
+        if updates is UNCHANGED:
+            if self.mixed:
+                raise MissingUpdateError(
+                    "the step before failed half-way, so its host arguments cannot be repeated",
+                    got="UNCHANGED",
+                    expected="updates for every task",
+                    advice="pass the updates of this step",
+                )
+            return None
+        # Asking whether it is a mapping takes longer than the rest, and it is a dict as a rule.
+        if type(updates) is not dict and not isinstance(updates, Mapping):
+            raise MissingUpdateError(
+                "a graph with updatable tasks was replayed without updates",
+                got=updates,
+                expected=", ".join(dict.fromkeys(task.spec.group for task in self.tasks)),
+                advice="pass updates= for this step, or updates=UNCHANGED",
+            )
+        if all_known:
+            check_names(updates, self.known)
+        values = self._resolve(updates, context)
+        if values is None and self.mixed:
+            return [task.values for task in self.tasks]
+        return values
+
+    def _resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues] | None:
         groups = self._groups
         if len(groups) == 1:
             only = groups[0].resolve(updates, context)
@@ -336,30 +370,6 @@ class _Layers:
                 advice="leave an optional host argument out everywhere, at_capture too, or nowhere",
             )
         return fitted
-
-
-def resolve_updates(
-    table: TaskTable, context: ForwardContext, *, all_known: bool
-) -> list[HostValues] | None:
-    """The validated host values of every task, in order; None if nothing changed.
-
-    With `all_known` these are all tasks of the step, and other names in the updates are errors.
-    Raises `MissingUpdateError` or `InvalidUpdateError`; nothing was launched then.
-    """
-    updates = context.updates
-    if updates is UNCHANGED:
-        return None
-    # Asking whether it is a mapping takes longer than the rest, and it is a dict as a rule.
-    if type(updates) is not dict and not isinstance(updates, Mapping):
-        raise MissingUpdateError(
-            "a graph with updatable tasks was replayed without updates",
-            got=updates,
-            expected=", ".join(dict.fromkeys(task.spec.group for task in table.tasks)),
-            advice="pass updates= for this step, or updates=UNCHANGED",
-        )
-    if all_known:
-        check_names(updates, table.known)
-    return table.resolve(updates, context)
 
 
 def check_names(updates: Updates, known: frozenset[str]) -> None:

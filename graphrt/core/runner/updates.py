@@ -11,8 +11,7 @@ import torch
 
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch.descriptor import Batch
-from graphrt.core.replay.entry import DEFERRED
-from graphrt.core.replay.host_args import UNCHANGED
+from graphrt.core.replay.host_args import DEFERRED, UNCHANGED
 from graphrt.core.replay.tasks import check_names
 from graphrt.core.runner.prepared import PreparedStep
 
