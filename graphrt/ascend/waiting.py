@@ -113,7 +113,7 @@ class DeferrableEntry(Entry):
         super().__init__(*args)
         self.waiting: WaitingStep | None = None
 
-    def launch(self, context: ForwardContext, *, all_tasks: bool) -> PoolOwner | None:
+    def launch(self, context: ForwardContext, *, all_tasks: bool) -> object:
         self.waiting = None
         if context.updates is not DEFERRED or not self.tasks:
             return super().launch(context, all_tasks=all_tasks)

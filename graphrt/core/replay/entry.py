@@ -16,7 +16,6 @@ from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.graph import GraphRead
 from graphrt.core.device.platform import Platform
-from graphrt.core.replay._turn import PoolOwner
 from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.host_args import HostValues
 from graphrt.core.replay.pool import GraphPool
@@ -173,11 +172,11 @@ class Entry:
                 results += left
         return found, results
 
-    def launch(self, context: ForwardContext, *, all_tasks: bool) -> PoolOwner | None:
+    def launch(self, context: ForwardContext, *, all_tasks: bool) -> object:
         """Replay segments, eager parts and tasks with their new host arguments, in order.
 
         All updates are validated before anything is launched. Returns who has the pool from then
-        on, where a device has the step go on after the call.
+        on, where a device has the step go on after the call, or None.
         """
         table = self.table
         if not table.tasks:
