@@ -245,7 +245,7 @@ class Constants:
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Before an operator: a mask that it writes is no copy of a constant any more."""
-        for tensor in tree.tensors(list(_written(func, args, kwargs))):
+        for tensor in tree.tensors(list(written(func, args, kwargs))):
             if tensor.layout is torch.strided:
                 self._masks.pop(tensor.untyped_storage()._cdata, None)
 
@@ -365,7 +365,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """What an operator may write: of one that does not say, all that it is given."""
     schema = getattr(func, "_schema", None)
     if schema is None:

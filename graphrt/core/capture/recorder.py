@@ -84,7 +84,7 @@ class Recorder:
         pins = pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
         given.lift(None if constants is None else constants.take, later=pins and not lifts)
-        self._guard = CaptureGuard(self, context, listed, given, constants)
+        self._guard = CaptureGuard(self, context, listed, given, constants, pool._owns)
 
     @property
     def must_break(self) -> bool:
@@ -159,7 +159,7 @@ class Recorder:
         kept_args, kept_kwargs = tree.map_tensors(self.captured_ref, (args, kwargs))
         apart = tree.map_tensors(self._kept_apart, (args, kwargs))
         known = {t.untyped_storage().data_ptr() for t in given if t.layout is torch.strided}
-        result = self._guard.run_part(function, args, kwargs, self.owns)
+        result = self._guard.doors.watched(function, args, kwargs, self._guard)
         readable, aliased = self._readable(strided(result, part), known, name_of(function), site)
         self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
         recorded = tree.map_tensors(self._kept_apart, readable)
@@ -189,7 +189,7 @@ class Recorder:
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
             storage = tensor.untyped_storage().data_ptr()
-            if storage in known or self.owns(tensor):
+            if storage in known or self.pool._owns(tensor):
                 return True
             if storage in fresh:
                 raise SHARED_RESULTS(f"the one at {path or 'the top'}", part=part)
@@ -241,7 +241,7 @@ class Recorder:
         if known and known[0]() is tensor and _place_of(known[1]) == _place_of(tensor):
             return known[1]
         # An alias of memory would lose a conjugation that torch has put off.
-        if not self.owns(tensor) or tensor.is_conj() or tensor.is_neg():
+        if not self.pool._owns(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor
         # The alias itself must not be recorded, and replays outside of inference mode write it too.
         alias = unseen(partial(self.pool.platform.weak_ref, self.pool.memory, tensor))
@@ -263,19 +263,13 @@ class Recorder:
             return None
 
         found = unseen(partial(self._allocated, like))
-        return found if self.owns(found) else None
+        return found if self.pool._owns(found) else None
 
     @undoing
     def _allocated(self, undo: Undo, like: torch.Tensor) -> torch.Tensor:
         undo.enter(self.pool._allocate())
         strides = separate_strides(like)
         return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is memory of the pool; one that is not strided has no one memory."""
-        if tensor.layout is not torch.strided:
-            return False
-        return self.pool.platform.owns(self.pool.memory, tensor)
 
     def _begin(self) -> None:
         if self._hooks is not None:

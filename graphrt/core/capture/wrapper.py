@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -135,14 +135,6 @@ class WrapperGraphs:
             return entry.fresh()
         return entry.outputs
 
-    def entry_of(self, descriptor: BatchDescriptor | None) -> Entry | None:
-        """The entry of a descriptor, if there is one; raises `InvalidOptionError` for none."""
-        try:
-            return None if descriptor is None else self.entries.get(descriptor)
-        except TypeError:
-            check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
-            raise
-
     def find_at(self, slot: int, entry: Entry) -> None:
         """Let steps of this slot find `entry` without looking it up; -1 is no slot."""
         if slot >= 0 and not entry.unchecked:
@@ -155,7 +147,7 @@ class WrapperGraphs:
         entry = self.entries.get(descriptor)
         if entry is not None:
             entry.unchecked = True
-            self._lose([entry])
+            self._lose({entry})
 
     def take(self, descriptor: BatchDescriptor | None) -> Sequence[DeviceGraph]:
         """The graphs of one descriptor, or of all, which no step finds any more."""
@@ -163,18 +155,16 @@ class WrapperGraphs:
             taken = list(self.entries.values())
         else:
             check_hashable("descriptor", descriptor)
-            found = self.entries.get(descriptor)
-            taken = [] if found is None else [found]
-        self._lose(taken)
+            taken = [each for each in (self.entries.get(descriptor),) if each is not None]
+        self._lose(set(taken))
         for entry in taken:
             # By that a runner's step knows that there is nothing to replay any more.
             entry.graph = None
             self.entries.pop(entry.descriptor, None)
         return graphs_of([part for entry in taken for part in entry.parts])
 
-    def _lose(self, entries: Sequence[Entry]) -> None:
-        lost = set(map(id, entries))
-        self.by_slot = [None if id(each) in lost else each for each in self.by_slot]
+    def _lose(self, entries: Set[Entry]) -> None:
+        self.by_slot = [None if each in entries else each for each in self.by_slot]
 
     def clear_buffers(self) -> None:
         """Let go of the buffers if no graph is left: they may lie in the pool, and keep what the
@@ -300,47 +290,45 @@ class GraphWrapper(Uncopied):
         # Out of the turn: what the host calls there may step and capture in the pool itself.
         if outputs is _EAGER:
             return self.runnable(*args, **kwargs)
-        self._tell_pool(context)
+        transaction = context.capture
+        if context.descriptor is not None and (transaction is None or transaction.tells_pool):
+            pool._captured(self, context.descriptor)
         return outputs
 
     def _find(self, context: ForwardContext, args: Any, kwargs: Any) -> Entry | None:
         """The entry of a step that its slot does not lead to, with its arguments compared where
         that is asked for; None where there is none to replay."""
+        graphs, descriptor = self._graphs, context.descriptor
         if not hasattr(context.slot, "__index__"):
             raise _no_slot(context.slot)
-        descriptor = context.descriptor
-        entry = self._graphs.entry_of(descriptor)
+        if descriptor is None:
+            return None
+        if not isinstance(descriptor, BatchDescriptor):
+            check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
+        entry = graphs.entries.get(descriptor)
         if entry is None:
             return None
-        under_way = context.capture or context.token
-        again = under_way is not None and entry.captured_in is under_way
+        step = context.capture or context.token
+        again = step is not None and entry.captured_in is step
         if again or context.capture is not None:
             raise _captured_already(descriptor, in_this_step=again)
-        if entry.unchecked and not self._has_its_arguments(entry, context, args, kwargs):
-            return None
-        self._graphs.find_at(context.slot, entry)
-        return entry
-
-    def _has_its_arguments(
-        self, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
-    ) -> bool:
-        """Whether arguments are where the capture found them. Not so behind a piece of the step
-        that ran eagerly; raises `StaleInputError` where another reason has them elsewhere."""
-        try:
-            entry.check_arguments(args, kwargs, self.pool, name_of(self.runnable))
-        except StaleInputError:
-            if not self.pool.pieces.is_behind_a_miss(context):
+        if entry.unchecked:
+            try:
+                entry.check_arguments(args, kwargs, self.pool, name_of(self.runnable))
+            except StaleInputError:
+                # A piece before had no graph, and left its results elsewhere.
+                if self.pool.pieces.is_behind_a_miss(context):
+                    return None
                 raise
-            return False
-        entry.unchecked = self._graphs.always_checks
-        return True
+            entry.unchecked = graphs.always_checks
+        graphs.find_at(context.slot, entry)
+        return entry
 
     def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
         """Capture a call, and return its result; `_EAGER` where it may not."""
         if not self._may_capture(context):
             return _EAGER
-        descriptor = context.descriptor
-        check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
+        descriptor, transaction = context.descriptor, context.capture
         assert descriptor is not None
         graphs, bake = self._graphs, self.options.host_arguments == "bake"
         device_type = self.pool.platform.device_type
@@ -349,7 +337,6 @@ class GraphWrapper(Uncopied):
         recorder.give(tree.tensors((args, kwargs)) if self._owner_served else ())
         entry, result = self._captured(recorder, descriptor, args, kwargs)
         entry.unchecked = graphs.checks
-        transaction = context.capture
         # A lazy entry gets its slot when the next step looks for it: see `_find`.
         graphs.find_at(-1 if transaction is None else transaction.slot, entry)
         return cloned(result) if graphs.clones else result
@@ -364,13 +351,13 @@ class GraphWrapper(Uncopied):
         pool, context, graphs = self.pool, recorder.context, self._graphs
         transaction = context.capture
         bound = BoundArguments.of(args, kwargs, pool)
-        if transaction is None:
-            undo.after_error(partial(pool.pieces.take_back, context))
 
         def take_back() -> None:
             if descriptor not in graphs.entries:
                 recorder.discard()
             graphs.clear_buffers()
+            if transaction is None:
+                pool.pieces.take_back(context)
 
         undo.after_error(take_back)
         pool.pieces.check_held((args, kwargs), context)
@@ -391,8 +378,8 @@ class GraphWrapper(Uncopied):
 
     def _may_capture(self, context: ForwardContext) -> bool:
         """Whether a call without a graph captures one; it runs eagerly, and counts so, if not."""
-        if self._graphs.entry_of(context.descriptor) is not None:
-            # Its arguments lie elsewhere because a piece before had no graph: it has none either.
+        if context.descriptor in self._graphs.entries:
+            # Behind a piece that had no graph, and left its results elsewhere: it has none either.
             self._eager_calls[Reason.MISSING_GRAPH] += 1
             return False
         if self._off:
@@ -403,11 +390,6 @@ class GraphWrapper(Uncopied):
         self._eager_calls[self._sealing.miss(context, self._graphs.entries)] += 1
         self.pool._missed(context)
         return False
-
-    def _tell_pool(self, context: ForwardContext) -> None:
-        transaction = context.capture
-        if context.descriptor is not None and (transaction is None or transaction.tells_pool):
-            self.pool._captured(self, context.descriptor)
 
     def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None) -> Any:
         """What the runnable returns, in static buffers where these are asked for."""
@@ -564,29 +546,22 @@ def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
     platform = given_platform(platform)
     path = platform.get_static_graph_wrapper_cls()
     module, _, name = path.rpartition(".")
+    cause = None
     try:
-        found = getattr(importlib.import_module(module), name)
+        wrapper: Any = getattr(importlib.import_module(module), name)
+        got = repr(wrapper)
     except (ImportError, AttributeError, ValueError) as error:
-        raise PlatformError(
-            f"the wrapper class of platform {platform.name!r} cannot be imported",
-            got=path,
-            expected="the dotted path of a GraphWrapper subclass",
-            advice="fix get_static_graph_wrapper_cls() of the platform",
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, GraphWrapper)):
-        raise _not_its_own(platform, path, repr(found))
-    # Without a pool it would make one on the platform that it names.
-    if found.platform_name != platform.name:
-        raise _not_its_own(platform, path, f"platform_name = {found.platform_name!r}")
-    return found
-
-
-def _not_its_own(platform: Platform, path: str, got: str) -> PlatformError:
-    return PlatformError(
-        f"{path}, the wrapper class of platform {platform.name!r}, belongs to another one, or is "
-        "no wrapper",
+        wrapper, cause, got = None, error, f"{type(error).__name__}: {error}"
+    if isinstance(wrapper, type) and issubclass(wrapper, GraphWrapper):
+        # Without a pool it would make one on the platform that it names.
+        if wrapper.platform_name == platform.name:
+            return wrapper
+        got = f"platform_name = {wrapper.platform_name!r}"
+    raise PlatformError(
+        f"{path}, the wrapper class of platform {platform.name!r}, cannot be imported, belongs to "
+        "another one, or is no wrapper",
         got=got,
         expected=f"a GraphWrapper subclass with platform_name = {platform.name!r}",
-        advice="give the platform a subclass of its own that says so, and return its path from "
-        "get_static_graph_wrapper_cls()",
-    )
+        advice="give the platform a subclass of its own that says so, and return its dotted path "
+        "from get_static_graph_wrapper_cls()",
+    ) from cause

@@ -44,7 +44,7 @@ class BoundArguments(NamedTuple):
         for path, leaf in tree.leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 found.append((path, tree.identity(leaf)))
-                if tells and pool is not None and pool.platform.owns(pool.memory, leaf):
+                if tells and pool is not None and pool._owns(leaf):
                     pooled.append(path)
             elif isinstance(leaf, int | float | str | None):
                 found.append((path, (leaf,)))
@@ -167,7 +167,7 @@ class Entry:
                 found += [
                     GraphRead(tensor, "an eager part")
                     for tensor in given
-                    if tensor.numel() and not platform.owns(pool.memory, tensor)
+                    if tensor.numel() and not pool._owns(tensor)
                 ]
                 results += left
         return found, results

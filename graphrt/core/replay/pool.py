@@ -423,6 +423,10 @@ class GraphPool(Uncopied):
         """A context in which this thread's allocations come from the pool."""
         return self.platform.allocate_in(self.memory)
 
+    def _owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is memory of the pool; one that is not strided has no one memory."""
+        return tensor.layout is torch.strided and self.platform.owns(self.memory, tensor)
+
     def bytes(self) -> int | None:
         """Bytes the pool holds from the device, where that can be told."""
         return None if self.closed else self.platform.memory_bytes(self.memory)
