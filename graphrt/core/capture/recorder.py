@@ -111,17 +111,25 @@ class Recorder:
 
     @undoing
     def _record(self, undo: Undo, body: Callable[[], R]) -> R:
+        pool, platform, context = self.pool, self.pool.platform, self.context
         depth = len(dispatch_modes())
-        undo.enter(self.pool.on_device())
+        undo.enter(pool.on_device())
         set_for_capture(undo)
         enter_under_way(undo, self)
         undo.set(active, self)
-        self.pool._will_put_back("a capture", undo.later)
+        pool._will_put_back("a capture", undo.later)
         undo.later(partial(setattr, self._guard, "recorder", None))  # each knows the other
         # A collection may destroy the graphs of others, which no device allows meanwhile.
         undo.later(partial(thaw_garbage, self))
         freeze_garbage(self)
-        self._enter_pool(undo)
+        pool.check_open()
+        pool._enter_capture(context)
+        # The capture stream is behind all that was done in the pool. Undone, the caller's stream is
+        # behind the capture, and counts as the last that used the pool: others wait for it.
+        pool.follow_stream()
+        work = None if context.capture is None else context.capture.work
+        undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
+        pool._expire_outputs()
         undo.after_error(partial(self._discard, depth))
         self._begin()
         result = body()
@@ -131,68 +139,56 @@ class Recorder:
             self._guard.constants.hand_on(result)
         return result
 
-    def _enter_pool(self, undo: Undo) -> None:
-        """Make the capture stream current, behind all that was done in the pool.
-
-        Undone, the caller's stream is current and behind the capture, and it counts as the last
-        that used the pool: a step on any other one waits for it.
-        """
-        pool, platform = self.pool, self.pool.platform
-        pool.check_open()
-        pool._enter_capture(self.context)
-        pool.follow_stream()
-        work = None if self.context.capture is None else self.context.capture.work
-        undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
-        pool._expire_outputs()
-
     def run_eagerly(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """End the segment, run `function`, begin the next segment; returns what readers capture."""
         self._end()
-        part = f"eager break {name_of(function)}"
-        site = len([each for each in self.parts if isinstance(each, EagerPart)])
-        given = tree.tensors((args, kwargs))
-        self.check_read(given, f"{part} is given")
-        before = tree.leaves((args, kwargs)) if can_change(args, kwargs) else None
-        shapes = list(map(_place_of, given))
-        kept_args, kept_kwargs = tree.map_tensors(self.captured_ref, (args, kwargs))
-        apart = tree.map_tensors(self._kept_apart, (args, kwargs))
-        known = {t.untyped_storage().data_ptr() for t in given if t.layout is torch.strided}
+        name, call = name_of(function), (args, kwargs)
+        tensors = tree.tensors(call)
+        self.check_read(tensors, f"eager break {name} is given")
+        leaves = tree.leaves(call) if can_change(args, kwargs) else None
+        identities = list(map(_identity_of, tensors))
+        # Replays call it with the tensors of the capture; `apart` are for one that reshapes them.
+        kept = tree.map_tensors(self.captured_ref, call)
+        apart = tree.map_tensors(self._kept_apart, call)
+        memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
-        readable, aliased = self._readable(strided(result, part), known, name_of(function), site)
+        strided(result, f"eager break {name}")
+        readable, aliased = self._readable(result, memory, name)
         self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
+        called = function
+        if leaves is not None:
+            # Even where this call changed nothing in its containers: a later one may.
+            called = on_own_containers(function)
+        same = leaves is None or _are_same(leaves, tree.leaves(call))
+        if same and list(map(_identity_of, tree.tensors(call))) != identities:
+            called, kept = on_own_tensors(function), apart
         recorded = tree.map_tensors(self._kept_apart, readable)
-        changed = before is not None and not _are_same(before, tree.leaves((args, kwargs)))
-        # Though this call changed nothing in them: a later one may.
-        called = function if before is None else on_own_containers(function)
-        if not changed and list(map(_place_of, tree.tensors((args, kwargs)))) != shapes:
-            called, (kept_args, kept_kwargs) = on_own_tensors(function), apart
-        self.parts.append(EagerPart(called, kept_args, kept_kwargs, recorded, aliased, apart))
-        leaves = zip(tree.tensors(result), tree.tensors(readable), strict=True)
-        moved = [(_weak_storage(was), copy) for was, copy in leaves if was is not copy]
-        # Its own reference to what was copied to its place would look like another way out.
-        del result, leaves
-        for was, copy in moved:
-            if not was.expired():  # type: ignore[no-untyped-call]
-                self._guard.note_copy(name_of(function), copy)
+        self.parts.append(EagerPart(called, kept, recorded, aliased, apart))
+        pairs = zip(tree.tensors(result), tree.tensors(readable), strict=True)
+        moved = [(_weak_storage(tensor), copy) for tensor, copy in pairs if tensor is not copy]
+        # Its own references to what was copied would look like another way out.
+        del result, pairs
+        for storage, copy in moved:
+            if not storage.expired():  # type: ignore[no-untyped-call]
+                self._guard.note_copy(name, copy)
         self._guard.doors.settle()
         self._begin()
         return readable
 
-    def _readable(
-        self, result: Any, known: set[int], part: str, site: int
-    ) -> tuple[Any, frozenset[str]]:
+    def _readable(self, result: Any, memory: set[int], name: str) -> tuple[Any, frozenset[str]]:
         """The results of an eager part where graphs can read them at every replay, and the paths of
-        those that stay where they are: memory that it was given, `known`, or the pool's."""
+        those that stay where they are: in `memory`, which it was given, or in the pool."""
         fresh: set[int] = set()
+        site = len([part for part in self.parts if isinstance(part, EagerPart)])
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
             storage = tensor.untyped_storage().data_ptr()
-            if storage in known or self.pool._owns(tensor):
+            if storage in memory or self.pool._owns(tensor):
                 return True
             if storage in fresh:
-                raise SHARED_RESULTS(f"the one at {path or 'the top'}", part=part)
+                raise SHARED_RESULTS(f"the one at {path or 'the top'}", part=name)
             fresh.add(storage)
             return False
 
@@ -221,8 +217,8 @@ class Recorder:
 
     def made(self, tensor: torch.Tensor) -> bool:
         """See `Recording.made`."""
-        found = self._made.get(id(tensor))
-        return found is not None and found() is tensor
+        reference = self._made.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def forward_returned(self, result: Any) -> None:
         """What is captured from here on is none of the forward's operators."""
@@ -238,7 +234,7 @@ class Recorder:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
         known = self._aliases.get(id(tensor))
         # An eager part may have given it another shape, or other memory.
-        if known and known[0]() is tensor and _place_of(known[1]) == _place_of(tensor):
+        if known and known[0]() is tensor and _identity_of(known[1]) == _identity_of(tensor):
             return known[1]
         # An alias of memory would lose a conjugation that torch has put off.
         if not self.pool._owns(tensor) or tensor.is_conj() or tensor.is_neg():
@@ -251,8 +247,8 @@ class Recorder:
 
     def _kept_apart(self, tensor: torch.Tensor) -> torch.Tensor:
         """`captured_ref`, but never the forward's own tensor, which may yet become another view."""
-        found = self.captured_ref(tensor)
-        return unseen(tensor.detach) if found is tensor else found
+        kept = self.captured_ref(tensor)
+        return unseen(tensor.detach) if kept is tensor else kept
 
     def pooled_like(self, like: torch.Tensor) -> torch.Tensor | None:
         """Pool memory with the shape and dtype of `like`; None where there can be none."""
@@ -261,13 +257,12 @@ class Recorder:
         keeps_pool = Capability.ALLOCATE_IN_POOL in platform.capabilities and graphs_of(self.parts)
         if not keeps_pool or like.device.type != platform.device_type:
             return None
-
-        found = unseen(partial(self._allocated, like))
-        return found if self.pool._owns(found) else None
+        tensor = unseen(partial(self._allocated, like))
+        return tensor if self.pool._owns(tensor) else None
 
     @undoing
     def _allocated(self, undo: Undo, like: torch.Tensor) -> torch.Tensor:
-        undo.enter(self.pool._allocate())
+        undo.enter(self.pool.platform.allocate_in(self.pool.memory))
         strides = separate_strides(like)
         return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
 
@@ -339,7 +334,7 @@ def strided(result: Any, what: str = "the forward") -> Any:
     return result
 
 
-def _place_of(tensor: torch.Tensor) -> object:
+def _identity_of(tensor: torch.Tensor) -> object:
     return tree.identity(tensor) if tensor.layout is torch.strided else None
 
 

@@ -460,7 +460,8 @@ class GraphWrapper(Uncopied):
     def _move_to(self, pool: GraphPool) -> None:
         check_kind("pool", pool, GraphPool, optional=False)
         pool.check_open()
-        pool._check_like(self.pool)
+        pool.check_platform(self.pool.platform)
+        pool._check_device(self.pool.device)
         if self.entries:
             raise GraphsCapturedError(
                 "a wrapper cannot be moved to another pool: its graphs lie in this one",

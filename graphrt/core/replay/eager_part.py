@@ -20,6 +20,9 @@ from graphrt.core.base.torch_names import (
     set_attention_order,
 )
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a function is called with."""
+
 
 class EagerPart:
     """A function that runs eagerly at every replay and leaves its results where they are read.
@@ -33,18 +36,16 @@ class EagerPart:
     def __init__(
         self,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: Call,
         recorded: Any,
         aliased: frozenset[str],
-        apart: tuple[tuple[Any, ...], dict[str, Any]],
+        apart: Call,
     ) -> None:
         self._function = function
-        self._args = args
-        self._kwargs = kwargs
+        self._args, self._kwargs = call
         self._recorded = recorded
         self._aliased = aliased
-        self._apart: tuple[tuple[Any, ...], dict[str, Any]] | None = apart
+        self._apart: Call | None = apart
         self._settings = settings_now()
 
     def settle(self, around: Mapping[str, Any]) -> None:

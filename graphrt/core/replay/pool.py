@@ -419,10 +419,6 @@ class GraphPool(Uncopied):
             with self.capture_lock, self.on_device():
                 self.platform.reset_graphs(graphs)
 
-    def _allocate(self) -> Any:
-        """A context in which this thread's allocations come from the pool."""
-        return self.platform.allocate_in(self.memory)
-
     def _owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is memory of the pool; one that is not strided has no one memory."""
         return tensor.layout is torch.strided and self.platform.owns(self.memory, tensor)
@@ -475,11 +471,6 @@ class GraphPool(Uncopied):
                 expected="one platform",
                 advice="leave platform= out where pool= is given",
             )
-
-    def _check_like(self, other: GraphPool) -> None:
-        """Raise `InvalidOptionError` if the other pool is of another platform or device."""
-        self.check_platform(other.platform)
-        self._check_device(other.device)
 
     def _check_device(self, device: torch.device) -> None:
         """Raise `InvalidOptionError` if the pool is on another device."""
