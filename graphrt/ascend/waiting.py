@@ -130,8 +130,8 @@ class DeferrableEntry(Entry):
         table = self.table
         platform: Any = segment.platform  # Ascend's
         was_mixed, table.mixed = table.mixed, True
-        if segment.hooks is not None:
-            segment.hooks.before_replay()
+        for call in segment.before:
+            call()
         if platform.launch_deferred(segment.graph, segment.tasks, name=segment.name):
             self.waiting = WaitingStep(
                 table, segment, context, all_tasks=all_tasks, was_mixed=was_mixed

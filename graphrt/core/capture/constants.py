@@ -35,7 +35,6 @@ from graphrt.core.base.torch_names import is_made_on_host, make_on_host
 from graphrt.core.capture.source import Source, user_source
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks
 
 _aten = torch.ops.aten
 _READ = _aten._local_scalar_dense.default
@@ -97,24 +96,6 @@ class _Mask(NamedTuple):
     arrays: tuple[_Array, ...]
 
 
-class _Comparing:
-    """Compares arrays before each replay of a segment, which reads copies of them."""
-
-    def __init__(self, arrays: Sequence[_Array], others: SegmentHooks | None) -> None:
-        self._arrays = arrays
-        self._others = others
-
-    def before_capture(self) -> None: ...
-
-    def end_of_capture(self) -> None: ...
-
-    def before_replay(self) -> None:
-        for array in self._arrays:
-            array.check()
-        if self._others is not None:
-            self._others.before_replay()
-
-
 _returned: WeakKeyDictionary[GraphPool, dict[int, _Constant]] = WeakKeyDictionary()
 """The constants that captures in a pool have returned."""
 
@@ -142,10 +123,10 @@ class Constants:
         self._masks.clear()
         _host_first.enter(self)
 
-    def hooks(self, others: SegmentHooks | None) -> SegmentHooks | None:
-        """Return the hooks of the segment that has ended: `others`, after its arrays are compared
-        with their bytes at the capture."""
-        return _Comparing([*self._arrays], others) if self._arrays else others
+    def checks(self) -> list[Callable[[], None]]:
+        """What replays of the segment that has ended call first: its arrays are compared with their
+        bytes at the capture."""
+        return [array.check for array in self._arrays]
 
     def end(self) -> None:
         """The segment ends, or has failed; once more changes nothing."""

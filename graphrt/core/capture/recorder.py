@@ -300,11 +300,12 @@ class Recorder:
 
     def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
         hooks, constants = self._hooks, self._guard.constants
-        if constants is not None:
-            hooks = constants.hooks(hooks)
+        before = [] if constants is None else constants.checks()
+        if hooks is not None:
+            before.append(hooks.before_replay)
         if tasks:
-            return TaskedSegment(self.pool.platform, graph, tasks, hooks)
-        return graph if hooks is None else HookedSegment(graph, hooks)
+            return TaskedSegment(self.pool.platform, graph, tasks, before)
+        return HookedSegment(graph, before) if before else graph
 
     def discard(self) -> None:
         """Take back what is captured, and what is open; once more changes nothing."""

@@ -42,49 +42,54 @@ def check_hooks(name: str, hooks: object) -> None:
     if hooks is None:
         return
     for method in ("before_capture", "end_of_capture", "before_replay"):
-        found = getattr(hooks, method, None)
-        if not callable(found):
+        hook = getattr(hooks, method, None)
+        if not callable(hook):
             raise InvalidOptionError(
                 f"the argument {name!r} is called around graphs, and has no {method}()",
                 got=shown(hooks),
                 expected="an object with before_capture(), end_of_capture(), before_replay()",
                 advice="a subclass of graphrt.SegmentHooks, whose methods do nothing by themselves",
             )
-        check_takes(f"{name}.{method}", found, f"{method}()")
+        check_takes(f"{name}.{method}", hook, f"{method}()")
+
+
+Before = Sequence[Callable[[], object]]
+"""What is called before each replay of a segment."""
 
 
 class HookedSegment:
-    """A segment with a hook before its replay; without hooks the graph stands for itself."""
+    """A segment before whose replays something is called; else the graph stands for itself."""
 
-    __slots__ = ("graph", "hooks")
+    __slots__ = ("before", "graph")
 
-    def __init__(self, graph: DeviceGraph, hooks: SegmentHooks) -> None:
+    def __init__(self, graph: DeviceGraph, before: Before) -> None:
         self.graph = graph
-        self.hooks = hooks
+        self.before = before
 
     def replay(self) -> None:
-        self.hooks.before_replay()
+        for call in self.before:
+            call()
         self.graph.replay()
 
 
 @public("graphrt.lowlevel")
 class TaskedSegment:
-    """A segment whose tasks are issued anew at every replay; `name` says whose it is."""
+    """A segment whose tasks are issued again at every replay; `name` says whose it is."""
 
-    __slots__ = ("graph", "hooks", "name", "platform", "tasks")
+    __slots__ = ("before", "graph", "name", "platform", "tasks")
 
     def __init__(
         self,
         platform: Platform,
         graph: DeviceGraph,
         tasks: list[CapturedTask],
-        hooks: SegmentHooks | None = None,
+        before: Before = (),
     ) -> None:
         self.graph = graph
         self.tasks = tasks
         self.name = "a graph under capture"
         self.platform = platform
-        self.hooks = hooks
+        self.before = before
 
     def replay(self) -> None:
         """Replay with the host arguments of the replay before."""
@@ -92,8 +97,8 @@ class TaskedSegment:
 
     def replay_with(self, values: Sequence[HostValues] | None) -> None:
         """Replay with `values`, one for each task; None repeats those of the replay before."""
-        if self.hooks is not None:
-            self.hooks.before_replay()
+        for call in self.before:
+            call()
         replay = self.platform.replay_updated
         self.give(values, partial(replay, self.graph, self.tasks, name=self.name))
 
@@ -118,10 +123,10 @@ class TaskedSegment:
 @public("graphrt.lowlevel")
 def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
     """The device graphs among the parts of a step, in order."""
-    found: list[DeviceGraph] = []
+    graphs: list[DeviceGraph] = []
     for part in parts:
         if isinstance(part, TaskedSegment | HookedSegment):
-            found.append(part.graph)
+            graphs.append(part.graph)
         elif not isinstance(part, EagerPart):
-            found.append(cast(DeviceGraph, part))
-    return found
+            graphs.append(cast(DeviceGraph, part))
+    return graphs

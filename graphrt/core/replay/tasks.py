@@ -18,7 +18,7 @@ from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_kind, check_takes, shown
 from graphrt.core.batch.context import ForwardContext, current_context
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
 from graphrt.core.replay.recording import counted, current_capture, in_task
 
@@ -89,7 +89,9 @@ class UpdatableTask:
                 in_task.set(outer)
             return
         assert context is not None
-        worst = self._worst_case(context) or values
+        worst = values
+        if self.at_capture is not None and context.descriptor is not None:
+            worst = self.fitted(self.at_capture(context.descriptor), context, any_batch=True)
         self.check_call(name, args, kwargs, worst)
         if self.workspace is not None and "workspace" not in kwargs:
             # Before the bracket begins: what is asked for may allocate.
@@ -106,13 +108,6 @@ class UpdatableTask:
 
         Called before anything is issued, and at capture with the worst case too.
         """
-
-    def _worst_case(self, context: ForwardContext) -> HostValues | None:
-        descriptor = context.descriptor
-        if self.at_capture is None or descriptor is None:
-            return None
-        reqs = context.num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
-        return self._padded(self.at_capture(descriptor), descriptor, reqs, None)
 
     def _values(self, context: ForwardContext | None, name: str) -> HostValues:
         descriptor = None if context is None else context.descriptor
@@ -171,21 +166,16 @@ class UpdatableTask:
             )
         return values
 
-    def fitted(self, values: HostValues, context: ForwardContext) -> HostValues:
-        """`values` padded to the graph of the context; raises `InvalidUpdateError`."""
+    def fitted(
+        self, values: HostValues, context: ForwardContext, *, any_batch: bool = False
+    ) -> HostValues:
+        """`values` padded to the graph of the context; raises `InvalidUpdateError` where they do
+        not fit it, or its live batch, unless they are of `any_batch`."""
         descriptor = context.descriptor
         assert descriptor is not None
-        reqs = context.num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
-        return self._padded(values, descriptor, reqs, context.live)
-
-    def _padded(
-        self,
-        values: HostValues,
-        descriptor: BatchDescriptor,
-        reqs: int | None,
-        live: Batch | None,
-    ) -> HostValues:
         tokens, query_len = descriptor.num_tokens, descriptor.query_len
+        reqs = context.num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
+        live = None if any_batch else context.live
         return {
             key: host_arg.fitted(key, values[key], tokens, reqs, query_len=query_len, live=live)
             for key, host_arg in self.host_args.items()
