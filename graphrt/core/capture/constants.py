@@ -6,7 +6,7 @@ as an index or `torch.full((1,), 7.0).to(x.device)` is one. While a segment is o
 1. torch makes tensors of Python data on the host, and copies them by an operator that modes see;
 2. every tensor is known that the forward made on the host of nothing but Python data;
 3. a copy of one to the device reads page-locked memory, which has the value and lives with the
-   graph. Each replay copies it anew, so that the forward may write the copy in place;
+   graph. Each replay copies it again, so that the forward may write the copy in place;
 4. a mask among the indices counts as the places that it chooses, as long as nothing writes it;
 5. an operand without dimensions on the host is launched as its value, and a number that the
    forward reads from there is baked in too: each replay compares what they were computed of.
@@ -84,14 +84,14 @@ class _Computed(NamedTuple):
     """A storage on the host, and the tensors that a capture computed it of, not all constants."""
 
     storage: StorageWeakRef
-    given: Sequence[torch.Tensor]
+    operands: Sequence[torch.Tensor]
 
 
 class _Mask(NamedTuple):
     """A device mask, and a copy of the host constant that it was copied from."""
 
     storage: StorageWeakRef
-    place: tuple[object, ...]
+    identity: tuple[object, ...]
     value: torch.Tensor
     arrays: tuple[_Array, ...]
 
@@ -184,7 +184,7 @@ class Constants:
         known = self._computed.get(tensor.untyped_storage()._cdata)
         if known is None:
             return [_Array(tensor, user_source())]
-        return [array for each in known.given for array in self._arrays_behind(each)]
+        return [array for each in known.operands for array in self._arrays_behind(each)]
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note whether results on the host are constants: all that they were made of is."""
@@ -197,17 +197,17 @@ class Constants:
             source = user_source() if shared else None
             self._note_constants(results, tuple(_Array(each, source) for each in shared))
             return
-        given = [each for each in tree.tensors((args, kwargs)) if _is_of_host(each)]
-        if all(map(self._is_constant, given)):
-            self._note_constants(results, self._arrays_of(given))
+        operands = [each for each in tree.tensors((args, kwargs)) if _is_of_host(each)]
+        if all(map(self._is_constant, operands)):
+            self._note_constants(results, self._arrays_of(operands))
             return
-        taken = {each.untyped_storage()._cdata for each in given}
+        taken = {each.untyped_storage()._cdata for each in operands}
         for each in results:
             storage = each.untyped_storage()
             self._made.pop(storage._cdata, None)
             if storage._cdata not in taken:
                 ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._computed[storage._cdata] = _Computed(ref, given)
+                self._computed[storage._cdata] = _Computed(ref, operands)
 
     def _note_constants(self, tensors: Iterable[torch.Tensor], arrays: tuple[_Array, ...]) -> None:
         for each in tensors:
@@ -221,8 +221,8 @@ class Constants:
 
     def _arrays_of(self, constants: Iterable[torch.Tensor]) -> tuple[_Array, ...]:
         """The arrays that constants were made of, each once."""
-        found = [self._made[each.untyped_storage()._cdata].arrays for each in constants]
-        return tuple(dict.fromkeys(array for arrays in found for array in arrays))
+        made = [self._made[each.untyped_storage()._cdata] for each in constants]
+        return tuple(dict.fromkeys(array for constant in made for array in constant.arrays))
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Before an operator: a mask that it writes is no copy of a constant any more."""
@@ -314,7 +314,7 @@ class Constants:
                 self._note_constants(places, self._arrays_of([mask]))
             return places
         known = self._masks.get(mask.untyped_storage()._cdata)
-        if known is None or known.place != tree.identity(mask):
+        if known is None or known.identity != tree.identity(mask):
             return None
         places = known.value.nonzero().unbind(1)
         self._note_constants(places, known.arrays)

@@ -72,7 +72,7 @@ class CaptureGuard(ThreadMode):
         recorder: Recording,
         context: ForwardContext,
         breaks: frozenset[str],
-        given: Given,
+        caller: CallerTensors,
         constants: Constants | None,
         owns: Callable[[torch.Tensor], bool],
     ) -> None:
@@ -84,7 +84,7 @@ class CaptureGuard(ThreadMode):
         self._context = context
         self._breaks = breaks
         self._in_pieces = recorder.breakable or bool(breaks)
-        self._given = given
+        self._caller = caller
         self.constants = constants
         self.owns = owns
         self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
@@ -98,9 +98,9 @@ class CaptureGuard(ThreadMode):
         withhold(self._context)
         if self.constants is not None:
             self.constants.begin(graph)
-        self._given.begin()
+        self._caller.begin()
         in_pieces = self._in_pieces and (self._breaks or self.doors.made or self._copies)
-        wanted = in_pieces or self._given or self.constants is not None
+        wanted = in_pieces or self._caller or self.constants is not None
         # While an operator is being handled torch has taken this mode off its stack already.
         wanted = wanted or self.issued is not None
         if not self._handling and not self._entered and wanted:
@@ -110,7 +110,7 @@ class CaptureGuard(ThreadMode):
     def end(self) -> None:
         """The segment ends; raises for what a replay of it would not repeat."""
         hand_back(self._context)
-        self._given.end()
+        self._caller.end()
         if self._entered and not self._handling:
             top = dispatch_modes()[-1]
             if top is not self:
@@ -143,8 +143,8 @@ class CaptureGuard(ThreadMode):
             self.doors.check((args, kwargs), "the graph reads", func)
         if self._copies:
             self.check_written(func, args, kwargs)
-        if self._given.on_device:
-            self._given.check(func, args, kwargs)
+        if self._caller.on_device:
+            self._caller.check(func, args, kwargs)
         if self.constants is not None:
             return self.constants.run(func, args, kwargs)
         return func(*args, **kwargs)
@@ -189,20 +189,20 @@ def is_listed(func: Any, breaks: frozenset[str]) -> bool:
 # Tensors of the caller, and work of the host ------------------------------------------------------
 
 
-class Given:
+class CallerTensors:
     """What a graph on a device must leave alone: the shape and the memory of the caller's tensors,
     the numbers in those that lie on the host, and the host's generator.
 
-    `own` says that the tensors were made for the call, which may then give them any shape; `bake`
+    `owned` says that the tensors were made for the call, which may then give them any shape; `bake`
     that numbers of the host may be those of the capture for ever.
     """
 
     def __init__(
-        self, values: Any, device_type: str, *, own: bool = False, bake: bool = False
+        self, values: Any, device_type: str, *, owned: bool = False, bake: bool = False
     ) -> None:
         tensors = [t for t in tree.tensors(values) if t.layout is torch.strided]
         self.on_device = device_type != "cpu"
-        self._kept = [] if own else tensors
+        self._kept = [] if owned else tensors
         refuses = self.on_device and not bake
         self._on_host = [t for t in tensors if refuses and t.device.type == "cpu" and t.numel()]
         self._hosts = set(map(_address, self._on_host))
@@ -255,7 +255,7 @@ class Given:
             on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
             if not on_host or _address(tensor) not in self._hosts:
                 continue
-            # A copy of pinned memory is done anew by every replay.
+            # Every replay repeats a copy of pinned memory.
             if str(func) not in _COPIES or not tensor.is_pinned():
                 raise self._host_argument(described(tensor), op=func)
 
@@ -281,9 +281,9 @@ def _draws_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """Whether an operator draws from the host's generator, and not from a device's."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
-    given = [tensor.device.type for tensor in tree.tensors((args, kwargs))]
+    of_tensors = [tensor.device.type for tensor in tree.tensors((args, kwargs))]
     asked = kwargs.get("device")
-    devices = given or ["cpu" if asked is None else torch.device(asked).type]
+    devices = of_tensors or ["cpu" if asked is None else torch.device(asked).type]
     return "cpu" in devices
 
 
@@ -410,9 +410,9 @@ class SideDoors:
         if any(isinstance(mode, _PartWatch) and mode.doors is self for mode in dispatch_modes()):
             return function(*args, **kwargs)
         refuse_transform(function)
-        given = _memory((args, kwargs))
-        watch = _PartWatch(self, name_of(function), given, guard)
-        undo.set(in_eager_part, frozenset(given))
+        storages = _storages_in((args, kwargs))
+        watch = _PartWatch(self, name_of(function), storages, guard)
+        undo.set(in_eager_part, frozenset(storages))
         # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
         # one side alone: graph and part each make their own at a replay.
         torch.clear_autocast_cache()
@@ -423,7 +423,7 @@ class SideDoors:
     def settle(self) -> None:
         """An eager part is over, and what it returned is where it belongs: forget what is gone.
 
-        Raises `SideDoorError` if it made anew what the graph has read.
+        Raises `SideDoorError` if it made what the graph has read, once more.
         """
         self.made = {
             key: each
@@ -434,7 +434,7 @@ class SideDoors:
             for _, made in self.made.values():
                 read = self._reads.get(made.line) if made.capture == self._capture else None
                 if read is not None:
-                    raise made.refusal(read, " anew at every step")
+                    raise made.refusal(read, " again at every step")
 
     def check(self, values: Any, what: str, op: object = None) -> None:
         """Raise `SideDoorError` if the open capture may not read a tensor of `values`."""
@@ -443,9 +443,9 @@ class SideDoors:
         for tensor in tree.tensors(values):
             # Of an empty one nothing can be read.
             for storage in _storages(tensor) if tensor.numel() else ():
-                found = self.made.get(storage._cdata)
-                if found is not None:
-                    self._note(_Read(what, op, user_source(), described(tensor)), found[1])
+                _, made = self.made.get(storage._cdata, (None, None))
+                if made is not None:
+                    self._note(_Read(what, op, user_source(), described(tensor)), made)
 
     def _note(self, read: _Read, made: _Made) -> None:
         if made.capture == self._capture:
@@ -453,9 +453,9 @@ class SideDoors:
         self._reads.setdefault(made.line, read)
         for _, other in self.made.values():
             if other.capture == self._capture and other.line == made.line:
-                raise made.refusal(read, " anew at every step")
+                raise made.refusal(read, " again at every step")
 
-    def note_made(self, part: str, result: Any, given: Sequence[torch.Tensor]) -> None:
+    def note_made(self, part: str, result: Any, arguments: Sequence[torch.Tensor]) -> None:
         """Note the tensors of what an operator returned that are not memory of those it was given:
         none, for one that makes tensors of Python data."""
         before: set[int] | None = None
@@ -467,7 +467,7 @@ class SideDoors:
                     continue
                 if before is None:
                     # Only now: most operators in a part read what others there have made.
-                    before = {own._cdata for each in given for own in _storages(each)}
+                    before = {s._cdata for tensor in arguments for s in _storages(tensor)}
                 if key not in before:
                     made = made or _Made(part, user_source(), self._capture)
                     self.made[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
@@ -482,15 +482,15 @@ class _PartWatch(ThreadMode):
         self,
         doors: SideDoors,
         part: str,
-        given: dict[int, torch.UntypedStorage],
+        storages: dict[int, torch.UntypedStorage],
         guard: CaptureGuard | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.doors = doors
         self._part = part
         # What it may read without a look, held so that nothing else comes by its names meanwhile.
-        self._given = given
-        self._addresses = {storage.data_ptr() for storage in given.values()}
+        self._storages = storages
+        self._addresses = {storage.data_ptr() for storage in storages.values()}
         self._guard = guard
 
     def __torch_dispatch__(
@@ -516,7 +516,7 @@ class _PartWatch(ThreadMode):
         for tensor in tensors:
             for each in _in_memory(tensor):
                 storage = each.untyped_storage()
-                if storage._cdata in self._given or storage.data_ptr() in self._addresses:
+                if storage._cdata in self._storages or storage.data_ptr() in self._addresses:
                     continue
                 if guard.owns(each):
                     raise HIDDEN_TENSOR(described(tensor), op=func, part=self._part)
@@ -537,10 +537,11 @@ def refuse_transform(function: Callable[..., Any]) -> None:
         raise TRANSFORMED_BREAK("an eager part of a transformed function", part=name_of(function))
 
 
-def _memory(given: Any) -> dict[int, torch.UntypedStorage]:
+def _storages_in(values: Any) -> dict[int, torch.UntypedStorage]:
     """The memory of all tensors, by what names it."""
-    found = [each for tensor in tree.tensors(given) for each in _storages(tensor)]
-    return {storage._cdata: storage for storage in found}
+    return {
+        storage._cdata: storage for tensor in tree.tensors(values) for storage in _storages(tensor)
+    }
 
 
 def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -579,12 +580,12 @@ def _makes_nothing(func: Any) -> bool:
     return known[1]
 
 
-def _tensors(given: Sequence[Any]) -> list[torch.Tensor]:
+def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
     """Every tensor of an operator's arguments, mostly tensors and numbers."""
-    found: list[torch.Tensor] = []
-    for each in given:
+    tensors: list[torch.Tensor] = []
+    for each in arguments:
         if isinstance(each, torch.Tensor):
-            found.append(each)
+            tensors.append(each)
         elif isinstance(each, list | tuple | dict):
-            found += tree.tensors(each)
-    return found
+            tensors += tree.tensors(each)
+    return tensors

@@ -27,7 +27,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.breaks import check_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.guard import CaptureGuard, Given
+from graphrt.core.capture.guard import CallerTensors, CaptureGuard
 from graphrt.core.capture.refusals import NESTED_CAPTURE, NOT_STRIDED, SHARED_RESULTS
 from graphrt.core.capture.source import source_of
 from graphrt.core.device._contract import Capability
@@ -60,7 +60,7 @@ class Recorder:
         pool: GraphPool,
         bridges: Bridges,
         context: ForwardContext,
-        given: Given,
+        caller: CallerTensors,
         *,
         breakable: bool,
         breaks: Iterable[str] = (),
@@ -83,8 +83,8 @@ class Recorder:
         lifts = context.capture is None or context.capture.lifts_constants
         pins = pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
-        given.lift(None if constants is None else constants.take, later=pins and not lifts)
-        self._guard = CaptureGuard(self, context, listed, given, constants, pool._owns)
+        caller.lift(None if constants is None else constants.take, later=pins and not lifts)
+        self._guard = CaptureGuard(self, context, listed, caller, constants, pool._owns)
 
     @property
     def must_break(self) -> bool:

@@ -144,7 +144,7 @@ HIDDEN_TENSOR = Refusal(
     SideDoorError,
     "eager break {part} reads a tensor that the graph made and that it was not given: replays "
     "would find the one of the graph that was captured last",
-    expected="arguments of the eager part, or memory that no graph makes anew",
+    expected="arguments of the eager part, or memory that no graph makes again",
     advice="pass it as an argument of the eager part",
 )
 SIDE_DOOR = Refusal(

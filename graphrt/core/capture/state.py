@@ -74,16 +74,16 @@ class State:
         rows = ... if tensor.dim() == 0 else self._rows
         copy = without_gradients(lambda: tensor[rows].clone())
 
-        place = tensor.detach()
+        original = tensor.detach()
 
         def write() -> None:
             with inference_guard(tensor.is_inference()):
-                place[rows] = copy
+                original[rows] = copy
 
         def restore_tensor() -> None:
             without_gradients(write)
-            if tensor.data_ptr() != place.data_ptr() or tensor.shape != place.shape:
-                tensor.data = place
+            if tensor.data_ptr() != original.data_ptr() or tensor.shape != original.shape:
+                tensor.data = original
                 raise StaleInputError(
                     "the forward gave declared state other memory, or another shape: replays would "
                     "go on from the old one",

@@ -35,7 +35,7 @@ from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
 from graphrt.core.capture.bridges import Bridges
-from graphrt.core.capture.guard import Given
+from graphrt.core.capture.guard import CallerTensors
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Recorder
 from graphrt.core.capture.sealing import Sealing
@@ -332,8 +332,8 @@ class GraphWrapper(Uncopied):
         assert descriptor is not None
         graphs, bake = self._graphs, self.options.host_arguments == "bake"
         device_type = self.pool.platform.device_type
-        given = Given((args, kwargs), device_type, own=self._owner_served, bake=bake)
-        recorder = self._new_recorder(self.pool, graphs.bridges, context, given)
+        caller = CallerTensors((args, kwargs), device_type, owned=self._owner_served, bake=bake)
+        recorder = self._new_recorder(self.pool, graphs.bridges, context, caller)
         recorder.give(tree.tensors((args, kwargs)) if self._owner_served else ())
         entry, result = self._captured(recorder, descriptor, args, kwargs)
         entry.unchecked = graphs.checks
@@ -367,7 +367,7 @@ class GraphWrapper(Uncopied):
         entry = self.entry_class(descriptor, tuple(recorder.parts), outputs, bound, step)
         if self.options.outputs != "static":
             pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
-            pool.pieces.hold_loosely(kept for kept, own in pairs if kept is not own)
+            pool.pieces.hold_loosely(kept for kept, tensor in pairs if kept is not tensor)
         if transaction is not None:
             transaction.add(self, partial(self.destroy_graphs, descriptor))
         # The one store from which on it is captured.

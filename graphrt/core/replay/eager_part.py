@@ -56,8 +56,10 @@ class EagerPart:
             name = name_of(self._function)
             self._function = under(self._function, name, self._settings, around)
             self._settings = {}
-            given, apart = tree.tensors((self._args, self._kwargs)), tree.tensors(self._apart)
-            if any(_has_moved(one, other) for one, other in zip(given, apart, strict=True)):
+            pairs = zip(
+                tree.tensors((self._args, self._kwargs)), tree.tensors(self._apart), strict=True
+            )
+            if any(_has_moved(tensor, alias) for tensor, alias in pairs):
                 self._args, self._kwargs = self._apart
             self._apart = None
 
@@ -198,14 +200,14 @@ def settings_now() -> dict[str, Any]:
     """
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         # What autocast casts to; None where it is off.
         f"{_AUTOCAST}{kind}": torch.get_autocast_dtype(kind)
         if torch.is_autocast_enabled(kind)
         else None
         for kind in _kinds()
     }
-    found |= {
+    settings |= {
         _DEVICE: torch.get_default_device(),
         "torch function modes": tuple(function_modes()),
         "default dtype": torch.get_default_dtype(),
@@ -231,8 +233,8 @@ def settings_now() -> dict[str, Any]:
         "mkldnn": mkldnn.enabled,
     }
     if attention_kernels and attention_order:
-        found[_ATTENTION] = tuple(attention_kernels()), tuple(attention_order())
-    return found
+        settings[_ATTENTION] = tuple(attention_kernels()), tuple(attention_order())
+    return settings
 
 
 def under(
@@ -242,10 +244,10 @@ def under(
 
     Raises `CaptureError` for one that a replay does not enter.
     """
-    own = {each: value for each, value in entered.items() if value != around[each]}
-    if not own:
+    differing = {each: value for each, value in entered.items() if value != around[each]}
+    if not differing:
         return function
-    for each, value in own.items():
+    for each, value in differing.items():
         if each not in (_DEVICE, _ATTENTION) and not each.startswith(_AUTOCAST):
             raise CaptureError(
                 f"the forward enters another setting around eager break {name}, which a replay "
@@ -258,7 +260,7 @@ def under(
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            for each, value in own.items():
+            for each, value in differing.items():
                 stack.enter_context(_entered(each, value))
             return function(*args, **kwargs)
 

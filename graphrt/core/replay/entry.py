@@ -38,17 +38,17 @@ class BoundArguments(NamedTuple):
     ) -> BoundArguments:
         """Those of a call; asked before it, as it may clear a list of them. Without a `pool` nobody
         asks which lie in one."""
-        found: list[tuple[str, tuple[object, ...]]] = []
+        values: list[tuple[str, tuple[object, ...]]] = []
         pooled: list[str] = []
         tells = pool is not None and type(pool.platform).reads is not Platform.reads
         for path, leaf in tree.leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                found.append((path, tree.identity(leaf)))
+                values.append((path, tree.identity(leaf)))
                 if tells and pool is not None and pool._owns(leaf):
                     pooled.append(path)
             elif isinstance(leaf, int | float | str | None):
-                found.append((path, (leaf,)))
-        return cls(tuple(found), frozenset(pooled))
+                values.append((path, (leaf,)))
+        return cls(tuple(values), frozenset(pooled))
 
 
 def is_unread(captured: tuple[object, ...] | None, reads: Sequence[GraphRead] | None) -> bool:
@@ -98,15 +98,15 @@ class Entry:
         self.bound = BoundArguments(*bound)
         # What was under way: called again in the same, the wrapper would replay itself.
         self.captured_in = captured_in
-        # The caller may change what it gets, so a container is made anew for every step.
+        # The caller may change what it gets, so every step makes a container.
         self.fresh = tree.copier(outputs)
         # Whether the next replay compares its arguments with those of the capture.
         self.unchecked = False
         # Whether an eager part runs at every replay.
         self.breaks = any(isinstance(part, EagerPart) for part in parts)
         tasked = [part for part in parts if isinstance(part, TaskedSegment)]
-        for place, part in enumerate(tasked):
-            which = f" segment {place + 1} of {len(tasked)}" if len(tasked) > 1 else ""
+        for number, part in enumerate(tasked, 1):
+            which = f" segment {number} of {len(tasked)}" if len(tasked) > 1 else ""
             part.name = f"[{descriptor}]{which}"
         self.table = TaskTable([task for part in tasked for task in part.tasks])
         # Whether an update of its tasks ended the last launch, so that it may be repeated.
@@ -155,22 +155,22 @@ class Entry:
         """The tensors outside of the pool that a replay reads, None if the platform cannot tell,
         and those in which eager parts and the entry itself leave results."""
         platform, results = pool.platform, tree.tensors(self.outputs)
-        found: list[GraphRead] = []
+        reads: list[GraphRead] = []
         for graph in graphs_of(self.parts):
             read = platform.reads(graph)
             if read is None:
                 return None, results
-            found += read
+            reads += read
         for part in self.parts:
             if isinstance(part, EagerPart):
-                given, left = part.tensors()
-                found += [
+                arguments, left = part.tensors()
+                reads += [
                     GraphRead(tensor, "an eager part")
-                    for tensor in given
+                    for tensor in arguments
                     if tensor.numel() and not pool._owns(tensor)
                 ]
                 results += left
-        return found, results
+        return reads, results
 
     def launch(self, context: ForwardContext, *, all_tasks: bool) -> object:
         """Replay segments, eager parts and tasks with their new host arguments, in order.

@@ -131,12 +131,12 @@ class _Copies:
         self._tensors = tensors
         self._copies: dict[int, torch.Tensor] = {}
 
-    def hand_out(self, place: int, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
+    def hand_out(self, number: int, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
         tensors = self._tensors
-        if place == 0:
+        if number == 0:
             self._copies = clones(tensors)
-        copy = self._copies[id(tensors[place])]
-        if place == len(tensors) - 1:
+        copy = self._copies[id(tensors[number])]
+        if number == len(tensors) - 1:
             # What is handed out is the caller's alone.
             self._copies = {}
         for dim, size in enumerate(shape):

@@ -165,9 +165,9 @@ class GraphPool(Uncopied):
         # Whether another device is this thread's current one; None where there is one alone.
         self.elsewhere: Callable[[], bool] | None = None
         if self.platform.device_count() > 1:
-            own, current = self.device.index, self.platform.current_device
+            index, current = self.device.index, self.platform.current_device
             # A child of the process must not ask the device, which raises errors of its own.
-            self.elsewhere = lambda: not _lost_platforms and current() != own
+            self.elsewhere = lambda: not _lost_platforms and current() != index
         self.closed = False
         self.generation = 0
         # What steps of runners have handed out and no step has overwritten yet.

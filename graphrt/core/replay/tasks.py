@@ -111,20 +111,20 @@ class UpdatableTask:
 
     def _values(self, context: ForwardContext | None, name: str) -> HostValues:
         descriptor = None if context is None else context.descriptor
-        given = None if context is None else context.updates
-        if given is None and context is not None and context.capture is not None:
-            given = WORST_CASE
-        if given is WORST_CASE and self.at_capture is not None and descriptor is not None:
-            given = {name: self.at_capture(descriptor)}
-        if context is None or descriptor is None or not isinstance(given, Mapping):
+        updates = None if context is None else context.updates
+        if updates is None and context is not None and context.capture is not None:
+            updates = WORST_CASE
+        if updates is WORST_CASE and self.at_capture is not None and descriptor is not None:
+            updates = {name: self.at_capture(descriptor)}
+        if context is None or descriptor is None or not isinstance(updates, Mapping):
             raise MissingUpdateError(
                 f"task {name!r} needs its host arguments",
-                got=given,
+                got=updates,
                 expected=f"updates={{{self.group!r}: {{{', '.join(self.host_args)}}}}}",
                 advice="pass updates= to the runner or forward_context(), and at_capture= to the "
                 "task for warm-up and capture",
             )
-        return self.fitted(self.given(name, given), context)
+        return self.fitted(self.given(name, updates), context)
 
     def given(self, name: str, updates: Mapping[str, HostValues]) -> HostValues:
         """The host values of task `name` as passed, by its own name or else its group's.
@@ -250,7 +250,7 @@ def _trait(leaf: Any) -> Hashable:
 
 
 class TaskTable:
-    """The tasks of an entry, sorted once: layers that are told the same are resolved together.
+    """The tasks of an entry, sorted once: layers with the same updates are resolved together.
 
     `mixed` says that an update failed: nobody knows which host arguments the tasks have.
     """
@@ -302,11 +302,11 @@ class TaskTable:
         if len(groups) == 1:
             only = groups[0].resolve(updates, context)
             return None if groups[0].unchanged(only) else only
-        found = [layers.resolve(updates, context) for layers in groups]
-        if all(map(_Layers.unchanged, groups, found)):
+        by_group = [layers.resolve(updates, context) for layers in groups]
+        if all(map(_Layers.unchanged, groups, by_group)):
             return None
         values: list[HostValues] = [{}] * len(self.tasks)
-        for layers, of_layers in zip(groups, found, strict=True):
+        for layers, of_layers in zip(groups, by_group, strict=True):
             for index, new in zip(layers.indices, of_layers, strict=True):
                 values[index] = new
         return values
@@ -345,8 +345,8 @@ class _Layers:
         if new != old:
             return False
         # Layers share their values, as a rule, and a step that changes nothing ends here.
-        for task, own in zip(self.tasks, values, strict=True):
-            if (own is not new or task.values is not old) and task.values != own:
+        for task, value in zip(self.tasks, values, strict=True):
+            if (value is not new or task.values is not old) and task.values != value:
                 return False
         return True
 
