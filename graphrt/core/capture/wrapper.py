@@ -38,7 +38,7 @@ from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.guard import CallerTensors
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Recorder
-from graphrt.core.capture.sealing import Sealing
+from graphrt.core.capture.transaction import Sealing
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import given_platform
