@@ -34,6 +34,7 @@ from graphrt.core.device._contract import Capability
 from graphrt.core.device.error_chain import Unexplained
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.replay.eager_part import (
+    Call,
     EagerPart,
     name_of,
     on_own_containers,
@@ -60,12 +61,16 @@ class Recorder:
         pool: GraphPool,
         bridges: Bridges,
         context: ForwardContext,
-        caller: CallerTensors,
+        call: Call,
         *,
+        owned: bool,
         breakable: bool,
-        breaks: Iterable[str] = (),
-        hooks: SegmentHooks | None = None,
+        breaks: Iterable[str],
+        hooks: SegmentHooks | None,
+        bake: bool,
     ) -> None:
+        """Of a `call`, whose arguments are `owned` if they were made for it; see `CallerTensors`
+        for `bake`."""
         self.pool = pool
         self.context = context
         self.breakable = breakable
@@ -83,8 +88,10 @@ class Recorder:
         lifts = context.capture is None or context.capture.lifts_constants
         pins = pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
+        caller = CallerTensors(call, pool.platform.device_type, owned=owned, bake=bake)
         caller.lift(None if constants is None else constants.take, later=pins and not lifts)
         self._guard = CaptureGuard(self, context, listed, caller, constants, pool._owns)
+        self.give(tree.tensors(call) if owned else ())
 
     @property
     def must_break(self) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
@@ -35,7 +35,6 @@ from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
 from graphrt.core.capture.bridges import Bridges
-from graphrt.core.capture.guard import CallerTensors
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Recorder
 from graphrt.core.capture.transaction import Sealing
@@ -155,7 +154,8 @@ class WrapperGraphs:
             taken = list(self.entries.values())
         else:
             check_hashable("descriptor", descriptor)
-            taken = [each for each in (self.entries.get(descriptor),) if each is not None]
+            entry = self.entries.get(descriptor)
+            taken = [] if entry is None else [entry]
         self._lose(set(taken))
         for entry in taken:
             # By that a runner's step knows that there is nothing to replay any more.
@@ -174,8 +174,6 @@ class WrapperGraphs:
             self.statics.clear()
 
 
-_EAGER: Final = object()
-"""In place of a result: the call has no graph, and may not capture one."""
 _COUNTED = (Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
 
 
@@ -239,6 +237,7 @@ class GraphWrapper(Uncopied):
             breakable=breakable and self.runtime_mode is GraphMode.PIECEWISE,
             breaks=self.options.breaks,
             hooks=hooks,
+            bake=self.options.host_arguments == "bake",
         )
         self._eager_calls = Counter[Reason]()
         self.last_failed_update: str | None = None
@@ -281,17 +280,19 @@ class GraphWrapper(Uncopied):
                 if pool.owner is context:
                     pool.owner = outer
                 return outputs
-            outputs = self._capture(context, args, kwargs)
+            captures = self._may_capture(context)
+            if captures:
+                outputs = self._capture(context, args, kwargs)
             pool.owner = outer
         except BaseException:  # `undoing`, written out: on the way of every step
             if pool.owner is context:  # a step that waits for its updates keeps the pool
                 pool.owner = outer
             raise
         # Out of the turn: what the host calls there may step and capture in the pool itself.
-        if outputs is _EAGER:
+        if not captures:
             return self.runnable(*args, **kwargs)
-        transaction = context.capture
-        if context.descriptor is not None and (transaction is None or transaction.tells_pool):
+        if context.capture is None or context.capture.tells_pool:
+            assert context.descriptor is not None
             pool._captured(self, context.descriptor)
         return outputs
 
@@ -324,32 +325,41 @@ class GraphWrapper(Uncopied):
         graphs.find_at(context.slot, entry)
         return entry
 
+    def _may_capture(self, context: ForwardContext) -> bool:
+        """Whether a call without a graph captures one; it runs eagerly, and counts so, if not."""
+        if context.descriptor in self._graphs.entries:
+            # Behind a piece that had no graph, and left its results elsewhere: it has none either.
+            self._eager_calls[Reason.MISSING_GRAPH] += 1
+            return False
+        if self._off:
+            return False
+        allowed = context.capture is not None or self._sealing.may_capture
+        if context.descriptor is not None and allowed:
+            return True
+        self._eager_calls[self._sealing.miss(context, self._graphs.entries)] += 1
+        self.pool._missed(context)
+        return False
+
     def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
-        """Capture a call, and return its result; `_EAGER` where it may not."""
-        if not self._may_capture(context):
-            return _EAGER
-        descriptor, transaction = context.descriptor, context.capture
-        assert descriptor is not None
-        graphs, bake = self._graphs, self.options.host_arguments == "bake"
-        device_type = self.pool.platform.device_type
-        caller = CallerTensors((args, kwargs), device_type, owned=self._owner_served, bake=bake)
-        recorder = self._new_recorder(self.pool, graphs.bridges, context, caller)
-        recorder.give(tree.tensors((args, kwargs)) if self._owner_served else ())
-        entry, result = self._captured(recorder, descriptor, args, kwargs)
+        """Capture a call, and return its result."""
+        graphs, transaction = self._graphs, context.capture
+        recorder = self._new_recorder(
+            self.pool, graphs.bridges, context, (args, kwargs), owned=self._owner_served
+        )
+        entry, result = self._record(recorder, args, kwargs)
         entry.unchecked = graphs.checks
         # A lazy entry gets its slot when the next step looks for it: see `_find`.
         graphs.find_at(-1 if transaction is None else transaction.slot, entry)
         return cloned(result) if graphs.clones else result
 
     @undoing
-    def _captured(
-        self, undo: Undo, recorder: Recorder, descriptor: BatchDescriptor, args: Any, kwargs: Any
-    ) -> tuple[Entry, Any]:
+    def _record(self, undo: Undo, recorder: Recorder, args: Any, kwargs: Any) -> tuple[Entry, Any]:
         """The entry of a call, which is then among the graphs, and its result. If it raises, the
         pieces that the same step has captured before are gone too, unless a transaction sees to
         them."""
         pool, context, graphs = self.pool, recorder.context, self._graphs
-        transaction = context.capture
+        descriptor, transaction = context.descriptor, context.capture
+        assert descriptor is not None
         bound = BoundArguments.of(args, kwargs, pool)
 
         def take_back() -> None:
@@ -376,21 +386,6 @@ class GraphWrapper(Uncopied):
             pool.pieces.captured(self, context)
         return entry, result
 
-    def _may_capture(self, context: ForwardContext) -> bool:
-        """Whether a call without a graph captures one; it runs eagerly, and counts so, if not."""
-        if context.descriptor in self._graphs.entries:
-            # Behind a piece that had no graph, and left its results elsewhere: it has none either.
-            self._eager_calls[Reason.MISSING_GRAPH] += 1
-            return False
-        if self._off:
-            return False
-        allowed = context.capture is not None or self._sealing.may_capture
-        if context.descriptor is not None and allowed:
-            return True
-        self._eager_calls[self._sealing.miss(context, self._graphs.entries)] += 1
-        self.pool._missed(context)
-        return False
-
     def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None) -> Any:
         """What the runnable returns, in static buffers where these are asked for."""
         result = self.runnable(*args, **kwargs)
@@ -399,6 +394,18 @@ class GraphWrapper(Uncopied):
         if self.options.outputs != "static":
             return result
         return self._graphs.statics.fix(0, result, stays=lambda path, tensor: False)[0]
+
+    def _repeat_eagerly(
+        self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
+    ) -> Any:
+        """A step whose update failed, run eagerly if the host wants that, and counted; raises
+        `error` if not."""
+        allowed = entry.update_failed and self.options.eager_after_failed_update
+        if not (allowed and isinstance(context.updates, Mapping)):
+            raise error
+        self._eager_calls[Reason.UPDATE_FAILED] += 1
+        self.last_failed_update = f"{type(error).__name__}: {error}"
+        return without_gradients(partial(self._run, args, kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name == "runnable":
@@ -498,18 +505,6 @@ class GraphWrapper(Uncopied):
         """See `HoldsGraphs`."""
         if not self._owner_served and self.runtime_mode is not _FULL:
             self._graphs.look_again(descriptor)
-
-    def _repeat_eagerly(
-        self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
-    ) -> Any:
-        """A step whose update failed, run eagerly if the host wants that, and counted; raises
-        `error` if not."""
-        allowed = entry.update_failed and self.options.eager_after_failed_update
-        if not (allowed and isinstance(context.updates, Mapping)):
-            raise error
-        self._eager_calls[Reason.UPDATE_FAILED] += 1
-        self.last_failed_update = f"{type(error).__name__}: {error}"
-        return without_gradients(partial(self._run, args, kwargs))
 
 
 def _no_slot(slot: object) -> InvalidOptionError:
