@@ -29,9 +29,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
-from graphrt.core.base.errors import BakedScalarError, PageableCopyError
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import is_made_on_host, make_on_host
+from graphrt.core.capture.refusals import PAGEABLE_COPY, WRITTEN_CONSTANT, described
 from graphrt.core.capture.source import Source, user_source
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.replay.pool import GraphPool
@@ -59,15 +59,7 @@ class _Array:
         if _bytes_of(self._tensor) == self._held:
             return
         where = "" if self._source is None else f", at {self._source}"
-        raise BakedScalarError(
-            "a NumPy array, a number in a host tensor, or a constant of an earlier piece was "
-            "written since a graph has a copy of it: the graph has the values of its capture for "
-            "ever",
-            got=f"{self._tensor.dtype} {tuple(self._tensor.shape)}{where}",
-            expected="the values of the capture",
-            advice="pass it as an input, or keep it in a tensor on the device and write that in "
-            "place (copy_); recapture() after the host has changed it for good",
-        )
+        raise WRITTEN_CONSTANT(f"{described(self._tensor)}{where}")
 
 
 class _Constant(NamedTuple):
@@ -235,16 +227,7 @@ class Constants:
     ) -> torch.Tensor:
         """What a copy of `tensor` from the host to the device gives, as captured."""
         if not self._is_constant(tensor):
-            raise PageableCopyError(
-                "a tensor of the host's, which the forward did not make, is copied to the device: "
-                "replays would not see what the host writes there",
-                op=str(func),
-                source=str(user_source() or "") or None,
-                got=f"{tensor.dtype} {tuple(tensor.shape)}",
-                expected="tensors on the device, or constants that the forward makes itself",
-                advice="move it to the device before the capture (module.to(device)), or pass it "
-                "as an input",
-            )
+            raise PAGEABLE_COPY(described(tensor), op=func)
         arrays = self._arrays_of([tensor])
         for array in arrays:
             array.check()

@@ -45,6 +45,7 @@ from graphrt.core.capture.refusals import (
     SIDE_DOOR,
     TRANSFORMED_BREAK,
     WRITTEN_COPY,
+    described,
 )
 from graphrt.core.capture.source import Source, user_source
 from graphrt.core.device.graph import DeviceGraph
@@ -260,11 +261,6 @@ class CallerTensors:
                 raise self._host_argument(described(tensor), op=func)
 
 
-def described(tensor: torch.Tensor) -> str:
-    """A tensor as errors name it."""
-    return f"{tensor.dtype} {tuple(tensor.shape)}"
-
-
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -407,8 +403,9 @@ class SideDoors:
     ) -> Any:
         """Run an eager part, and see what it makes; those inside of it are part of it. In a capture
         it may read no tensor that `guard` owns, unless it was given it, and write no copy."""
-        if any(isinstance(mode, _PartWatch) and mode.doors is self for mode in dispatch_modes()):
-            return function(*args, **kwargs)
+        for mode in dispatch_modes():
+            if isinstance(mode, _PartWatch) and mode.doors is self:
+                return function(*args, **kwargs)
         refuse_transform(function)
         storages = _storages_in((args, kwargs))
         watch = _PartWatch(self, name_of(function), storages, guard)

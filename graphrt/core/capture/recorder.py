@@ -36,9 +36,9 @@ from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.replay.eager_part import (
     Call,
     EagerPart,
+    detached,
     name_of,
-    on_own_containers,
-    on_own_tensors,
+    on_fresh,
     settle,
 )
 from graphrt.core.replay.pool import GraphPool
@@ -167,10 +167,10 @@ class Recorder:
         called = function
         if leaves is not None:
             # Even where this call changed nothing in its containers: a later one may.
-            called = on_own_containers(function)
+            called = on_fresh(function, tree.copied)
         same = leaves is None or _are_same(leaves, tree.leaves(call))
         if same and list(map(_identity_of, tree.tensors(call))) != identities:
-            called, kept = on_own_tensors(function), apart
+            called, kept = on_fresh(function, detached), apart
         recorded = tree.map_tensors(self._kept_apart, readable)
         self.parts.append(EagerPart(called, kept, recorded, aliased, apart))
         pairs = zip(tree.tensors(result), tree.tensors(readable), strict=True)

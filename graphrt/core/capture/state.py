@@ -12,6 +12,7 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, check_takes, shown
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.base.torch_names import inference_guard
+from graphrt.core.capture.refusals import described
 
 
 @public("graphrt")
@@ -87,7 +88,7 @@ class State:
                 raise StaleInputError(
                     "the forward gave declared state other memory, or another shape: replays would "
                     "go on from the old one",
-                    got=f"{tensor.dtype} {tuple(tensor.shape)}",
+                    got=described(tensor),
                     expected="state that is written in place: copy_(), add_(), index_copy_()",
                     advice="write the new value into the tensor instead of replacing it",
                 )

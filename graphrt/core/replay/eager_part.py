@@ -160,28 +160,22 @@ def _deliver_tensor(
     recorded.copy_(result)
 
 
-def on_own_containers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which changes containers that it is given, with new ones at every call: else it
-    would find in them what the step before put there."""
+def on_fresh(function: Callable[..., Any], fresh: Callable[[Call], Call]) -> Callable[..., Any]:
+    """`function`, called with `fresh` containers or tensors in place of its arguments: one that
+    changes them would find at each step what the step before put there."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree.copied((args, kwargs))
+        args, kwargs = fresh((args, kwargs))
         return function(*args, **kwargs)
 
     return called
 
 
-def on_own_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which gives tensors that it is given another shape or other memory, with new ones
-    over the same memory at every call."""
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree.map_tensors(torch.Tensor.detach, (args, kwargs))
-        return function(*args, **kwargs)
-
-    return called
+def detached(call: Call) -> Call:
+    """The same with other tensors over the same memory."""
+    detached_call: Call = tree.map_tensors(torch.Tensor.detach, call)
+    return detached_call
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -20,7 +20,7 @@ from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.host_args import HostValues
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.segments import Part, TaskedSegment, graphs_of
-from graphrt.core.replay.tasks import CapturedTask, TaskTable
+from graphrt.core.replay.tasks import TaskTable
 
 
 class BoundArguments(NamedTuple):
@@ -80,6 +80,7 @@ class Entry:
         "outputs",
         "parts",
         "table",
+        "tasks",
         "unchecked",
         "update_failed",
     )
@@ -109,16 +110,12 @@ class Entry:
             which = f" segment {number} of {len(tasked)}" if len(tasked) > 1 else ""
             part.name = f"[{descriptor}]{which}"
         self.table = TaskTable([task for part in tasked for task in part.tasks])
+        self.tasks = self.table.tasks
         # Whether an update of its tasks ended the last launch, so that it may be repeated.
         self.update_failed = False
         # What most entries are: one graph and nothing else. None once the wrapper has let go of it.
         alone = len(parts) == 1 and not tasked
         self.graph: Part | None = parts[0] if alone else None
-
-    @property
-    def tasks(self) -> tuple[CapturedTask, ...]:
-        """The tasks of all its segments, in order."""
-        return self.table.tasks
 
     def check_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool, name: str
@@ -178,12 +175,11 @@ class Entry:
         All updates are validated before anything is launched. Returns who has the pool from then
         on, where a device has the step go on after the call, or None.
         """
-        table = self.table
-        if not table.tasks:
+        if not self.tasks:
             # With gradients on, a bridge that an eager result is copied into would grow a graph.
             without_gradients(self._replay)
             return None
-        self.update_failed = False
+        self.update_failed, table = False, self.table
         values = table.values(context, all_known=all_tasks)
         table.mixed = True
         # Only eager parts, and issuing a task, could grow a graph of gradients.
