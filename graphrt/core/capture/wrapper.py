@@ -77,7 +77,7 @@ class WrapperGraphs:
 
     def __init__(
         self,
-        mode: GraphMode,
+        mode: GraphMode | None,
         pool: GraphPool,
         options: GraphOptions,
         read_context: Callable[[], ForwardContext | None],
@@ -231,7 +231,9 @@ class GraphWrapper(Uncopied):
             )
         self.pool = GraphPool(self.platform_name) if pool is None else pool
         self.options = options or GraphOptions()
-        self._graphs = WrapperGraphs(self.runtime_mode, self.pool, self.options, read_context)
+        # With graphs off no context is of its mode.
+        mode = None if graphs_off() else self.runtime_mode
+        self._graphs = WrapperGraphs(mode, self.pool, self.options, read_context)
         self._new_recorder = partial(
             Recorder,
             breakable=breakable and self.runtime_mode is GraphMode.PIECEWISE,
@@ -242,7 +244,6 @@ class GraphWrapper(Uncopied):
         self._eager_calls = Counter[Reason]()
         self.last_failed_update: str | None = None
         self._sealing = Sealing(self.options)
-        self._off = graphs_off()
         self._owner_served = False
         # Last: a session that is under way has it capture from now on.
         self.pool._add_holder(self)
@@ -280,20 +281,16 @@ class GraphWrapper(Uncopied):
                 if pool.owner is context:
                     pool.owner = outer
                 return outputs
-            captures = self._may_capture(context)
-            if captures:
-                outputs = self._capture(context, args, kwargs)
+            captured, outputs = self._capture(context, args, kwargs)
             pool.owner = outer
         except BaseException:  # `undoing`, written out: on the way of every step
             if pool.owner is context:  # a step that waits for its updates keeps the pool
                 pool.owner = outer
             raise
         # Out of the turn: what the host calls there may step and capture in the pool itself.
-        if not captures:
+        if not captured:
             return self.runnable(*args, **kwargs)
-        if context.capture is None or context.capture.tells_pool:
-            assert context.descriptor is not None
-            pool._captured(self, context.descriptor)
+        self._tell_pool(context)
         return outputs
 
     def _find(self, context: ForwardContext, args: Any, kwargs: Any) -> Entry | None:
@@ -331,8 +328,6 @@ class GraphWrapper(Uncopied):
             # Behind a piece that had no graph, and left its results elsewhere: it has none either.
             self._eager_calls[Reason.MISSING_GRAPH] += 1
             return False
-        if self._off:
-            return False
         allowed = context.capture is not None or self._sealing.may_capture
         if context.descriptor is not None and allowed:
             return True
@@ -340,8 +335,10 @@ class GraphWrapper(Uncopied):
         self.pool._missed(context)
         return False
 
-    def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
-        """Capture a call, and return its result."""
+    def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Capture a call where it may be; returns whether it was, and its result."""
+        if not self._may_capture(context):
+            return False, None
         graphs, transaction = self._graphs, context.capture
         recorder = self._new_recorder(
             self.pool, graphs.bridges, context, (args, kwargs), owned=self._owner_served
@@ -350,7 +347,7 @@ class GraphWrapper(Uncopied):
         entry.unchecked = graphs.checks
         # A lazy entry gets its slot when the next step looks for it: see `_find`.
         graphs.find_at(-1 if transaction is None else transaction.slot, entry)
-        return cloned(result) if graphs.clones else result
+        return True, cloned(result) if graphs.clones else result
 
     @undoing
     def _record(self, undo: Undo, recorder: Recorder, args: Any, kwargs: Any) -> tuple[Entry, Any]:
@@ -385,6 +382,11 @@ class GraphWrapper(Uncopied):
         if transaction is None:
             pool.pieces.captured(self, context)
         return entry, result
+
+    def _tell_pool(self, context: ForwardContext) -> None:
+        transaction = context.capture
+        if context.descriptor is not None and (transaction is None or transaction.tells_pool):
+            self.pool._captured(self, context.descriptor)
 
     def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None) -> Any:
         """What the runnable returns, in static buffers where these are asked for."""
