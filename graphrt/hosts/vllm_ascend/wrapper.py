@@ -198,8 +198,7 @@ class ACLGraphWrapper:
         descriptor = self._descriptors.get(getattr(host, "batch_descriptor", None))
         if self._graphs is None or descriptor is None:
             return None
-        entry = self._graphs.entries.get(descriptor)
-        return entry if isinstance(entry, DeferrableEntry) else None
+        return cast("DeferrableEntry | None", self._graphs.entries.get(descriptor))
 
     def _take_ahead(self, graphs: GraphWrapper, host: Any, called: Entry) -> None:
         """Let an update before the call count for that call, and that graph, alone."""
