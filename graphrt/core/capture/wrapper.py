@@ -301,9 +301,11 @@ class GraphWrapper(Uncopied):
             raise _no_slot(context.slot)
         if descriptor is None:
             return None
-        if not isinstance(descriptor, BatchDescriptor):
+        try:
+            entry = graphs.entries.get(descriptor)
+        except TypeError:
             check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
-        entry = graphs.entries.get(descriptor)
+            raise
         if entry is None:
             return None
         step = context.capture or context.token
@@ -339,6 +341,7 @@ class GraphWrapper(Uncopied):
         """Capture a call where it may be; returns whether it was, and its result."""
         if not self._may_capture(context):
             return False, None
+        check_kind("descriptor", context.descriptor, BatchDescriptor, example="BatchDescriptor(4)")
         graphs, transaction = self._graphs, context.capture
         recorder = self._new_recorder(
             self.pool, graphs.bridges, context, (args, kwargs), owned=self._owner_served
