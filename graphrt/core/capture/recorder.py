@@ -162,7 +162,7 @@ class Recorder:
         memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
         strided(result, f"eager break {name}")
-        readable, aliased = self._readable(result, memory, name)
+        readable, aliased, recorded = unseen(partial(self._readable, result, memory, name))
         self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
         called = function
         if leaves is not None:
@@ -171,7 +171,6 @@ class Recorder:
         same = leaves is None or _are_same(leaves, tree.leaves(call))
         if same and list(map(_identity_of, tree.tensors(call))) != identities:
             called, kept = on_fresh(function, detached), apart
-        recorded = tree.map_tensors(self._kept_apart, readable)
         self.parts.append(EagerPart(called, kept, recorded, aliased, apart))
         pairs = zip(tree.tensors(result), tree.tensors(readable), strict=True)
         moved = [(_weak_storage(tensor), copy) for tensor, copy in pairs if tensor is not copy]
@@ -184,9 +183,12 @@ class Recorder:
         self._begin()
         return readable
 
-    def _readable(self, result: Any, memory: set[int], name: str) -> tuple[Any, frozenset[str]]:
-        """The results of an eager part where graphs can read them at every replay, and the paths of
-        those that stay where they are: in `memory`, which it was given, or in the pool."""
+    def _readable(
+        self, result: Any, memory: set[int], name: str
+    ) -> tuple[Any, frozenset[str], Any]:
+        """The results of an eager part where graphs can read them at every replay; the paths of
+        those that stay where they are, in `memory`, which it was given, or in the pool; and the
+        results as its entry keeps them."""
         fresh: set[int] = set()
         site = len([part for part in self.parts if isinstance(part, EagerPart)])
 
@@ -199,10 +201,9 @@ class Recorder:
             fresh.add(storage)
             return False
 
+        readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
-        return unseen(
-            partial(self._bridges.fix, site, result, stays=stays, allocate=self.pooled_like)
-        )
+        return readable, aliased, tree.map_tensors(self._kept_apart, readable)
 
     def bracketed(self, issue: Callable[[], object]) -> Any:
         """Issue the operators of one task inside of its bracket; returns its handle."""
