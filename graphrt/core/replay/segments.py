@@ -53,16 +53,12 @@ def check_hooks(name: str, hooks: object) -> None:
         check_takes(f"{name}.{method}", hook, f"{method}()")
 
 
-Before = Sequence[Callable[[], object]]
-"""What is called before each replay of a segment."""
-
-
 class HookedSegment:
     """A segment before whose replays something is called; else the graph stands for itself."""
 
     __slots__ = ("before", "graph")
 
-    def __init__(self, graph: DeviceGraph, before: Before) -> None:
+    def __init__(self, graph: DeviceGraph, before: Sequence[Callable[[], object]]) -> None:
         self.graph = graph
         self.before = before
 
@@ -74,7 +70,10 @@ class HookedSegment:
 
 @public("graphrt.lowlevel")
 class TaskedSegment:
-    """A segment whose tasks are issued again at every replay; `name` says whose it is."""
+    """A segment whose tasks are issued again at every replay; `name` says whose it is.
+
+    `before` is called before each replay.
+    """
 
     __slots__ = ("before", "graph", "name", "platform", "tasks")
 
@@ -83,7 +82,7 @@ class TaskedSegment:
         platform: Platform,
         graph: DeviceGraph,
         tasks: list[CapturedTask],
-        before: Before = (),
+        before: Sequence[Callable[[], object]] = (),
     ) -> None:
         self.graph = graph
         self.tasks = tasks
