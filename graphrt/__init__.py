@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from graphrt.core.inputs.spec import InputSpec
     from graphrt.core.plan.budget import Budget, GraphCost
     from graphrt.core.plan.plan import Plan
-    from graphrt.core.replay.entry import DEFERRED
-    from graphrt.core.replay.host_args import UNCHANGED, HostArg
+    from graphrt.core.replay.host_args import DEFERRED, UNCHANGED, HostArg
     from graphrt.core.replay.pool import CaptureSession, GraphPool
     from graphrt.core.replay.segments import SegmentHooks
     from graphrt.core.replay.tasks import UpdatableTask
@@ -111,7 +110,7 @@ _MODULES = (*_LISTED, "attention", "compile", "testing")
 """Those not listed load more than who only looks what there is may have: `testing` needs pytest."""
 
 _DEFINED_IN = {
-    "DEFERRED": "core.replay.entry",
+    "DEFERRED": "core.replay.host_args",
     "UNCHANGED": "core.replay.host_args",
     "AttentionSupport": "core.batch.modes",
     "Batch": "core.batch.descriptor",

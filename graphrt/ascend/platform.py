@@ -30,8 +30,14 @@ from graphrt.ascend.update.brackets import TaskHandle
 from graphrt.ascend.update.deferred import UpdateWindow
 from graphrt.ascend.update.streams import is_update_stream, leave_stream, no_update_under_way
 from graphrt.ascend.update.tasks import Tasks
+from graphrt.ascend.waiting import DeferrableEntry, WaitingStep
 from graphrt.ascend.watchdog import Watchdog
-from graphrt.core.base.errors import CaptureError, InvalidOptionError, StreamBudgetError
+from graphrt.core.base.errors import (
+    CaptureError,
+    InvalidOptionError,
+    MissingUpdateError,
+    StreamBudgetError,
+)
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device._contract import CONTRACT_VERSION, Capability
 from graphrt.core.device._devices import no_other_capture
@@ -39,6 +45,7 @@ from graphrt.core.device.figures import GraphWork, Limits, MemoryFigures, Stream
 from graphrt.core.device.graph import TaskUpdate
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.pool_memory import PoolHandle, pool_handle
+from graphrt.core.replay.host_args import Updates
 
 
 class AscendPlatform(Platform):
@@ -54,7 +61,6 @@ class AscendPlatform(Platform):
             Capability.SHARED_POOL,
             Capability.STREAMS,
             Capability.TASK_UPDATE,
-            Capability.DEFERRED_UPDATE,
             Capability.RANDOM,
             Capability.HOST_POOL,
         }
@@ -324,9 +330,13 @@ class AscendPlatform(Platform):
         self._tasks.replay(graph, updates, changed, name)
 
     def launch_deferred(self, graph: Any, updates: Sequence[TaskUpdate], *, name: str = "") -> bool:
+        """Replay `graph` so that it waits for its tasks until `update_deferred`; returns whether
+        their update is still to come: where the device needs it first, `updating` was before."""
         return self._tasks.launch(graph, updates, name)
 
     def update_deferred(self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool) -> None:
+        """Give the tasks of a launched graph their arguments, as `replay_updated` does: whatever an
+        `issue` raises, the graph comes to its end."""
         self._tasks.update(graph, updates, changed)
 
     def updating(
@@ -347,6 +357,23 @@ class AscendPlatform(Platform):
 
 
 class ACLGraphWrapper(GraphWrapper):
-    """A `GraphWrapper` whose graphs are ACL graphs."""
+    """A `GraphWrapper` whose graphs are ACL graphs. Their updates may come after the launch."""
 
     platform_name = "ascend"
+    entry_class = DeferrableEntry
+
+    def update(self, updates: Updates) -> None:
+        """The updates of the step called with `DEFERRED`; raises `MissingUpdateError` where none
+        was. If they do not fit, it waits on; if one fails, it ends with some arguments old."""
+        step = self.pool.owner
+        launched = [
+            each.waiting for each in self.entries.values() if isinstance(each, DeferrableEntry)
+        ]
+        if not isinstance(step, WaitingStep) or step not in launched:
+            raise MissingUpdateError(
+                "no step waits for updates",
+                got=step,
+                expected="a call with updates=DEFERRED before",
+                advice="call the wrapper first, or pass the updates with the call",
+            )
+        step.end(self.pool, updates)

@@ -13,14 +13,12 @@ from graphrt import (
     BatchDescriptor,
     GraphOptions,
     GraphPool,
-    Platform,
     forward_context,
     wrapper_class,
 )
 from graphrt.ascend import AscendPlatform
 from graphrt.core.base.errors import (
     InvalidUpdateError,
-    MissingCapabilityError,
     MissingUpdateError,
     PoolBusyError,
     TaskContractError,
@@ -233,7 +231,7 @@ def test_a_host_that_updates_by_itself_signals_every_task_once(host):
             after = host.call("FULL", DEFERRED)
         else:
             after = host.call("FULL", DEFERRED)
-            entry.deferred.end_by(host.pool, lambda segment: update(segment, segment.tasks))
+            entry.waiting.end_by(host.pool, lambda segment: update(segment, segment.tasks))
         assert torch.equal(after.cpu(), before)
         for wrong in (segment.tasks[:2], [*segment.tasks, segment.tasks[0]]):
             with pytest.raises(TaskContractError):
@@ -262,8 +260,3 @@ def test_a_runner_refuses_updates_that_come_later():
         with pytest.raises(InvalidUpdateError, match="DEFERRED"):
             run(step.batch, updates=DEFERRED, **step.values)
         assert run(step.batch, updates=step.updates, **step.values) is not None
-
-
-def test_a_platform_that_cannot_wait_for_updates_says_so():
-    with pytest.raises(MissingCapabilityError, match="after the launch"):
-        Platform.launch_deferred(AscendPlatform(), None, [])

@@ -123,7 +123,7 @@ def test_everything_public_is_tried() -> None:
         ("KeyedGraphs", {"clear_graphs"}),
         (
             "GraphWrapper",
-            # A wrapper hands its arguments on; `update` is told by its context.
+            # A wrapper hands its arguments on.
             {
                 "clear_graphs",
                 "destroy_graphs",
@@ -133,7 +133,6 @@ def test_everything_public_is_tried() -> None:
                 "serve_owner",
                 "unseal",
                 "unwrap",
-                "update",
             },
         ),
     ],

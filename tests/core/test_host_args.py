@@ -16,7 +16,7 @@ from graphrt import (
 )
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.replay.host_args import WORST_CASE
-from graphrt.core.replay.tasks import CapturedTask, TaskTable, resolve_updates
+from graphrt.core.replay.tasks import CapturedTask, TaskTable
 
 TOKENS, REQS = 8, 4
 
@@ -147,7 +147,7 @@ def resolve(updates, *, tasks=3, all_known=True):
         for place in range(tasks)
     ]
     context = ForwardContext(GraphMode.FULL, BatchDescriptor(2, 2), updates=updates)
-    return resolve_updates(TaskTable(captured), context, all_known=all_known)
+    return TaskTable(captured).values(context, all_known=all_known)
 
 
 def test_a_group_is_fitted_once_for_all_of_its_layers():
@@ -216,7 +216,7 @@ def test_tasks_of_several_declarations_keep_their_order():
 
     def resolved(updates):
         context = ForwardContext(GraphMode.FULL, BatchDescriptor(2, 2), updates=updates)
-        found = resolve_updates(table, context, all_known=True)
+        found = table.values(context, all_known=True)
         return None if found is None else [values["n"] for values in found]
 
     assert resolved({"a": {"n": 1}, "b": {"n": 2}}) == [1, 2, 1, 2]

@@ -240,7 +240,7 @@ def test_what_one_size_made_is_known_at_the_next_though_nothing_was_warmed_up():
         part(x)
         return result
 
-    with pytest.raises(SideDoorError, match="made anew at every step"):
+    with pytest.raises(SideDoorError, match="made again at every step"):
         sized_runner(forward, "PIECEWISE", warmups=0).capture()
 
 
@@ -286,7 +286,7 @@ def test_what_only_a_smaller_size_leaves_is_found_where_its_graph_reads_it():
         return x + 1
 
     runner = sized_runner(lambda x: part(x + kept[0]), "PIECEWISE")
-    with pytest.raises(SideDoorError, match="made anew at every step"):
+    with pytest.raises(SideDoorError, match="made again at every step"):
         runner.capture()
     assert [record.descriptor.num_tokens for record in runner.report().graphs] == [4]
 
@@ -306,10 +306,10 @@ def sized_runner(forward: Any, mode: str, **options: Any) -> GraphRunner:
 def test_what_is_kept_between_captures_is_let_go():
     doors = SideDoors()
     kept = doors.watched(lambda: torch.ones(4), (), {})
-    assert doors
+    assert doors.made
     del kept
     doors.settle()
-    assert not doors
+    assert not doors.made
 
 
 def opaque(graph: Any, inputs: Any) -> Any:

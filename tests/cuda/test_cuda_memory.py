@@ -107,7 +107,7 @@ LAYOUTS = {
 def test_a_weak_reference_is_the_same_tensor_and_keeps_nothing(dtype: torch.dtype) -> None:
     pool = GraphPool(DEVICE)
     for layout, cut in LAYOUTS.items():
-        with pool._allocate():
+        with pool.platform.allocate_in(pool.memory):
             own = typed(dtype, DEVICE)
             view = cut(own)
             weak = pool.platform.weak_ref(pool.memory, view)

@@ -49,16 +49,16 @@ class Bridges:
             elif id(leaf) not in {id(each) for _, each in moved}:
                 moved.append((len(moved) + len(unmoved), leaf))
         for group in together([leaf for _, leaf in moved]):
-            (place, first), *rest = [moved[each] for each in group.places]
+            (number, first), *rest = [moved[each] for each in group.places]
             if rest:
-                flat = self._memory((site, place), group.nbytes, first.device).untyped_storage()
+                flat = self._memory((site, number), group.nbytes, first.device).untyped_storage()
                 for leaf in (first, *(leaf for _, leaf in rest)):
                     fixed[id(leaf)] = unseen(partial(group.over, flat, leaf))
                     write(fixed[id(leaf)], leaf)
                 continue
             buffer = None if allocate is None else allocate(first)
             if buffer is None:
-                buffer = self.buffer((site, place), first)
+                buffer = self.buffer((site, number), first)
             buffer.copy_(first)
             fixed[id(first)] = buffer
         return tree.map_tensors(lambda leaf: fixed[id(leaf)], result), frozenset(unmoved)

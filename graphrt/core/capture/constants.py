@@ -6,7 +6,7 @@ as an index or `torch.full((1,), 7.0).to(x.device)` is one. While a segment is o
 1. torch makes tensors of Python data on the host, and copies them by an operator that modes see;
 2. every tensor is known that the forward made on the host of nothing but Python data;
 3. a copy of one to the device reads page-locked memory, which has the value and lives with the
-   graph. Each replay copies it anew, so that the forward may write the copy in place;
+   graph. Each replay copies it again, so that the forward may write the copy in place;
 4. a mask among the indices counts as the places that it chooses, as long as nothing writes it;
 5. an operand without dimensions on the host is launched as its value, and a number that the
    forward reads from there is baked in too: each replay compares what they were computed of.
@@ -29,13 +29,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
-from graphrt.core.base.errors import BakedScalarError, PageableCopyError
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import is_made_on_host, make_on_host
+from graphrt.core.capture.refusals import PAGEABLE_COPY, WRITTEN_CONSTANT, described
 from graphrt.core.capture.source import Source, user_source
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks
 
 _aten = torch.ops.aten
 _READ = _aten._local_scalar_dense.default
@@ -60,15 +59,7 @@ class _Array:
         if _bytes_of(self._tensor) == self._held:
             return
         where = "" if self._source is None else f", at {self._source}"
-        raise BakedScalarError(
-            "a NumPy array, a number in a host tensor, or a constant of an earlier piece was "
-            "written since a graph has a copy of it: the graph has the values of its capture for "
-            "ever",
-            got=f"{self._tensor.dtype} {tuple(self._tensor.shape)}{where}",
-            expected="the values of the capture",
-            advice="pass it as an input, or keep it in a tensor on the device and write that in "
-            "place (copy_); recapture() after the host has changed it for good",
-        )
+        raise WRITTEN_CONSTANT(f"{described(self._tensor)}{where}")
 
 
 class _Constant(NamedTuple):
@@ -85,34 +76,16 @@ class _Computed(NamedTuple):
     """A storage on the host, and the tensors that a capture computed it of, not all constants."""
 
     storage: StorageWeakRef
-    given: Sequence[torch.Tensor]
+    operands: Sequence[torch.Tensor]
 
 
 class _Mask(NamedTuple):
     """A device mask, and a copy of the host constant that it was copied from."""
 
     storage: StorageWeakRef
-    place: tuple[object, ...]
+    identity: tuple[object, ...]
     value: torch.Tensor
     arrays: tuple[_Array, ...]
-
-
-class _Comparing:
-    """Compares arrays before each replay of a segment, which reads copies of them."""
-
-    def __init__(self, arrays: Sequence[_Array], others: SegmentHooks | None) -> None:
-        self._arrays = arrays
-        self._others = others
-
-    def before_capture(self) -> None: ...
-
-    def end_of_capture(self) -> None: ...
-
-    def before_replay(self) -> None:
-        for array in self._arrays:
-            array.check()
-        if self._others is not None:
-            self._others.before_replay()
 
 
 _returned: WeakKeyDictionary[GraphPool, dict[int, _Constant]] = WeakKeyDictionary()
@@ -142,10 +115,10 @@ class Constants:
         self._masks.clear()
         _host_first.enter(self)
 
-    def hooks(self, others: SegmentHooks | None) -> SegmentHooks | None:
-        """Return the hooks of the segment that has ended: `others`, after its arrays are compared
-        with their bytes at the capture."""
-        return _Comparing([*self._arrays], others) if self._arrays else others
+    def checks(self) -> list[Callable[[], None]]:
+        """What replays of the segment that has ended call first: its arrays are compared with their
+        bytes at the capture."""
+        return [array.check for array in self._arrays]
 
     def end(self) -> None:
         """The segment ends, or has failed; once more changes nothing."""
@@ -203,7 +176,7 @@ class Constants:
         known = self._computed.get(tensor.untyped_storage()._cdata)
         if known is None:
             return [_Array(tensor, user_source())]
-        return [array for each in known.given for array in self._arrays_behind(each)]
+        return [array for each in known.operands for array in self._arrays_behind(each)]
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note whether results on the host are constants: all that they were made of is."""
@@ -216,17 +189,17 @@ class Constants:
             source = user_source() if shared else None
             self._note_constants(results, tuple(_Array(each, source) for each in shared))
             return
-        given = [each for each in tree.tensors((args, kwargs)) if _is_of_host(each)]
-        if all(map(self._is_constant, given)):
-            self._note_constants(results, self._arrays_of(given))
+        operands = [each for each in tree.tensors((args, kwargs)) if _is_of_host(each)]
+        if all(map(self._is_constant, operands)):
+            self._note_constants(results, self._arrays_of(operands))
             return
-        taken = {each.untyped_storage()._cdata for each in given}
+        taken = {each.untyped_storage()._cdata for each in operands}
         for each in results:
             storage = each.untyped_storage()
             self._made.pop(storage._cdata, None)
             if storage._cdata not in taken:
                 ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._computed[storage._cdata] = _Computed(ref, given)
+                self._computed[storage._cdata] = _Computed(ref, operands)
 
     def _note_constants(self, tensors: Iterable[torch.Tensor], arrays: tuple[_Array, ...]) -> None:
         for each in tensors:
@@ -240,12 +213,12 @@ class Constants:
 
     def _arrays_of(self, constants: Iterable[torch.Tensor]) -> tuple[_Array, ...]:
         """The arrays that constants were made of, each once."""
-        found = [self._made[each.untyped_storage()._cdata].arrays for each in constants]
-        return tuple(dict.fromkeys(array for arrays in found for array in arrays))
+        made = [self._made[each.untyped_storage()._cdata] for each in constants]
+        return tuple(dict.fromkeys(array for constant in made for array in constant.arrays))
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Before an operator: a mask that it writes is no copy of a constant any more."""
-        for tensor in tree.tensors(list(_written(func, args, kwargs))):
+        for tensor in tree.tensors(list(written(func, args, kwargs))):
             if tensor.layout is torch.strided:
                 self._masks.pop(tensor.untyped_storage()._cdata, None)
 
@@ -254,16 +227,7 @@ class Constants:
     ) -> torch.Tensor:
         """What a copy of `tensor` from the host to the device gives, as captured."""
         if not self._is_constant(tensor):
-            raise PageableCopyError(
-                "a tensor of the host's, which the forward did not make, is copied to the device: "
-                "replays would not see what the host writes there",
-                op=str(func),
-                source=str(user_source() or "") or None,
-                got=f"{tensor.dtype} {tuple(tensor.shape)}",
-                expected="tensors on the device, or constants that the forward makes itself",
-                advice="move it to the device before the capture (module.to(device)), or pass it "
-                "as an input",
-            )
+            raise PAGEABLE_COPY(described(tensor), op=func)
         arrays = self._arrays_of([tensor])
         for array in arrays:
             array.check()
@@ -333,7 +297,7 @@ class Constants:
                 self._note_constants(places, self._arrays_of([mask]))
             return places
         known = self._masks.get(mask.untyped_storage()._cdata)
-        if known is None or known.place != tree.identity(mask):
+        if known is None or known.identity != tree.identity(mask):
             return None
         places = known.value.nonzero().unbind(1)
         self._note_constants(places, known.arrays)
@@ -365,7 +329,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """What an operator may write: of one that does not say, all that it is given."""
     schema = getattr(func, "_schema", None)
     if schema is None:

@@ -33,7 +33,7 @@ from graphrt.core.base.thread_mode import (
 )
 from graphrt.core.base.torch_names import in_transform
 from graphrt.core.batch.context import ForwardContext
-from graphrt.core.capture.constants import Constants
+from graphrt.core.capture.constants import Constants, written
 from graphrt.core.capture.refusals import (
     HIDDEN_TENSOR,
     HOST_ARGUMENT,
@@ -45,6 +45,7 @@ from graphrt.core.capture.refusals import (
     SIDE_DOOR,
     TRANSFORMED_BREAK,
     WRITTEN_COPY,
+    described,
 )
 from graphrt.core.capture.source import Source, user_source
 from graphrt.core.device.graph import DeviceGraph
@@ -72,17 +73,21 @@ class CaptureGuard(ThreadMode):
         recorder: Recording,
         context: ForwardContext,
         breaks: frozenset[str],
-        given: Given,
+        caller: CallerTensors,
         constants: Constants | None,
+        owns: Callable[[torch.Tensor], bool],
     ) -> None:
+        """`owns` says whether a tensor lies in the pool: replays find there the one of the graph
+        that was captured last."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder: Recording | None = recorder
         self.issued = issued.get()
         self._context = context
         self._breaks = breaks
         self._in_pieces = recorder.breakable or bool(breaks)
-        self._given = given
+        self._caller = caller
         self.constants = constants
+        self.owns = owns
         self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
         self.doors.begin_capture()
         # Copies that graphs read in place of memory which eager parts returned and did not make.
@@ -94,9 +99,9 @@ class CaptureGuard(ThreadMode):
         withhold(self._context)
         if self.constants is not None:
             self.constants.begin(graph)
-        self._given.begin()
-        in_pieces = self._in_pieces and (self._breaks or self.doors or self._copies)
-        wanted = in_pieces or self._given or self.constants is not None
+        self._caller.begin()
+        in_pieces = self._in_pieces and (self._breaks or self.doors.made or self._copies)
+        wanted = in_pieces or self._caller or self.constants is not None
         # While an operator is being handled torch has taken this mode off its stack already.
         wanted = wanted or self.issued is not None
         if not self._handling and not self._entered and wanted:
@@ -106,7 +111,7 @@ class CaptureGuard(ThreadMode):
     def end(self) -> None:
         """The segment ends; raises for what a replay of it would not repeat."""
         hand_back(self._context)
-        self._given.end()
+        self._caller.end()
         if self._entered and not self._handling:
             top = dispatch_modes()[-1]
             if top is not self:
@@ -131,14 +136,16 @@ class CaptureGuard(ThreadMode):
         kwargs = kwargs or {}
         if is_taken_apart(func):
             return self.take_apart(func, args, kwargs)
-        if is_listed(func, self._breaks):
+        if self._breaks and is_listed(func, self._breaks):
             return self._break_at(func, args, kwargs)
         if self.issued is not None:
             self.issued.append(func)
-        if self._in_pieces:
+        if self._in_pieces and self.doors.made:
             self.doors.check((args, kwargs), "the graph reads", func)
+        if self._copies:
             self.check_written(func, args, kwargs)
-        self._given.check(func, args, kwargs)
+        if self._caller.on_device:
+            self._caller.check(func, args, kwargs)
         if self.constants is not None:
             return self.constants.run(func, args, kwargs)
         return func(*args, **kwargs)
@@ -153,17 +160,6 @@ class CaptureGuard(ThreadMode):
         finally:
             self._handling = False
 
-    def run_part(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        owns: Callable[[torch.Tensor], bool],
-    ) -> Any:
-        """Run an eager part between two segments. It may read no tensor that a graph `owns`
-        says, unless it was given it: replays find the one of the graph that was captured last."""
-        return self.doors.watched(function, args, kwargs, PartRules(owns, self.check_written))
-
     def note_copy(self, part: str, copy: torch.Tensor) -> None:
         """Note a copy of what an eager part returned and others hold too: a write would reach the
         copy alone."""
@@ -171,16 +167,10 @@ class CaptureGuard(ThreadMode):
 
     def check_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `BreakError` if an operator is about to write such a copy."""
-        schema = getattr(func, "_schema", None)
-        if not self._copies or schema is None or not schema.is_mutable:
+        if not self._copies or getattr(func, "_schema", None) is None:
             return
-        for place, argument in enumerate(schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            for tensor in tree.tensors(given):
-                if tensor.layout is not torch.strided:
-                    continue
+        for tensor in tree.tensors(list(written(func, args, kwargs))):
+            if tensor.layout is torch.strided:
                 ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
                 part = self._copies.get(ref)
                 if part is not None:
@@ -200,21 +190,21 @@ def is_listed(func: Any, breaks: frozenset[str]) -> bool:
 # Tensors of the caller, and work of the host ------------------------------------------------------
 
 
-class Given:
+class CallerTensors:
     """What a graph on a device must leave alone: the shape and the memory of the caller's tensors,
     the numbers in those that lie on the host, and the host's generator.
 
-    `own` says that the tensors were made for the call, which may then give them any shape; `bake`
+    `owned` says that the tensors were made for the call, which may then give them any shape; `bake`
     that numbers of the host may be those of the capture for ever.
     """
 
     def __init__(
-        self, values: Any, device_type: str, *, own: bool = False, bake: bool = False
+        self, values: Any, device_type: str, *, owned: bool = False, bake: bool = False
     ) -> None:
         tensors = [t for t in tree.tensors(values) if t.layout is torch.strided]
-        self._on_device = device_type != "cpu"
-        self._kept = [] if own else tensors
-        refuses = self._on_device and not bake
+        self.on_device = device_type != "cpu"
+        self._kept = [] if owned else tensors
+        refuses = self.on_device and not bake
         self._on_host = [t for t in tensors if refuses and t.device.type == "cpu" and t.numel()]
         self._hosts = set(map(_address, self._on_host))
         self._host_argument = HOST_ARGUMENT
@@ -226,7 +216,7 @@ class Given:
     def __bool__(self) -> bool:
         """Whether operators have to be looked at: where other threads run, only they tell whose
         draws have moved the host's generator."""
-        return bool(self._hosts) or (self._on_device and threading.active_count() > 1)
+        return bool(self._hosts) or (self.on_device and threading.active_count() > 1)
 
     def lift(
         self, is_constant: Callable[[torch.Tensor], bool] | None, *, later: bool = False
@@ -241,7 +231,7 @@ class Given:
     def begin(self) -> None:
         """A segment begins."""
         self._places = list(map(tree.identity, self._kept))
-        self._generator = torch.default_generator.get_state() if self._on_device else None
+        self._generator = torch.default_generator.get_state() if self.on_device else None
         self._drew = None
 
     def end(self) -> None:
@@ -258,23 +248,17 @@ class Given:
     def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `RefusedOpError` if an operator reads or writes a tensor of the caller's that lies
         on the host, or `PageableCopyError` where a try that lifts constants may take it; views of
-        it are made, and pinned memory is copied. Notes draws on the host."""
-        if self._on_device:
-            self._drew = bool(self._drew) or _draws_on_host(func, args, kwargs)
+        it are made, and pinned memory is copied. Notes draws on the host. For `on_device` alone."""
+        self._drew = bool(self._drew) or _draws_on_host(func, args, kwargs)
         if not self._hosts or _makes_a_view(func):
             return
         for tensor in tree.tensors((args, kwargs)):
             on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
             if not on_host or _address(tensor) not in self._hosts:
                 continue
-            # A copy of pinned memory is done anew by every replay.
+            # Every replay repeats a copy of pinned memory.
             if str(func) not in _COPIES or not tensor.is_pinned():
                 raise self._host_argument(described(tensor), op=func)
-
-
-def described(tensor: torch.Tensor) -> str:
-    """A tensor as errors name it."""
-    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -293,9 +277,9 @@ def _draws_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """Whether an operator draws from the host's generator, and not from a device's."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
-    given = [tensor.device.type for tensor in tree.tensors((args, kwargs))]
+    of_tensors = [tensor.device.type for tensor in tree.tensors((args, kwargs))]
     asked = kwargs.get("device")
-    devices = given or ["cpu" if asked is None else torch.device(asked).type]
+    devices = of_tensors or ["cpu" if asked is None else torch.device(asked).type]
     return "cpu" in devices
 
 
@@ -397,14 +381,11 @@ class SideDoors:
     """
 
     def __init__(self) -> None:
-        # By the numbers of storages, which nothing else has while there is a weak reference.
-        self._made: dict[int, tuple[StorageWeakRef, _Made]] = {}
+        # What a graph must not read, by the numbers of storages, which nothing else has while there
+        # is a weak reference.
+        self.made: dict[int, tuple[StorageWeakRef, _Made]] = {}
         self._capture = 0
         self._reads: dict[tuple[str, Source | None], _Read] = {}
-
-    def __bool__(self) -> bool:
-        """Whether anything is left that a graph must not read."""
-        return bool(self._made)
 
     def begin_capture(self) -> None:
         """A capture begins: what was made before is older than it."""
@@ -418,16 +399,17 @@ class SideDoors:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        rules: PartRules | None = None,
+        guard: CaptureGuard | None = None,
     ) -> Any:
         """Run an eager part, and see what it makes; those inside of it are part of it. In a capture
-        `rules` say what it may read and write."""
-        if any(isinstance(mode, _PartWatch) and mode.doors is self for mode in dispatch_modes()):
-            return function(*args, **kwargs)
+        it may read no tensor that `guard` owns, unless it was given it, and write no copy."""
+        for mode in dispatch_modes():
+            if isinstance(mode, _PartWatch) and mode.doors is self:
+                return function(*args, **kwargs)
         refuse_transform(function)
-        given = _memory((args, kwargs))
-        watch = _PartWatch(self, name_of(function), given, rules)
-        undo.set(in_eager_part, frozenset(given))
+        storages = _storages_in((args, kwargs))
+        watch = _PartWatch(self, name_of(function), storages, guard)
+        undo.set(in_eager_part, frozenset(storages))
         # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
         # one side alone: graph and part each make their own at a replay.
         torch.clear_autocast_cache()
@@ -438,39 +420,39 @@ class SideDoors:
     def settle(self) -> None:
         """An eager part is over, and what it returned is where it belongs: forget what is gone.
 
-        Raises `SideDoorError` if it made anew what the graph has read.
+        Raises `SideDoorError` if it made what the graph has read, once more.
         """
-        self._made = {
+        self.made = {
             key: each
-            for key, each in self._made.items()
+            for key, each in self.made.items()
             if not each[0].expired()  # type: ignore[no-untyped-call]
         }
         if self._reads:
-            for _, made in self._made.values():
+            for _, made in self.made.values():
                 read = self._reads.get(made.line) if made.capture == self._capture else None
                 if read is not None:
-                    raise made.refusal(read, " anew at every step")
+                    raise made.refusal(read, " again at every step")
 
     def check(self, values: Any, what: str, op: object = None) -> None:
         """Raise `SideDoorError` if the open capture may not read a tensor of `values`."""
-        if not self._made:
+        if not self.made:
             return
         for tensor in tree.tensors(values):
             # Of an empty one nothing can be read.
             for storage in _storages(tensor) if tensor.numel() else ():
-                found = self._made.get(storage._cdata)
-                if found is not None:
-                    self._note(_Read(what, op, user_source(), described(tensor)), found[1])
+                _, made = self.made.get(storage._cdata, (None, None))
+                if made is not None:
+                    self._note(_Read(what, op, user_source(), described(tensor)), made)
 
     def _note(self, read: _Read, made: _Made) -> None:
         if made.capture == self._capture:
             raise made.refusal(read)
         self._reads.setdefault(made.line, read)
-        for _, other in self._made.values():
+        for _, other in self.made.values():
             if other.capture == self._capture and other.line == made.line:
-                raise made.refusal(read, " anew at every step")
+                raise made.refusal(read, " again at every step")
 
-    def note_made(self, part: str, result: Any, given: Sequence[torch.Tensor]) -> None:
+    def note_made(self, part: str, result: Any, arguments: Sequence[torch.Tensor]) -> None:
         """Note the tensors of what an operator returned that are not memory of those it was given:
         none, for one that makes tensors of Python data."""
         before: set[int] | None = None
@@ -478,21 +460,14 @@ class SideDoors:
         for tensor in (result,) if type(result) is torch.Tensor else tree.tensors(result):
             for storage in _storages(tensor):
                 key = storage._cdata
-                if key in self._made:
+                if key in self.made:
                     continue
                 if before is None:
                     # Only now: most operators in a part read what others there have made.
-                    before = {own._cdata for each in given for own in _storages(each)}
+                    before = {s._cdata for tensor in arguments for s in _storages(tensor)}
                 if key not in before:
                     made = made or _Made(part, user_source(), self._capture)
-                    self._made[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
-
-
-class PartRules(NamedTuple):
-    """What an eager part may not do in a capture: read what a graph `owns`, write a copy."""
-
-    owns: Callable[[torch.Tensor], bool]
-    check_written: Callable[[Any, Sequence[Any], Mapping[str, Any]], None]
+                    self.made[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
 
 
 class _PartWatch(ThreadMode):
@@ -504,16 +479,16 @@ class _PartWatch(ThreadMode):
         self,
         doors: SideDoors,
         part: str,
-        given: dict[int, torch.UntypedStorage],
-        rules: PartRules | None,
+        storages: dict[int, torch.UntypedStorage],
+        guard: CaptureGuard | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.doors = doors
         self._part = part
         # What it may read without a look, held so that nothing else comes by its names meanwhile.
-        self._given = given
-        self._addresses = {storage.data_ptr() for storage in given.values()}
-        self._rules = rules
+        self._storages = storages
+        self._addresses = {storage.data_ptr() for storage in storages.values()}
+        self._guard = guard
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -523,23 +498,24 @@ class _PartWatch(ThreadMode):
             return self.take_apart(func, args, kwargs)
         makes_nothing = _makes_nothing(func)
         tensors: list[torch.Tensor] = []
-        if self._rules is not None or not (makes_nothing or func is _LIFT_FRESH):
+        guard = self._guard
+        if guard is not None or not (makes_nothing or func is _LIFT_FRESH):
             tensors = _tensors((*args, *kwargs.values()))
-        if self._rules is not None:
-            self._check(self._rules, tensors, func)
-            self._rules.check_written(func, args, kwargs)
+        if guard is not None:
+            self._check_read(guard, tensors, func)
+            guard.check_written(func, args, kwargs)
         result = func(*args, **kwargs)
         if not makes_nothing:
             self.doors.note_made(self._part, result, [] if func is _LIFT_FRESH else tensors)
         return result
 
-    def _check(self, rules: PartRules, tensors: Sequence[torch.Tensor], func: Any) -> None:
+    def _check_read(self, guard: CaptureGuard, tensors: Sequence[torch.Tensor], func: Any) -> None:
         for tensor in tensors:
             for each in _in_memory(tensor):
                 storage = each.untyped_storage()
-                if storage._cdata in self._given or storage.data_ptr() in self._addresses:
+                if storage._cdata in self._storages or storage.data_ptr() in self._addresses:
                     continue
-                if rules.owns(each):
+                if guard.owns(each):
                     raise HIDDEN_TENSOR(described(tensor), op=func, part=self._part)
 
 
@@ -558,10 +534,11 @@ def refuse_transform(function: Callable[..., Any]) -> None:
         raise TRANSFORMED_BREAK("an eager part of a transformed function", part=name_of(function))
 
 
-def _memory(given: Any) -> dict[int, torch.UntypedStorage]:
+def _storages_in(values: Any) -> dict[int, torch.UntypedStorage]:
     """The memory of all tensors, by what names it."""
-    found = [each for tensor in tree.tensors(given) for each in _storages(tensor)]
-    return {storage._cdata: storage for storage in found}
+    return {
+        storage._cdata: storage for tensor in tree.tensors(values) for storage in _storages(tensor)
+    }
 
 
 def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -600,12 +577,12 @@ def _makes_nothing(func: Any) -> bool:
     return known[1]
 
 
-def _tensors(given: Sequence[Any]) -> list[torch.Tensor]:
+def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
     """Every tensor of an operator's arguments, mostly tensors and numbers."""
-    found: list[torch.Tensor] = []
-    for each in given:
+    tensors: list[torch.Tensor] = []
+    for each in arguments:
         if isinstance(each, torch.Tensor):
-            found.append(each)
+            tensors.append(each)
         elif isinstance(each, list | tuple | dict):
-            found += tree.tensors(each)
-    return found
+            tensors += tree.tensors(each)
+    return tensors

@@ -141,17 +141,6 @@ class KeyedGraph:
     With graphs off it is the forward, called at every replay, and ends with the pool as graphs do.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_context",
-        "_outputs",
-        "_updates",
-        "_wrapper",
-        "descriptor",
-        "is_eager",
-        "key",
-    )
-
     def __init__(
         self, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper, outputs: Any
     ) -> None:

@@ -27,17 +27,18 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.breaks import check_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.guard import CaptureGuard, Given
+from graphrt.core.capture.guard import CallerTensors, CaptureGuard
 from graphrt.core.capture.refusals import NESTED_CAPTURE, NOT_STRIDED, SHARED_RESULTS
 from graphrt.core.capture.source import source_of
 from graphrt.core.device._contract import Capability
 from graphrt.core.device.error_chain import Unexplained
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.replay.eager_part import (
+    Call,
     EagerPart,
+    detached,
     name_of,
-    on_own_containers,
-    on_own_tensors,
+    on_fresh,
     settle,
 )
 from graphrt.core.replay.pool import GraphPool
@@ -60,12 +61,16 @@ class Recorder:
         pool: GraphPool,
         bridges: Bridges,
         context: ForwardContext,
-        given: Given,
+        call: Call,
         *,
+        owned: bool,
         breakable: bool,
-        breaks: Iterable[str] = (),
-        hooks: SegmentHooks | None = None,
+        breaks: Iterable[str],
+        hooks: SegmentHooks | None,
+        bake: bool,
     ) -> None:
+        """Of a `call`, whose arguments are `owned` if they were made for it; see `CallerTensors`
+        for `bake`."""
         self.pool = pool
         self.context = context
         self.breakable = breakable
@@ -83,8 +88,10 @@ class Recorder:
         lifts = context.capture is None or context.capture.lifts_constants
         pins = pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
-        given.lift(None if constants is None else constants.take, later=pins and not lifts)
-        self._guard = CaptureGuard(self, context, listed, given, constants)
+        caller = CallerTensors(call, pool.platform.device_type, owned=owned, bake=bake)
+        caller.lift(None if constants is None else constants.take, later=pins and not lifts)
+        self._guard = CaptureGuard(self, context, listed, caller, constants, pool._owns)
+        self.give(tree.tensors(call) if owned else ())
 
     @property
     def must_break(self) -> bool:
@@ -111,17 +118,25 @@ class Recorder:
 
     @undoing
     def _record(self, undo: Undo, body: Callable[[], R]) -> R:
+        pool, platform, context = self.pool, self.pool.platform, self.context
         depth = len(dispatch_modes())
-        undo.enter(self.pool.on_device())
+        undo.enter(pool.on_device())
         set_for_capture(undo)
         enter_under_way(undo, self)
         undo.set(active, self)
-        self.pool._will_put_back("a capture", undo.later)
+        pool._will_put_back("a capture", undo.later)
         undo.later(partial(setattr, self._guard, "recorder", None))  # each knows the other
         # A collection may destroy the graphs of others, which no device allows meanwhile.
         undo.later(partial(thaw_garbage, self))
         freeze_garbage(self)
-        self._enter_pool(undo)
+        pool.check_open()
+        pool._enter_capture(context)
+        # The capture stream is behind all that was done in the pool. Undone, the caller's stream is
+        # behind the capture, and counts as the last that used the pool: others wait for it.
+        pool.follow_stream()
+        work = None if context.capture is None else context.capture.work
+        undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
+        pool._expire_outputs()
         undo.after_error(partial(self._discard, depth))
         self._begin()
         result = body()
@@ -131,75 +146,64 @@ class Recorder:
             self._guard.constants.hand_on(result)
         return result
 
-    def _enter_pool(self, undo: Undo) -> None:
-        """Make the capture stream current, behind all that was done in the pool.
-
-        Undone, the caller's stream is current and behind the capture, and it counts as the last
-        that used the pool: a step on any other one waits for it.
-        """
-        pool, platform = self.pool, self.pool.platform
-        pool.check_open()
-        pool._enter_capture(self.context)
-        pool.follow_stream()
-        work = None if self.context.capture is None else self.context.capture.work
-        undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
-        pool._expire_outputs()
-
     def run_eagerly(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """End the segment, run `function`, begin the next segment; returns what readers capture."""
         self._end()
-        part = f"eager break {name_of(function)}"
-        site = len([each for each in self.parts if isinstance(each, EagerPart)])
-        given = tree.tensors((args, kwargs))
-        self.check_read(given, f"{part} is given")
-        before = tree.leaves((args, kwargs)) if can_change(args, kwargs) else None
-        shapes = list(map(_place_of, given))
-        kept_args, kept_kwargs = tree.map_tensors(self.captured_ref, (args, kwargs))
-        apart = tree.map_tensors(self._kept_apart, (args, kwargs))
-        known = {t.untyped_storage().data_ptr() for t in given if t.layout is torch.strided}
-        result = self._guard.run_part(function, args, kwargs, self.owns)
-        readable, aliased = self._readable(strided(result, part), known, name_of(function), site)
+        name, call = name_of(function), (args, kwargs)
+        tensors = tree.tensors(call)
+        self.check_read(tensors, f"eager break {name} is given")
+        leaves = tree.leaves(call) if can_change(args, kwargs) else None
+        identities = list(map(_identity_of, tensors))
+        # Replays call it with the tensors of the capture; `apart` are for one that reshapes them.
+        kept = tree.map_tensors(self.captured_ref, call)
+        apart = tree.map_tensors(self._kept_apart, call)
+        memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
+        result = self._guard.doors.watched(function, args, kwargs, self._guard)
+        strided(result, f"eager break {name}")
+        readable, aliased, recorded = unseen(partial(self._readable, result, memory, name))
         self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
-        recorded = tree.map_tensors(self._kept_apart, readable)
-        changed = before is not None and not _are_same(before, tree.leaves((args, kwargs)))
-        # Though this call changed nothing in them: a later one may.
-        called = function if before is None else on_own_containers(function)
-        if not changed and list(map(_place_of, tree.tensors((args, kwargs)))) != shapes:
-            called, (kept_args, kept_kwargs) = on_own_tensors(function), apart
-        self.parts.append(EagerPart(called, kept_args, kept_kwargs, recorded, aliased, apart))
-        leaves = zip(tree.tensors(result), tree.tensors(readable), strict=True)
-        moved = [(_weak_storage(was), copy) for was, copy in leaves if was is not copy]
-        # Its own reference to what was copied to its place would look like another way out.
-        del result, leaves
-        for was, copy in moved:
-            if not was.expired():  # type: ignore[no-untyped-call]
-                self._guard.note_copy(name_of(function), copy)
+        called = function
+        if leaves is not None:
+            # Even where this call changed nothing in its containers: a later one may.
+            called = on_fresh(function, tree.copied)
+        same = leaves is None or _are_same(leaves, tree.leaves(call))
+        if same and list(map(_identity_of, tree.tensors(call))) != identities:
+            called, kept = on_fresh(function, detached), apart
+        self.parts.append(EagerPart(called, kept, recorded, aliased, apart))
+        pairs = zip(tree.tensors(result), tree.tensors(readable), strict=True)
+        moved = [(_weak_storage(tensor), copy) for tensor, copy in pairs if tensor is not copy]
+        # Its own references to what was copied would look like another way out.
+        del result, pairs
+        for storage, copy in moved:
+            if not storage.expired():  # type: ignore[no-untyped-call]
+                self._guard.note_copy(name, copy)
         self._guard.doors.settle()
         self._begin()
         return readable
 
     def _readable(
-        self, result: Any, known: set[int], part: str, site: int
-    ) -> tuple[Any, frozenset[str]]:
-        """The results of an eager part where graphs can read them at every replay, and the paths of
-        those that stay where they are: memory that it was given, `known`, or the pool's."""
+        self, result: Any, memory: set[int], name: str
+    ) -> tuple[Any, frozenset[str], Any]:
+        """The results of an eager part where graphs can read them at every replay; the paths of
+        those that stay where they are, in `memory`, which it was given, or in the pool; and the
+        results as its entry keeps them."""
         fresh: set[int] = set()
+        site = len([part for part in self.parts if isinstance(part, EagerPart)])
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
             storage = tensor.untyped_storage().data_ptr()
-            if storage in known or self.owns(tensor):
+            if storage in memory or self.pool._owns(tensor):
                 return True
             if storage in fresh:
-                raise SHARED_RESULTS(f"the one at {path or 'the top'}", part=part)
+                raise SHARED_RESULTS(f"the one at {path or 'the top'}", part=name)
             fresh.add(storage)
             return False
 
+        readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
-        return unseen(
-            partial(self._bridges.fix, site, result, stays=stays, allocate=self.pooled_like)
-        )
+        return readable, aliased, tree.map_tensors(self._kept_apart, readable)
 
     def bracketed(self, issue: Callable[[], object]) -> Any:
         """Issue the operators of one task inside of its bracket; returns its handle."""
@@ -221,8 +225,8 @@ class Recorder:
 
     def made(self, tensor: torch.Tensor) -> bool:
         """See `Recording.made`."""
-        found = self._made.get(id(tensor))
-        return found is not None and found() is tensor
+        reference = self._made.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def forward_returned(self, result: Any) -> None:
         """What is captured from here on is none of the forward's operators."""
@@ -238,10 +242,10 @@ class Recorder:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
         known = self._aliases.get(id(tensor))
         # An eager part may have given it another shape, or other memory.
-        if known and known[0]() is tensor and _place_of(known[1]) == _place_of(tensor):
+        if known and known[0]() is tensor and _identity_of(known[1]) == _identity_of(tensor):
             return known[1]
         # An alias of memory would lose a conjugation that torch has put off.
-        if not self.owns(tensor) or tensor.is_conj() or tensor.is_neg():
+        if not self.pool._owns(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor
         # The alias itself must not be recorded, and replays outside of inference mode write it too.
         alias = unseen(partial(self.pool.platform.weak_ref, self.pool.memory, tensor))
@@ -251,8 +255,8 @@ class Recorder:
 
     def _kept_apart(self, tensor: torch.Tensor) -> torch.Tensor:
         """`captured_ref`, but never the forward's own tensor, which may yet become another view."""
-        found = self.captured_ref(tensor)
-        return unseen(tensor.detach) if found is tensor else found
+        kept = self.captured_ref(tensor)
+        return unseen(tensor.detach) if kept is tensor else kept
 
     def pooled_like(self, like: torch.Tensor) -> torch.Tensor | None:
         """Pool memory with the shape and dtype of `like`; None where there can be none."""
@@ -261,21 +265,14 @@ class Recorder:
         keeps_pool = Capability.ALLOCATE_IN_POOL in platform.capabilities and graphs_of(self.parts)
         if not keeps_pool or like.device.type != platform.device_type:
             return None
-
-        found = unseen(partial(self._allocated, like))
-        return found if self.owns(found) else None
+        tensor = unseen(partial(self._allocated, like))
+        return tensor if self.pool._owns(tensor) else None
 
     @undoing
     def _allocated(self, undo: Undo, like: torch.Tensor) -> torch.Tensor:
-        undo.enter(self.pool._allocate())
+        undo.enter(self.pool.platform.allocate_in(self.pool.memory))
         strides = separate_strides(like)
         return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is memory of the pool; one that is not strided has no one memory."""
-        if tensor.layout is not torch.strided:
-            return False
-        return self.pool.platform.owns(self.pool.memory, tensor)
 
     def _begin(self) -> None:
         if self._hooks is not None:
@@ -311,11 +308,12 @@ class Recorder:
 
     def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
         hooks, constants = self._hooks, self._guard.constants
-        if constants is not None:
-            hooks = constants.hooks(hooks)
+        before = [] if constants is None else constants.checks()
+        if hooks is not None:
+            before.append(hooks.before_replay)
         if tasks:
-            return TaskedSegment(self.pool.platform, graph, tasks, hooks)
-        return graph if hooks is None else HookedSegment(graph, hooks)
+            return TaskedSegment(self.pool.platform, graph, tasks, before)
+        return HookedSegment(graph, before) if before else graph
 
     def discard(self) -> None:
         """Take back what is captured, and what is open; once more changes nothing."""
@@ -345,7 +343,7 @@ def strided(result: Any, what: str = "the forward") -> Any:
     return result
 
 
-def _place_of(tensor: torch.Tensor) -> object:
+def _identity_of(tensor: torch.Tensor) -> object:
     return tree.identity(tensor) if tensor.layout is torch.strided else None
 
 

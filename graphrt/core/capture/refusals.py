@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from graphrt.core.base.errors import (
+    BakedScalarError,
     BreakError,
     CaptureError,
     FrozenMetadataError,
@@ -19,6 +22,7 @@ from graphrt.core.base.errors import (
     MissedBreakError,
     NestedCaptureError,
     OutputError,
+    PageableCopyError,
     RefusedOpError,
     SideDoorError,
 )
@@ -54,6 +58,11 @@ class Refusal(NamedTuple):
             }
         what = self.what.format(**words) if words else self.what
         return self.error(what, got=got, expected=self.expected, advice=self.advice, **at)
+
+
+def described(tensor: torch.Tensor) -> str:
+    """A tensor as errors name it."""
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 # Captures -----------------------------------------------------------------------------------------
@@ -110,6 +119,23 @@ HOST_DRAW = Refusal(
     has_line=False,
 )
 
+PAGEABLE_COPY = Refusal(
+    PageableCopyError,
+    "a tensor of the host's, which the forward did not make, is copied to the device: replays "
+    "would not see what the host writes there",
+    expected="tensors on the device, or constants that the forward makes itself",
+    advice="move it to the device before the capture (module.to(device)), or pass it as an input",
+)
+WRITTEN_CONSTANT = Refusal(
+    BakedScalarError,
+    "a NumPy array, a number in a host tensor, or a constant of an earlier piece was written since "
+    "a graph has a copy of it: the graph has the values of its capture for ever",
+    expected="the values of the capture",
+    advice="pass it as an input, or keep it in a tensor on the device and write that in place "
+    "(copy_); recapture() after the host has changed it for good",
+    has_line=False,
+)
+
 # Eager parts --------------------------------------------------------------------------------------
 
 MISSED_BREAK = Refusal(
@@ -144,7 +170,7 @@ HIDDEN_TENSOR = Refusal(
     SideDoorError,
     "eager break {part} reads a tensor that the graph made and that it was not given: replays "
     "would find the one of the graph that was captured last",
-    expected="arguments of the eager part, or memory that no graph makes anew",
+    expected="arguments of the eager part, or memory that no graph makes again",
     advice="pass it as an argument of the eager part",
 )
 SIDE_DOOR = Refusal(

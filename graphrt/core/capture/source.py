@@ -61,25 +61,25 @@ def user_source() -> Source | None:
         if _is_users(code.co_filename):
             return Source(code.co_filename, frame.f_lineno, code.co_name)
         line_of = _generated.get(code.co_filename)
-        found = None if line_of is None else line_of(frame.f_lineno)
-        if found is not None:
-            return found
+        source = None if line_of is None else line_of(frame.f_lineno)
+        if source is not None:
+            return source
         frame = frame.f_back
     return None
 
 
 def source_of(error: BaseException) -> Source | None:
     """The innermost such frame that `error` came through."""
-    found = None
+    source = None
     trace = error.__traceback__
     while trace is not None:
         code, line = trace.tb_frame.f_code, trace.tb_lineno
         if _is_users(code.co_filename):
-            found = Source(code.co_filename, line, code.co_name)
+            source = Source(code.co_filename, line, code.co_name)
         elif code.co_filename in _generated:
-            found = _generated[code.co_filename](line) or found
+            source = _generated[code.co_filename](line) or source
         trace = trace.tb_next
-    return found
+    return source
 
 
 @cache

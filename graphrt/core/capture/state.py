@@ -12,6 +12,7 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, check_takes, shown
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.base.torch_names import inference_guard
+from graphrt.core.capture.refusals import described
 
 
 @public("graphrt")
@@ -74,20 +75,20 @@ class State:
         rows = ... if tensor.dim() == 0 else self._rows
         copy = without_gradients(lambda: tensor[rows].clone())
 
-        place = tensor.detach()
+        original = tensor.detach()
 
         def write() -> None:
             with inference_guard(tensor.is_inference()):
-                place[rows] = copy
+                original[rows] = copy
 
         def restore_tensor() -> None:
             without_gradients(write)
-            if tensor.data_ptr() != place.data_ptr() or tensor.shape != place.shape:
-                tensor.data = place
+            if tensor.data_ptr() != original.data_ptr() or tensor.shape != original.shape:
+                tensor.data = original
                 raise StaleInputError(
                     "the forward gave declared state other memory, or another shape: replays would "
                     "go on from the old one",
-                    got=f"{tensor.dtype} {tuple(tensor.shape)}",
+                    got=described(tensor),
                     expected="state that is written in place: copy_(), add_(), index_copy_()",
                     advice="write the new value into the tensor instead of replacing it",
                 )

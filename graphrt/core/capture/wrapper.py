@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
@@ -16,7 +16,6 @@ from graphrt.core.base.errors import (
     GraphsCapturedError,
     InvalidModeError,
     InvalidOptionError,
-    MissingUpdateError,
     PlatformError,
     StaleInputError,
     Uncopied,
@@ -36,18 +35,16 @@ from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
 from graphrt.core.capture.bridges import Bridges
-from graphrt.core.capture.guard import Given
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Recorder
-from graphrt.core.capture.sealing import Sealing
+from graphrt.core.capture.transaction import Sealing
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import given_platform
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.replay._turn import in_turn
 from graphrt.core.replay.eager_part import name_of
-from graphrt.core.replay.entry import BoundArguments, Deferred, Entry
-from graphrt.core.replay.host_args import Updates
+from graphrt.core.replay.entry import BoundArguments, Entry
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.replay.segments import SegmentHooks, check_hooks, graphs_of
@@ -80,7 +77,7 @@ class WrapperGraphs:
 
     def __init__(
         self,
-        mode: GraphMode,
+        mode: GraphMode | None,
         pool: GraphPool,
         options: GraphOptions,
         read_context: Callable[[], ForwardContext | None],
@@ -126,24 +123,16 @@ class WrapperGraphs:
             entry.graph.replay()
         else:
             try:
-                entry.launch(context, all_tasks=whole)
+                owner = entry.launch(context, all_tasks=whole)
             except Exception as error:
                 return wrapper._repeat_eagerly(entry, context, error, args, kwargs)
-            if entry.deferred is not None:
-                pool.owner = entry.deferred
+            if owner is not None:
+                pool.owner = owner
         if self.clones:
             return cloned(entry.outputs)
         if entry.fresh is not None and self.fresh_containers:
             return entry.fresh()
         return entry.outputs
-
-    def entry_of(self, descriptor: BatchDescriptor | None) -> Entry | None:
-        """The entry of a descriptor, if there is one; raises `InvalidOptionError` for none."""
-        try:
-            return None if descriptor is None else self.entries.get(descriptor)
-        except TypeError:
-            check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
-            raise
 
     def find_at(self, slot: int, entry: Entry) -> None:
         """Let steps of this slot find `entry` without looking it up; -1 is no slot."""
@@ -157,7 +146,7 @@ class WrapperGraphs:
         entry = self.entries.get(descriptor)
         if entry is not None:
             entry.unchecked = True
-            self._lose([entry])
+            self._lose({entry})
 
     def take(self, descriptor: BatchDescriptor | None) -> Sequence[DeviceGraph]:
         """The graphs of one descriptor, or of all, which no step finds any more."""
@@ -165,18 +154,17 @@ class WrapperGraphs:
             taken = list(self.entries.values())
         else:
             check_hashable("descriptor", descriptor)
-            found = self.entries.get(descriptor)
-            taken = [] if found is None else [found]
-        self._lose(taken)
+            entry = self.entries.get(descriptor)
+            taken = [] if entry is None else [entry]
+        self._lose(set(taken))
         for entry in taken:
             # By that a runner's step knows that there is nothing to replay any more.
             entry.graph = None
             self.entries.pop(entry.descriptor, None)
         return graphs_of([part for entry in taken for part in entry.parts])
 
-    def _lose(self, entries: Sequence[Entry]) -> None:
-        lost = set(map(id, entries))
-        self.by_slot = [None if id(each) in lost else each for each in self.by_slot]
+    def _lose(self, entries: Set[Entry]) -> None:
+        self.by_slot = [None if each in entries else each for each in self.by_slot]
 
     def clear_buffers(self) -> None:
         """Let go of the buffers if no graph is left: they may lie in the pool, and keep what the
@@ -186,8 +174,6 @@ class WrapperGraphs:
             self.statics.clear()
 
 
-_EAGER: Final = object()
-"""In place of a result: the call has no graph, and may not capture one."""
 _COUNTED = (Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
 
 
@@ -207,6 +193,8 @@ class GraphWrapper(Uncopied):
 
     platform_name: str | None = None
     """The platform a subclass belongs to; None is the current one."""
+    entry_class: type[Entry] = Entry
+    """What a capture makes."""
 
     def __init__(
         self,
@@ -243,17 +231,19 @@ class GraphWrapper(Uncopied):
             )
         self.pool = GraphPool(self.platform_name) if pool is None else pool
         self.options = options or GraphOptions()
-        self._graphs = WrapperGraphs(self.runtime_mode, self.pool, self.options, read_context)
+        # With graphs off no context is of its mode.
+        mode = None if graphs_off() else self.runtime_mode
+        self._graphs = WrapperGraphs(mode, self.pool, self.options, read_context)
         self._new_recorder = partial(
             Recorder,
             breakable=breakable and self.runtime_mode is GraphMode.PIECEWISE,
             breaks=self.options.breaks,
             hooks=hooks,
+            bake=self.options.host_arguments == "bake",
         )
         self._eager_calls = Counter[Reason]()
         self.last_failed_update: str | None = None
         self._sealing = Sealing(self.options)
-        self._off = graphs_off()
         self._owner_served = False
         # Last: a session that is under way has it capture from now on.
         self.pool._add_holder(self)
@@ -291,14 +281,14 @@ class GraphWrapper(Uncopied):
                 if pool.owner is context:
                     pool.owner = outer
                 return outputs
-            outputs = self._capture(context, args, kwargs)
+            captured, outputs = self._capture(context, args, kwargs)
             pool.owner = outer
         except BaseException:  # `undoing`, written out: on the way of every step
             if pool.owner is context:  # a step that waits for its updates keeps the pool
                 pool.owner = outer
             raise
         # Out of the turn: what the host calls there may step and capture in the pool itself.
-        if outputs is _EAGER:
+        if not captured:
             return self.runnable(*args, **kwargs)
         self._tell_pool(context)
         return outputs
@@ -306,96 +296,39 @@ class GraphWrapper(Uncopied):
     def _find(self, context: ForwardContext, args: Any, kwargs: Any) -> Entry | None:
         """The entry of a step that its slot does not lead to, with its arguments compared where
         that is asked for; None where there is none to replay."""
+        graphs, descriptor = self._graphs, context.descriptor
         if not hasattr(context.slot, "__index__"):
             raise _no_slot(context.slot)
-        descriptor = context.descriptor
-        entry = self._graphs.entry_of(descriptor)
+        if descriptor is None:
+            return None
+        try:
+            entry = graphs.entries.get(descriptor)
+        except TypeError:
+            check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
+            raise
         if entry is None:
             return None
-        under_way = context.capture or context.token
-        again = under_way is not None and entry.captured_in is under_way
+        step = context.capture or context.token
+        again = step is not None and entry.captured_in is step
         if again or context.capture is not None:
             raise _captured_already(descriptor, in_this_step=again)
-        if entry.unchecked and not self._has_its_arguments(entry, context, args, kwargs):
-            return None
-        self._graphs.find_at(context.slot, entry)
-        return entry
-
-    def _has_its_arguments(
-        self, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
-    ) -> bool:
-        """Whether arguments are where the capture found them. Not so behind a piece of the step
-        that ran eagerly; raises `StaleInputError` where another reason has them elsewhere."""
-        try:
-            entry.check_arguments(args, kwargs, self.pool, name_of(self.runnable))
-        except StaleInputError:
-            if not self.pool.pieces.is_behind_a_miss(context):
+        if entry.unchecked:
+            try:
+                entry.check_arguments(args, kwargs, self.pool, name_of(self.runnable))
+            except StaleInputError:
+                # A piece before had no graph, and left its results elsewhere.
+                if self.pool.pieces.is_behind_a_miss(context):
+                    return None
                 raise
-            return False
-        entry.unchecked = self._graphs.always_checks
-        return True
-
-    def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
-        """Capture a call, and return its result; `_EAGER` where it may not."""
-        if not self._may_capture(context):
-            return _EAGER
-        descriptor = context.descriptor
-        check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
-        assert descriptor is not None
-        graphs, bake = self._graphs, self.options.host_arguments == "bake"
-        device_type = self.pool.platform.device_type
-        given = Given((args, kwargs), device_type, own=self._owner_served, bake=bake)
-        recorder = self._new_recorder(self.pool, graphs.bridges, context, given)
-        recorder.give(tree.tensors((args, kwargs)) if self._owner_served else ())
-        entry, result = self._captured(recorder, descriptor, args, kwargs)
-        entry.unchecked = graphs.checks
-        transaction = context.capture
-        # A lazy entry gets its slot when the next step looks for it: see `_find`.
-        graphs.find_at(-1 if transaction is None else transaction.slot, entry)
-        return cloned(result) if graphs.clones else result
-
-    @undoing
-    def _captured(
-        self, undo: Undo, recorder: Recorder, descriptor: BatchDescriptor, args: Any, kwargs: Any
-    ) -> tuple[Entry, Any]:
-        """The entry of a call, which is then among the graphs, and its result. If it raises, the
-        pieces that the same step has captured before are gone too, unless a transaction sees to
-        them."""
-        pool, context, graphs = self.pool, recorder.context, self._graphs
-        transaction = context.capture
-        bound = BoundArguments.of(args, kwargs, pool)
-        if transaction is None:
-            undo.after_error(partial(pool.pieces.take_back, context))
-
-        def take_back() -> None:
-            if descriptor not in graphs.entries:
-                recorder.discard()
-            graphs.clear_buffers()
-
-        undo.after_error(take_back)
-        pool.pieces.check_held((args, kwargs), context)
-        result = recorder.record(partial(self._run, args, kwargs, recorder))
-        outputs = tree.map_tensors(recorder.captured_ref, result)
-        step = transaction or context.token
-        entry = Entry(descriptor, tuple(recorder.parts), outputs, bound, step)
-        if self.options.outputs != "static":
-            pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
-            pool.pieces.hold_loosely(kept for kept, own in pairs if kept is not own)
-        if transaction is not None:
-            transaction.add(self, partial(self.destroy_graphs, descriptor))
-        # The one store from which on it is captured.
-        graphs.entries[descriptor] = entry
-        if transaction is None:
-            pool.pieces.captured(self, context)
-        return entry, result
+            entry.unchecked = graphs.always_checks
+        graphs.find_at(context.slot, entry)
+        return entry
 
     def _may_capture(self, context: ForwardContext) -> bool:
         """Whether a call without a graph captures one; it runs eagerly, and counts so, if not."""
-        if self._graphs.entry_of(context.descriptor) is not None:
-            # Its arguments lie elsewhere because a piece before had no graph: it has none either.
+        if context.descriptor in self._graphs.entries:
+            # Behind a piece that had no graph, and left its results elsewhere: it has none either.
             self._eager_calls[Reason.MISSING_GRAPH] += 1
-            return False
-        if self._off:
             return False
         allowed = context.capture is not None or self._sealing.may_capture
         if context.descriptor is not None and allowed:
@@ -403,6 +336,55 @@ class GraphWrapper(Uncopied):
         self._eager_calls[self._sealing.miss(context, self._graphs.entries)] += 1
         self.pool._missed(context)
         return False
+
+    def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Capture a call where it may be; returns whether it was, and its result."""
+        if not self._may_capture(context):
+            return False, None
+        check_kind("descriptor", context.descriptor, BatchDescriptor, example="BatchDescriptor(4)")
+        graphs, transaction = self._graphs, context.capture
+        recorder = self._new_recorder(
+            self.pool, graphs.bridges, context, (args, kwargs), owned=self._owner_served
+        )
+        entry, result = self._record(recorder, args, kwargs)
+        entry.unchecked = graphs.checks
+        # A lazy entry gets its slot when the next step looks for it: see `_find`.
+        graphs.find_at(-1 if transaction is None else transaction.slot, entry)
+        return True, cloned(result) if graphs.clones else result
+
+    @undoing
+    def _record(self, undo: Undo, recorder: Recorder, args: Any, kwargs: Any) -> tuple[Entry, Any]:
+        """The entry of a call, which is then among the graphs, and its result. If it raises, the
+        pieces that the same step has captured before are gone too, unless a transaction sees to
+        them."""
+        pool, context, graphs = self.pool, recorder.context, self._graphs
+        descriptor, transaction = context.descriptor, context.capture
+        assert descriptor is not None
+        bound = BoundArguments.of(args, kwargs, pool)
+
+        def take_back() -> None:
+            if descriptor not in graphs.entries:
+                recorder.discard()
+            graphs.clear_buffers()
+            if transaction is None:
+                pool.pieces.take_back(context)
+
+        undo.after_error(take_back)
+        pool.pieces.check_held((args, kwargs), context)
+        result = recorder.record(partial(self._run, args, kwargs, recorder))
+        outputs = tree.map_tensors(recorder.captured_ref, result)
+        step = transaction or context.token
+        entry = self.entry_class(descriptor, tuple(recorder.parts), outputs, bound, step)
+        if self.options.outputs != "static":
+            pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
+            pool.pieces.hold_loosely(kept for kept, tensor in pairs if kept is not tensor)
+        if transaction is not None:
+            transaction.add(self, partial(self.destroy_graphs, descriptor))
+        # The one store from which on it is captured.
+        graphs.entries[descriptor] = entry
+        if transaction is None:
+            pool.pieces.captured(self, context)
+        return entry, result
 
     def _tell_pool(self, context: ForwardContext) -> None:
         transaction = context.capture
@@ -417,6 +399,18 @@ class GraphWrapper(Uncopied):
         if self.options.outputs != "static":
             return result
         return self._graphs.statics.fix(0, result, stays=lambda path, tensor: False)[0]
+
+    def _repeat_eagerly(
+        self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
+    ) -> Any:
+        """A step whose update failed, run eagerly if the host wants that, and counted; raises
+        `error` if not."""
+        allowed = entry.update_failed and self.options.eager_after_failed_update
+        if not (allowed and isinstance(context.updates, Mapping)):
+            raise error
+        self._eager_calls[Reason.UPDATE_FAILED] += 1
+        self.last_failed_update = f"{type(error).__name__}: {error}"
+        return without_gradients(partial(self._run, args, kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name == "runnable":
@@ -478,7 +472,8 @@ class GraphWrapper(Uncopied):
     def _move_to(self, pool: GraphPool) -> None:
         check_kind("pool", pool, GraphPool, optional=False)
         pool.check_open()
-        pool._check_like(self.pool)
+        pool.check_platform(self.pool.platform)
+        pool._check_device(self.pool.device)
         if self.entries:
             raise GraphsCapturedError(
                 "a wrapper cannot be moved to another pool: its graphs lie in this one",
@@ -498,20 +493,6 @@ class GraphWrapper(Uncopied):
         """
         in_turn(self.pool, "clear_graphs()", partial(self.destroy_graphs, None))
 
-    def update(self, updates: Updates) -> None:
-        """The updates of the step called with `DEFERRED`; raises `MissingUpdateError` where none
-        was. If they do not fit, it waits on; if one fails, it ends with some arguments old."""
-        waiting = self.pool.owner
-        launched = any(entry.deferred is waiting for entry in self.entries.values())
-        if not (launched and isinstance(waiting, Deferred)):
-            raise MissingUpdateError(
-                "no step waits for updates",
-                got=waiting,
-                expected="a call with updates=DEFERRED before",
-                advice="call the wrapper first, or pass the updates with the call",
-            )
-        waiting.end(self.pool, updates)
-
     def drop(self, descriptor: BatchDescriptor) -> None:
         """Destroy the graph of one descriptor, if there is one. Raises `PoolBusyError` while a step
         is under way in the pool."""
@@ -529,18 +510,6 @@ class GraphWrapper(Uncopied):
         """See `HoldsGraphs`."""
         if not self._owner_served and self.runtime_mode is not _FULL:
             self._graphs.look_again(descriptor)
-
-    def _repeat_eagerly(
-        self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
-    ) -> Any:
-        """A step whose update failed, run eagerly if the host wants that, and counted; raises
-        `error` if not."""
-        allowed = entry.update_failed and self.options.eager_after_failed_update
-        if not (allowed and isinstance(context.updates, Mapping)):
-            raise error
-        self._eager_calls[Reason.UPDATE_FAILED] += 1
-        self.last_failed_update = f"{type(error).__name__}: {error}"
-        return without_gradients(partial(self._run, args, kwargs))
 
 
 def _no_slot(slot: object) -> InvalidOptionError:
@@ -578,29 +547,22 @@ def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
     platform = given_platform(platform)
     path = platform.get_static_graph_wrapper_cls()
     module, _, name = path.rpartition(".")
+    cause = None
     try:
-        found = getattr(importlib.import_module(module), name)
+        wrapper: Any = getattr(importlib.import_module(module), name)
+        got = repr(wrapper)
     except (ImportError, AttributeError, ValueError) as error:
-        raise PlatformError(
-            f"the wrapper class of platform {platform.name!r} cannot be imported",
-            got=path,
-            expected="the dotted path of a GraphWrapper subclass",
-            advice="fix get_static_graph_wrapper_cls() of the platform",
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, GraphWrapper)):
-        raise _not_its_own(platform, path, repr(found))
-    # Without a pool it would make one on the platform that it names.
-    if found.platform_name != platform.name:
-        raise _not_its_own(platform, path, f"platform_name = {found.platform_name!r}")
-    return found
-
-
-def _not_its_own(platform: Platform, path: str, got: str) -> PlatformError:
-    return PlatformError(
-        f"{path}, the wrapper class of platform {platform.name!r}, belongs to another one, or is "
-        "no wrapper",
+        wrapper, cause, got = None, error, f"{type(error).__name__}: {error}"
+    if isinstance(wrapper, type) and issubclass(wrapper, GraphWrapper):
+        # Without a pool it would make one on the platform that it names.
+        if wrapper.platform_name == platform.name:
+            return wrapper
+        got = f"platform_name = {wrapper.platform_name!r}"
+    raise PlatformError(
+        f"{path}, the wrapper class of platform {platform.name!r}, cannot be imported, belongs to "
+        "another one, or is no wrapper",
         got=got,
         expected=f"a GraphWrapper subclass with platform_name = {platform.name!r}",
-        advice="give the platform a subclass of its own that says so, and return its path from "
-        "get_static_graph_wrapper_cls()",
-    )
+        advice="give the platform a subclass of its own that says so, and return its dotted path "
+        "from get_static_graph_wrapper_cls()",
+    ) from cause

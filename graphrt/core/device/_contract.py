@@ -31,8 +31,6 @@ class Capability(enum.Enum):
     """Work is issued on streams: the methods under "Streams"."""
     TASK_UPDATE = "task_update"
     """`task_begin`, `task_end` and `replay_updated`."""
-    DEFERRED_UPDATE = "deferred_update"
-    """`launch_deferred` and `update_deferred`."""
     RANDOM = "random"
     """Random operators of a graph draw new numbers at every replay."""
     HOST_POOL = "host_pool"

@@ -337,19 +337,3 @@ class Platform(ABC):
         arguments new and some old; the next replay comes with `changed` true.
         """
         raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")
-
-    def launch_deferred(self, graph: Any, updates: Sequence[TaskUpdate], *, name: str = "") -> bool:
-        """Replay `graph` so that it waits for its tasks until `update_deferred`; returns whether
-        their update is still to come, as a device may let it come first.
-        """
-        raise MissingCapabilityError(
-            f"platform {self.name!r} cannot update tasks after the launch of their graph",
-            got="updates=DEFERRED",
-            expected=f"the capability {Capability.DEFERRED_UPDATE.value}",
-            advice="pass the updates with the call",
-        )
-
-    def update_deferred(self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool) -> None:
-        """Give the tasks of a launched graph their arguments, as `replay_updated` does: whatever an
-        `issue` raises, the graph comes to its end."""
-        raise MissingCapabilityError(f"platform {self.name!r} has no launched graph to update")

@@ -79,7 +79,7 @@ class PoolOwner:
         return self._name
 
     def refusal(self, pool: OwnedPool) -> GraphRTError | None:
-        """What whoever finds the pool taken is told, if more than that it is busy."""
+        """The error for those who find the pool taken, if there is more to say than that."""
         return None
 
 

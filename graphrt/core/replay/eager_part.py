@@ -20,6 +20,9 @@ from graphrt.core.base.torch_names import (
     set_attention_order,
 )
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a function is called with."""
+
 
 class EagerPart:
     """A function that runs eagerly at every replay and leaves its results where they are read.
@@ -33,18 +36,16 @@ class EagerPart:
     def __init__(
         self,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: Call,
         recorded: Any,
         aliased: frozenset[str],
-        apart: tuple[tuple[Any, ...], dict[str, Any]],
+        apart: Call,
     ) -> None:
         self._function = function
-        self._args = args
-        self._kwargs = kwargs
+        self._args, self._kwargs = call
         self._recorded = recorded
         self._aliased = aliased
-        self._apart: tuple[tuple[Any, ...], dict[str, Any]] | None = apart
+        self._apart: Call | None = apart
         self._settings = settings_now()
 
     def settle(self, around: Mapping[str, Any]) -> None:
@@ -55,8 +56,10 @@ class EagerPart:
             name = name_of(self._function)
             self._function = under(self._function, name, self._settings, around)
             self._settings = {}
-            given, apart = tree.tensors((self._args, self._kwargs)), tree.tensors(self._apart)
-            if any(_has_moved(one, other) for one, other in zip(given, apart, strict=True)):
+            pairs = zip(
+                tree.tensors((self._args, self._kwargs)), tree.tensors(self._apart), strict=True
+            )
+            if any(_has_moved(tensor, alias) for tensor, alias in pairs):
                 self._args, self._kwargs = self._apart
             self._apart = None
 
@@ -157,28 +160,22 @@ def _deliver_tensor(
     recorded.copy_(result)
 
 
-def on_own_containers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which changes containers that it is given, with new ones at every call: else it
-    would find in them what the step before put there."""
+def on_fresh(function: Callable[..., Any], fresh: Callable[[Call], Call]) -> Callable[..., Any]:
+    """`function`, called with `fresh` containers or tensors in place of its arguments: one that
+    changes them would find at each step what the step before put there."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree.copied((args, kwargs))
+        args, kwargs = fresh((args, kwargs))
         return function(*args, **kwargs)
 
     return called
 
 
-def on_own_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which gives tensors that it is given another shape or other memory, with new ones
-    over the same memory at every call."""
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree.map_tensors(torch.Tensor.detach, (args, kwargs))
-        return function(*args, **kwargs)
-
-    return called
+def detached(call: Call) -> Call:
+    """The same with other tensors over the same memory."""
+    detached_call: Call = tree.map_tensors(torch.Tensor.detach, call)
+    return detached_call
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -197,14 +194,14 @@ def settings_now() -> dict[str, Any]:
     """
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         # What autocast casts to; None where it is off.
         f"{_AUTOCAST}{kind}": torch.get_autocast_dtype(kind)
         if torch.is_autocast_enabled(kind)
         else None
         for kind in _kinds()
     }
-    found |= {
+    settings |= {
         _DEVICE: torch.get_default_device(),
         "torch function modes": tuple(function_modes()),
         "default dtype": torch.get_default_dtype(),
@@ -230,8 +227,8 @@ def settings_now() -> dict[str, Any]:
         "mkldnn": mkldnn.enabled,
     }
     if attention_kernels and attention_order:
-        found[_ATTENTION] = tuple(attention_kernels()), tuple(attention_order())
-    return found
+        settings[_ATTENTION] = tuple(attention_kernels()), tuple(attention_order())
+    return settings
 
 
 def under(
@@ -241,10 +238,10 @@ def under(
 
     Raises `CaptureError` for one that a replay does not enter.
     """
-    own = {each: value for each, value in entered.items() if value != around[each]}
-    if not own:
+    differing = {each: value for each, value in entered.items() if value != around[each]}
+    if not differing:
         return function
-    for each, value in own.items():
+    for each, value in differing.items():
         if each not in (_DEVICE, _ATTENTION) and not each.startswith(_AUTOCAST):
             raise CaptureError(
                 f"the forward enters another setting around eager break {name}, which a replay "
@@ -257,7 +254,7 @@ def under(
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            for each, value in own.items():
+            for each, value in differing.items():
                 stack.enter_context(_entered(each, value))
             return function(*args, **kwargs)
 

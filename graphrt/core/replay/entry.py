@@ -2,110 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections.abc import Callable, Sequence
-from threading import Thread, get_ident
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base.errors import (
-    DeviceHangError,
-    GraphRTError,
-    InvalidUpdateError,
-    LaunchQueueError,
-    MissingUpdateError,
-    StaleInputError,
-)
+from graphrt.core.base.errors import DeviceHangError, LaunchQueueError, StaleInputError
 from graphrt.core.base.homes import public
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.graph import GraphRead
 from graphrt.core.device.platform import Platform
-from graphrt.core.replay._turn import OwnedPool, PoolOwner
 from graphrt.core.replay.eager_part import EagerPart
-from graphrt.core.replay.host_args import UNCHANGED, HostValues, Updates, _Marker
+from graphrt.core.replay.host_args import HostValues
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.segments import Part, TaskedSegment, graphs_of
-from graphrt.core.replay.tasks import TaskTable, resolve_updates
-
-DEFERRED: Final = _Marker("DEFERRED")
-"""As `updates=` to a wrapper: they come after the call, with `GraphWrapper.update`. Until then the
-device waits in the middle of the graph, and nothing else may run in its pool."""
-
-
-class Deferred(PoolOwner):
-    """A launched graph that waits for its updates. It owns the pool until they came."""
-
-    _is_over = False
-
-    def __init__(
-        self,
-        launch: _TaskedLaunch,
-        segment: TaskedSegment,
-        context: ForwardContext,
-        *,
-        mixed: bool,
-        all_tasks: bool,
-    ) -> None:
-        super().__init__("a step whose updates have not come")
-        self._thread = get_ident()
-        self._launch = launch
-        self.segment = segment
-        self._context = context
-        self._mixed = mixed
-        self._all_tasks = all_tasks
-
-    def __repr__(self) -> str:
-        return f"the step {self._context!r}, whose updates have not come,"
-
-    def end(self, pool: GraphPool, updates: Updates | Any) -> None:
-        """Give every task its updates. The graph then runs to its end, also where one fails; where
-        they do not fit, nothing has changed. Raises what the updates of any step raise."""
-        if updates is DEFERRED:
-            raise InvalidUpdateError(
-                "the updates of a launched step cannot be put off again",
-                got="DEFERRED",
-                expected="its updates, or UNCHANGED",
-                advice="updates=UNCHANGED, or this step's host arguments",
-            )
-        asked = copy.copy(self._context)
-        asked.updates = updates
-        values = self._launch.values(asked, all_tasks=self._all_tasks, mixed=self._mixed)
-        self.end_by(pool, lambda segment: segment.update_with(values))
-
-    def end_by(self, pool: GraphPool, update: Callable[[TaskedSegment], object]) -> None:
-        """The same, by a function that brings the segment to its end."""
-        if pool.owner is self:
-            pool.owner = None
-        self._is_over = True
-        update(self.segment)
-        self._launch.mixed = False
-
-    def refusal(self, pool: OwnedPool) -> GraphRTError | None:
-        """In its own thread, bring the step to its end with the arguments that it has."""
-        if self._thread != get_ident():
-            return None
-        pool.owner = None
-        self._is_over = True
-        self.segment.update_with(None)
-        self._launch.mixed = self._mixed
-        return MissingUpdateError(
-            "the step before was launched with updates=DEFERRED and got none; it was ended with "
-            "the host arguments of the replay before, so its outputs are worth nothing",
-            got=self._context.descriptor,
-            expected="one update after every such call",
-            advice="call wrapper.update(updates) before the next step",
-        )
-
-    def __del__(self) -> None:
-        # Its engine was thrown away, and whoever waits for the device would wait for ever. In a
-        # thread of its own: this one may hold the lock of an update, wherever it is collected.
-        if not self._is_over and not sys.is_finalizing():
-            Thread(target=self.segment.update_with, args=(None,), daemon=True).start()
+from graphrt.core.replay.tasks import TaskTable
 
 
 class BoundArguments(NamedTuple):
@@ -123,17 +38,17 @@ class BoundArguments(NamedTuple):
     ) -> BoundArguments:
         """Those of a call; asked before it, as it may clear a list of them. Without a `pool` nobody
         asks which lie in one."""
-        found: list[tuple[str, tuple[object, ...]]] = []
+        values: list[tuple[str, tuple[object, ...]]] = []
         pooled: list[str] = []
         tells = pool is not None and type(pool.platform).reads is not Platform.reads
         for path, leaf in tree.leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                found.append((path, tree.identity(leaf)))
-                if tells and pool is not None and pool.platform.owns(pool.memory, leaf):
+                values.append((path, tree.identity(leaf)))
+                if tells and pool is not None and pool._owns(leaf):
                     pooled.append(path)
             elif isinstance(leaf, int | float | str | None):
-                found.append((path, (leaf,)))
-        return cls(tuple(found), frozenset(pooled))
+                values.append((path, (leaf,)))
+        return cls(tuple(values), frozenset(pooled))
 
 
 def is_unread(captured: tuple[object, ...] | None, reads: Sequence[GraphRead] | None) -> bool:
@@ -156,7 +71,6 @@ class Entry:
     """What one descriptor captured: its parts, its outputs and the addresses it reads."""
 
     __slots__ = (
-        "_launch",
         "bound",
         "breaks",
         "captured_in",
@@ -165,8 +79,10 @@ class Entry:
         "graph",
         "outputs",
         "parts",
+        "table",
         "tasks",
         "unchecked",
+        "update_failed",
     )
 
     def __init__(
@@ -183,31 +99,23 @@ class Entry:
         self.bound = BoundArguments(*bound)
         # What was under way: called again in the same, the wrapper would replay itself.
         self.captured_in = captured_in
-        # The caller may change what it gets, so a container is made anew for every step.
+        # The caller may change what it gets, so every step makes a container.
         self.fresh = tree.copier(outputs)
         # Whether the next replay compares its arguments with those of the capture.
         self.unchecked = False
         # Whether an eager part runs at every replay.
         self.breaks = any(isinstance(part, EagerPart) for part in parts)
         tasked = [part for part in parts if isinstance(part, TaskedSegment)]
-        for place, part in enumerate(tasked):
-            which = f" segment {place + 1} of {len(tasked)}" if len(tasked) > 1 else ""
+        for number, part in enumerate(tasked, 1):
+            which = f" segment {number} of {len(tasked)}" if len(tasked) > 1 else ""
             part.name = f"[{descriptor}]{which}"
-        self._launch = _TaskedLaunch(parts, breaks=self.breaks)
-        self.tasks = self._launch.table.tasks
+        self.table = TaskTable([task for part in tasked for task in part.tasks])
+        self.tasks = self.table.tasks
+        # Whether an update of its tasks ended the last launch, so that it may be repeated.
+        self.update_failed = False
         # What most entries are: one graph and nothing else. None once the wrapper has let go of it.
-        alone = len(parts) == 1 and not self.tasks
+        alone = len(parts) == 1 and not tasked
         self.graph: Part | None = parts[0] if alone else None
-
-    @property
-    def deferred(self) -> Any:
-        """The last launch, where its updates come after it."""
-        return self._launch.deferred
-
-    @property
-    def update_failed(self) -> bool:
-        """Whether an update of its tasks ended the last launch, so that it may be repeated."""
-        return self._launch.update_failed
 
     def check_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool, name: str
@@ -244,105 +152,51 @@ class Entry:
         """The tensors outside of the pool that a replay reads, None if the platform cannot tell,
         and those in which eager parts and the entry itself leave results."""
         platform, results = pool.platform, tree.tensors(self.outputs)
-        found: list[GraphRead] = []
+        reads: list[GraphRead] = []
         for graph in graphs_of(self.parts):
             read = platform.reads(graph)
             if read is None:
                 return None, results
-            found += read
+            reads += read
         for part in self.parts:
             if isinstance(part, EagerPart):
-                given, left = part.tensors()
-                found += [
+                arguments, left = part.tensors()
+                reads += [
                     GraphRead(tensor, "an eager part")
-                    for tensor in given
-                    if tensor.numel() and not platform.owns(pool.memory, tensor)
+                    for tensor in arguments
+                    if tensor.numel() and not pool._owns(tensor)
                 ]
                 results += left
-        return found, results
+        return reads, results
 
-    def launch(self, context: ForwardContext, *, all_tasks: bool) -> None:
+    def launch(self, context: ForwardContext, *, all_tasks: bool) -> object:
         """Replay segments, eager parts and tasks with their new host arguments, in order.
 
-        All updates are validated before anything is launched.
+        All updates are validated before anything is launched. Returns who has the pool from then
+        on, where a device has the step go on after the call, or None.
         """
-        if self.tasks:
-            self._launch.launch(context, all_tasks=all_tasks)
-        else:
+        if not self.tasks:
             # With gradients on, a bridge that an eager result is copied into would grow a graph.
             without_gradients(self._replay)
+            return None
+        self.update_failed, table = False, self.table
+        values = table.values(context, all_known=all_tasks)
+        table.mixed = True
+        # Only eager parts, and issuing a task, could grow a graph of gradients.
+        if values is None and not self.breaks:
+            self._replay_with(None)
+        else:
+            without_gradients(partial(self._replay_with, values))
+        table.mixed = False
+        return None
 
     def _replay(self) -> None:
         for part in self.parts:
             part.replay()
 
-
-class _TaskedLaunch:
-    """Launches the parts of an entry some of which have tasks, and knows how the last launch went.
-
-    `mixed` says that an update failed: nobody knows which host arguments the tasks have.
-    """
-
-    def __init__(self, parts: tuple[Part, ...], *, breaks: bool) -> None:
-        self.table = TaskTable(
-            [task for part in parts if isinstance(part, TaskedSegment) for task in part.tasks]
-        )
-        self.update_failed = False
-        self.deferred: Deferred | None = None
-        self._parts = parts
-        # Only eager parts, and issuing a task, could grow a graph of gradients.
-        self._breaks = breaks
-        self.mixed = False
-
-    def launch(self, context: ForwardContext, *, all_tasks: bool) -> None:
-        self.update_failed, self.deferred = False, None
-        if context.updates is DEFERRED:
-            self._launch_deferred(context, all_tasks)
-            return
-        values = self.values(context, all_tasks=all_tasks, mixed=self.mixed)
-        self.mixed = True
-        if values is None and not self._breaks:
-            self._replay(None)
-        else:
-            without_gradients(lambda: self._replay(values))
-        self.mixed = False
-
-    def _launch_deferred(self, context: ForwardContext, all_tasks: bool) -> None:
-        (segment, *others) = self._parts
-        if others or not isinstance(segment, TaskedSegment):
-            raise InvalidUpdateError(
-                "the updates of a step with eager parts cannot come after its launch, as those may "
-                "wait for the device",
-                got="DEFERRED",
-                expected="this step's updates",
-                advice="pass updates=, or capture the step as one FULL graph",
-            )
-        mixed, self.mixed = self.mixed, True
-        if segment.launch():
-            self.deferred = Deferred(self, segment, context, mixed=mixed, all_tasks=all_tasks)
-        else:
-            self.mixed = False
-
-    def values(
-        self, context: ForwardContext, *, all_tasks: bool, mixed: bool
-    ) -> list[HostValues] | None:
-        """The host arguments that a step gives to each task; None for those of the replay before,
-        which nobody knows where they are `mixed`."""
-        values = resolve_updates(self.table, context, all_known=all_tasks)
-        if values is not None or not mixed:
-            return values
-        if context.updates is UNCHANGED:
-            raise MissingUpdateError(
-                "the step before failed half-way, so its host arguments cannot be repeated",
-                got="UNCHANGED",
-                expected="updates for every task",
-                advice="pass the updates of this step",
-            )
-        return [task.values for task in self.table.tasks]
-
-    def _replay(self, values: Sequence[HostValues] | None) -> None:
+    def _replay_with(self, values: Sequence[HostValues] | None) -> None:
         taken = 0
-        for part in self._parts:
+        for part in self.parts:
             if isinstance(part, TaskedSegment):
                 count = len(part.tasks)
                 try:

@@ -38,10 +38,10 @@ _MOST_STEPS = 1024
 """A storage has a list of the processes that it was sent to, which grows as long as it serves."""
 
 _CACHED_VIEWS = 256
-"""Per output; beyond so many shapes of live rows views are made anew."""
+"""Per output; beyond so many shapes of live rows views are made at each step."""
 
 _CACHED_SHAPES = 256
-"""Per graph; beyond so many pairs of live tokens and requests shapes are found anew."""
+"""Per graph; beyond so many pairs of live tokens and requests shapes are found at each step."""
 
 _OVERWRITTEN = (
     "graphrt.errors.OverwrittenOutputError: this tensor is an output of an earlier step, and its "
@@ -105,7 +105,7 @@ def handouts_of(
 ) -> list[Handout]:
     """What hands out several tensors of a step, called in their order: those that lie in one
     `memory` lie in one at every step."""
-    found: dict[int, Handout] = {}
+    handouts: dict[int, Handout] = {}
     for group in together(tensors, memory):
         members = [tensors[place] for place in group.places]
         if len(members) == 1:
@@ -116,8 +116,8 @@ def handouts_of(
         else:
             copies = _Copies(members)
             made = [partial(copies.hand_out, each) for each in range(len(members))]
-        found.update(zip(group.places, made, strict=True))
-    return [found[place] for place in range(len(tensors))]
+        handouts.update(zip(group.places, made, strict=True))
+    return [handouts[place] for place in range(len(tensors))]
 
 
 def _shell(tensor: torch.Tensor) -> Shell:
@@ -131,12 +131,12 @@ class _Copies:
         self._tensors = tensors
         self._copies: dict[int, torch.Tensor] = {}
 
-    def hand_out(self, place: int, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
+    def hand_out(self, number: int, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
         tensors = self._tensors
-        if place == 0:
+        if number == 0:
             self._copies = clones(tensors)
-        copy = self._copies[id(tensors[place])]
-        if place == len(tensors) - 1:
+        copy = self._copies[id(tensors[number])]
+        if number == len(tensors) - 1:
             # What is handed out is the caller's alone.
             self._copies = {}
         for dim, size in enumerate(shape):
@@ -347,6 +347,16 @@ class _Prepared(NamedTuple):
     outputs: tuple[tuple[Handout, Shape, BatchDims], ...] = ()
     order: tuple[int, ...] | None = None
 
+    def shapes(self, tokens: int, reqs: int) -> list[Shape]:
+        """The shapes of their live rows."""
+        shapes = []
+        for _, shape, dims in self.outputs:
+            live = list(shape)
+            for dim, axis in dims:
+                live[dim] = axis.size(tokens, reqs)
+            shapes.append(tuple(live))
+        return shapes
+
     def filled(self, tree_of: Any, fresh: list[torch.Tensor]) -> Any:
         """The tree of the outputs with `fresh` tensors, one for each of them."""
         order = self.order
@@ -423,38 +433,36 @@ class LiveOutputs:
 
     def live(self, outputs: Any, tokens: int, reqs: int, pool: OwnsOutputs) -> Any:
         """The live rows of this step's outputs, as the caller gets them."""
-        if outputs is not self.held or outputs is None:
-            return self._live_anew(outputs, tokens, reqs, pool)
-        shapes = self.shapes.get((tokens, reqs))
-        if shapes is None:
-            shapes = self._find_shapes(tokens, reqs)
-        handed_out = pool.handed_out
-        if type(outputs) is torch.Tensor:
-            return self._prepared.outputs[0][0](shapes[0], handed_out)
-        fresh = [
-            hand_out(shape, handed_out)
-            for (hand_out, _, _), shape in zip(self._prepared.outputs, shapes, strict=True)
-        ]
-        return self._prepared.filled(outputs, fresh)
-
-    def _live_anew(self, outputs: Any, tokens: int, reqs: int, pool: OwnsOutputs) -> Any:
-        """Of outputs that no graph returns, as eager parts and pieces in between make them."""
-        if self._owned:
+        if outputs is self.held and outputs is not None:
+            prepared = self._prepared
+            shapes = self.shapes.get((tokens, reqs))
+            if shapes is None:
+                shapes = prepared.shapes(tokens, reqs)
+                if len(self.shapes) < _CACHED_SHAPES:
+                    self.shapes[tokens, reqs] = shapes
+            if type(outputs) is torch.Tensor:
+                return prepared.outputs[0][0](shapes[0], pool.handed_out)
+        elif self._owned:
             padded = tokens != self._descriptor.num_tokens or reqs != self._reqs
             return self._narrowed(outputs, tokens, reqs) if padded else outputs
-        # The same object may have been given other memory, or another shape.
-        alone = type(outputs) is torch.Tensor and outputs.layout is torch.strided
-        seen = tree.identity(outputs) if alone else None
-        if seen is not None and seen == self._last[0]:
-            prepared = self._last[1]
         else:
-            prepared = self._prepare(outputs, pool)
-            self._last = seen, prepared
+            prepared = self._prepare_again(outputs, pool)
+            shapes = prepared.shapes(tokens, reqs)
         fresh = [
-            hand_out(_live_shape(shape, dims, tokens, reqs), pool.handed_out)
-            for hand_out, shape, dims in prepared.outputs
+            hand_out(shape, pool.handed_out)
+            for (hand_out, _, _), shape in zip(prepared.outputs, shapes, strict=True)
         ]
         return prepared.filled(outputs, fresh)
+
+    def _prepare_again(self, outputs: Any, pool: OwnsOutputs) -> _Prepared:
+        """What hands out outputs that no graph returns, but an eager part or a piece does: often
+        the same memory as at the step before, though maybe in another object."""
+        # The same object may have been given other memory, or another shape.
+        alone = type(outputs) is torch.Tensor and outputs.layout is torch.strided
+        identity = tree.identity(outputs) if alone else None
+        if identity is None or identity != self._last[0]:
+            self._last = identity, self._prepare(outputs, pool)
+        return self._last[1]
 
     def _narrowed(self, outputs: Any, tokens: int, reqs: int) -> Any:
         paths = iter([path for path, leaf in tree.leaves(outputs) if _is_tensor(leaf)])
@@ -474,28 +482,28 @@ class LiveOutputs:
 
     def _prepare(self, outputs: Any, pool: OwnsOutputs) -> _Prepared:
         # One at two places is handed out once, unless their declared rows differ.
-        found: dict[tuple[int, BatchDims], torch.Tensor] = {}
+        by_key: dict[tuple[int, BatchDims], torch.Tensor] = {}
         order = []
         for path, leaf in tree.leaves(outputs):
             if _is_tensor(leaf):
                 check_tensor(path, leaf)
                 self._check_rows(path, leaf)
                 key = id(leaf), self._axes.batch_dims(path)
-                found[key] = leaf
+                by_key[key] = leaf
                 order.append(key)
-        tensors = list(found.values())
+        tensors = list(by_key.values())
         if len(tensors) > 1:
             _check_sharing(tensors)
-        places = {key: place for place, key in enumerate(found)}
+        places = {key: place for place, key in enumerate(by_key)}
         handouts = handouts_of(
             tensors, raw_storages=pool.platform.raw_storages, memory=self._memory_of
         )
         return _Prepared(
             tuple(
                 (hand_out, tuple(tensor.shape), dims)
-                for hand_out, tensor, (_, dims) in zip(handouts, tensors, found, strict=True)
+                for hand_out, tensor, (_, dims) in zip(handouts, tensors, by_key, strict=True)
             ),
-            None if len(found) == len(order) else tuple(places[key] for key in order),
+            None if len(by_key) == len(order) else tuple(places[key] for key in order),
         )
 
     def _memory_of(self, tensor: torch.Tensor) -> Hashable:
@@ -517,21 +525,6 @@ class LiveOutputs:
                     expected=f"{rows} in dimension {dim}",
                     advice="return the same shape for every batch of one size",
                 )
-
-    def _find_shapes(self, tokens: int, reqs: int) -> list[Shape]:
-        shapes = [
-            _live_shape(shape, dims, tokens, reqs) for _, shape, dims in self._prepared.outputs
-        ]
-        if len(self.shapes) < _CACHED_SHAPES:
-            self.shapes[tokens, reqs] = shapes
-        return shapes
-
-
-def _live_shape(shape: Shape, dims: BatchDims, tokens: int, reqs: int) -> Shape:
-    live = list(shape)
-    for dim, axis in dims:
-        live[dim] = axis.size(tokens, reqs)
-    return tuple(live)
 
 
 def _check_sharing(tensors: Sequence[torch.Tensor]) -> None:

@@ -42,6 +42,11 @@ WORST_CASE: Final = _Marker("WORST_CASE")
 """As `updates=`: every task takes its `at_capture` arguments, for warm-up and capture."""
 
 
+DEFERRED: Final = _Marker("DEFERRED")
+"""As `updates=` to a wrapper whose device can wait for them (Ascend's): they come after the call,
+with its `update`. Until then nothing else may run in its pool."""
+
+
 @public("graphrt")
 @dataclass(frozen=True)
 class HostArg:

@@ -67,7 +67,7 @@ noted."""
 
 in_task: ContextVar[bool] = ContextVar("graphrt_task", default=False)
 """Whether the operators of a task are issued eagerly in this thread: what they make of its host
-arguments is made anew at every replay."""
+arguments is made again at every replay."""
 
 under_way: set[int] = set()
 """Captures and warm-ups in any thread, by their `id`: mostly none, as every step sees by one look.

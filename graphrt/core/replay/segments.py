@@ -42,49 +42,53 @@ def check_hooks(name: str, hooks: object) -> None:
     if hooks is None:
         return
     for method in ("before_capture", "end_of_capture", "before_replay"):
-        found = getattr(hooks, method, None)
-        if not callable(found):
+        hook = getattr(hooks, method, None)
+        if not callable(hook):
             raise InvalidOptionError(
                 f"the argument {name!r} is called around graphs, and has no {method}()",
                 got=shown(hooks),
                 expected="an object with before_capture(), end_of_capture(), before_replay()",
                 advice="a subclass of graphrt.SegmentHooks, whose methods do nothing by themselves",
             )
-        check_takes(f"{name}.{method}", found, f"{method}()")
+        check_takes(f"{name}.{method}", hook, f"{method}()")
 
 
 class HookedSegment:
-    """A segment with a hook before its replay; without hooks the graph stands for itself."""
+    """A segment before whose replays something is called; else the graph stands for itself."""
 
-    __slots__ = ("graph", "hooks")
+    __slots__ = ("before", "graph")
 
-    def __init__(self, graph: DeviceGraph, hooks: SegmentHooks) -> None:
+    def __init__(self, graph: DeviceGraph, before: Sequence[Callable[[], object]]) -> None:
         self.graph = graph
-        self.hooks = hooks
+        self.before = before
 
     def replay(self) -> None:
-        self.hooks.before_replay()
+        for call in self.before:
+            call()
         self.graph.replay()
 
 
 @public("graphrt.lowlevel")
 class TaskedSegment:
-    """A segment whose tasks are issued anew at every replay; `name` says whose it is."""
+    """A segment whose tasks are issued again at every replay; `name` says whose it is.
 
-    __slots__ = ("_hooks", "_platform", "graph", "name", "tasks")
+    `before` is called before each replay.
+    """
+
+    __slots__ = ("before", "graph", "name", "platform", "tasks")
 
     def __init__(
         self,
         platform: Platform,
         graph: DeviceGraph,
         tasks: list[CapturedTask],
-        hooks: SegmentHooks | None = None,
+        before: Sequence[Callable[[], object]] = (),
     ) -> None:
         self.graph = graph
         self.tasks = tasks
         self.name = "a graph under capture"
-        self._platform = platform
-        self._hooks = hooks
+        self.platform = platform
+        self.before = before
 
     def replay(self) -> None:
         """Replay with the host arguments of the replay before."""
@@ -92,25 +96,14 @@ class TaskedSegment:
 
     def replay_with(self, values: Sequence[HostValues] | None) -> None:
         """Replay with `values`, one for each task; None repeats those of the replay before."""
-        if self._hooks is not None:
-            self._hooks.before_replay()
-        replay = self._platform.replay_updated
-        self._given(values, partial(replay, self.graph, self.tasks, name=self.name))
+        for call in self.before:
+            call()
+        replay = self.platform.replay_updated
+        self.give(values, partial(replay, self.graph, self.tasks, name=self.name))
 
-    def launch(self) -> bool:
-        """Replay, with the values of the tasks to come; returns whether they are still to come.
-
-        Raises `MissingCapabilityError` where a device cannot wait for them.
-        """
-        if self._hooks is not None:
-            self._hooks.before_replay()
-        return self._platform.launch_deferred(self.graph, self.tasks, name=self.name)
-
-    def update_with(self, values: Sequence[HostValues] | None) -> None:
-        """Give the tasks of the launched graph their values; None repeats those they had."""
-        self._given(values, partial(self._platform.update_deferred, self.graph, self.tasks))
-
-    def _given(self, values: Sequence[HostValues] | None, act: Callable[..., object]) -> None:
+    def give(self, values: Sequence[HostValues] | None, act: Callable[..., object]) -> None:
+        """Call `act(changed=)` with `values` in the tasks, which have the ones before if it raises;
+        None leaves them as they are."""
         tasks = self.tasks
         if values is None:
             act(changed=False)
@@ -129,10 +122,10 @@ class TaskedSegment:
 @public("graphrt.lowlevel")
 def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
     """The device graphs among the parts of a step, in order."""
-    found: list[DeviceGraph] = []
+    graphs: list[DeviceGraph] = []
     for part in parts:
         if isinstance(part, TaskedSegment | HookedSegment):
-            found.append(part.graph)
+            graphs.append(part.graph)
         elif not isinstance(part, EagerPart):
-            found.append(cast(DeviceGraph, part))
-    return found
+            graphs.append(cast(DeviceGraph, part))
+    return graphs

@@ -18,7 +18,7 @@ from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_kind, check_takes, shown
 from graphrt.core.batch.context import ForwardContext, current_context
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.replay.host_args import UNCHANGED, WORST_CASE, HostArg, HostValues, Updates
 from graphrt.core.replay.recording import counted, current_capture, in_task
 
@@ -89,7 +89,9 @@ class UpdatableTask:
                 in_task.set(outer)
             return
         assert context is not None
-        worst = self._worst_case(context) or values
+        worst = values
+        if self.at_capture is not None and context.descriptor is not None:
+            worst = self.fitted(self.at_capture(context.descriptor), context, any_batch=True)
         self.check_call(name, args, kwargs, worst)
         if self.workspace is not None and "workspace" not in kwargs:
             # Before the bracket begins: what is asked for may allocate.
@@ -107,29 +109,22 @@ class UpdatableTask:
         Called before anything is issued, and at capture with the worst case too.
         """
 
-    def _worst_case(self, context: ForwardContext) -> HostValues | None:
-        descriptor = context.descriptor
-        if self.at_capture is None or descriptor is None:
-            return None
-        reqs = context.num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
-        return self._padded(self.at_capture(descriptor), descriptor, reqs, None)
-
     def _values(self, context: ForwardContext | None, name: str) -> HostValues:
         descriptor = None if context is None else context.descriptor
-        given = None if context is None else context.updates
-        if given is None and context is not None and context.capture is not None:
-            given = WORST_CASE
-        if given is WORST_CASE and self.at_capture is not None and descriptor is not None:
-            given = {name: self.at_capture(descriptor)}
-        if context is None or descriptor is None or not isinstance(given, Mapping):
+        updates = None if context is None else context.updates
+        if updates is None and context is not None and context.capture is not None:
+            updates = WORST_CASE
+        if updates is WORST_CASE and self.at_capture is not None and descriptor is not None:
+            updates = {name: self.at_capture(descriptor)}
+        if context is None or descriptor is None or not isinstance(updates, Mapping):
             raise MissingUpdateError(
                 f"task {name!r} needs its host arguments",
-                got=given,
+                got=updates,
                 expected=f"updates={{{self.group!r}: {{{', '.join(self.host_args)}}}}}",
                 advice="pass updates= to the runner or forward_context(), and at_capture= to the "
                 "task for warm-up and capture",
             )
-        return self.fitted(self.given(name, given), context)
+        return self.fitted(self.given(name, updates), context)
 
     def given(self, name: str, updates: Mapping[str, HostValues]) -> HostValues:
         """The host values of task `name` as passed, by its own name or else its group's.
@@ -171,21 +166,16 @@ class UpdatableTask:
             )
         return values
 
-    def fitted(self, values: HostValues, context: ForwardContext) -> HostValues:
-        """`values` padded to the graph of the context; raises `InvalidUpdateError`."""
+    def fitted(
+        self, values: HostValues, context: ForwardContext, *, any_batch: bool = False
+    ) -> HostValues:
+        """`values` padded to the graph of the context; raises `InvalidUpdateError` where they do
+        not fit it, or its live batch, unless they are of `any_batch`."""
         descriptor = context.descriptor
         assert descriptor is not None
-        reqs = context.num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
-        return self._padded(values, descriptor, reqs, context.live)
-
-    def _padded(
-        self,
-        values: HostValues,
-        descriptor: BatchDescriptor,
-        reqs: int | None,
-        live: Batch | None,
-    ) -> HostValues:
         tokens, query_len = descriptor.num_tokens, descriptor.query_len
+        reqs = context.num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
+        live = None if any_batch else context.live
         return {
             key: host_arg.fitted(key, values[key], tokens, reqs, query_len=query_len, live=live)
             for key, host_arg in self.host_args.items()
@@ -260,9 +250,12 @@ def _trait(leaf: Any) -> Hashable:
 
 
 class TaskTable:
-    """The tasks of an entry, sorted once: layers that are told the same are resolved together."""
+    """The tasks of an entry, sorted once: layers with the same updates are resolved together.
 
-    __slots__ = ("_groups", "known", "tasks")
+    `mixed` says that an update failed: nobody knows which host arguments the tasks have.
+    """
+
+    __slots__ = ("_groups", "known", "mixed", "tasks")
 
     def __init__(self, tasks: Sequence[CapturedTask]) -> None:
         self.tasks = tuple(tasks)
@@ -271,18 +264,49 @@ class TaskTable:
         for index, task in enumerate(tasks):
             groups.setdefault((id(task.spec), frozenset(task.values)), []).append(index)
         self._groups = [_Layers(self.tasks, indices) for indices in groups.values()]
+        self.mixed = False
 
-    def resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues] | None:
-        """The host values of every task, in order; None if all are what they were."""
+    def values(self, context: ForwardContext, *, all_known: bool) -> list[HostValues] | None:
+        """The validated host values of every task, in order; None if all are what they were.
+
+        With `all_known` these are all tasks of the step, and other names in the updates are errors.
+        Raises `MissingUpdateError` or `InvalidUpdateError`; nothing was launched then.
+        """
+        updates = context.updates
+        if updates is UNCHANGED:
+            if self.mixed:
+                raise MissingUpdateError(
+                    "the step before failed half-way, so its host arguments cannot be repeated",
+                    got="UNCHANGED",
+                    expected="updates for every task",
+                    advice="pass the updates of this step",
+                )
+            return None
+        # Asking whether it is a mapping takes longer than the rest, and it is a dict as a rule.
+        if type(updates) is not dict and not isinstance(updates, Mapping):
+            raise MissingUpdateError(
+                "a graph with updatable tasks was replayed without updates",
+                got=updates,
+                expected=", ".join(dict.fromkeys(task.spec.group for task in self.tasks)),
+                advice="pass updates= for this step, or updates=UNCHANGED",
+            )
+        if all_known:
+            check_names(updates, self.known)
+        values = self._resolve(updates, context)
+        if values is None and self.mixed:
+            return [task.values for task in self.tasks]
+        return values
+
+    def _resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues] | None:
         groups = self._groups
         if len(groups) == 1:
             only = groups[0].resolve(updates, context)
             return None if groups[0].unchanged(only) else only
-        found = [layers.resolve(updates, context) for layers in groups]
-        if all(map(_Layers.unchanged, groups, found)):
+        by_group = [layers.resolve(updates, context) for layers in groups]
+        if all(map(_Layers.unchanged, groups, by_group)):
             return None
         values: list[HostValues] = [{}] * len(self.tasks)
-        for layers, of_layers in zip(groups, found, strict=True):
+        for layers, of_layers in zip(groups, by_group, strict=True):
             for index, new in zip(layers.indices, of_layers, strict=True):
                 values[index] = new
         return values
@@ -321,8 +345,8 @@ class _Layers:
         if new != old:
             return False
         # Layers share their values, as a rule, and a step that changes nothing ends here.
-        for task, own in zip(self.tasks, values, strict=True):
-            if (own is not new or task.values is not old) and task.values != own:
+        for task, value in zip(self.tasks, values, strict=True):
+            if (value is not new or task.values is not old) and task.values != value:
                 return False
         return True
 
@@ -336,30 +360,6 @@ class _Layers:
                 advice="leave an optional host argument out everywhere, at_capture too, or nowhere",
             )
         return fitted
-
-
-def resolve_updates(
-    table: TaskTable, context: ForwardContext, *, all_known: bool
-) -> list[HostValues] | None:
-    """The validated host values of every task, in order; None if nothing changed.
-
-    With `all_known` these are all tasks of the step, and other names in the updates are errors.
-    Raises `MissingUpdateError` or `InvalidUpdateError`; nothing was launched then.
-    """
-    updates = context.updates
-    if updates is UNCHANGED:
-        return None
-    # Asking whether it is a mapping takes longer than the rest, and it is a dict as a rule.
-    if type(updates) is not dict and not isinstance(updates, Mapping):
-        raise MissingUpdateError(
-            "a graph with updatable tasks was replayed without updates",
-            got=updates,
-            expected=", ".join(dict.fromkeys(task.spec.group for task in table.tasks)),
-            advice="pass updates= for this step, or updates=UNCHANGED",
-        )
-    if all_known:
-        check_names(updates, table.known)
-    return table.resolve(updates, context)
 
 
 def check_names(updates: Updates, known: frozenset[str]) -> None:

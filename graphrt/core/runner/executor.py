@@ -32,8 +32,7 @@ from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.declared import nest
 from graphrt.core.inputs.slot import InputSlot
-from graphrt.core.replay.entry import DEFERRED
-from graphrt.core.replay.host_args import UNCHANGED
+from graphrt.core.replay.host_args import DEFERRED, UNCHANGED
 from graphrt.core.replay.tasks import check_names
 from graphrt.core.runner.graph_table import GraphTable, PreparedStep
 from graphrt.core.runner.host import Phase

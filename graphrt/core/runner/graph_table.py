@@ -23,9 +23,8 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.sealing import Sealing
 from graphrt.core.capture.state import as_states
-from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
+from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner, Sealing
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.inputs.buffers import StaticInputs

@@ -14,7 +14,7 @@ import torch
 from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import inference_guard
-from graphrt.core.capture.guard import PartRules, SideDoors, in_eager_part, refuse_transform
+from graphrt.core.capture.guard import CaptureGuard, SideDoors, in_eager_part, refuse_transform
 from graphrt.core.trust.places.slots import same_value
 from graphrt.core.trust.watching.watch import placed
 
@@ -28,7 +28,7 @@ class TriedParts(SideDoors):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        rules: PartRules | None = None,
+        guard: CaptureGuard | None = None,
     ) -> Any:
         if in_eager_part.get() is not None:
             # A part within a part is part of it.

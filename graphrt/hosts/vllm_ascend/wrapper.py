@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from graphrt.ascend import AscendPlatform
+from graphrt.ascend.waiting import DeferrableEntry
 from graphrt.core.base import tree
 from graphrt.core.base.errors import GraphRTError, InvalidModeError
 from graphrt.core.batch.context import ForwardContext
@@ -16,7 +17,8 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.replay.entry import DEFERRED, Entry
+from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.host_args import DEFERRED
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import current_capture
 from graphrt.core.replay.segments import TaskedSegment
@@ -166,7 +168,7 @@ class ACLGraphWrapper:
         if sites[0].sites.params is not self.engine.params_of(host):
             return False
 
-        waiting = entry.deferred
+        waiting = entry.waiting
         is_launched = waiting is not None and waiting is graphs.pool.owner
         if if_launched and not is_launched:
             return False
@@ -191,12 +193,12 @@ class ACLGraphWrapper:
             self._ahead = segment, host
         return True
 
-    def _entry_of(self, host: Any) -> Entry | None:
+    def _entry_of(self, host: Any) -> DeferrableEntry | None:
         """The graph of the engine's context `host`."""
         descriptor = self._descriptors.get(getattr(host, "batch_descriptor", None))
         if self._graphs is None or descriptor is None:
             return None
-        return self._graphs.entries.get(descriptor)
+        return cast("DeferrableEntry | None", self._graphs.entries.get(descriptor))
 
     def _take_ahead(self, graphs: GraphWrapper, host: Any, called: Entry) -> None:
         """Let an update before the call count for that call, and that graph, alone."""

@@ -353,7 +353,7 @@ class SideDoorConformance(ConformanceBase):
 
         # A watched warm-up would refuse it first: it goes on from what padding has left.
         with self.runner_of(forward, options=GraphOptions(check="off")) as runner:
-            with pytest.raises(SideDoorError, match="anew") as caught:
+            with pytest.raises(SideDoorError, match="again at every step") as caught:
                 runner.capture()
             assert "in forward: " in str(caught.value.source)
             assert "in part: before[0] = x * 10" in str(caught.value)

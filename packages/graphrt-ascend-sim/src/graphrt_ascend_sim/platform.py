@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from graphrt import GraphWrapper
-from graphrt.ascend import AscendPlatform
+from graphrt.ascend import ACLGraphWrapper, AscendPlatform
 from graphrt.platforms import Availability
 from graphrt_ascend_sim import loading
 
@@ -27,7 +26,7 @@ class SimulatedAscendPlatform(AscendPlatform):
         return "graphrt_ascend_sim.SimulatedACLGraphWrapper"
 
 
-class SimulatedACLGraphWrapper(GraphWrapper):
-    """A `GraphWrapper` whose graphs are ACL graphs of a simulated device."""
+class SimulatedACLGraphWrapper(ACLGraphWrapper):
+    """An `ACLGraphWrapper` of a simulated device."""
 
     platform_name = "ascend-sim"

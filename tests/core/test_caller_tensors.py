@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from graphrt.core.base.errors import RefusedOpError
-from graphrt.core.capture.guard import Given
+from graphrt.core.capture.guard import CallerTensors
 
 ADD, VIEW = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
 
 
 def test_a_tensor_of_the_host_is_not_read_by_a_graph_of_a_device():
     given, other = torch.ones(4), torch.ones(4)
-    watched = Given((given,), "cuda")
+    watched = CallerTensors((given,), "cuda")
     assert watched
     watched.check(ADD, (other, other), {})
     watched.check(VIEW, (given, [2, 2]), {})
@@ -31,7 +31,7 @@ def alone(monkeypatch):
 
 def test_a_host_that_tells_them_apart_has_numbers_of_the_capture(alone):
     given = torch.ones(4)
-    watched = Given((given,), "cuda", bake=True)
+    watched = CallerTensors((given,), "cuda", bake=True)
     assert not watched
     watched.check(ADD, (given, given), {})
     watched.begin()
@@ -41,7 +41,7 @@ def test_a_host_that_tells_them_apart_has_numbers_of_the_capture(alone):
 
 
 def test_an_empty_tensor_of_the_host_has_nothing_to_read(alone):
-    watched = Given((torch.ones(0),), "cuda")
+    watched = CallerTensors((torch.ones(0),), "cuda")
     assert not watched
     watched.check(ADD, (torch.ones(0), torch.ones(0)), {})
 
@@ -49,7 +49,7 @@ def test_an_empty_tensor_of_the_host_has_nothing_to_read(alone):
 @pytest.mark.parametrize("own", [False, True])
 def test_a_new_shape_is_refused_unless_the_tensor_was_made_for_the_call(own):
     given = torch.ones(4)
-    watched = Given((given,), "cuda", own=own)
+    watched = CallerTensors((given,), "cuda", owned=own)
     watched.begin()
     given.unsqueeze_(0)
     if own:
@@ -60,7 +60,7 @@ def test_a_new_shape_is_refused_unless_the_tensor_was_made_for_the_call(own):
 
 
 def test_random_numbers_of_the_host_are_refused_within_a_segment_alone():
-    watched = Given((), "cuda")
+    watched = CallerTensors((), "cuda")
     watched.begin()
     watched.end()
     torch.rand(1)
@@ -76,7 +76,7 @@ RAND = torch.ops.aten.rand.default
 @pytest.mark.parametrize("others", [1, 2])
 def test_draws_of_other_threads_are_none_of_a_captures(monkeypatch, others):
     monkeypatch.setattr(threading, "active_count", lambda: others)
-    watched = Given((), "cuda")
+    watched = CallerTensors((), "cuda")
     assert bool(watched) == (others > 1)
     watched.begin()
     if watched:
@@ -91,7 +91,7 @@ def test_draws_of_other_threads_are_none_of_a_captures(monkeypatch, others):
 
 def test_draws_of_the_capture_are_refused_beside_other_threads(monkeypatch):
     monkeypatch.setattr(threading, "active_count", lambda: 2)
-    watched = Given((), "cuda")
+    watched = CallerTensors((), "cuda")
     watched.begin()
     watched.check(RAND, ([1],), {})
     torch.rand(1)

@@ -1,0 +1,141 @@
+"""Steps that are launched before their updates come, of hosts with wrappers of their own.
+
+1. A call with `updates=DEFERRED` launches the graph, which waits on the device for its tasks;
+2. until then the pool is the step's, and nothing else may run in it;
+3. `ACLGraphWrapper.update` gives the tasks their values, and the graph runs to its end.
+
+A step with eager parts cannot be launched so: those may wait for the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+from threading import Thread, get_ident
+from typing import Any
+
+from graphrt.core.base.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.replay._turn import OwnedPool, PoolOwner
+from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.host_args import DEFERRED, HostValues, Updates
+from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.segments import TaskedSegment
+from graphrt.core.replay.tasks import TaskTable
+
+
+class WaitingStep(PoolOwner):
+    """A launched graph that waits for its updates. It owns the pool until they came."""
+
+    _is_over = False
+
+    def __init__(
+        self,
+        table: TaskTable,
+        segment: TaskedSegment,
+        context: ForwardContext,
+        *,
+        all_tasks: bool,
+        was_mixed: bool,
+    ) -> None:
+        """`was_mixed` is what `table.mixed` was before the launch."""
+        super().__init__("a step whose updates have not come")
+        self._thread = get_ident()
+        self._table = table
+        self._segment = segment
+        self._context = context
+        self._all_tasks = all_tasks
+        self._was_mixed = was_mixed
+
+    def __repr__(self) -> str:
+        return f"the step {self._context!r}, whose updates have not come,"
+
+    def end(self, pool: GraphPool, updates: Updates | Any) -> None:
+        """Give every task its updates. The graph then runs to its end, also where one fails; where
+        they do not fit, nothing has changed. Raises what the updates of any step raise."""
+        if updates is DEFERRED:
+            raise InvalidUpdateError(
+                "the updates of a launched step cannot be put off again",
+                got="DEFERRED",
+                expected="its updates, or UNCHANGED",
+                advice="updates=UNCHANGED, or this step's host arguments",
+            )
+        asked = copy.copy(self._context)
+        asked.updates = updates
+        self._table.mixed = self._was_mixed
+        values = self._table.values(asked, all_known=self._all_tasks)
+        self.end_by(pool, lambda segment: self._update(values))
+
+    def end_by(self, pool: GraphPool, update: Callable[[TaskedSegment], object]) -> None:
+        """The same, by a function that brings the segment to its end."""
+        if pool.owner is self:
+            pool.owner = None
+        self._is_over = self._table.mixed = True
+        update(self._segment)
+        self._table.mixed = False
+
+    def refusal(self, pool: OwnedPool) -> GraphRTError | None:
+        """In its own thread, bring the step to its end with the arguments that it has."""
+        if self._thread != get_ident():
+            return None
+        pool.owner = None
+        self._is_over = self._table.mixed = True
+        self._update(None)
+        self._table.mixed = self._was_mixed
+        return MissingUpdateError(
+            "the step before was launched with updates=DEFERRED and got none; it was ended with "
+            "the host arguments of the replay before, so its outputs are worth nothing",
+            got=self._context.descriptor,
+            expected="one update after every such call",
+            advice="call wrapper.update(updates) before the next step",
+        )
+
+    def _update(self, values: list[HostValues] | None) -> None:
+        segment = self._segment
+        platform: Any = segment.platform  # Ascend's
+        segment.give(values, partial(platform.update_deferred, segment.graph, segment.tasks))
+
+    def __del__(self) -> None:
+        # Its engine was thrown away, and whoever waits for the device would wait for ever. In a
+        # thread of its own: this one may hold the lock of an update, wherever it is collected.
+        if not self._is_over and not sys.is_finalizing():
+            Thread(target=self._update, args=(None,), daemon=True).start()
+
+
+class DeferrableEntry(Entry):
+    """An entry that can be launched before its updates; `waiting` is the last such launch."""
+
+    __slots__ = ("waiting",)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.waiting: WaitingStep | None = None
+
+    def launch(self, context: ForwardContext, *, all_tasks: bool) -> object:
+        self.waiting = None
+        if context.updates is not DEFERRED or not self.tasks:
+            return super().launch(context, all_tasks=all_tasks)
+        self.update_failed = False
+        (segment, *others) = self.parts
+        if others or not isinstance(segment, TaskedSegment):
+            raise InvalidUpdateError(
+                "the updates of a step with eager parts cannot come after its launch, as those may "
+                "wait for the device",
+                got="DEFERRED",
+                expected="this step's updates",
+                advice="pass updates=, or capture the step as one FULL graph",
+            )
+        table = self.table
+        platform: Any = segment.platform  # Ascend's
+        was_mixed, table.mixed = table.mixed, True
+        for call in segment.before:
+            call()
+        if platform.launch_deferred(segment.graph, segment.tasks, name=segment.name):
+            self.waiting = WaitingStep(
+                table, segment, context, all_tasks=all_tasks, was_mixed=was_mixed
+            )
+        else:
+            table.mixed = False  # it was updated before its launch
+        return self.waiting
