@@ -78,7 +78,7 @@ def _asked(found: FoundPlatform, method: str) -> Any:
     try:
         return getattr(found.platform, method)()
     except Exception as error:
-        found.failed(f"{method}()", error)
+        found.failed(f"failed {method}()", error)
         return None
 
 

@@ -23,7 +23,9 @@ def capture_lock(device: torch.device) -> threading.RLock:
     """The lock of a device that is held by the thread that captures on it."""
     key = device.type, device.index
     with _making:
-        return _locks.setdefault(key, fork_safe(threading.RLock()))
+        if key not in _locks:
+            _locks[key] = fork_safe(threading.RLock())
+        return _locks[key]
 
 
 @contextmanager
