@@ -78,33 +78,15 @@ def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
             expected="at least one size",
             advice='mode="NONE" to capture nothing, or sizes=None for the default list',
         )
-    checked: list[int] = []
-    for size in given:
-        checked.append(_checked_size(size, checked[-1] if checked else 0, given))
-    return tuple(checked)
-
-
-def _checked_size(size: object, before: int, given: Sequence[object]) -> int:
-    try:
-        number = count_of("a capture size", size)
-    except InvalidOptionError:
-        integer = isinstance(size, int) and not isinstance(size, bool)
-        what = "larger than any number of a plan" if integer else "not an integer"
-        advice = "drop or round it"
-    else:
-        if number > before:
-            return number
-        what, advice = "not sorted", "sizes=sorted(sizes)"
-        if number < 1:
-            what, advice = "not positive", f"drop {number}"
-        elif number == before:
-            what, advice = "repeated", f"keep one {number}"
-    raise InvalidSizesError(
-        f"a capture size is {what}",
-        got=f"{shown(size)} in {shown(list(given))}",
-        expected="ascending positive integers, each once",
-        advice=advice,
-    )
+    checked = tuple(_positive("a capture size", size) for size in given)
+    if list(checked) != sorted(set(checked)):
+        raise InvalidSizesError(
+            "capture sizes are not sorted, or one of them is repeated",
+            got=shown(list(given)),
+            expected="ascending positive integers, each once",
+            advice=f"sizes={shown(sorted(set(checked)))}",
+        )
+    return checked
 
 
 def check_query_lens(query_lens: Iterable[int]) -> tuple[int, ...]:
