@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from graphrt.core.base.errors import InvalidOptionError, InvalidSizesError
+from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_kind, count_of, items_of, nearest, shown
+from graphrt.core.base.option_values import check_kind, count_of, items_of, nearest
 from graphrt.core.batch.descriptor import checked_variant
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider
 from graphrt.core.plan.budget import Budget
-from graphrt.core.plan.resolution import AUTO, all_compiled
-from graphrt.core.plan.sizes import check_query_lens, check_sizes
+from graphrt.core.plan.resolution import AUTO, UNNAMED, all_compiled, levels_of
+from graphrt.core.plan.sizes import check_query_lens, check_sizes, positive
 from graphrt.core.plan.traffic import Traffic, check_traffic
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
 @public("graphrt.types")
@@ -37,7 +40,7 @@ class PlanArguments(TypedDict, total=False):
     traffic: Traffic | None
 
 
-def checked_arguments(given: PlanArguments) -> PlanArguments:
+def checked_arguments(**given: Unpack[PlanArguments]) -> PlanArguments:
     """All arguments of a plan, each a copy in its own type: what the caller changes later, or can
     be read only once, is not the plan's.
 
@@ -47,6 +50,7 @@ def checked_arguments(given: PlanArguments) -> PlanArguments:
     check_kind("budget", given["budget"], Budget)
     mode, sizes = given["mode"], given["sizes"]
     attention, pieces, traffic = given["attention"], given["pieces"], given["traffic"]
+    levels = levels_of(attention)
     auto = isinstance(pieces, str) and pieces.strip().lower() == AUTO
     return {
         "mode": None if mode is None else GraphMode.parse(mode),
@@ -55,9 +59,7 @@ def checked_arguments(given: PlanArguments) -> PlanArguments:
         "max_num_tokens": _limit("max_num_tokens", given["max_num_tokens"]),
         "max_num_reqs": _limit("max_num_reqs", given["max_num_reqs"]),
         "query_lens": check_query_lens(given["query_lens"]),
-        "attention": {name: AttentionSupport.parse(each) for name, each in attention.items()}
-        if isinstance(attention, Mapping) and _named(attention)
-        else AttentionSupport.parse(attention),  # type: ignore[arg-type]
+        "attention": levels if isinstance(attention, Mapping) else levels[UNNAMED],
         "pieces": AUTO if auto else PieceProvider.parse(pieces),
         "compiled": all_compiled(given["compiled"]),
         "loras": tuple(
@@ -111,25 +113,8 @@ def _home_of(name: str, homes: Mapping[str, type]) -> str | None:
     return None
 
 
-def largest_batch(
-    max_num_tokens: int | None, max_num_reqs: int | None, sizes: Sequence[int] | None
-) -> dict[str, int]:
-    """The host's limits; what it leaves out follows from its sizes, or from the other limit."""
-    tokens = max_num_tokens
-    if tokens is None:
-        tokens = max_num_reqs if sizes is None else max(sizes)
-    if tokens is None:
-        raise InvalidOptionError(
-            "the largest batch is unknown",
-            expected="max_num_tokens, max_num_reqs or sizes",
-            advice="sizes=[1, 2, 4, 8]",
-        )
-    reqs = tokens if max_num_reqs is None else max_num_reqs
-    return {"max_num_tokens": tokens, "max_num_reqs": reqs}
-
-
 def _limit(name: str, value: object) -> int | None:
-    return None if value is None else count_of(name, value, least=1, error=InvalidSizesError)
+    return None if value is None else positive(name, value)
 
 
 def _cases(name: str, value: object, example: str) -> tuple[Any, ...]:
@@ -142,15 +127,3 @@ def _cases(name: str, value: object, example: str) -> tuple[Any, ...]:
             advice=f"leave {name} out",
         )
     return cases
-
-
-def _named(attention: Mapping[Any, Any]) -> bool:
-    for name in attention:
-        if not isinstance(name, str):
-            raise InvalidOptionError(
-                "attention backends are named by strings",
-                got=shown(name),
-                expected="a dict of names and levels",
-                advice='attention={"flash": AttentionSupport.UNIFORM_BATCH}',
-            )
-    return True

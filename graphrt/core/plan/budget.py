@@ -21,7 +21,7 @@ from graphrt.core.base.option_values import (
     shown,
 )
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode, Mode
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import CaptureKey, capture_order
 from graphrt.core.plan.traffic import Traffic, best_sizes, by_worth, live_sizes
@@ -174,11 +174,6 @@ class Fitted:
     budget: Budget
 
     @property
-    def mode(self) -> GraphMode:
-        """The mode that runs, after the budget's own steps."""
-        return self.resolution.mode
-
-    @property
     def keys(self) -> tuple[CaptureKey, ...]:
         """What to capture, in capture order."""
         return tuple((planned.mode, planned.descriptor) for planned in self.captured)
@@ -199,7 +194,7 @@ def fit(
     keys: Sequence[CaptureKey],
     budget: Budget,
     *,
-    mode: ModeResolution | Mode,
+    mode: ModeResolution,
     traffic: Traffic | None = None,
     landmarks: Collection[int] = (),
     own: bool = False,
@@ -222,9 +217,6 @@ def fit(
     FULL_AND_PIECEWISE into FULL_DECODE_ONLY, no FULL graph turns it into PIECEWISE; where no graph
     fits at all, the mode becomes NONE. Raises `InvalidOptionError` for bad traffic.
     """
-    if not isinstance(mode, ModeResolution):
-        parsed = GraphMode.parse(mode)
-        mode = ModeResolution(parsed, parsed)
     costs = {key: budget.cost_of(*key) for key in keys}
     unlimited = all(getattr(budget, name) is None for name in RESOURCES)
     order = list(keys) if unlimited else by_priority(keys, traffic, landmarks)

@@ -18,7 +18,6 @@ from graphrt.core.plan.arguments import (
     PlanArguments,
     check_plan_arguments,
     checked_arguments,
-    largest_batch,
 )
 from graphrt.core.plan.budget import (
     Budget,
@@ -33,6 +32,7 @@ from graphrt.core.plan.resolution import (
     AUTO,
     SWITCHED_OFF,
     ModeResolution,
+    levels_of,
     provider_of,
     resolve_mode,
     with_switches,
@@ -99,23 +99,10 @@ class Plan:
         platform: Platform | str | None = None,
     ) -> None:
         """Raises the named errors of bad modes, sizes, options and platforms."""
+        # All that are the plan's: `platform` is no argument of what is saved.
+        given = locals()
         own = self.arguments = checked_arguments(
-            {
-                "mode": mode,
-                "sizes": sizes,
-                "max_size": max_size,
-                "max_num_tokens": max_num_tokens,
-                "max_num_reqs": max_num_reqs,
-                "query_lens": query_lens,
-                "attention": attention,
-                "pieces": pieces,
-                "compiled": compiled,
-                "loras": loras,
-                "bounds": bounds,
-                "variants": variants,
-                "budget": budget,
-                "traffic": traffic,
-            }
+            **{name: given[name] for name in PlanArguments.__annotations__}
         )
         self.platform = given_platform(platform)
         self.compiled = own["compiled"]
@@ -170,9 +157,8 @@ class Plan:
 
     def _sizes_of(self, arguments: PlanArguments) -> CaptureSizes:
         return capture_sizes(
-            **largest_batch(
-                arguments["max_num_tokens"], arguments["max_num_reqs"], arguments["sizes"]
-            ),
+            max_num_tokens=arguments["max_num_tokens"],
+            max_num_reqs=arguments["max_num_reqs"],
             query_lens=arguments["query_lens"],
             sizes=arguments["sizes"],
             max_size=arguments["max_size"],
@@ -208,9 +194,7 @@ class Plan:
     @property
     def attention(self) -> Mapping[str, AttentionSupport]:
         """What each attention backend supports, by name."""
-        given = self.arguments["attention"]
-        levels = given if isinstance(given, Mapping) else {text.UNNAMED: given}
-        return {name: AttentionSupport.parse(level) for name, level in levels.items()}
+        return levels_of(self.arguments["attention"])
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""

@@ -18,6 +18,8 @@ from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import items_of, shown
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 
+UNNAMED = "attention"
+"""The name of an attention backend that nobody named."""
 SWITCHED_OFF = "environment"
 """The rule of the step that `GRAPHRT_MODE=NONE` takes."""
 
@@ -90,7 +92,10 @@ def resolve_mode(
     the lowest decides. `query_lens` are the decode query lengths (the largest matters).
     `whole_graph_pass` says that pieces are off because a compiler pass must see the whole graph.
     """
-    backend, support = _lowest(attention)
+    levels = levels_of(attention)
+    lowest = min(levels, key=lambda name: levels[name], default=UNNAMED)
+    support = levels.get(lowest, AttentionSupport.ALWAYS)
+    backend = None if lowest == UNNAMED else lowest
     provider = None if whole_graph_pass else PieceProvider.parse(pieces)
     query_len = max(query_lens, default=1)
     if requested is None:
@@ -118,14 +123,20 @@ def resolve_mode(
     return found
 
 
-def _lowest(
+def levels_of(
     attention: AttentionSupport | str | Mapping[str, AttentionSupport | str],
-) -> tuple[str | None, AttentionSupport]:
-    if isinstance(attention, Mapping):
-        levels = {name: AttentionSupport.parse(level) for name, level in attention.items()}
-        name = min(levels, key=lambda key: levels[key], default=None)
-        return name, AttentionSupport.ALWAYS if name is None else levels[name]
-    return None, AttentionSupport.parse(attention)
+) -> dict[str, AttentionSupport]:
+    """The level of each attention backend by its name; raises `InvalidOptionError`."""
+    named = attention if isinstance(attention, Mapping) else {UNNAMED: attention}
+    for name in named:
+        if not isinstance(name, str):
+            raise InvalidOptionError(
+                "attention backends are named by strings",
+                got=shown(name),
+                expected="a dict of names and levels",
+                advice='attention={"flash": AttentionSupport.UNIFORM_BATCH}',
+            )
+    return {name: AttentionSupport.parse(level) for name, level in named.items()}
 
 
 def with_switches(modules: Sequence[CompiledFacts], resolution: ModeResolution) -> ModeResolution:

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from graphrt._version import __version__
-from graphrt.core.base._warnings import PlanChangedWarning
+from graphrt.core.base._warnings import PlanChangedWarning, warn_caller
 from graphrt.core.base.errors import InvalidOptionError, PlanFileError
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.settings import read_bounded
@@ -156,11 +155,7 @@ def differences(before: Sequence[str], now: Sequence[str]) -> list[str]:
 def warn_changed(what: object, changed: Sequence[str]) -> None:
     """Warn that a plan comes out differently here."""
     lines = "\n  ".join(changed)
-    warnings.warn(
-        f"the plan of {what} comes out differently here:\n  {lines}",
-        PlanChangedWarning,
-        stacklevel=3,
-    )
+    warn_caller(f"the plan of {what} comes out differently here:\n  {lines}", PlanChangedWarning)
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:

@@ -17,10 +17,8 @@ from graphrt.core.plan.traffic import Traffic, fitted_sizes
 CaptureKey = tuple[GraphMode, BatchDescriptor]
 
 _CAP = 512
-_MOST = 1 << 16
-"""More sizes than that nobody captures."""
 _MOST_GRAPHS = 1 << 17
-"""Nor more graphs: of all sizes, query lengths, numbers of LoRAs, bounds and variants."""
+"""More nobody captures: of all sizes, query lengths, numbers of LoRAs, bounds and variants."""
 
 
 @public("graphrt.types")
@@ -78,7 +76,7 @@ def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
             expected="at least one size",
             advice='mode="NONE" to capture nothing, or sizes=None for the default list',
         )
-    checked = tuple(_positive("a capture size", size) for size in given)
+    checked = tuple(positive("a capture size", size) for size in given)
     if list(checked) != sorted(set(checked)):
         raise InvalidSizesError(
             "capture sizes are not sorted, or one of them is repeated",
@@ -99,28 +97,35 @@ def check_query_lens(query_lens: Iterable[int]) -> tuple[int, ...]:
             expected="at least one",
             advice="query_lens=(1,)",
         )
-    return tuple(sorted({_positive("a query length", each) for each in given}))
+    return tuple(sorted({positive("a query length", each) for each in given}))
 
 
 def capture_sizes(
     *,
-    max_num_reqs: int,
-    max_num_tokens: int,
+    max_num_reqs: int | None = None,
+    max_num_tokens: int | None = None,
     query_lens: Sequence[int] = (1,),
-    sizes: Iterable[int] | None = None,
+    sizes: Sequence[int] | None = None,
     max_size: int | None = None,
     cap: int = _CAP,
     traffic: Traffic | None = None,
 ) -> CaptureSizes:
-    """The sizes of a host, by default or from its own list.
+    """The sizes of a host, by default or from its own list; the arguments are checked already.
 
-    `max_size` is the largest size to capture: it takes the place of the default limit (not of
+    A limit that the host leaves out follows from its sizes, or from the other limit. `max_size` is
+    the largest size to capture: it takes the place of the default limit (not of
     the token budget) and cuts the host's own list. With `traffic` the default lists have as many
     sizes as without, and those that pad its batches least.
     """
-    query_lens = check_query_lens(query_lens)
-    max_num_reqs = _positive("max_num_reqs", max_num_reqs)
-    max_num_tokens = _positive("max_num_tokens", max_num_tokens)
+    if max_num_tokens is None:
+        max_num_tokens = max_num_reqs if sizes is None else max(sizes)
+    if max_num_tokens is None:
+        raise InvalidOptionError(
+            "the largest batch is unknown",
+            expected="max_num_tokens, max_num_reqs or sizes",
+            advice="sizes=[1, 2, 4, 8]",
+        )
+    max_num_reqs = max_num_tokens if max_num_reqs is None else max_num_reqs
     longest = max(query_lens)
     if longest > max_num_tokens:
         raise InvalidSizesError(
@@ -129,12 +134,12 @@ def capture_sizes(
             expected="query_lens of at most max_num_tokens",
             advice=f"max_num_tokens={max(max_num_reqs * longest, max_num_tokens)}",
         )
-    limit = capture_limit(max_num_reqs, max_num_tokens, longest, _positive("cap", cap))
+    limit = capture_limit(max_num_reqs, max_num_tokens, longest, cap)
     if max_size is not None:
-        limit = min(_positive("max_size", max_size), max_num_tokens)
-    own = None if sizes is None else _cut(check_sizes(sizes), max_size)
+        limit = min(max_size, max_num_tokens)
+    own = None if sizes is None else _cut(tuple(sizes), max_size)
     ladder = limit // 16 if own is None else len(own)
-    _refuse_many(len(query_lens) * ladder, _MOST_GRAPHS, "graphs")
+    _refuse_many(len(query_lens) * ladder)
     if own is None:
         mixed = mixed_sizes(
             limit, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=longest
@@ -185,7 +190,7 @@ def descriptors_for(
             for q, ladder in sizes.decode.items()
             for size in ladder
         ]
-    _refuse_many(len(keys) * len(loras) * len(bounds) * len(variants), _MOST_GRAPHS, "graphs")
+    _refuse_many(len(keys) * len(loras) * len(bounds) * len(variants))
     cases: dict[CaptureKey, None] = {}
     for runtime_mode, named in keys:
         of_mode = bounds if runtime_mode is GraphMode.FULL else ((),)
@@ -215,7 +220,6 @@ def capture_order(key: CaptureKey) -> tuple[object, ...]:
 
 def _steps(limit: int) -> list[int]:
     """1, 2, 4, then every 8 below 256, then every 16, up to `limit`."""
-    _refuse_many(limit // 16, _MOST, "capture sizes")
     few = [n for n in (1, 2, 4) if n <= limit]
     return [*few, *range(8, min(limit + 1, 256), 8), *range(256, limit + 1, 16)]
 
@@ -269,13 +273,13 @@ def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
         )
 
 
-def _refuse_many(count: int, most: int, what: str) -> None:
+def _refuse_many(graphs: int) -> None:
     """Raise `InvalidSizesError` for more than anybody captures, before any of it is planned."""
-    if count > most:
+    if graphs > _MOST_GRAPHS:
         raise InvalidSizesError(
-            f"a plan of so many {what} is a mistake",
-            got=f"{count} {what}",
-            expected=f"at most {most}",
+            "a plan of so many graphs is a mistake",
+            got=f"{graphs} graphs",
+            expected=f"at most {_MOST_GRAPHS}",
             advice="sizes=[1, 2, 4, 8] or a smaller max_size, and fewer loras, bounds, variants or "
             "query_lens",
         )
@@ -295,5 +299,6 @@ def _cut(sizes: tuple[int, ...], max_size: int | None) -> tuple[int, ...]:
     return kept
 
 
-def _positive(name: str, number: object) -> int:
+def positive(name: str, number: object) -> int:
+    """A count of at least 1; raises `InvalidSizesError` for anything else."""
     return count_of(name, number, least=1, error=InvalidSizesError)

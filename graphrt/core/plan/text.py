@@ -17,11 +17,9 @@ from graphrt.core.plan.budget import (
     figure,
     of_limit,
 )
-from graphrt.core.plan.resolution import ModeResolution
+from graphrt.core.plan.resolution import UNNAMED, ModeResolution
 from graphrt.core.plan.sizes import CaptureKey, CaptureSizes
 
-UNNAMED = "attention"
-"""The name of an attention backend that nobody named."""
 _WIDTH = 100
 
 

@@ -34,17 +34,16 @@ def by_worth(
     it serves, times the tokens to the next larger size. Without `traffic` every doubling of the
     batch is as likely as the next; then the smallest and those of `landmarks`, largest first, come
     before the others.
-
-    Raises `InvalidOptionError` for traffic that is empty, negative or not of positive sizes.
     """
     kept = sorted(set(sizes))
     fixed = dict.fromkeys(kept[-1:])
     shares: list[Share] = [_even]
     if traffic is None:
-        fixed |= dict.fromkeys([*kept[:1], *_present(landmarks, kept)])
+        present = sorted(set(landmarks).intersection(kept), reverse=True)
+        fixed |= dict.fromkeys([*kept[:1], *present])
     else:
         # Sizes that no traffic tells apart are still ranked by what an even one would need.
-        shares.insert(0, _cumulative(check_traffic(traffic)))
+        shares.insert(0, _cumulative(traffic))
     return (*fixed, *reversed(_by_savings(kept, fixed, shares)))
 
 
@@ -131,10 +130,6 @@ def _bad_traffic(traffic: object) -> InvalidOptionError:
         expected="positive sizes in tokens, shares >= 0, one of them above 0",
         advice="traffic={1: 0.5, 64: 0.5}",
     )
-
-
-def _present(landmarks: Collection[int], sizes: list[int]) -> list[int]:
-    return sorted(set(landmarks).intersection(sizes), reverse=True)
 
 
 def _by_savings(kept: list[int], fixed: Collection[int], shares: list[Share]) -> list[int]:
