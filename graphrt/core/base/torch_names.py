@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from sys import modules
 from typing import TYPE_CHECKING, Any
 
@@ -102,9 +103,14 @@ dispatch_keys: Callable[[Any, Any], AbstractContextManager[object]] = NAMES.take
 def dispatch_keys_now() -> tuple[Any, Any]:
     """The dispatch keys that are included and excluded in this thread, without dispatch modes."""
     included = included_keys()
-    for key in _python_keys:
-        included = included.remove(key.find())
+    for key in _keys_of_modes():
+        included = included.remove(key)
     return included, excluded_keys()
+
+
+@cache
+def _keys_of_modes() -> list[Any]:
+    return [key.find() for key in _python_keys]
 
 
 class _ConjugationResolved(dict[int, Any]):

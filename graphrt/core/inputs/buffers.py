@@ -99,7 +99,8 @@ class StaticInputs:
         # Whether what is packed is all there is, under the names that a step gives it.
         self.all_packed = not self._fixed and not self.declared.nested
         dtypes = {name: spec.dtype for name, spec in every.items()}
-        self._graded = [n for n, own in dtypes.items() if own.is_floating_point or own.is_complex]
+        # Inputs of a dtype that has gradients.
+        self.graded = [n for n, own in dtypes.items() if own.is_floating_point or own.is_complex]
         self._layouts: dict[tuple[int, int], InputLayout] = {}
         # By where slots are and what is live there.
         self._slot_views: dict[tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Arrays]] = {}
@@ -126,33 +127,17 @@ class StaticInputs:
         return self.layout(self.tokens, self.reqs).views
 
     @property
-    def nested(self) -> bool:
-        """Whether the forward gets mappings of inputs."""
-        return self.declared.nested
-
-    @property
     def has_requests(self) -> bool:
         """Whether the shape of an input says how many requests there are."""
         axes = (spec.batch_axis()[0] for spec in self.declared.specs.values())
         return any(axis is not None and axis.name == "reqs" for axis in axes)
-
-    @property
-    def whole(self) -> frozenset[str]:
-        """The inputs without a batch axis: of these a step has all there is."""
-        specs = self.declared.specs
-        return frozenset(name for name, spec in specs.items() if spec.batch_axis()[0] is None)
-
-    @property
-    def may_require_gradients(self) -> bool:
-        """Whether there are inputs of a dtype that has gradients."""
-        return bool(self._graded)
 
     def require_gradients(self, values: Mapping[str, Any]) -> bool:
         """Whether one of a step's inputs requires a gradient."""
         try:
             if self.declared.nested:
                 values = dict(flat_of(values))
-            for name in self._graded:
+            for name in self.graded:
                 if values[name].requires_grad:
                     return True
         except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError):
@@ -163,11 +148,6 @@ class StaticInputs:
     def ring(self) -> InputRing | None:
         """What graphs fetch their inputs from, if they do."""
         return self.transport.ring
-
-    @property
-    def staging_waits(self) -> int:
-        """How often the host had to wait until its staging memory was free."""
-        return self.transport.waits
 
     def layout(self, tokens: int, reqs: int) -> InputLayout:
         """Where the inputs of a batch of this size lie."""

@@ -176,37 +176,35 @@ def _forward_right(signature: inspect.Signature, specs: Mapping[str, Any]) -> st
         and each.name not in specs
     ]
     unknown = [name for name in specs if name not in signature.parameters]
-    alone = needed[0] if len(needed) == len(unknown) == 1 else None
-    found = []
-    for name in specs:
-        if name in unknown:
-            meant = alone or nearest(name, needed or [*signature.parameters])
-            found.append(
-                f"name it {meant!r} in place of {name!r}"
-                if meant
-                else f"leave {name!r} out of inputs="
-            )
-    found = found or [
+    advice = [
+        f"name it {meant!r} in place of {name!r}" if meant else f"leave {name!r} out of inputs="
+        for name, meant in _meant(unknown, needed, [*signature.parameters])
+    ]
+    return "; ".join(advice) or "; ".join(
         f"name {name!r} in inputs= too, or bind it: functools.partial(forward, {name}=...)"
         for name in needed
-    ]
-    return "; ".join(found)
+    )
 
 
 def _named_right(missing: list[str], unknown: list[str]) -> str:
     """What to do about inputs that a step lacks, or should not have."""
-    alone = missing[0] if len(missing) == len(unknown) == 1 else None
-    found = []
+    advice = [
+        f"pass it as {meant}= in place of {name}="
+        if meant
+        else f"leave {name}= out: only what inputs= declares is passed"
+        for name, meant in _meant(unknown, missing)
+    ]
+    return "; ".join(advice or (f"pass {name}= too" for name in missing))
+
+
+def _meant(
+    unknown: list[str], missing: list[str], known: list[str] | None = None
+) -> Iterator[tuple[str, str | None]]:
+    """Each unknown name with the missing one that it stands for, or, where none is missing, the
+    nearest of the known ones."""
     for name in unknown:
-        meant = alone or nearest(name, missing)
-        found.append(
-            f"pass it as {meant}= in place of {name}="
-            if meant
-            else f"leave {name}= out: only what inputs= declares is passed"
-        )
-    if not found:
-        found = [f"pass {name}= too" for name in missing]
-    return "; ".join(found)
+        alone = missing[0] if len(missing) == len(unknown) == 1 else None
+        yield name, alone or nearest(name, missing or known or [])
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,8 +67,9 @@ class PreparedStep:
         # a step in C.
         self.entry: Entry | None = None
         self.native: Any = None
-        self._nested = inputs.nested
-        self._whole = [(name, view) for name, view in layout.views.items() if name in inputs.whole]
+        self._nested = inputs.declared.nested
+        rows = inputs.padding.with_rows
+        self._whole = [(name, view) for name, view in layout.views.items() if name not in rows]
 
     @property
     def tokens(self) -> int:

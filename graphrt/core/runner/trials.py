@@ -147,7 +147,7 @@ class StepTrials:
             places=places_of(graphs.setup.forward),
             precision=platform.float32_precision,
             mixes_rows=self._host.mixes_rows,
-            pads=self._executor.inputs.padding.nobodys(step.runs.values),
+            pads=self._executor.inputs.padding.unused_addresses(step.runs.values),
             strict=graphs.checks.strict,
         )
         self._executor.pool._will_put_back("a trial", undo.later)
@@ -240,11 +240,11 @@ class PaddedTrial:
         padding = self._executor.inputs.padding
         if not self.padded or not padding.are_kept:
             return None
-        return self._eager(watch, partial(padding.disturb, *self._rows()))
+        return self._eager(watch, partial(padding.disturb, *self._rows(), only_kept=True))
 
     def disturbed(self, watch: Watch) -> Any:
         padding = self._executor.inputs.padding
-        return self._eager(watch, partial(padding.disturb_all, *self._rows()))
+        return self._eager(watch, partial(padding.disturb, *self._rows()))
 
     def unpadded(self, watch: Watch) -> Any:
         if not self.padded:
