@@ -20,7 +20,6 @@ from graphrt.core.plan.budget import Budget, CostModel, Fitted, GraphCost, fit
 from graphrt.core.plan.plan import Plan
 from graphrt.core.plan.resolution import ModeResolution, resolve_mode
 from graphrt.core.plan.sizes import CaptureKey, capture_sizes, descriptors_for, mixed_sizes
-from graphrt.core.plan.text import budget_lines
 from graphrt.core.plan.traffic import best_sizes, by_worth, check_traffic
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
@@ -130,7 +129,7 @@ def test_the_room_of_dropped_pieces_goes_to_full_graphs() -> None:
 def test_a_budget_for_nothing_ends_in_eager_mode() -> None:
     found = plan(keys_of(FULL, 1, 8), Budget(streams=0), pieces_take(5), mode=FULL)
     assert (found.resolution.mode, found.keys) == (GraphMode.NONE, ())
-    assert "no graph at all" in "\n".join(budget_lines(found))
+    assert "no graph at all" in "\n".join(found.resolution.lines())
     assert found.left_out[0].padded_to is None
 
 
@@ -161,7 +160,7 @@ def test_kinds_of_graphs_share_the_budget() -> None:
 def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
     limits = Budget(streams=15, device_bytes=100 * MIB)
     found = plan(keys_of(BOTH, 1, 2, 4, 8), limits, pieces_take(5), mode=BOTH)
-    text = "\n".join(budget_lines(found))
+    text = "\n".join(found.lines())
     assert "PIECEWISE [8 tokens]: 5 streams, 8.0 MiB, 0.50 s" in text
     assert "FULL [1 tokens 1 reqs uniform q=1]: 1 stream, 1.0 MiB, 0.25 s" in text
     assert "in all: 6 of 8 sizes, 14 of 15 streams, 24.0 of 100.0 MiB" in text
@@ -170,10 +169,10 @@ def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
 
 def test_a_plan_without_limits_counts_graphs() -> None:
     found = plan(keys_of(FULL, 8), Budget(), lambda mode, descriptor: GraphCost(), mode=FULL)
-    assert budget_lines(found) == (
+    assert found.lines() == [
         "FULL [8 tokens 8 reqs]: 1 graph",
         "in all: 1 of 1 sizes, 1 graph",
-    )
+    ]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from graphrt.core.plan.sizes import (
     capture_sizes,
     check_sizes,
     descriptors_for,
+    eager_range,
     mixed_sizes,
 )
-from graphrt.core.plan.text import eager_range
 
 REQS = st.integers(1, 2048)
 TOKENS = st.integers(1, 16384)

@@ -183,6 +183,21 @@ class Fitted:
         """What all captured graphs take together."""
         return _total(planned.cost for planned in self.captured)
 
+    def lines(self) -> list[str]:
+        """Every graph with its cost, the sum, and what was left out."""
+        budget, total = self.budget, self.total
+        limited = [name for name in RESOURCES if getattr(budget, name) is not None]
+        taken = [name for name in RESOURCES if name != "graphs" and getattr(total, name)]
+        shown = [name for name in RESOURCES if name in limited + taken] or ["graphs"]
+        counted = f"{len(self.captured)} of {len(self.captured) + len(self.left_out)} sizes"
+        limits = [of_limit(n, getattr(total, n), getattr(budget, n)) for n in limited]
+        return [
+            *budget.notes,
+            *(f"{p.mode.name} [{p.descriptor}]: {_figures(p.cost, shown)}" for p in self.captured),
+            f"in all: {counted}, {', '.join(limits) or _figures(total, shown)}",
+            *_left_out_lines(self.left_out),
+        ]
+
 
 BUDGET_RULE = "budget"
 Costs = dict[CaptureKey, GraphCost]
@@ -379,6 +394,35 @@ def _why(
 
 def _total(costs: Iterable[GraphCost]) -> GraphCost:
     return sum(costs, GraphCost(graphs=0))
+
+
+def _figures(cost: GraphCost, names: Iterable[str]) -> str:
+    return ", ".join(figure(name, getattr(cost, name)) for name in names)
+
+
+def _left_out_lines(left_out: Iterable[LeftOut]) -> list[str]:
+    """A line for each reason: the largest of its graphs, and how many more there are."""
+    by_reason: dict[tuple[str, str, bool], list[LeftOut]] = {}
+    for each in left_out:
+        reason = each.mode.name, each.why, each.padded_to is None
+        by_reason.setdefault(reason, []).append(each)
+    lines = []
+    for first, *others in by_reason.values():
+        size = first.padded_to
+        served = "no graph of its kind serves its batches" if size is None else f"padded to {size}"
+        more = f"; {alike(each.descriptor for each in others)}" if others else ""
+        lines.append(
+            f"left out: {first.mode.name} [{first.descriptor}]: {first.why}; {served}{more}"
+        )
+    return lines
+
+
+def alike(descriptors: Iterable[BatchDescriptor]) -> str:
+    """How many graphs share a reason with one that was named, and of which sizes."""
+    sizes = [descriptor.num_tokens for descriptor in descriptors]
+    least, most = min(sizes), max(sizes)
+    tokens = f"{most} tokens" if least == most else f"{least} to {most} tokens"
+    return f"so {'is' if len(sizes) == 1 else 'are'} {len(sizes)} more of {tokens}"
 
 
 def figure(name: str, value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import check_platform, given_platform
-from graphrt.core.plan import saved, text
+from graphrt.core.plan import saved
 from graphrt.core.plan.arguments import (
     PlanArguments,
     check_plan_arguments,
@@ -31,6 +32,7 @@ from graphrt.core.plan.budget import (
 from graphrt.core.plan.resolution import (
     AUTO,
     SWITCHED_OFF,
+    UNNAMED,
     ModeResolution,
     levels_of,
     provider_of,
@@ -43,6 +45,8 @@ from graphrt.core.plan.sizes import (
     capture_sizes,
     check_decode,
     descriptors_for,
+    eager_decode,
+    eager_range,
 )
 from graphrt.core.plan.traffic import Traffic
 
@@ -186,7 +190,7 @@ class Plan:
             except InvalidSizesError:
                 # A second size above the largest batch.
                 continue
-            first, last = text.eager_range(sizes, self._keys_of(self.mode, sizes), query_len)
+            first, last = eager_range(sizes, self._keys_of(self.mode, sizes), query_len)
             if first > last:
                 return remedy
         return None
@@ -244,13 +248,18 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan for people."""
-        found = [*text.mode_lines(self.resolution, self.attention)]
-        found += [*text.size_lines(self.sizes, self.mode), text.graph_line(self.keys)]
-        found += [
-            f"Note: {each}" for each in text.eager_decode(self.sizes, self.keys, self._remedy)
-        ]
+        found = self.resolution.lines()
+        for name, support in self.attention.items():
+            found.append(
+                f"Attention: {'' if name == UNNAMED else f'{name} supports '}{support.name}"
+            )
+        found += self.sizes.lines(self.mode)
+        counts = Counter(mode.name for mode, _ in self.keys)
+        total = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+        found.append(f"Graphs to capture, largest first: {len(self.keys)} ({total})")
+        found += [f"Note: {each}" for each in eager_decode(self.sizes, self.keys, self._remedy)]
         if self.arguments["budget"] is not None:
-            found += text.budget_lines(self._fitted)
+            found += self._fitted.lines()
         return found
 
     def __str__(self) -> str:

@@ -54,6 +54,13 @@ class ModeResolution:
         step = ResolutionStep(rule, self.mode, after, why, backend)
         return replace(self, mode=after, steps=(*self.steps, step))
 
+    def lines(self) -> list[str]:
+        """The mode that runs, and every step on the way to it."""
+        return [
+            f"Mode: {self.requested.name} requested, {self.mode.name} runs",
+            *(f"  {s.rule}: {s.before.name} becomes {s.after.name}: {s.why}" for s in self.steps),
+        ]
+
     def log_steps(self) -> None:
         """Say in the log, in one line, that the mode that runs is not the requested one."""
         if self.steps:
@@ -92,10 +99,7 @@ def resolve_mode(
     the lowest decides. `query_lens` are the decode query lengths (the largest matters).
     `whole_graph_pass` says that pieces are off because a compiler pass must see the whole graph.
     """
-    levels = levels_of(attention)
-    lowest = min(levels, key=lambda name: levels[name], default=UNNAMED)
-    support = levels.get(lowest, AttentionSupport.ALWAYS)
-    backend = None if lowest == UNNAMED else lowest
+    backend, support = _lowest(levels_of(attention))
     provider = None if whole_graph_pass else PieceProvider.parse(pieces)
     query_len = max(query_lens, default=1)
     if requested is None:
@@ -121,6 +125,11 @@ def resolve_mode(
     if provider is None:
         return found.stepped("no-pieces", mode.without_pieces(), "nothing provides pieces")
     return found
+
+
+def _lowest(levels: Mapping[str, AttentionSupport]) -> tuple[str | None, AttentionSupport]:
+    name = min(levels, key=lambda name: levels[name], default=UNNAMED)
+    return None if name == UNNAMED else name, levels.get(name, AttentionSupport.ALWAYS)
 
 
 def levels_of(

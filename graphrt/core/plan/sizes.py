@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphrt.core.base.errors import InvalidOptionError, InvalidSizesError
@@ -16,6 +17,7 @@ from graphrt.core.plan.traffic import Traffic, fitted_sizes
 
 CaptureKey = tuple[GraphMode, BatchDescriptor]
 
+_WIDTH = 100
 _CAP = 512
 _MOST_GRAPHS = 1 << 17
 """More nobody captures: of all sizes, query lengths, numbers of LoRAs, bounds and variants."""
@@ -36,6 +38,24 @@ class CaptureSizes:
     mixed: tuple[int, ...]
     general: tuple[int, ...]
     decode: Mapping[int, tuple[int, ...]]
+
+    def lines(self, mode: GraphMode) -> list[str]:
+        """The lists of sizes that `mode` captures, in tokens, with how many there are."""
+        lists = {"any batch": self.general}
+        if mode is not GraphMode.FULL:
+            lists = {"mixed": self.mixed}
+            lists |= {f"decode, query length {q}": ladder for q, ladder in self.decode.items()}
+        width = max(map(len, lists))
+        lines = [f"Sizes, at most {self.limit} tokens:"]
+        for name, listed in lists.items():
+            head = f"  {name:{width}} {len(listed):4}: "
+            numbers = " ".join(map(str, listed)) or "none"
+            lines.append(
+                textwrap.fill(
+                    numbers, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)
+                )
+            )
+        return lines
 
 
 def capture_limit(
@@ -117,15 +137,7 @@ def capture_sizes(
     the token budget) and cuts the host's own list. With `traffic` the default lists have as many
     sizes as without, and those that pad its batches least.
     """
-    if max_num_tokens is None:
-        max_num_tokens = max_num_reqs if sizes is None else max(sizes)
-    if max_num_tokens is None:
-        raise InvalidOptionError(
-            "the largest batch is unknown",
-            expected="max_num_tokens, max_num_reqs or sizes",
-            advice="sizes=[1, 2, 4, 8]",
-        )
-    max_num_reqs = max_num_tokens if max_num_reqs is None else max_num_reqs
+    max_num_reqs, max_num_tokens = _largest_batch(max_num_reqs, max_num_tokens, sizes)
     longest = max(query_lens)
     if longest > max_num_tokens:
         raise InvalidSizesError(
@@ -160,6 +172,20 @@ def capture_sizes(
     tokens = max_num_tokens if max_size is None else limit
     ladders = {q: _rounded(own, q, max_num_reqs * q, tokens, limit) for q in query_lens}
     return CaptureSizes(max_num_reqs, max_num_tokens, limit, own, own, ladders)
+
+
+def _largest_batch(
+    reqs: int | None, tokens: int | None, sizes: Sequence[int] | None
+) -> tuple[int, int]:
+    if tokens is None:
+        tokens = reqs if sizes is None else max(sizes)
+    if tokens is None:
+        raise InvalidOptionError(
+            "the largest batch is unknown",
+            expected="max_num_tokens, max_num_reqs or sizes",
+            advice="sizes=[1, 2, 4, 8]",
+        )
+    return tokens if reqs is None else reqs, tokens
 
 
 def descriptors_for(
@@ -271,6 +297,37 @@ def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
             sizes.limit,
             min(query_len * sizes.max_num_reqs, sizes.max_num_tokens),
         )
+
+
+def eager_decode(
+    sizes: CaptureSizes,
+    keys: Collection[CaptureKey],
+    remedy: Callable[[int, int], str | None],
+) -> list[str]:
+    """Decode batches that will be TOO_LARGE for every graph that may serve them, as sentences;
+    `remedy` says what would capture a query length up to so many tokens."""
+    found = []
+    for query_len in sizes.decode if keys else ():
+        first, most = eager_range(sizes, keys, query_len)
+        if first <= most:
+            others = f"; {help} captures them" if (help := remedy(query_len, most)) else ""
+            found.append(
+                f"decode batches of {first} to {most} tokens (query length {query_len}) will run "
+                f"eagerly{others}"
+            )
+    return found
+
+
+def eager_range(sizes: CaptureSizes, keys: Iterable[CaptureKey], query_len: int) -> tuple[int, int]:
+    """The first and the last size, in whole requests, that no graph has room for; the first is
+    larger than the last where there is none."""
+    named = [descriptor for _, descriptor in keys]
+    largest = max(
+        (each.num_tokens for each in named if not each.uniform or each.query_len == query_len),
+        default=0,
+    )
+    most = min(sizes.max_num_reqs, sizes.max_num_tokens // query_len)
+    return (largest // query_len + 1) * query_len, most * query_len
 
 
 def _refuse_many(graphs: int) -> None:

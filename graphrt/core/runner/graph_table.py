@@ -26,8 +26,8 @@ from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.ladders import preferred
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.plan.budget import alike
 from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.plan.text import alike
 from graphrt.core.replay._turn import PoolOwner
 from graphrt.core.replay.entry import Entry
 from graphrt.core.runner.checks import Checks
