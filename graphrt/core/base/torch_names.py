@@ -169,7 +169,10 @@ def all_function_modes() -> list[Any]:
 
 def function_modes() -> list[Any]:
     """The torch function modes of this thread, but those that set a default device."""
-    return [each for each in all_function_modes() if not isinstance(each, _DEFAULT_DEVICE.find())]
+    modes = all_function_modes()
+    if modes:
+        modes = [each for each in modes if not isinstance(each, _DEFAULT_DEVICE.find())]
+    return modes
 
 
 # Operators ---------------------------------------------------------------------------------------
