@@ -68,7 +68,7 @@ class DeclaredInputs:
 
     def infer(self, values: Mapping[str, Any]) -> tuple[int, int | None]:
         """Tokens and requests as the shapes of the inputs say; None where they say nothing."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         try:
             flat = dict(flat_of(values)) if self.nested else values
             self.check_names(flat)
@@ -77,26 +77,26 @@ class DeclaredInputs:
                 if axis is None:
                     continue
                 rows = flat[name].shape[dim] - axis.extra
-                if found.setdefault(axis.name, rows) != rows:
+                if counts.setdefault(axis.name, rows) != rows:
                     raise InvalidInputError(
                         f"the inputs disagree on the number of {axis.name}",
                         got=f"{rows} by {name!r}",
-                        expected=found[axis.name],
-                        advice=f"pass {found[axis.name] + axis.extra} rows of {name!r} in "
+                        expected=counts[axis.name],
+                        advice=f"pass {counts[axis.name] + axis.extra} rows of {name!r} in "
                         f"dimension {dim}, as the inputs before it have",
                     )
         except (AttributeError, IndexError, RuntimeError, TypeError) as error:
             self.check(values, None, None, error)
             raise
-        if not found:
+        if not counts:
             raise InvalidBatchError(
                 "the shapes of the inputs do not say how large the batch is",
                 got=f"no batch axis in any of {sorted(self.specs)}",
                 expected="the batch itself",
                 advice="runner(Batch(num_tokens, num_reqs), ...)",
             )
-        reqs = found.get("reqs")
-        return found.get("tokens", reqs or 0), reqs
+        reqs = counts.get("reqs")
+        return counts.get("tokens", reqs or 0), reqs
 
     def check_fits(self, platform: Platform, tokens: int, reqs: int) -> None:
         """Raise `InvalidInputError` for buffers that no device has the memory for, or not this one:

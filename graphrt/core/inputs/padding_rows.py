@@ -33,19 +33,19 @@ class PaddingRows:
         """The padding values of index inputs that no live row of theirs holds: what they address is
         nobody's. A block table may hold its own for what a request does not use, while a slot
         mapping says so. Waits for the device."""
-        found: set[int] = set()
+        unused: set[int] = set()
         for name, value in flat_of(values):
             spec = self._specs.get(name)
             if spec is not None and spec.index and isinstance(value, torch.Tensor):
                 pad = int(spec.pad_value.real)
                 if pad >= 0 and not bool((value == pad).any()):
-                    found.add(pad)
-        return sorted(found)
+                    unused.add(pad)
+        return sorted(unused)
 
     def differing(self, values: Mapping[str, Any]) -> frozenset[str]:
         """The inputs of which a live row is another than the padding rows: only these can show that
         rows are mixed. Waits for the device."""
-        found = set()
+        names = set()
         for name, value in flat_of(values):
             spec = self._specs.get(name)
             axis, dim = (None, 0) if spec is None else spec.batch_axis()
@@ -53,8 +53,8 @@ class PaddingRows:
                 continue
             # What is no input at all, such as a sparse tensor, is named when it is written.
             if _is_plain(value) and value.dim() > dim and _differs(value, spec, dim):
-                found.add(name)
-        return frozenset(found)
+                names.add(name)
+        return frozenset(names)
 
     def kept(self) -> list[torch.Tensor]:
         """Copies of the buffers whose padding rows no step writes."""
