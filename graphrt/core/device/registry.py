@@ -348,7 +348,8 @@ class PlatformRegistry:
                     continue
                 except FAILURES as error:
                     found.failed("could not be imported", error)
-            self._of_plugins[name] = [found]
+            # Nobody registers a plugin of this process by such a name.
+            self._of_plugins[f"entry point {name}"] = [found]
 
     def _add(self, plugin: object, name: str | None) -> str:
         try:

@@ -40,60 +40,62 @@ class PlanArguments(TypedDict, total=False):
     traffic: Traffic | None
 
 
-def checked_arguments(**given: Unpack[PlanArguments]) -> PlanArguments:
+def checked_arguments(**arguments: Unpack[PlanArguments]) -> PlanArguments:
     """All arguments of a plan, each a copy in its own type: what the caller changes later, or can
     be read only once, is not the plan's.
 
     Raises `InvalidSizesError` for sizes and counts, `InvalidOptionError` for the others and
     `InvalidBatchError` for variants that cannot be hashed.
     """
-    check_kind("budget", given["budget"], Budget)
-    mode, sizes = given["mode"], given["sizes"]
-    attention, pieces, traffic = given["attention"], given["pieces"], given["traffic"]
+    check_kind("budget", arguments["budget"], Budget)
+    mode, sizes = arguments["mode"], arguments["sizes"]
+    attention, pieces, traffic = arguments["attention"], arguments["pieces"], arguments["traffic"]
     levels = levels_of(attention)
     auto = isinstance(pieces, str) and pieces.strip().lower() == AUTO
     return {
         "mode": None if mode is None else GraphMode.parse(mode),
         "sizes": None if sizes is None else check_sizes(sizes),
-        "max_size": _limit("max_size", given["max_size"]),
-        "max_num_tokens": _limit("max_num_tokens", given["max_num_tokens"]),
-        "max_num_reqs": _limit("max_num_reqs", given["max_num_reqs"]),
-        "query_lens": check_query_lens(given["query_lens"]),
+        "max_size": _limit("max_size", arguments["max_size"]),
+        "max_num_tokens": _limit("max_num_tokens", arguments["max_num_tokens"]),
+        "max_num_reqs": _limit("max_num_reqs", arguments["max_num_reqs"]),
+        "query_lens": check_query_lens(arguments["query_lens"]),
         "attention": levels if isinstance(attention, Mapping) else levels[UNNAMED],
         "pieces": AUTO if auto else PieceProvider.parse(pieces),
-        "compiled": all_compiled(given["compiled"]),
+        "compiled": all_compiled(arguments["compiled"]),
         "loras": tuple(
             None if each is None else count_of("a number of active LoRAs", each, least=0)
-            for each in _cases("loras", given["loras"], "(0, 4)")
+            for each in _cases("loras", arguments["loras"], "(0, 4)")
         ),
         "bounds": tuple(
             tuple(
                 count_of("a bound", bound, least=0)
                 for bound in items_of("each of bounds", case, "(4096,)")
             )
-            for case in _cases("bounds", given["bounds"], "[(4096,)]")
+            for case in _cases("bounds", arguments["bounds"], "[(4096,)]")
         ),
-        "variants": tuple(map(checked_variant, _cases("variants", given["variants"], '["draft"]'))),
-        "budget": given["budget"],
+        "variants": tuple(
+            map(checked_variant, _cases("variants", arguments["variants"], '["draft"]'))
+        ),
+        "budget": arguments["budget"],
         "traffic": None if traffic is None else check_traffic(traffic),
     }
 
 
 def check_plan_arguments(
-    given: Collection[str], beside: object = None, homes: Mapping[str, type] | None = None
+    names: Collection[str], beside: object = None, homes: Mapping[str, type] | None = None
 ) -> None:
     """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan.
 
     `homes` are arguments that take a dataclass, whose fields are often given in their place.
     """
-    if beside is not None and given:
+    if beside is not None and names:
         raise InvalidOptionError(
             "arguments of a plan were given beside a plan",
-            got=", ".join(given),
+            got=", ".join(names),
             expected="either",
             advice="plan.replace(...), or leave plan out",
         )
-    unknown = sorted(set(given) - PlanArguments.__annotations__.keys())
+    unknown = sorted(set(names) - PlanArguments.__annotations__.keys())
     if unknown:
         raise InvalidOptionError(
             "a plan has no such argument",

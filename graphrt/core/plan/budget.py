@@ -238,8 +238,8 @@ def fit(
     kept, mode = _within(order, costs, budget, mode)
     if traffic is not None and 0 < len(kept) < len(keys):
         kept = _refitted(keys, kept, costs, budget, traffic, own=own)
-    place = {key: at for at, key in enumerate(keys)}
-    chosen = sorted(kept, key=lambda key: (capture_order(key), place.get(key, len(keys))))
+    order_of = {key: at for at, key in enumerate(keys)}
+    chosen = sorted(kept, key=lambda key: (capture_order(key), order_of.get(key, len(keys))))
     captured = tuple(PlannedCapture(*key, costs[key]) for key in chosen)
     return Fitted(mode, captured, _left_out(keys, kept, costs, budget, mode), budget)
 
@@ -250,7 +250,7 @@ def by_priority(
     """All keys, those first that are kept last when the budget shrinks."""
     by_mode: dict[GraphMode, list[list[CaptureKey]]] = {GraphMode.FULL: [], GraphMode.PIECEWISE: []}
     for (mode, _), alike in _by_kind(keys).items():
-        worth = by_worth((own.num_tokens for _, own in alike), traffic, landmarks)
+        worth = by_worth((descriptor.num_tokens for _, descriptor in alike), traffic, landmarks)
         rank = {size: at for at, size in enumerate(worth)}
         by_mode[mode].append(sorted(alike, key=lambda key: rank[key[1].num_tokens]))
     order: list[CaptureKey] = []
@@ -270,10 +270,10 @@ def _tokens(key: CaptureKey) -> int:
 
 def _by_kind(keys: Iterable[CaptureKey]) -> dict[tuple[GraphMode, object], list[CaptureKey]]:
     """Graphs that can serve each other's batches."""
-    found: dict[tuple[GraphMode, object], list[CaptureKey]] = {}
+    kinds: dict[tuple[GraphMode, object], list[CaptureKey]] = {}
     for key in keys:
-        found.setdefault((key[0], key[1].kind), []).append(key)
-    return found
+        kinds.setdefault((key[0], key[1].kind), []).append(key)
+    return kinds
 
 
 def _within(
@@ -368,14 +368,14 @@ def _left_out(
     """Why each of the other keys is left out, and what its batches are padded to."""
     used = _total(costs[key] for key in kept)
     serving = {kind: sorted(map(_tokens, alike)) for kind, alike in _by_kind(kept).items()}
-    found = []
+    left_out = []
     for key in keys:
         if key not in kept:
             sizes = serving.get((key[0], key[1].kind), [])
             at = bisect_left(sizes, key[1].num_tokens)
             why = _why(key[0], costs[key], used, budget, mode.mode)
-            found.append(LeftOut(*key, costs[key], why, sizes[at] if at < len(sizes) else None))
-    return tuple(found)
+            left_out.append(LeftOut(*key, costs[key], why, sizes[at] if at < len(sizes) else None))
+    return tuple(left_out)
 
 
 def _why(

@@ -105,21 +105,21 @@ class Plan:
         """Raises the named errors of bad modes, sizes, options and platforms."""
         # All that are the plan's: `platform` is no argument of what is saved.
         given = locals()
-        own = self.arguments = checked_arguments(
+        arguments = self.arguments = checked_arguments(
             **{name: given[name] for name in PlanArguments.__annotations__}
         )
         self.platform = given_platform(platform)
-        self.compiled = own["compiled"]
+        self.compiled = arguments["compiled"]
         self.pieces, resolution = self._resolved()
-        self.sizes: CaptureSizes = self._sizes_of(own)
+        self.sizes: CaptureSizes = self._sizes_of(arguments)
         check_decode(resolution.mode, self.sizes)
         self._fitted: Fitted = fit(
             self._keys_of(resolution.mode, self.sizes),
             budget or Budget(),
             mode=resolution,
-            traffic=own["traffic"],
+            traffic=arguments["traffic"],
             landmarks=self._landmarks,
-            own=own["sizes"] is not None,
+            own=arguments["sizes"] is not None,
         )
         self.resolution: ModeResolution = self._fitted.resolution
         self.resolution.log_steps()
@@ -143,12 +143,12 @@ class Plan:
 
     def _resolved(self) -> tuple[PieceProvider | None, ModeResolution]:
         """What cuts the forward into pieces, and the mode that batches can run in."""
-        own = self.arguments
-        provider, whole_graph = provider_of(self.compiled, own["pieces"])
+        arguments = self.arguments
+        provider, whole_graph = provider_of(self.compiled, arguments["pieces"])
         resolution = resolve_mode(
-            own["mode"],
-            attention=own["attention"],
-            query_lens=own["query_lens"],
+            arguments["mode"],
+            attention=arguments["attention"],
+            query_lens=arguments["query_lens"],
             pieces=provider,
             whole_graph_pass=whole_graph,
         )
@@ -171,9 +171,13 @@ class Plan:
         )
 
     def _keys_of(self, mode: GraphMode, sizes: CaptureSizes) -> tuple[CaptureKey, ...]:
-        own = self.arguments
+        arguments = self.arguments
         return descriptors_for(
-            mode, sizes, loras=own["loras"], bounds=own["bounds"], variants=own["variants"]
+            mode,
+            sizes,
+            loras=arguments["loras"],
+            bounds=arguments["bounds"],
+            variants=arguments["variants"],
         )
 
     def _remedy(self, query_len: int, most: int) -> str | None:
@@ -248,19 +252,19 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan for people."""
-        found = self.resolution.lines()
+        lines = self.resolution.lines()
         for name, support in self.attention.items():
-            found.append(
+            lines.append(
                 f"Attention: {'' if name == UNNAMED else f'{name} supports '}{support.name}"
             )
-        found += self.sizes.lines(self.mode)
+        lines += self.sizes.lines(self.mode)
         counts = Counter(mode.name for mode, _ in self.keys)
         total = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
-        found.append(f"Graphs to capture, largest first: {len(self.keys)} ({total})")
-        found += [f"Note: {each}" for each in eager_decode(self.sizes, self.keys, self._remedy)]
+        lines.append(f"Graphs to capture, largest first: {len(self.keys)} ({total})")
+        lines += [f"Note: {each}" for each in eager_decode(self.sizes, self.keys, self._remedy)]
         if self.arguments["budget"] is not None:
-            found += self._fitted.lines()
-        return found
+            lines += self._fitted.lines()
+        return lines
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

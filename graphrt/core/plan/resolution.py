@@ -106,25 +106,29 @@ def resolve_mode(
         requested = GraphMode.NONE if provider is None else GraphMode.FULL_AND_PIECEWISE
     requested = GraphMode.parse(requested)
 
-    found = ModeResolution(requested, requested)
+    resolution = ModeResolution(requested, requested)
     who = "attention" if backend is None else f"attention backend {backend!r}"
     full_decode = support >= AttentionSupport.UNIFORM_BATCH or (
         support is AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE and query_len == 1
     )
     if requested.has_full and not full_decode:
         why = f"{who} supports {support.name}, decode has query length {query_len}"
-        found = found.stepped("attention-decode", GraphMode.PIECEWISE, why, backend)
+        resolution = resolution.stepped("attention-decode", GraphMode.PIECEWISE, why, backend)
     elif requested is GraphMode.FULL and support is not AttentionSupport.ALWAYS:
         why = f"{who} supports {support.name}, so mixed batches cannot be one graph"
-        found = found.stepped("attention-mixed", GraphMode.FULL_AND_PIECEWISE, why, backend)
-    mode = found.mode
+        resolution = resolution.stepped(
+            "attention-mixed", GraphMode.FULL_AND_PIECEWISE, why, backend
+        )
+    mode = resolution.mode
     if whole_graph_pass:
         why = "a pass must see the whole graph, so nothing provides pieces"
         whole = mode is GraphMode.FULL_AND_PIECEWISE and support is AttentionSupport.ALWAYS
-        return found.stepped("whole-graph", GraphMode.FULL if whole else mode.without_pieces(), why)
+        return resolution.stepped(
+            "whole-graph", GraphMode.FULL if whole else mode.without_pieces(), why
+        )
     if provider is None:
-        return found.stepped("no-pieces", mode.without_pieces(), "nothing provides pieces")
-    return found
+        return resolution.stepped("no-pieces", mode.without_pieces(), "nothing provides pieces")
+    return resolution
 
 
 def _lowest(levels: Mapping[str, AttentionSupport]) -> tuple[str | None, AttentionSupport]:
@@ -207,7 +211,7 @@ def compiled_in(value: Any) -> list[Any]:
 def all_compiled(announced: Iterable[Any]) -> tuple[Any, ...]:
     """The compiled modules in `compiled=[...]`, each once; raises `InvalidOptionError` for a value
     that has none."""
-    found: dict[int, Any] = {}
+    compiled: dict[int, Any] = {}
     for value in items_of("compiled", announced, "[graphrt.compile(module, ...)]"):
         modules = compiled_in(value)
         if not modules:
@@ -217,8 +221,8 @@ def all_compiled(announced: Iterable[Any]) -> tuple[Any, ...]:
                 expected="what graphrt.compile returned, or a module that was compiled in place",
                 advice="compiled=[graphrt.compile(module, ...)]",
             )
-        found.update((id(module), module) for module in modules)
-    return tuple(found.values())
+        compiled.update((id(module), module) for module in modules)
+    return tuple(compiled.values())
 
 
 def provider_of(

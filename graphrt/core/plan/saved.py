@@ -119,18 +119,18 @@ def _given_variant(plain: Any, deepest: int = _DEEPEST) -> Hashable:
 def _given_cost(cost: Any, **_: Any) -> CostModel | dict[str, GraphCost] | None:
     if not isinstance(cost, list):
         return cost and {mode: GraphCost(**each) for mode, each in cost.items()}
-    told = {
+    costs = {
         (GraphMode[mode], _given_descriptor(**descriptor)): GraphCost(**each)
         for mode, descriptor, each in cost
     }
 
     def as_told(mode: GraphMode, descriptor: BatchDescriptor) -> GraphCost:
-        known = told.get((mode, descriptor))
+        known = costs.get((mode, descriptor))
         if known is not None:
             return known
         # The function that knew is gone: a graph that it was not asked about takes no less than
         # any of its mode did.
-        alike = [each for key, each in told.items() if key[0] is mode] or [GraphCost()]
+        alike = [each for key, each in costs.items() if key[0] is mode] or [GraphCost()]
         return GraphCost(*(max(getattr(each, name) for each in alike) for name in RESOURCES))
 
     return as_told
@@ -185,15 +185,15 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     it did not write."""
     with of_a_plan(path):
         content = json.loads(read_bounded(Path(path), _MOST_BYTES))
-        version, told = content.pop("graphrt_plan"), content.pop("fingerprint", None)
+        version, written = content.pop("graphrt_plan"), content.pop("fingerprint", None)
         if type(version) is not int or version != FORMAT:
             newer = isinstance(version, int) and version > FORMAT
             expected = f"format {FORMAT}" + (": a newer graphrt wrote it" if newer else "")
             raise _not_a_plan(path, f"format {shown(version)}", expected)
         made_with = str(content.pop("made_with"))[:200]
-        if told != (counted := fingerprint(content)):
+        if written != (counted := fingerprint(content)):
             expected = f"{counted}, of what the file holds"
-            raise _not_a_plan(path, f"fingerprint {shown(told)}", expected)
+            raise _not_a_plan(path, f"fingerprint {shown(written)}", expected)
         return {**content, "printed": list(map(str, content["printed"]))}, made_with
 
 

@@ -88,19 +88,19 @@ def decode_sizes(
 
 def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     """`sizes` as a tuple if they ascend and are positive; raises `InvalidSizesError` otherwise."""
-    given = items_of("sizes", sizes, "[1, 2, 4, 8]", InvalidSizesError)
-    if not given:
+    listed = items_of("sizes", sizes, "[1, 2, 4, 8]", InvalidSizesError)
+    if not listed:
         raise InvalidSizesError(
             "there are no capture sizes",
             got="[]",
             expected="at least one size",
             advice='mode="NONE" to capture nothing, or sizes=None for the default list',
         )
-    checked = tuple(positive("a capture size", size) for size in given)
+    checked = tuple(positive("a capture size", size) for size in listed)
     if list(checked) != sorted(set(checked)):
         raise InvalidSizesError(
             "capture sizes are not sorted, or one of them is repeated",
-            got=shown(list(given)),
+            got=shown(list(listed)),
             expected="ascending positive integers, each once",
             advice=f"sizes={shown(sorted(set(checked)))}",
         )
@@ -109,15 +109,15 @@ def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
 
 def check_query_lens(query_lens: Iterable[int]) -> tuple[int, ...]:
     """`query_lens`, each once and ascending; raises `InvalidSizesError` for what none can be."""
-    given = items_of("query_lens", query_lens, "(1,)", InvalidSizesError)
-    if not given:
+    listed = items_of("query_lens", query_lens, "(1,)", InvalidSizesError)
+    if not listed:
         raise InvalidSizesError(
             "there are no decode query lengths",
             got="()",
             expected="at least one",
             advice="query_lens=(1,)",
         )
-    return tuple(sorted({positive("a query length", each) for each in given}))
+    return tuple(sorted({positive("a query length", each) for each in listed}))
 
 
 def capture_sizes(
@@ -149,10 +149,10 @@ def capture_sizes(
     limit = capture_limit(max_num_reqs, max_num_tokens, longest, cap)
     if max_size is not None:
         limit = min(max_size, max_num_tokens)
-    own = None if sizes is None else _cut(tuple(sizes), max_size)
-    ladder = limit // 16 if own is None else len(own)
+    listed = None if sizes is None else _cut(tuple(sizes), max_size)
+    ladder = limit // 16 if listed is None else len(listed)
     _refuse_many(len(query_lens) * ladder)
-    if own is None:
+    if listed is None:
         mixed = mixed_sizes(
             limit, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=longest
         )
@@ -168,10 +168,10 @@ def capture_sizes(
             ladders = {q: fitted_sizes(ladder, traffic, q) for q, ladder in ladders.items()}
         return CaptureSizes(max_num_reqs, max_num_tokens, limit, mixed, general, ladders)
 
-    _check_reached(own, max_num_tokens)
+    _check_reached(listed, max_num_tokens)
     tokens = max_num_tokens if max_size is None else limit
-    ladders = {q: _rounded(own, q, max_num_reqs * q, tokens, limit) for q in query_lens}
-    return CaptureSizes(max_num_reqs, max_num_tokens, limit, own, own, ladders)
+    ladders = {q: _rounded(listed, q, max_num_reqs * q, tokens, limit) for q in query_lens}
+    return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, listed, ladders)
 
 
 def _largest_batch(
@@ -306,16 +306,16 @@ def eager_decode(
 ) -> list[str]:
     """Decode batches that will be TOO_LARGE for every graph that may serve them, as sentences;
     `remedy` says what would capture a query length up to so many tokens."""
-    found = []
+    notes = []
     for query_len in sizes.decode if keys else ():
         first, most = eager_range(sizes, keys, query_len)
         if first <= most:
             others = f"; {help} captures them" if (help := remedy(query_len, most)) else ""
-            found.append(
+            notes.append(
                 f"decode batches of {first} to {most} tokens (query length {query_len}) will run "
                 f"eagerly{others}"
             )
-    return found
+    return notes
 
 
 def eager_range(sizes: CaptureSizes, keys: Iterable[CaptureKey], query_len: int) -> tuple[int, int]:

@@ -65,10 +65,10 @@ def best_sizes(candidates: Iterable[int], traffic: Traffic, count: int) -> tuple
     for _ in range(count - 1):
         least, chosen = (least + padding).min(dim=1)
         before.append(chosen.tolist())
-    found = [len(sizes) - 1]
+    places = [len(sizes) - 1]
     for chosen in reversed(before):
-        found.append(chosen[found[-1]])
-    return tuple(sizes[at] for at in reversed(found))
+        places.append(chosen[places[-1]])
+    return tuple(sizes[at] for at in reversed(places))
 
 
 def fitted_sizes(default: tuple[int, ...], traffic: Traffic, multiple: int = 1) -> tuple[int, ...]:
@@ -110,17 +110,17 @@ def _that_serve(
 
 def check_traffic(traffic: Traffic) -> dict[int, float]:
     """Traffic as a dict of numbers; raises `InvalidOptionError` if it cannot weigh sizes."""
-    found: dict[int, float] = {}
+    shares: dict[int, float] = {}
     try:
         for size, share in dict(traffic).items():
-            found[count_of("a size", size, least=1)] = number_of(
+            shares[count_of("a size", size, least=1)] = number_of(
                 f"traffic[{size}]", share, "a share"
             )
     except (TypeError, ValueError) as error:
         raise _bad_traffic(traffic) from error
-    if not any(found.values()) or not max(found.values()) < 1e300:
+    if not any(shares.values()) or not max(shares.values()) < 1e300:
         raise _bad_traffic(traffic)
-    return found
+    return shares
 
 
 def _bad_traffic(traffic: object) -> InvalidOptionError:
