@@ -279,7 +279,7 @@ class StaticInputs:
             self.ring.settle()
         (layout or self.layout(self.tokens, self.reqs)).reset()
         for each in self._fixed:
-            each.buffer.fill_(each.pattern.spec.pad_value)
+            each.buffer.fill_(each.pattern.value)
 
     def _is_fixed(self, start: int) -> bool:
         return any(each.buffer.untyped_storage().data_ptr() == start for each in self._fixed)

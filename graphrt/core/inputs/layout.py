@@ -47,7 +47,8 @@ class PadPattern:
 
     def __init__(self, spec: InputSpec) -> None:
         self.spec = spec
-        self._element = torch.full((1,), spec.pad_value, dtype=spec.dtype, device="cpu")
+        self.value = spec.pad_value
+        self._element = torch.full((1,), self.value, dtype=spec.dtype, device="cpu")
         octets = bytes(self._element.view(torch.uint8).tolist())
         self._octet = octets[0] if len(set(octets)) == 1 else None
         self._rows = self._element
@@ -211,7 +212,7 @@ class FieldMove:
             dim = self.field.spec.batch_axis()[1]
             tail.copy_(live.narrow(dim, live.shape[dim] - 1, 1))
         else:
-            tail.fill_(self.field.spec.pad_value)
+            tail.fill_(self.field.pattern.value)
 
 
 class StepMoves:
@@ -356,7 +357,7 @@ class InputLayout:
     def reset(self) -> None:
         """Make every row a padding row."""
         for field in self.fields:
-            field.view.fill_(field.spec.pad_value)
+            field.view.fill_(field.pattern.value)
 
 
 def _own_storage(part: torch.Tensor) -> torch.Tensor:
