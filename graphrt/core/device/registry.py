@@ -388,14 +388,15 @@ class PlatformRegistry:
     def _built_in(self, name: str) -> list[FoundPlatform]:
         """The built-in platform of that name; empty if graphrt was installed without its module."""
         if name not in self._of_built_ins:
-            found = FoundPlatform("graphrt", "built-in", name)
+            found: list[FoundPlatform] = []
             module, _, attribute = self._built_ins[name].partition(":")
             try:
                 if _has_module(module):
-                    found.platform = getattr(importlib.import_module(module), attribute)()
+                    platform = getattr(importlib.import_module(module), attribute)()
+                    found = [FoundPlatform("graphrt", "built-in", platform.name, platform)]
             except FAILURES as error:
-                found.failed("could not be supplied", error)
-            self._of_built_ins[name] = [found] if found.platform or found.error else []
+                found = [FoundPlatform("graphrt", "built-in", name).failed("failed to load", error)]
+            self._of_built_ins[name] = found
         return self._of_built_ins[name]
 
     def _known_without_imports(self, name: str) -> list[FoundPlatform]:
