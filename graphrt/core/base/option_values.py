@@ -235,20 +235,29 @@ def count_of(
 
 
 def items_of(
-    name: str, value: object, example: str, error: type[GraphRTError] = InvalidOptionError
+    name: str,
+    value: object,
+    example: str,
+    error: type[GraphRTError] = InvalidOptionError,
+    *,
+    empty: str = "",
 ) -> tuple[Any, ...]:
     """What a list, a tuple or anything else that can be read once holds, but not a string's
-    letters, and no more than `MOST_ITEMS`; raises `error`."""
-    what, got = f"{name} must be a list", shown(value)
+    letters, and no more than `MOST_ITEMS`; raises `error`. What to do in place of an empty list is
+    `empty`, where it may not be empty."""
+    what, got, advice = f"{name} must be a list", shown(value), f"{name}={example}"
     if not isinstance(value, (str, bytes)):
         try:
             items = tuple(itertools.islice(value, MOST_ITEMS + 1))  # type: ignore[call-overload]
-            if len(items) <= MOST_ITEMS:
+            if len(items) > MOST_ITEMS:
+                what, got = f"{name} has too many items", f"more than {MOST_ITEMS}"
+            elif items or not empty:
                 return items
-            what, got = f"{name} has too many items", f"more than {MOST_ITEMS}"
+            else:
+                what, advice = f"{name} must not be empty", empty
         except TypeError:
             pass
-    raise error(what, got=got, expected=f"a list, such as {example}", advice=f"{name}={example}")
+    raise error(what, got=got, expected=f"a list, such as {example}", advice=advice)
 
 
 def number_of(

@@ -513,17 +513,17 @@ def _check_fields(platform: Platform) -> None:
     for name, kind in (("name", str), ("device_type", str), ("by_name_only", bool)):
         value = getattr(platform, name)
         if not isinstance(value, kind) or value == "":
-            raise PlatformError(
-                f"{name} of a platform is of a wrong type",
-                got=f"{type(platform).__name__}.{name} = {shown(value)}",
-                expected=f"a {kind.__name__}",
-                advice='name = "mynpu", device_type = "npu", by_name_only = False',
-            )
-    wrong = [each for each in platform.capabilities if not isinstance(each, Capability)]
-    if wrong:
-        raise PlatformError(
-            "a platform names capabilities that are none",
-            got=shown(wrong[0]),
-            expected="members of graphrt.platforms.Capability",
-            advice="capabilities = frozenset({Capability.CAPTURE})",
-        )
+            raise _wrong_field(platform, name, value, f"a {kind.__name__}")
+    for each in platform.capabilities:
+        if not isinstance(each, Capability):
+            raise _wrong_field(platform, "capabilities", each, "members of Capability")
+
+
+def _wrong_field(platform: Platform, name: str, value: object, expected: str) -> PlatformError:
+    return PlatformError(
+        f"{name} of a platform is of a wrong type",
+        got=f"{shown(value)} of a {type(platform).__name__}",
+        expected=expected,
+        advice='name = "mynpu", device_type = "npu", by_name_only = False, '
+        "capabilities = frozenset({Capability.CAPTURE})",
+    )

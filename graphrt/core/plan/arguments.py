@@ -51,6 +51,7 @@ def checked_arguments(**arguments: Unpack[PlanArguments]) -> PlanArguments:
     mode, sizes = arguments["mode"], arguments["sizes"]
     attention, pieces, traffic = arguments["attention"], arguments["pieces"], arguments["traffic"]
     levels = levels_of(attention)
+    variants = items_of("variants", arguments["variants"], '["draft"]', empty="leave variants out")
     auto = isinstance(pieces, str) and pieces.strip().lower() == AUTO
     return {
         "mode": None if mode is None else GraphMode.parse(mode),
@@ -64,18 +65,18 @@ def checked_arguments(**arguments: Unpack[PlanArguments]) -> PlanArguments:
         "compiled": all_compiled(arguments["compiled"]),
         "loras": tuple(
             None if each is None else count_of("a number of active LoRAs", each, least=0)
-            for each in _cases("loras", arguments["loras"], "(0, 4)")
+            for each in items_of("loras", arguments["loras"], "(0, 4)", empty="leave loras out")
         ),
         "bounds": tuple(
             tuple(
                 count_of("a bound", bound, least=0)
                 for bound in items_of("each of bounds", case, "(4096,)")
             )
-            for case in _cases("bounds", arguments["bounds"], "[(4096,)]")
+            for case in items_of(
+                "bounds", arguments["bounds"], "[(4096,)]", empty="leave bounds out"
+            )
         ),
-        "variants": tuple(
-            map(checked_variant, _cases("variants", arguments["variants"], '["draft"]'))
-        ),
+        "variants": tuple(map(checked_variant, variants)),
         "budget": arguments["budget"],
         "traffic": None if traffic is None else check_traffic(traffic),
     }
@@ -117,15 +118,3 @@ def _home_of(name: str, homes: Mapping[str, type]) -> str | None:
 
 def _limit(name: str, value: object) -> int | None:
     return None if value is None else positive(name, value)
-
-
-def _cases(name: str, value: object, example: str) -> tuple[Any, ...]:
-    cases = items_of(name, value, example)
-    if not cases:
-        raise InvalidOptionError(
-            f"{name} of a plan is empty, so there would be no graphs",
-            got=f"{name}=()",
-            expected="at least one",
-            advice=f"leave {name} out",
-        )
-    return cases

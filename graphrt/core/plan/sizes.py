@@ -88,14 +88,8 @@ def decode_sizes(
 
 def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     """`sizes` as a tuple if they ascend and are positive; raises `InvalidSizesError` otherwise."""
-    listed = items_of("sizes", sizes, "[1, 2, 4, 8]", InvalidSizesError)
-    if not listed:
-        raise InvalidSizesError(
-            "there are no capture sizes",
-            got="[]",
-            expected="at least one size",
-            advice='mode="NONE" to capture nothing, or sizes=None for the default list',
-        )
+    nothing = 'mode="NONE" to capture nothing, or sizes=None for the default list'
+    listed = items_of("sizes", sizes, "[1, 2, 4, 8]", InvalidSizesError, empty=nothing)
     checked = tuple(positive("a capture size", size) for size in listed)
     if list(checked) != sorted(set(checked)):
         raise InvalidSizesError(
@@ -109,14 +103,8 @@ def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
 
 def check_query_lens(query_lens: Iterable[int]) -> tuple[int, ...]:
     """`query_lens`, each once and ascending; raises `InvalidSizesError` for what none can be."""
-    listed = items_of("query_lens", query_lens, "(1,)", InvalidSizesError)
-    if not listed:
-        raise InvalidSizesError(
-            "there are no decode query lengths",
-            got="()",
-            expected="at least one",
-            advice="query_lens=(1,)",
-        )
+    default = "query_lens=(1,)"
+    listed = items_of("query_lens", query_lens, "(1,)", InvalidSizesError, empty=default)
     return tuple(sorted({positive("a query length", each) for each in listed}))
 
 
