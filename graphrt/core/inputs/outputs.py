@@ -451,29 +451,26 @@ def unknown_axes(path: str, why: str, got: str | None) -> OutputError:
 
 def check_tensor(path: str, tensor: torch.Tensor) -> None:
     """Raise `OutputError` for a tensor that cannot be handed out."""
+    kind = type(tensor)
+    got = kind.__qualname__
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        kind = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
-        raise OutputError(
-            f"the forward returns a tensor that has no strided memory of its own{at_path(path)}",
-            got=kind,
-            expected="a strided tensor",
-            advice="return to_dense(), or the parts of it",
-        )
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise OutputError(
-            f"the forward returns a tensor subclass that holds other tensors{at_path(path)}",
-            got=type(tensor).__qualname__,
-            expected="a plain tensor",
-            advice="return the tensors in it, as to_local() does of a DTensor",
-        )
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        got = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
+        what, advice = "that has no strided memory of its own", "return to_dense(), or its parts"
+    elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        what = "subclass that holds other tensors"
+        advice = "return the tensors in it, as to_local() does of a DTensor"
+    elif kind not in (torch.Tensor, torch.nn.Parameter):
         # Of a weight that is one, say, torch makes results that are; pool memory is none.
-        raise OutputError(
-            f"the forward returns a tensor subclass, and replays plain tensors{at_path(path)}",
-            got=type(tensor).__qualname__,
-            expected="a plain tensor at every step",
-            advice="return result.as_subclass(torch.Tensor)",
-        )
+        what = "subclass, and replays plain tensors"
+        advice = "return result.as_subclass(torch.Tensor)"
+    else:
+        return
+    raise OutputError(
+        f"the forward returns a tensor {what}{at_path(path)}",
+        got=got,
+        expected="a plain, strided tensor at every step",
+        advice=advice,
+    )
 
 
 def check_containers(outputs: Any) -> None:
