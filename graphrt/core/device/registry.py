@@ -452,7 +452,8 @@ def resolve_platform(platform: Platform | str | None) -> Platform:
         return _default.current()
     if isinstance(platform, str):
         return _default.get(platform)
-    check_platform(platform)
+    check_kind("platform", platform, Platform, optional=False, example='get_platform("cpu")')
+    check_contract(platform)
     found = platform.availability()
     if not found.available:
         raise PlatformUnavailableError(
@@ -470,13 +471,6 @@ def given_platform(platform: Platform | str | None) -> Platform:
         return resolve_platform(platform)
     check_contract(platform)
     return platform
-
-
-def check_platform(platform: object) -> None:
-    """Raise for what is given as a platform and is none, `InvalidOptionError`, or one of another
-    version of the contract, `ContractVersionError`; whether it is available is not asked."""
-    check_kind("platform", platform, Platform, optional=False, example='get_platform("cpu")')
-    check_contract(platform)
 
 
 def _platform_of(found: FoundPlatform) -> Platform:

@@ -13,7 +13,7 @@ from graphrt.core.base.option_values import check_kind, flag, items_of, only_kno
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
-from graphrt.core.device.registry import check_platform, given_platform
+from graphrt.core.device.registry import given_platform
 from graphrt.core.plan import saved
 from graphrt.core.plan.arguments import (
     PlanArguments,
@@ -229,7 +229,7 @@ class Plan:
 
         What comes out differently is printed as a `PlanChangedWarning`.
         """
-        check_platform(platform)
+        platform = given_platform(platform)
         compiled = items_of("compiled", compiled, "[module]")
         same_modules = list(map(id, self.compiled)) == list(map(id, compiled))
         off = any(step.rule == SWITCHED_OFF for step in self.resolution.steps)
