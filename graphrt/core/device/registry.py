@@ -318,6 +318,8 @@ class PlatformRegistry:
             self._of_plugins[f"entry point {name}"] = [found]
 
     def _add(self, plugin: object, name: str | None) -> str:
+        if plugin is None:
+            raise _no_plugin(plugin)  # pluggy takes it for a name that nobody may use
         try:
             added = self._plugins.register(plugin, name)
         except pluggy.PluginValidationError as error:
