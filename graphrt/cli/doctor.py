@@ -78,7 +78,7 @@ def _asked(entry: FoundPlatform, method: str) -> Any:
     try:
         return getattr(entry.platform, method)()
     except Exception as error:
-        entry.failed(f"{method}()", error)
+        entry.failed(f"failed {method}()", error)
         return None
 
 

@@ -16,7 +16,7 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import get_platform, resolve_platform
 from graphrt.core.plan.arguments import PlanArguments
 from graphrt.core.plan.plan import Plan
-from graphrt.core.plan.text import UNNAMED
+from graphrt.core.plan.resolution import UNNAMED
 
 
 @dataclass(frozen=True)

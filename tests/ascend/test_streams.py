@@ -34,6 +34,7 @@ from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.device.figures import GraphWork
 from graphrt.core.plan.budget import Budget, Fitted, fit
+from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import capture_sizes, descriptors_for, mixed_sizes
 
 A2, A5 = DEVICES["A2"], DEVICES["950"]
@@ -390,7 +391,7 @@ def planned(
     return fit(
         descriptors_for(mode, sizes),
         Budget(streams=streams, cost=figures),
-        mode=mode,
+        mode=ModeResolution(mode, mode),
         landmarks=[reqs * query_len],
     )
 
@@ -422,7 +423,7 @@ def test_the_smallest_and_the_largest_stay_while_two_fit(
 ) -> None:
     found = planned(deployment, profile, reqs, mode, budget=budget, query_len=query_len)
     everything = [*found.captured, *found.left_out]
-    for runtime_mode in found.mode.runtime_modes:
+    for runtime_mode in found.resolution.mode.runtime_modes:
         asked = [each.descriptor.num_tokens for each in everything if each.mode is runtime_mode]
         kept = [each.descriptor.num_tokens for each in found.captured if each.mode is runtime_mode]
         if len(kept) >= 2:
@@ -439,7 +440,7 @@ def test_another_domain_never_adds_a_size(
     before = planned(deployment, profile, reqs, mode, device=device)
     after = planned(more, profile, reqs, mode, device=device)
     assert set(after.keys) <= set(before.keys)
-    assert set(after.mode.runtime_modes) <= set(before.mode.runtime_modes)
+    assert set(after.resolution.mode.runtime_modes) <= set(before.resolution.mode.runtime_modes)
     if profile != STRUCTURAL:
         few = update_aclgraph_sizes(SIZES, more, profile=profile)
         assert len(few) <= len(update_aclgraph_sizes(SIZES, deployment, profile=profile))

@@ -20,8 +20,7 @@ from graphrt.core.plan.budget import Budget, CostModel, Fitted, GraphCost, fit
 from graphrt.core.plan.plan import Plan
 from graphrt.core.plan.resolution import ModeResolution, resolve_mode
 from graphrt.core.plan.sizes import CaptureKey, capture_sizes, descriptors_for, mixed_sizes
-from graphrt.core.plan.text import budget_lines
-from graphrt.core.plan.traffic import best_sizes, by_worth
+from graphrt.core.plan.traffic import best_sizes, by_worth, check_traffic
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 BOTH = GraphMode.FULL_AND_PIECEWISE
@@ -51,7 +50,12 @@ def plan(
     mode: ModeResolution | GraphMode | str,
     min_piecewise: int = 2,
 ) -> Fitted:
-    return fit(keys, replace(budget, cost=cost, min_piecewise=min_piecewise), mode=mode)
+    budget = replace(budget, cost=cost, min_piecewise=min_piecewise)
+    return fit(keys, budget, mode=mode if isinstance(mode, ModeResolution) else asked_for(mode))
+
+
+def asked_for(mode: GraphMode | str) -> ModeResolution:
+    return ModeResolution(GraphMode.parse(mode), GraphMode.parse(mode))
 
 
 def tokens(found: Fitted, mode: GraphMode) -> list[int]:
@@ -61,7 +65,7 @@ def tokens(found: Fitted, mode: GraphMode) -> list[int]:
 def test_without_limits_everything_is_captured_in_the_order_given() -> None:
     keys = keys_of(BOTH, 1, 2, 4, 8)
     found = plan(keys, Budget(), pieces_take(5), mode=BOTH)
-    assert (found.keys, found.left_out, found.mode) == (keys, (), BOTH)
+    assert (found.keys, found.left_out, found.resolution.mode) == (keys, (), BOTH)
     assert found.total == GraphCost(4 * 5 + 4, 4 * 5 + 4, 30 * MIB, 3.0)
 
 
@@ -89,7 +93,7 @@ def test_full_graphs_come_first_and_pieces_take_the_rest() -> None:
 def test_every_resource_counts(budget: Budget, kept: list[int]) -> None:
     found = plan(keys_of(PIECEWISE, 1, 2, 4, 8), budget, pieces_take(5), mode=PIECEWISE)
     assert tokens(found, PIECEWISE) == kept
-    assert found.mode is PIECEWISE
+    assert found.resolution.mode is PIECEWISE
 
 
 def test_too_few_piecewise_sizes_are_one_more_step() -> None:
@@ -97,9 +101,9 @@ def test_too_few_piecewise_sizes_are_one_more_step() -> None:
     assert resolution.steps == ()
     resolution = resolve_mode("FULL_AND_PIECEWISE")
     found = plan(keys_of(BOTH, 1, 2, 4, 8), Budget(streams=8), pieces_take(5), mode=resolution)
-    assert found.mode is GraphMode.FULL_DECODE_ONLY
+    assert found.resolution.mode is GraphMode.FULL_DECODE_ONLY
     step = found.resolution.steps[-1]
-    assert (step.rule, step.before, step.after) == ("budget", BOTH, found.mode)
+    assert (step.rule, step.before, step.after) == ("budget", BOTH, found.resolution.mode)
     assert "0 of 4 piecewise sizes" in step.why
     assert tokens(found, FULL) == [8, 4, 2, 1] and tokens(found, PIECEWISE) == []
     assert "captures no PIECEWISE graphs" in found.left_out[0].why
@@ -109,12 +113,12 @@ def test_too_few_piecewise_sizes_are_one_more_step() -> None:
 def test_how_few_is_too_few_is_a_parameter(fewest: int, mode: GraphMode) -> None:
     keys, budget = keys_of(BOTH, 1, 2, 4, 8), Budget(streams=15)
     found = plan(keys, budget, pieces_take(5), mode=BOTH, min_piecewise=fewest)
-    assert found.mode is mode
+    assert found.resolution.mode is mode
 
 
 def test_a_host_that_asks_for_one_piecewise_size_gets_it() -> None:
     found = plan(keys_of(BOTH, 4), Budget(streams=20), pieces_take(5), mode=BOTH)
-    assert (found.mode, tokens(found, PIECEWISE)) == (BOTH, [4])
+    assert (found.resolution.mode, tokens(found, PIECEWISE)) == (BOTH, [4])
 
 
 def test_the_room_of_dropped_pieces_goes_to_full_graphs() -> None:
@@ -124,8 +128,8 @@ def test_the_room_of_dropped_pieces_goes_to_full_graphs() -> None:
 
 def test_a_budget_for_nothing_ends_in_eager_mode() -> None:
     found = plan(keys_of(FULL, 1, 8), Budget(streams=0), pieces_take(5), mode=FULL)
-    assert (found.mode, found.keys) == (GraphMode.NONE, ())
-    assert "no graph at all" in "\n".join(budget_lines(found))
+    assert (found.resolution.mode, found.keys) == (GraphMode.NONE, ())
+    assert "no graph at all" in "\n".join(found.resolution.lines())
     assert found.left_out[0].padded_to is None
 
 
@@ -137,7 +141,7 @@ def test_strict_refuses_the_step() -> None:
 
 def test_no_keys_are_no_failure() -> None:
     found = plan((), Budget(streams=0), pieces_take(5), mode="none")
-    assert (found.mode, found.keys, found.total.graphs) == (GraphMode.NONE, (), 0)
+    assert (found.resolution.mode, found.keys, found.total.graphs) == (GraphMode.NONE, (), 0)
 
 
 def test_kinds_of_graphs_share_the_budget() -> None:
@@ -156,7 +160,7 @@ def test_kinds_of_graphs_share_the_budget() -> None:
 def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
     limits = Budget(streams=15, device_bytes=100 * MIB)
     found = plan(keys_of(BOTH, 1, 2, 4, 8), limits, pieces_take(5), mode=BOTH)
-    text = "\n".join(budget_lines(found))
+    text = "\n".join(found.lines())
     assert "PIECEWISE [8 tokens]: 5 streams, 8.0 MiB, 0.50 s" in text
     assert "FULL [1 tokens 1 reqs uniform q=1]: 1 stream, 1.0 MiB, 0.25 s" in text
     assert "in all: 6 of 8 sizes, 14 of 15 streams, 24.0 of 100.0 MiB" in text
@@ -165,10 +169,10 @@ def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
 
 def test_a_plan_without_limits_counts_graphs() -> None:
     found = plan(keys_of(FULL, 8), Budget(), lambda mode, descriptor: GraphCost(), mode=FULL)
-    assert budget_lines(found) == (
+    assert found.lines() == [
         "FULL [8 tokens 8 reqs]: 1 graph",
         "in all: 1 of 1 sizes, 1 graph",
-    )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +219,7 @@ def test_traffic_decides() -> None:
 )
 def test_traffic_that_says_nothing(traffic: dict[int, float]) -> None:
     with pytest.raises(InvalidOptionError, match="traffic"):
-        by_worth([1, 2], traffic)
+        check_traffic(traffic)
 
 
 def padding(kept: list[int], traffic: dict[int, float]) -> float:
@@ -337,24 +341,24 @@ def test_a_larger_budget_keeps_what_a_smaller_one_held(
     cost = {FULL: GraphCost(graphs=full), PIECEWISE: GraphCost(graphs=pieces)}
     least = max(graphs[0], full)
     small, large = (
-        fit(keys, Budget(graphs=each, cost=cost, min_piecewise=fewest), mode=BOTH)
+        fit(keys, Budget(graphs=each, cost=cost, min_piecewise=fewest), mode=asked_for(BOTH))
         for each in (least, least + graphs[1])
     )
-    if small.mode is large.mode:
+    if small.resolution.mode is large.resolution.mode:
         assert set(small.keys) <= set(large.keys)
     else:
-        assert (small.mode, large.mode) == (GraphMode.FULL_DECODE_ONLY, BOTH)
+        assert (small.resolution.mode, large.resolution.mode) == (GraphMode.FULL_DECODE_ONLY, BOTH)
 
 
 def test_mixed_batches_are_not_eager_for_the_sake_of_a_few_sizes_of_decode() -> None:
     keys = keys_of(BOTH, *SIZES, reqs=256)
     for graphs, mode in ((3, "FULL_DECODE_ONLY"), (4, BOTH.name), (30, BOTH.name), (70, BOTH.name)):
-        found = fit(keys, Budget(graphs=graphs), mode=BOTH)
-        assert (found.mode.name, len(found.keys)) == (mode, graphs)
+        found = fit(keys, Budget(graphs=graphs), mode=asked_for(BOTH))
+        assert (found.resolution.mode.name, len(found.keys)) == (mode, graphs)
     # An NPU's pieces, of 35 streams each: not for half of the sizes of decode.
     for streams, mode in ((80, "FULL_DECODE_ONLY"), (140, BOTH.name)):
         found = plan(keys, Budget(streams=streams), pieces_take(35), mode=BOTH)
-        assert (found.mode.name, len(tokens(found, FULL))) == (mode, 35)
+        assert (found.resolution.mode.name, len(tokens(found, FULL))) == (mode, 35)
 
 
 def test_pieces_that_are_cheap_do_not_come_and_go_with_the_room_that_full_graphs_leave() -> None:
@@ -362,8 +366,8 @@ def test_pieces_that_are_cheap_do_not_come_and_go_with_the_room_that_full_graphs
     held = {}
     for graphs in (5, 9, 11, 18, 36, 38, 40):
         budget = Budget(graphs=graphs, cost=cost)
-        found = fit(keys_of(BOTH, 1, 2, 4, 8), budget, mode=BOTH)
-        held[graphs] = found.mode.name, tokens(found, FULL), tokens(found, PIECEWISE)
+        found = fit(keys_of(BOTH, 1, 2, 4, 8), budget, mode=asked_for(BOTH))
+        held[graphs] = found.resolution.mode.name, tokens(found, FULL), tokens(found, PIECEWISE)
     assert held == {
         5: ("PIECEWISE", [], [8, 4, 2, 1]),
         9: ("FULL_DECODE_ONLY", [8], []),

@@ -50,7 +50,7 @@ SPECS = {"x": X, "nested": {"slots": SLOTS}, "table": TABLE, "nowhere": NOWHERE}
 
 
 @pytest.mark.parametrize(
-    ("values", "nobodys"),
+    ("values", "unused"),
     [
         ({}, []),
         ({"x": torch.tensor([3.0])}, []),
@@ -64,8 +64,8 @@ SPECS = {"x": X, "nested": {"slots": SLOTS}, "table": TABLE, "nowhere": NOWHERE}
         ({"nested.slots": torch.tensor([3]), "table": torch.tensor([1])}, [0]),
     ],
 )
-def test_what_padding_addresses_is_nobodys_unless_a_live_row_does(values, nobodys):
-    assert static(SPECS).padding.nobodys(values) == nobodys
+def test_what_padding_addresses_is_nobodys_unless_a_live_row_does(values, unused):
+    assert static(SPECS).padding.unused_addresses(values) == unused
 
 
 def test_only_buffers_whose_padding_is_kept_are_copied_and_put_back():
@@ -90,7 +90,7 @@ def test_kept_padding_holds_the_first_live_row_after_a_disturbance(live):
     inputs.buffers["kept"].copy_(columns.t())
     inputs.buffers["columns"].copy_(columns)
     before = {name: inputs.buffers[name].clone() for name in ("whole", "x")}
-    inputs.padding.disturb(inputs.layout(4, 4), live, live)
+    inputs.padding.disturb(inputs.layout(4, 4), live, live, only_kept=True)
     expected = columns.clone()
     expected[:, live:] = columns[:, :1]
     assert torch.equal(inputs.buffers["columns"], expected)
@@ -102,6 +102,6 @@ def test_a_disturbance_stays_inside_of_the_graphs_own_size():
     inputs = static({"kept": KEPT, "reqs": KEPT_REQS}, tokens=8, reqs=6)
     inputs.buffers["kept"].copy_(torch.arange(16.0).view(8, 2))
     inputs.buffers["reqs"].copy_(torch.arange(6))
-    inputs.padding.disturb(inputs.layout(4, 3), 3, 2)
+    inputs.padding.disturb(inputs.layout(4, 3), 3, 2, only_kept=True)
     assert inputs.buffers["kept"].flatten().tolist() == [0, 1, 2, 3, 4, 5, 0, 1, *range(8, 16)]
     assert inputs.buffers["reqs"].tolist() == [0, 1, 0, 3, 4, 5]

@@ -46,7 +46,7 @@ from graphrt.core.base.errors import (
     ResourceExhaustedError,
 )
 from graphrt.core.plan import saved
-from graphrt.core.plan.sizes import decode_sizes, mixed_sizes
+from graphrt.core.plan.sizes import decode_sizes
 from graphrt.core.plan.traffic import by_worth
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
@@ -307,8 +307,6 @@ def test_a_plan_of_many_sizes_takes_no_time_that_is_quadratic_in_them() -> None:
 def test_more_sizes_than_anybody_captures_are_refused() -> None:
     with pytest.raises(InvalidSizesError, match="mistake"):
         plan(max_num_tokens=10**12, max_size=10**12)
-    with pytest.raises(InvalidSizesError, match="mistake"):
-        mixed_sizes(10**12, max_num_reqs=1, max_num_tokens=10**12)
     with pytest.raises(InvalidSizesError, match="too many"):
         plan(sizes=itertools.count(1))
     assert decode_sizes([1, 9], 4, max_num_reqs=10**12, limit=16) == (4, 12)

@@ -64,7 +64,7 @@ def test_buffers_that_no_machine_has_the_memory_for_are_refused_before_they_are_
 
 
 def test_an_input_in_too_many_pieces_is_refused():
-    with pytest.raises(InvalidInputError, match="in front of its batch axis"):
+    with pytest.raises(InvalidInputError, match="in front of the batch axis"):
         InputSpec(torch.uint8, (1 << 20, "tokens"))
 
 

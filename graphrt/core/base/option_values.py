@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -43,17 +44,11 @@ def check_keys(
     """Raise `InvalidOptionError` for a key that is no field; `like` are further ones to name."""
     if not isinstance(given, Mapping):
         raise wrong_type("options", given, "a dict of options", "{}")
-    known = [prefix + each.name for each in fields(owner)]
-    for key in given:
+    known = [*like, *(prefix + each.name for each in fields(owner))]
+    for key, value in given.items():
         name = f"{prefix}{key}"
-        if name not in known:
-            raise InvalidOptionError(
-                f"unknown option {name!r}",
-                got=f"{name}={shown(given[key])}",
-                expected=", ".join([*like, *known]),
-                advice=nearest(name, [*known, *like])
-                or "see `GraphOptions` for what each option does",
-            )
+        if name not in known[len(like) :]:
+            raise _unknown(f"unknown option {name!r}", name, value, known)
 
 
 def only_known(owner: type[T]) -> type[T]:
@@ -64,18 +59,22 @@ def only_known(owner: type[T]) -> type[T]:
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **keywords: Any) -> None:
-        for name in keywords:
+        for name, value in keywords.items():
             if name not in known:
-                raise InvalidOptionError(
-                    f"{owner.__name__} has no argument {name!r}",
-                    got=f"{name}={shown(keywords[name])}",
-                    expected=", ".join(known),
-                    advice=nearest(name, known),
-                )
+                raise _unknown(f"{owner.__name__} has no argument {name!r}", name, value, known)
         init(self, *args, **keywords)
 
     owner.__init__ = checked  # type: ignore[method-assign]
     return owner
+
+
+def _unknown(what: str, name: str, value: object, known: Sequence[str]) -> InvalidOptionError:
+    return InvalidOptionError(
+        what,
+        got=f"{name}={shown(value)}",
+        expected=", ".join(known),
+        advice=nearest(name, known) or "see `GraphOptions` for what each option does",
+    )
 
 
 def check_fields(options: Any, checks: Mapping[str, Check], prefix: str = "") -> None:
@@ -197,13 +196,8 @@ def text(key: str, value: object) -> object:
 
 
 def whole(least: int, example: int, most: int = MOST) -> Check:
-    upto = "" if most == MOST else f" and <= {most}"
-
     def check(key: str, value: object) -> object:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or not least <= value <= most:  # type: ignore[operator]
-            raise wrong_type(key, value, f"an integer >= {least}{upto}", f"{key}={example}")
-        return value
+        return count_of(f"option {key!r}", value, least=least, most=most, example=example)
 
     return check
 
@@ -213,12 +207,14 @@ def count_of(
     value: object,
     *,
     least: int | None = None,
+    most: int = MOST,
     error: type[GraphRTError] = InvalidOptionError,
+    example: int | None = None,
 ) -> int:
     """`value` as an int: what counts is an integer, of Python, NumPy, or in a tensor of one.
 
-    Raises `error` for anything else (floats and bools too), for less than `least` and for what no
-    int64 holds.
+    Raises `error` for anything else (floats and bools too), for less than `least` and for more than
+    `most`, by default what an int64 holds.
     """
     number: int | None = None
     if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
@@ -226,76 +222,68 @@ def count_of(
             number = operator.index(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, RuntimeError):
             number = None
-    example = max(least or 1, 1)
-    if number is None or (least is not None and number < least):
+    low = -most if least is None else least
+    if number is None or not low <= number <= most:
+        right = max(low, 1) if example is None else example
         raise error(
-            f"{name} must be an integer" if least is None else f"{name} must be at least {least}",
+            f"{name} must be an integer" + ("" if least is None else f" >= {least}"),
             got=shown(value),
-            expected="an integer" if least is None else f"an integer >= {least}",
-            advice=f"{name}={example}" if name.isidentifier() else str(example),
-        )
-    if abs(number) > MOST:
-        raise error(
-            f"{name} is larger than any number of a plan or a batch",
-            got=shown(number),
-            expected=f"at most {MOST}",
-            advice=f"{name}={example}" if name.isidentifier() else str(example),
+            expected=f"an integer from {low} to {most}",
+            advice=f"{name}={right}" if name.isidentifier() else str(right),
         )
     return number
 
 
 def items_of(
-    name: str, value: object, example: str, error: type[GraphRTError] = InvalidOptionError
+    name: str,
+    value: object,
+    example: str,
+    error: type[GraphRTError] = InvalidOptionError,
+    *,
+    empty: str = "",
 ) -> tuple[Any, ...]:
     """What a list, a tuple or anything else that can be read once holds, but not a string's
-    letters, and no more than `MOST_ITEMS`; raises `error`."""
+    letters, and no more than `MOST_ITEMS`; raises `error`. What to do in place of an empty list is
+    `empty`, where it may not be empty."""
+    what, got, advice = f"{name} must be a list", shown(value), f"{name}={example}"
     if not isinstance(value, (str, bytes)):
         try:
             items = tuple(itertools.islice(value, MOST_ITEMS + 1))  # type: ignore[call-overload]
+            if len(items) > MOST_ITEMS:
+                what, got = f"{name} has too many items", f"more than {MOST_ITEMS}"
+            elif items or not empty:
+                return items
+            else:
+                what, advice = f"{name} must not be empty", empty
         except TypeError:
             pass
-        else:
-            if len(items) > MOST_ITEMS:
-                raise error(
-                    f"{name} has too many items",
-                    got=f"more than {MOST_ITEMS}",
-                    expected=f"a list, such as {example}",
-                    advice=f"{name}={example}",
-                )
-            return items
-    raise error(
-        f"{name} must be a list",
-        got=shown(value),
-        expected=f"a list, such as {example}",
-        advice=f"{name}={example}",
-    )
+    raise error(what, got=got, expected=f"a list, such as {example}", advice=advice)
 
 
-def number_of(name: str, value: object, what: str) -> float:
-    """`value`, which is `what`, as a Python number that is not negative; raises
+def number_of(
+    name: str, value: object, what: str, *, least: int = 0, most: float = math.inf
+) -> float:
+    """`value`, which is `what`, as a Python number from `least` to `most`; raises
     `InvalidOptionError` for anything else."""
-    plain = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
-    if (
-        isinstance(plain, bool)
-        or not isinstance(plain, (int, float))
-        or not plain >= 0
-        or (isinstance(plain, int) and plain > MOST)
-    ):
+    plain: Any = value
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        plain = value.item()
+    if isinstance(plain, int):
+        most = min(most, MOST)
+    number = isinstance(plain, (int, float)) and not isinstance(plain, bool)
+    if not number or not least <= plain <= most:
         raise InvalidOptionError(
-            f"{what} must be a number and cannot be negative",
+            f"{what} must be a number >= {least}",
             got=f"{name}={shown(value)}",
-            expected="a number >= 0",
-            advice=f"{name}=1",
+            expected=f"a number from {least} to {most}",
+            advice=f"{name}={max(least, 1)}",
         )
-    return plain
+    return plain  # type: ignore[no-any-return]
 
 
 def padding_ratio(key: str, value: object) -> object:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # In this order: an int can be too large to ask whether it is finite.
-    if not number or not 1 <= value <= MOST:  # type: ignore[operator]
-        raise wrong_type(key, value, "a number >= 1, as a graph has no fewer tokens", f"{key}=1.5")
-    return float(value)  # type: ignore[arg-type]
+    """A ratio of a graph's tokens to the batch's, which has no more."""
+    return float(number_of(key, value, f"option {key!r}", least=1, most=MOST))
 
 
 def choice(*choices: str) -> Check:

@@ -25,12 +25,9 @@ def read_json(text_or_path: str | os.PathLike[str]) -> Any:
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         text = _read(Path(text))
     try:
-        return json.loads(text, object_pairs_hook=_unrepeated)
+        return _parsed(text)
     except json.JSONDecodeError as error:
         raise _no_json(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        # Integers of thousands of digits, and brackets in brackets.
-        raise _no_json(str(error)) from error
 
 
 def read_settings(settings: Iterable[str]) -> dict[str, object]:
@@ -48,18 +45,21 @@ def read_settings(settings: Iterable[str]) -> dict[str, object]:
                 expected="key=value",
                 advice="mode=FULL, sizes=[1,2,4] or outputs=clone",
             )
-        found[key.strip()] = _json_or_text(text.strip())
+        try:
+            found[key.strip()] = _parsed(text.strip())
+        except json.JSONDecodeError:
+            found[key.strip()] = text.strip()
     return found
 
 
-def _json_or_text(text: str) -> object:
+def _parsed(text: str) -> Any:
+    """What JSON says; raises `JSONDecodeError` for text that is none, and `InvalidOptionError`."""
     try:
         return json.loads(text, object_pairs_hook=_unrepeated)
-    except json.JSONDecodeError:
-        return text
-    except InvalidOptionError:
+    except (json.JSONDecodeError, InvalidOptionError):
         raise
     except (ValueError, RecursionError) as error:
+        # Integers of thousands of digits, and brackets in brackets.
         raise _no_json(str(error)) from error
 
 

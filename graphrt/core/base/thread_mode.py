@@ -278,7 +278,8 @@ def unseen(function: Callable[[], T]) -> T:
 def _unseen(function: Callable[[], T], undo: Undo) -> T:
     undo.enter(without_dispatch_modes())
     with inference_guard(False):
-        return without_gradients(function)
+        torch.set_grad_enabled(False)  # until the guard ends, which restores that too
+        return function()
 
 
 def outside_modes(function: Callable[[], T]) -> T:

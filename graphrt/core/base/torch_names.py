@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from sys import modules
 from typing import TYPE_CHECKING, Any
 
@@ -102,9 +103,14 @@ dispatch_keys: Callable[[Any, Any], AbstractContextManager[object]] = NAMES.take
 def dispatch_keys_now() -> tuple[Any, Any]:
     """The dispatch keys that are included and excluded in this thread, without dispatch modes."""
     included = included_keys()
-    for key in _python_keys:
-        included = included.remove(key.find())
+    for key in _keys_of_modes():
+        included = included.remove(key)
     return included, excluded_keys()
+
+
+@cache
+def _keys_of_modes() -> list[Any]:
+    return [key.find() for key in _python_keys]
 
 
 class _ConjugationResolved(dict[int, Any]):
@@ -163,7 +169,10 @@ def all_function_modes() -> list[Any]:
 
 def function_modes() -> list[Any]:
     """The torch function modes of this thread, but those that set a default device."""
-    return [each for each in all_function_modes() if not isinstance(each, _DEFAULT_DEVICE.find())]
+    modes = all_function_modes()
+    if modes:
+        modes = [each for each in modes if not isinstance(each, _DEFAULT_DEVICE.find())]
+    return modes
 
 
 # Operators ---------------------------------------------------------------------------------------

@@ -108,7 +108,13 @@ def tensors(tree: Any) -> list[torch.Tensor]:
             if isinstance(node, torch.Tensor):
                 found.append(node)
             elif type(node) not in _ATOMS:
-                below = node if isinstance(node, tuple | list) else _below(node)
+                below: Iterable[Any] | None = None
+                if isinstance(node, tuple | list):
+                    below = node
+                elif isinstance(node, dict):
+                    below = node.values()
+                elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+                    below = [getattr(node, field.name) for field in dataclasses.fields(node)]
                 if below is not None:
                     open_.append(iter(below))
                     break
@@ -117,14 +123,6 @@ def tensors(tree: Any) -> list[torch.Tensor]:
         if len(open_) > _DEEPEST:
             raise RecursionError(_HOLDS_ITSELF)
     return found
-
-
-def _below(node: Any) -> Iterable[Any] | None:
-    if isinstance(node, dict):
-        return node.values()
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [getattr(node, field.name) for field in dataclasses.fields(node)]
-    return None
 
 
 def octets(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,23 +43,21 @@ def check_contract(platform: Any) -> None:
     """Raise `ContractVersionError` for a platform that was written for another version of the
     contract, or does not say for which."""
     name: object = type(platform).__name__
+    version: Any = None
+    cause: Exception | None = None
     try:
         name = platform.name
         version = platform.contract_version
+        got = f"contract_version = {version!r}"
     except Exception as error:
-        raise _other_version(
-            name, f"a name or contract_version that raised {type(error).__name__}: {error}"
-        ) from error
-    if type(version) is not int or not OLDEST_CONTRACT <= version <= CONTRACT_VERSION:
-        newer = type(version) is int and version > CONTRACT_VERSION
-        raise _other_version(name, f"contract_version = {version!r}", newer=newer)
-
-
-def _other_version(name: object, got: str, *, newer: bool = False) -> ContractVersionError:
-    others = "" if OLDEST_CONTRACT == CONTRACT_VERSION else f"{OLDEST_CONTRACT} to "
-    return ContractVersionError(
-        f"platform {name!r} was written for another version of the device contract",
-        got=got,
-        expected=f"{others}{CONTRACT_VERSION}, which this graphrt has",
-        advice="install a newer graphrt" if newer else "install a newer version of the plugin",
-    )
+        got = f"a name or contract_version that raised {type(error).__name__}: {error}"
+        cause = error
+    known = type(version) is int and cause is None
+    if not known or not OLDEST_CONTRACT <= version <= CONTRACT_VERSION:
+        what = "graphrt" if known and version > CONTRACT_VERSION else "version of the plugin"
+        raise ContractVersionError(
+            f"platform {name!r} was written for another version of the device contract",
+            got=got,
+            expected=f"{OLDEST_CONTRACT} to {CONTRACT_VERSION}, which this graphrt has",
+            advice=f"install a newer {what}",
+        ) from cause

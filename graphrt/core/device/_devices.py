@@ -23,7 +23,9 @@ def capture_lock(device: torch.device) -> threading.RLock:
     """The lock of a device that is held by the thread that captures on it."""
     key = device.type, device.index
     with _making:
-        return _locks.setdefault(key, fork_safe(threading.RLock()))
+        if key not in _locks:
+            _locks[key] = fork_safe(threading.RLock())
+        return _locks[key]
 
 
 @contextmanager
@@ -78,6 +80,7 @@ def asked_device(kind: str, device: object) -> torch.device:
     names none."""
     if device is None:
         return torch.device(kind)
+    cause = None
     try:
         if isinstance(device, int) and not isinstance(device, bool):
             return torch.device(kind, device)
@@ -85,8 +88,13 @@ def asked_device(kind: str, device: object) -> torch.device:
             return torch.device(device)
     # An index that is none, a name that is none.
     except (RuntimeError, ValueError, OverflowError) as error:
-        raise _no_device(kind, device) from error
-    raise _no_device(kind, device)
+        cause = error
+    raise InvalidOptionError(
+        "the argument 'device' names no device",
+        got=shown(device),
+        expected=f"a torch.device, its name or an index of a device of type {kind!r}",
+        advice="leave device= out for the current one",
+    ) from cause
 
 
 def check_memory(platform: Platform, device: torch.device) -> None:
@@ -102,12 +110,3 @@ def check_memory(platform: Platform, device: torch.device) -> None:
             f"platform {platform.name!r} captures",
             advice="leave device= out; `graphrt doctor` says which platforms can be used here",
         ) from error
-
-
-def _no_device(kind: str, device: object) -> InvalidOptionError:
-    return InvalidOptionError(
-        "the argument 'device' names no device",
-        got=shown(device),
-        expected=f"a torch.device, its name or an index of a device of type {kind!r}",
-        advice="leave device= out for the current one",
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -82,7 +83,6 @@ class PoolMemory:
         self._keeper: ref[Any] | None = None
         self._used = False
         self._ranges: list[tuple[int, int]] = []
-        self._starts: list[int] = []
         self._foreign: set[int] = set()
         self._ranges_version: tuple[int, int] | None = None
         if adopted is not None:
@@ -149,13 +149,12 @@ class PoolMemory:
         """
         if address in self._foreign:
             return False
-        if self._in_ranges(address):
-            return True
-        self._refresh()
-        if self._in_ranges(address):
-            return True
-        self._foreign.add(address)
-        return False
+        if not self._in_ranges(address):
+            self._refresh()
+            if not self._in_ranges(address):
+                self._foreign.add(address)
+                return False
+        return True
 
     def bytes(self) -> int:
         self._refresh()
@@ -206,11 +205,11 @@ class PoolMemory:
         self._forget_ranges()
 
     def _in_ranges(self, address: int) -> bool:
-        place = bisect_right(self._starts, address) - 1
+        place = bisect_right(self._ranges, (address, math.inf)) - 1
         return place >= 0 and address < self._ranges[place][1]
 
     def _forget_ranges(self) -> None:
-        self._ranges, self._starts = [], []
+        self._ranges = []
         self._foreign.clear()
         self._ranges_version = None
 
@@ -230,7 +229,6 @@ class PoolMemory:
         ]
         self._see(segments)
         self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in segments)
-        self._starts = [start for start, _ in self._ranges]
         self._foreign.clear()
         used = {segment["segment_pool_id"] for segment in segments}
         self._handles = [

@@ -1,17 +1,24 @@
-"""Finding platforms: the pluggy hook, discovery, and which platform is the current one."""
+"""Finding platforms: the pluggy hook, discovery, and which platform is the current one.
+
+1. A platform comes from a plugin that the process registers, from an installed plugin (an entry
+   point), or is built in. Each is loaded by itself: one that fails is warned about and left out.
+2. A `FoundPlatform` keeps a platform, or the reason why there is none.
+3. `get` takes one by name, `current` the forced one, else an out-of-tree one, else a built-in.
+
+Nothing is looked for before it is asked for, and no built-in's name imports a plugin.
+"""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
+from itertools import chain
 from typing import Any, Literal
 
 import pluggy
@@ -35,10 +42,6 @@ from graphrt.core.device.platform import Availability, Platform
 FAILURES = (Exception, SystemExit)
 """What a plugin may raise and is left out for: a library that calls `sys.exit()` when it is
 imported must not end the host. Ctrl-C is the user's."""
-
-
-SLOW_S = 5.0
-"""So many seconds nothing of a plugin should take."""
 
 
 @public("graphrt.errors")
@@ -66,25 +69,27 @@ class FoundPlatform:
     @property
     def availability(self) -> Availability:
         """Whether this machine can run the platform; asked once, then kept."""
-        if self._availability is None:
-            self._availability = self._ask()
-        return self._availability
+        if self._availability is None and self.platform is not None:
+            try:
+                self._availability = _checked(self.platform.availability())
+            except FAILURES as error:
+                self.failed("failed availability()", error)
+        return self._availability or Availability(False, self.blocked or "")
 
-    def _ask(self) -> Availability:
-        if self.platform is None:
-            return Availability(False, self.blocked or _last_line(self.error or ""))
-        try:
-            with said_if_slow(f"availability() of platform {self.name!r} of {self.plugin}"):
-                return _checked(self.platform.availability())
-        except FAILURES as error:
-            return self.failed("availability()", error)
-
-    def failed(self, call: str, error: BaseException) -> Availability:
-        """Note that a call of the platform raised: from now on it is not available."""
+    def failed(self, how: str, error: BaseException) -> FoundPlatform:
+        """Note, and warn, that a call of the plugin raised: it is not available from now on."""
         self.error = "".join(traceback.format_exception(error)).rstrip()
-        _warn(f"platform {self.name!r} of {self.plugin} failed {call}", error)
-        self._availability = Availability(False, f"{call} raised {_last_line(self.error)}")
-        return self._availability
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        self._availability = Availability(False, f"{how}: {what}")
+        whose = f"plugin {self.plugin}"
+        if self.name is not None:
+            whose = f"platform {self.name!r} of {self.plugin}"
+        warnings.warn(
+            f"{whose} {how} and is left out: {what} (`graphrt doctor` shows the traceback)",
+            PluginWarning,
+            stacklevel=3,
+        )
+        return self
 
 
 def _checked(answer: object) -> Availability:
@@ -99,62 +104,7 @@ def _checked(answer: object) -> Availability:
     return answer
 
 
-@contextmanager
-def said_if_slow(what: str) -> Iterator[None]:
-    """Log what a host waits for, if it takes long: a plugin that hangs hangs its host, for nothing
-    can end what it does, but not without being named."""
-    advice = f"{what} has taken {SLOW_S:g} s and is not done; if it hangs, leave its plugin out"
-    timer = threading.Timer(
-        SLOW_S, logger.warning, (f"{advice} (GRAPHRT_BLOCK_PLUGINS, or GRAPHRT_PLATFORM=cpu)",)
-    )
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def built_in(name: str, path: str) -> FoundPlatform | None:
-    """The built-in platform at `path`; None if graphrt was installed without its module."""
-    module, _, attribute = path.partition(":")
-    try:
-        if not _has_module(module):
-            return None
-        platform = getattr(importlib.import_module(module), attribute)()
-    except FAILURES as error:
-        found = broken("graphrt", "built-in", error, f"could not supply {name!r}")
-        found.name = name
-        return found
-    return FoundPlatform("graphrt", "built-in", platform.name, platform)
-
-
-def _has_module(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError as error:
-        # Only a missing package of this path means "not there"; else its own import is broken.
-        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
-            return False
-        raise
-
-
-def broken(
-    plugin: str, origin: Literal["built-in", "plugin"], error: BaseException, what: str
-) -> FoundPlatform:
-    """The record of a plugin that `what` happened to; warns about it too."""
-    _warn(f"graphrt plugin {plugin} {what} and is left out", error)
-    trace = "".join(traceback.format_exception(error)).rstrip()
-    return FoundPlatform(plugin, origin, error=trace)
-
-
-def platform_of(found: FoundPlatform) -> Platform:
-    """The platform of one that is usable."""
-    assert found.platform is not None, "only usable platforms are selected"
-    return found.platform
-
-
-def refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
+def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
     """Raise `PlatformConflictError` where two plugins claim one name."""
     owners: dict[str | None, FoundPlatform] = {}
     for each in usable:
@@ -166,16 +116,6 @@ def refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
                 expected="one plugin for one name",
                 advice="uninstall one of them, or rename its platform",
             )
-
-
-def _warn(what: str, error: BaseException) -> None:
-    message = f"{what}: {type(error).__name__}: {error} (`graphrt doctor` shows the traceback)"
-    warnings.warn(message, PluginWarning, stacklevel=3)
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else ""
 
 
 ENTRY_POINT_GROUP = "graphrt"
@@ -224,11 +164,10 @@ class PlatformRegistry:
         self._allowed = allowed
         self._plugins = pluggy.PluginManager("graphrt")
         self._plugins.add_hookspecs(PlatformHooks)
-        self._collected: dict[str, list[FoundPlatform]] = {}
-        # Broken or blocked: no platform came of them.
-        self._failed: list[FoundPlatform] = []
-        self._built_in_found: dict[str, FoundPlatform | None] = {}
-        # Names of those that are installed, and not the process's own.
+        # By the name of a plugin, or of a built-in: all that came of it.
+        self._of_plugins: dict[str, list[FoundPlatform]] = {}
+        self._of_built_ins: dict[str, list[FoundPlatform]] = {}
+        # The plugins that are installed, and not the process's own.
         self._installed: set[str] = set()
         self._discovered = False
         self._stood_in_for: set[str] = set()
@@ -266,16 +205,18 @@ class PlatformRegistry:
                     expected=known or "none",
                     advice="the name that register() returned",
                 )
-            self._collected.pop(name, None)
+            self._of_plugins.pop(name, None)
 
     def platforms(self) -> tuple[FoundPlatform, ...]:
         """All that was found, plugins first; broken ones have an `error`, those that may not be
         imported say by what they are `blocked`. Never raises for one."""
         with self._lock:
-            self._discover()
-            found = [each for group in self._collected.values() for each in group]
-            ours = [each for name in self._built_ins if (each := self._built_in(name)) is not None]
-            return (*found, *self._failed, *ours)
+            if not self._discovered:
+                self._load_installed()
+                self._discovered = True
+            self._ask_plugins()
+            built_in = [self._built_in(name) for name in self._built_ins]
+            return tuple(chain(*self._of_plugins.values(), *built_in))
 
     def get(self, name: str, *, must_be_available: bool = True) -> Platform:
         """The platform of that name. For one of graphrt's own no installed plugin is imported.
@@ -289,22 +230,22 @@ class PlatformRegistry:
         named = self._known_without_imports(name) or [
             each for each in self._usable() if each.name == name
         ]
-        refuse_two_of_a_name(named)
+        _refuse_two_of_a_name(named)
         if not named:
             raise self._unknown(name)
-        found = named[0]
-        if must_be_available and not found.availability.available:
+        found, platform = named[0], _platform_of(named[0])
+        if not must_be_available:
+            return platform
+        if not found.availability.available:
             raise PlatformUnavailableError(
                 f"platform {name!r} of {found.plugin} is not available here",
                 got=found.availability.reason or "no reason given",
                 expected="a machine that can run it",
-                advice=_choices(self._usable()),
+                advice=self._choices(),
             )
-        platform = platform_of(found)
-        if must_be_available:
-            platform.start()
-            if platform.by_name_only:
-                self._stood_in_for.add(platform.device_type)
+        platform.start()
+        if platform.by_name_only:
+            self._stood_in_for.add(platform.device_type)
         return platform
 
     def current(self, environ: Mapping[str, str] | None = None) -> Platform:
@@ -318,34 +259,33 @@ class PlatformRegistry:
         forced = environ.get(PLATFORM_VARIABLE, "").strip()
         if forced:
             return self.get(forced)
-        usable = [each for each in self._usable() if self._may_be_default(platform_of(each))]
-        refuse_two_of_a_name(usable)
+        usable = [each for each in self._usable() if self._may_be_default(_platform_of(each))]
+        _refuse_two_of_a_name(usable)
         available = [each for each in usable if each.availability.available]
         out_of_tree = [each for each in available if each.origin == "plugin"]
         if len(out_of_tree) > 1:
-            names = " and ".join(f"{each.name!r} of {each.plugin}" for each in out_of_tree)
             raise PlatformConflictError(
                 "several out-of-tree platforms are available",
-                got=names,
+                got=" and ".join(f"{each.name!r} of {each.plugin}" for each in out_of_tree),
                 expected="one",
                 advice=f"set {PLATFORM_VARIABLE}={out_of_tree[0].name}, or uninstall the others",
             )
         if not available:
+            reasons = "; ".join(f"{each.name}: {each.availability.reason}" for each in usable)
             raise PlatformUnavailableError(
                 "no platform is available here",
-                got="; ".join(f"{each.name}: {each.availability.reason}" for each in usable)
-                or "none found",
+                got=reasons or "none found",
                 expected="at least the CPU's",
                 advice="graphrt doctor shows what was found",
             )
         chosen = (out_of_tree or available)[0]
-        platform = platform_of(chosen)
+        platform = _platform_of(chosen)
         try:
             platform.start()
         except FAILURES as error:
             if chosen.origin == "built-in":
                 raise
-            chosen.failed("start()", error)
+            chosen.failed("failed start()", error)
             return self.current(environ)
         return platform
 
@@ -358,63 +298,28 @@ class PlatformRegistry:
     def _usable(self) -> list[FoundPlatform]:
         return [each for each in self.platforms() if each.platform is not None]
 
-    def _discover(self) -> None:
-        if not self._discovered:
-            self._failed.clear()
-            allowed = AllowedPlugins.from_environment() if self._allowed is None else self._allowed
-            for entry_point in [] if self._group is None else entry_points(group=self._group):
-                self._load(entry_point, allowed)
-            for name in self._built_ins:
-                self._built_in(name)
-            # Last, so that where a warning is an error the next call does not find half of it.
-            self._discovered = True
-        self._collect_all()
-
-    def _collect_all(self) -> None:
-        for name, plugin in self._plugins.list_name_plugin():
-            if plugin is not None and name not in self._collected:
-                self._collected[name] = self._collect(name, plugin)
-
-    def _built_in(self, name: str) -> FoundPlatform | None:
-        if name not in self._built_in_found:
-            self._built_in_found[name] = built_in(name, self._built_ins[name])
-        return self._built_in_found[name]
-
-    def _known_without_imports(self, name: str) -> list[FoundPlatform]:
-        """A built-in of that name, if it is usable, and what the process has registered by it: a
-        plugin that hangs, or ends the process, is not in the way of who wants neither."""
-        if name not in self._built_ins:
-            return []
-        with self._lock:
-            ours = self._built_in(name)
-            if ours is None or ours.platform is None:
-                return []
-            self._collect_all()
-            own = [
-                each
-                for plugin, group in self._collected.items()
-                if plugin not in self._installed
-                for each in group
-            ]
-            return [each for each in (*own, ours) if each.name == name]
-
-    def _load(self, entry_point: EntryPoint, allowed: AllowedPlugins) -> None:
-        distribution = "" if entry_point.dist is None else f"{entry_point.dist.name}:"
-        name = f"{distribution}{entry_point.name}"
-        refusal = allowed.refusal(entry_point)
-        if refusal is not None:
-            self._failed.append(FoundPlatform(name, "plugin", blocked=refusal))
-            return
-        try:
-            logger.info("importing plugin %s (%s)", name, entry_point.value)
-            with said_if_slow(f"the import of plugin {name} ({entry_point.value})"):
-                plugin = entry_point.load()
-            if not self._plugins.is_registered(plugin):
-                self._installed.add(self._add(plugin, name))
-        except FAILURES as error:
-            self._failed.append(broken(name, "plugin", error, "could not be imported"))
+    def _load_installed(self) -> None:
+        """Import the plugins that are installed, and may be."""
+        allowed = AllowedPlugins.from_environment() if self._allowed is None else self._allowed
+        for entry_point in [] if self._group is None else entry_points(group=self._group):
+            distribution = "" if entry_point.dist is None else f"{entry_point.dist.name}:"
+            name = f"{distribution}{entry_point.name}"
+            found = FoundPlatform(name, "plugin", blocked=allowed.refusal(entry_point))
+            if found.blocked is None:
+                try:
+                    logger.info("importing plugin %s (%s)", name, entry_point.value)
+                    plugin = entry_point.load()
+                    if not self._plugins.is_registered(plugin):
+                        self._installed.add(self._add(plugin, name))
+                    continue
+                except FAILURES as error:
+                    found.failed("could not be imported", error)
+            # Nobody registers a plugin of this process by such a name.
+            self._of_plugins[f"entry point {name}"] = [found]
 
     def _add(self, plugin: object, name: str | None) -> str:
+        if plugin is None:
+            raise _no_plugin(plugin)  # pluggy takes it for a name that nobody may use
         try:
             added = self._plugins.register(plugin, name)
         except pluggy.PluginValidationError as error:
@@ -424,49 +329,87 @@ class PlatformRegistry:
                 expected="@graphrt.platforms.hookimpl def graphrt_platforms()",
                 advice="examples/platform_plugin is a plugin that works",
             ) from error
-        if added is None:
-            raise PlatformConflictError(
-                "the plugin is blocked",
-                got=shown(name),
-                expected="a name that was not unregistered for good",
-                advice="register(plugin, name=...) with another name",
-            )
+        assert added is not None, "no name is blocked in pluggy"
         if not self._plugins.get_hookcallers(plugin):
             self._plugins.unregister(name=added)
             raise _no_plugin(plugin)
         return added
 
-    def _collect(self, name: str, plugin: object) -> list[FoundPlatform]:
-        # One plugin at a time: pluggy stops calling the others when one of them raises.
-        others = [each for each in self._plugins.get_plugins() if each is not plugin]
-        hook = self._plugins.subset_hook_caller("graphrt_platforms", others)
-        try:
-            with said_if_slow(f"graphrt_platforms() of plugin {name}"):
+    def _ask_plugins(self) -> None:
+        """Ask each plugin for its platforms, once."""
+        for name, plugin in self._plugins.list_name_plugin():
+            if name in self._of_plugins:
+                continue
+            # One plugin at a time: pluggy stops calling the others when one of them raises.
+            others = [each for each in self._plugins.get_plugins() if each is not plugin]
+            hook = self._plugins.subset_hook_caller("graphrt_platforms", others)
+            try:
                 platforms = [each for result in hook() for each in _as_platforms(result)]
-            return [FoundPlatform(name, "plugin", each.name, each) for each in platforms]
-        except FAILURES as error:
-            return [broken(name, "plugin", error, "could not give its platforms")]
+                found = [FoundPlatform(name, "plugin", each.name, each) for each in platforms]
+            except FAILURES as error:
+                found = [
+                    FoundPlatform(name, "plugin").failed("could not give its platforms", error)
+                ]
+            self._of_plugins[name] = found
+
+    def _built_in(self, name: str) -> list[FoundPlatform]:
+        """The built-in platform of that name; empty if graphrt was installed without its module."""
+        if name not in self._of_built_ins:
+            found: list[FoundPlatform] = []
+            module, _, attribute = self._built_ins[name].partition(":")
+            try:
+                platform = getattr(importlib.import_module(module), attribute)()
+                found = [FoundPlatform("graphrt", "built-in", platform.name, platform)]
+            except FAILURES as error:
+                missing = error.name if isinstance(error, ModuleNotFoundError) else None
+                # Another one that is missing is what the platform itself imports.
+                if missing is None or not f"{module}.".startswith(f"{missing}."):
+                    found = [FoundPlatform("graphrt", "built-in", name)]
+                    found[0].failed("failed to load", error)
+            self._of_built_ins[name] = found
+        return self._of_built_ins[name]
+
+    def _known_without_imports(self, name: str) -> list[FoundPlatform]:
+        """A built-in of that name, if it is usable, and what the process has registered by it: a
+        plugin that hangs, or ends the process, is not in the way of who wants neither."""
+        if name not in self._built_ins:
+            return []
+        with self._lock:
+            built_in = [each for each in self._built_in(name) if each.platform is not None]
+            if built_in:
+                self._ask_plugins()
+                for plugin, found in self._of_plugins.items():
+                    if plugin not in self._installed:
+                        built_in += [each for each in found if each.name == name]
+            return built_in[::-1]
 
     def _unknown(self, name: str) -> UnknownPlatformError:
         found = self.platforms()
-        known = sorted({each.name for each in found if each.platform and each.name})
-        failed = [each.plugin for each in found if each.error is not None]
-        hint = f"; broken: {', '.join(failed)} (graphrt doctor shows why)" if failed else ""
-        blocked = [each for each in found if each.blocked is not None]
-        for each in blocked:
-            if normalized(each.plugin.rpartition(":")[2]) == normalized(name):
+        known = ", ".join(sorted(str(each.name) for each in self._usable())) or "none is known"
+        for each in found:
+            if each.blocked and normalized(each.plugin.rpartition(":")[2]) == normalized(name):
                 return PluginBlockedError(
                     f"the plugin of platform {name!r} is not imported in this process",
                     got=f"{each.plugin}: {each.blocked}",
-                    expected=", ".join(known) or "none is known",
+                    expected=known,
                     advice="change the variable where the process starts, or use one of those",
                 )
-        hint += "".join(f"; {each.plugin} is {each.blocked}" for each in blocked)
+        missing = [
+            f"; {each.plugin} is {each.blocked or 'broken (graphrt doctor shows why)'}"
+            for each in found
+            if each.blocked or each.error
+        ]
         return UnknownPlatformError(
             "no platform of that name is installed",
             got=shown(name),
-            expected=", ".join(known) or "none is known",
-            advice=f"install the plugin of {name!r}, or use one of those{hint}",
+            expected=known,
+            advice=f"install the plugin of {name!r}, or use one of those{''.join(missing)}",
+        )
+
+    def _choices(self) -> str:
+        names = [str(each.name) for each in self._usable() if each.availability.available]
+        return (
+            f"{' or '.join(names)}, by name or {PLATFORM_VARIABLE}" if names else "graphrt doctor"
         )
 
 
@@ -511,7 +454,8 @@ def resolve_platform(platform: Platform | str | None) -> Platform:
         return _default.current()
     if isinstance(platform, str):
         return _default.get(platform)
-    check_platform(platform)
+    check_kind("platform", platform, Platform, optional=False, example='get_platform("cpu")')
+    check_contract(platform)
     found = platform.availability()
     if not found.available:
         raise PlatformUnavailableError(
@@ -531,14 +475,9 @@ def given_platform(platform: Platform | str | None) -> Platform:
     return platform
 
 
-def check_platform(platform: object) -> None:
-    """Raise for what is given as a platform and is none, `InvalidOptionError`, or one of another
-    version of the contract, `ContractVersionError`; whether it is available is not asked."""
-    check_kind("platform", platform, Platform, optional=False, example='get_platform("cpu")')
-    check_contract(platform)
-
-
-# Parts -------------------------------------------------------------------------------------------
+def _platform_of(found: FoundPlatform) -> Platform:
+    assert found.platform is not None, "only usable platforms are selected"
+    return found.platform
 
 
 def _no_plugin(plugin: object) -> PlatformError:
@@ -570,22 +509,17 @@ def _check_fields(platform: Platform) -> None:
     for name, kind in (("name", str), ("device_type", str), ("by_name_only", bool)):
         value = getattr(platform, name)
         if not isinstance(value, kind) or value == "":
-            raise PlatformError(
-                f"{name} of a platform is of a wrong type",
-                got=f"{type(platform).__name__}.{name} = {shown(value)}",
-                expected=f"a {kind.__name__}",
-                advice='name = "mynpu", device_type = "npu", by_name_only = False',
-            )
-    wrong = [each for each in platform.capabilities if not isinstance(each, Capability)]
-    if wrong:
-        raise PlatformError(
-            "a platform names capabilities that are none",
-            got=shown(wrong[0]),
-            expected="members of graphrt.platforms.Capability",
-            advice="capabilities = frozenset({Capability.CAPTURE})",
-        )
+            raise _wrong_field(platform, name, value, f"a {kind.__name__}")
+    for each in platform.capabilities:
+        if not isinstance(each, Capability):
+            raise _wrong_field(platform, "capabilities", each, "members of Capability")
 
 
-def _choices(usable: Iterable[FoundPlatform]) -> str:
-    names = [str(each.name) for each in usable if each.availability.available]
-    return f"{' or '.join(names)}, by name or {PLATFORM_VARIABLE}" if names else "graphrt doctor"
+def _wrong_field(platform: Platform, name: str, value: object, expected: str) -> PlatformError:
+    return PlatformError(
+        f"{name} of a platform is of a wrong type",
+        got=f"{shown(value)} of a {type(platform).__name__}",
+        expected=expected,
+        advice='name = "mynpu", device_type = "npu", by_name_only = False, '
+        "capabilities = frozenset({Capability.CAPTURE})",
+    )

@@ -21,7 +21,7 @@ from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
-from graphrt.core.inputs.layout import Field, InputLayout, PadPattern, StepMoves
+from graphrt.core.inputs.layout import Field, InputLayout, PadPattern, StepMoves, remember
 from graphrt.core.inputs.padding_rows import PaddingRows
 from graphrt.core.inputs.slot import Arrays, InputSlot
 from graphrt.core.inputs.spec import InputSpec
@@ -94,12 +94,13 @@ class StaticInputs:
             if not spec.packed
         ]
         self._packed = {name: PadPattern(spec) for name, spec in every.items() if spec.packed}
-        kept = {own.name: own.buffer for own in self._fixed if own.pattern.spec.pad == "keep"}
+        kept = {each.name: each.buffer for each in self._fixed if each.pattern.spec.pad == "keep"}
         self.padding = PaddingRows(every, kept)
         # Whether what is packed is all there is, under the names that a step gives it.
         self.all_packed = not self._fixed and not self.declared.nested
         dtypes = {name: spec.dtype for name, spec in every.items()}
-        self._graded = [n for n, own in dtypes.items() if own.is_floating_point or own.is_complex]
+        # Inputs of a dtype that has gradients.
+        self.graded = [n for n, kind in dtypes.items() if kind.is_floating_point or kind.is_complex]
         self._layouts: dict[tuple[int, int], InputLayout] = {}
         # By where slots are and what is live there.
         self._slot_views: dict[tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Arrays]] = {}
@@ -115,9 +116,9 @@ class StaticInputs:
             buffer = torch.zeros(-(-nbytes // 256) * 256, dtype=torch.uint8, device=device)
         slab = Slab(buffer, nbytes, len(self._packed))
         if fetched and nbytes:
-            own: InputTransport | None = platform.new_input_transport(slab)
-            if own is not None:
-                return own
+            transport: InputTransport | None = platform.new_input_transport(slab)
+            if transport is not None:
+                return transport
         return StagedCopy(slab, None if buffer.is_cpu else platform)
 
     @property
@@ -126,33 +127,17 @@ class StaticInputs:
         return self.layout(self.tokens, self.reqs).views
 
     @property
-    def nested(self) -> bool:
-        """Whether the forward gets mappings of inputs."""
-        return self.declared.nested
-
-    @property
     def has_requests(self) -> bool:
         """Whether the shape of an input says how many requests there are."""
         axes = (spec.batch_axis()[0] for spec in self.declared.specs.values())
         return any(axis is not None and axis.name == "reqs" for axis in axes)
-
-    @property
-    def whole(self) -> frozenset[str]:
-        """The inputs without a batch axis: of these a step has all there is."""
-        specs = self.declared.specs
-        return frozenset(name for name, spec in specs.items() if spec.batch_axis()[0] is None)
-
-    @property
-    def may_require_gradients(self) -> bool:
-        """Whether there are inputs of a dtype that has gradients."""
-        return bool(self._graded)
 
     def require_gradients(self, values: Mapping[str, Any]) -> bool:
         """Whether one of a step's inputs requires a gradient."""
         try:
             if self.declared.nested:
                 values = dict(flat_of(values))
-            for name in self._graded:
+            for name in self.graded:
                 if values[name].requires_grad:
                     return True
         except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError):
@@ -164,23 +149,16 @@ class StaticInputs:
         """What graphs fetch their inputs from, if they do."""
         return self.transport.ring
 
-    @property
-    def staging_waits(self) -> int:
-        """How often the host had to wait until its staging memory was free."""
-        return self.transport.waits
-
     def layout(self, tokens: int, reqs: int) -> InputLayout:
         """Where the inputs of a batch of this size lie."""
-        found = self._layouts.get((tokens, reqs))
-        if found is None:
-            found = InputLayout(self._packed, tokens, reqs)
-            fixed = [own.field(tokens, reqs) for own in self._fixed]
-            found.place(self.transport.slab.buffer, fixed)
-            found.fetch = self.transport.fetch_of(found.nbytes)
-            if len(self._layouts) >= _CACHED_LAYOUTS:
-                self._layouts.clear()
-            self._layouts[tokens, reqs] = found
-        return found
+        layout = self._layouts.get((tokens, reqs))
+        if layout is None:
+            layout = InputLayout(self._packed, tokens, reqs)
+            fixed = [each.field(tokens, reqs) for each in self._fixed]
+            layout.place(self.transport.slab.buffer, fixed)
+            layout.fetch = self.transport.fetch_of(layout.nbytes)
+            remember(self._layouts, (tokens, reqs), layout, _CACHED_LAYOUTS)
+        return layout
 
     def fill(
         self,
@@ -238,12 +216,11 @@ class StaticInputs:
             place, memory, at = self.transport.take(moves)
             views = self._slot_views.get((at, moves))
             if views is None:
-                found = moves.views_in(memory, at)
-                found.update({own.name: own.host_rows(tokens, reqs) for own in self._fixed})
-                tensors = {name: found[name] for name in self.declared.specs}
-                if len(self._slot_views) >= _CACHED_SLOTS:
-                    self._slot_views.clear()
-                views = self._slot_views[at, moves] = tensors, Arrays(tensors)
+                rows = moves.views_in(memory, at)
+                rows.update({each.name: each.host_rows(tokens, reqs) for each in self._fixed})
+                tensors = {name: rows[name] for name in self.declared.specs}
+                views = tensors, Arrays(tensors)
+                remember(self._slot_views, (at, moves), views, _CACHED_SLOTS)
             return InputSlot(views, place, layout, moves, self.turn)
         try:
             tensors = {
@@ -277,12 +254,12 @@ class StaticInputs:
     def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
         """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that has
         more rows than they. Raises `InvalidInputError`."""
-        found = self.declared.check(values, tokens, reqs)
+        inputs = self.declared.check(values, tokens, reqs)
         device = self.transport.slab.device
         try:
             return {
                 name: value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-                for name, value in found.items()
+                for name, value in inputs.items()
             }
         except (NotImplementedError, RuntimeError) as error:
             self.declared.check(values, tokens, reqs, error)
@@ -301,11 +278,11 @@ class StaticInputs:
         if self.ring is not None:
             self.ring.settle()
         (layout or self.layout(self.tokens, self.reqs)).reset()
-        for own in self._fixed:
-            own.buffer.fill_(own.pattern.spec.pad_value)
+        for each in self._fixed:
+            each.buffer.fill_(each.pattern.value)
 
     def _is_fixed(self, start: int) -> bool:
-        return any(own.buffer.untyped_storage().data_ptr() == start for own in self._fixed)
+        return any(each.buffer.untyped_storage().data_ptr() == start for each in self._fixed)
 
     def _apart(self, values: Mapping[str, Any], moves: StepMoves) -> Mapping[str, Any]:
         """The values of a step that has fixed inputs, which are checked, with copies of those that

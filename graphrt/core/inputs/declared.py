@@ -68,7 +68,7 @@ class DeclaredInputs:
 
     def infer(self, values: Mapping[str, Any]) -> tuple[int, int | None]:
         """Tokens and requests as the shapes of the inputs say; None where they say nothing."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         try:
             flat = dict(flat_of(values)) if self.nested else values
             self.check_names(flat)
@@ -77,26 +77,26 @@ class DeclaredInputs:
                 if axis is None:
                     continue
                 rows = flat[name].shape[dim] - axis.extra
-                if found.setdefault(axis.name, rows) != rows:
+                if counts.setdefault(axis.name, rows) != rows:
                     raise InvalidInputError(
                         f"the inputs disagree on the number of {axis.name}",
                         got=f"{rows} by {name!r}",
-                        expected=found[axis.name],
-                        advice=f"pass {found[axis.name] + axis.extra} rows of {name!r} in "
+                        expected=counts[axis.name],
+                        advice=f"pass {counts[axis.name] + axis.extra} rows of {name!r} in "
                         f"dimension {dim}, as the inputs before it have",
                     )
         except (AttributeError, IndexError, RuntimeError, TypeError) as error:
             self.check(values, None, None, error)
             raise
-        if not found:
+        if not counts:
             raise InvalidBatchError(
                 "the shapes of the inputs do not say how large the batch is",
                 got=f"no batch axis in any of {sorted(self.specs)}",
                 expected="the batch itself",
                 advice="runner(Batch(num_tokens, num_reqs), ...)",
             )
-        reqs = found.get("reqs")
-        return found.get("tokens", reqs or 0), reqs
+        reqs = counts.get("reqs")
+        return counts.get("tokens", reqs or 0), reqs
 
     def check_fits(self, platform: Platform, tokens: int, reqs: int) -> None:
         """Raise `InvalidInputError` for buffers that no device has the memory for, or not this one:
@@ -176,37 +176,35 @@ def _forward_right(signature: inspect.Signature, specs: Mapping[str, Any]) -> st
         and each.name not in specs
     ]
     unknown = [name for name in specs if name not in signature.parameters]
-    alone = needed[0] if len(needed) == len(unknown) == 1 else None
-    found = []
-    for name in specs:
-        if name in unknown:
-            meant = alone or nearest(name, needed or [*signature.parameters])
-            found.append(
-                f"name it {meant!r} in place of {name!r}"
-                if meant
-                else f"leave {name!r} out of inputs="
-            )
-    found = found or [
+    advice = [
+        f"name it {meant!r} in place of {name!r}" if meant else f"leave {name!r} out of inputs="
+        for name, meant in _meant(unknown, needed, [*signature.parameters])
+    ]
+    return "; ".join(advice) or "; ".join(
         f"name {name!r} in inputs= too, or bind it: functools.partial(forward, {name}=...)"
         for name in needed
-    ]
-    return "; ".join(found)
+    )
 
 
 def _named_right(missing: list[str], unknown: list[str]) -> str:
     """What to do about inputs that a step lacks, or should not have."""
-    alone = missing[0] if len(missing) == len(unknown) == 1 else None
-    found = []
+    advice = [
+        f"pass it as {meant}= in place of {name}="
+        if meant
+        else f"leave {name}= out: only what inputs= declares is passed"
+        for name, meant in _meant(unknown, missing)
+    ]
+    return "; ".join(advice or (f"pass {name}= too" for name in missing))
+
+
+def _meant(
+    unknown: list[str], missing: list[str], known: list[str] | None = None
+) -> Iterator[tuple[str, str | None]]:
+    """Each unknown name with the missing one that it stands for, or, where none is missing, the
+    nearest of the known ones."""
     for name in unknown:
-        meant = alone or nearest(name, missing)
-        found.append(
-            f"pass it as {meant}= in place of {name}="
-            if meant
-            else f"leave {name}= out: only what inputs= declares is passed"
-        )
-    if not found:
-        found = [f"pass {name}= too" for name in missing]
-    return "; ".join(found)
+        alone = missing[0] if len(missing) == len(unknown) == 1 else None
+        yield name, alone or nearest(name, missing or known or [])
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from ctypes import PYFUNCTYPE, c_size_t, c_void_p, cast, memmove, memset
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
@@ -27,9 +27,19 @@ _CACHED_MOVES = 128
 """Per layout: pairs of live tokens and requests."""
 
 Span = tuple[int, int]
+K = TypeVar("K")
+V = TypeVar("V")
 
 # `ctypes.memmove` gives the interpreter away and takes it back, which costs more than few bytes.
 copy_few = PYFUNCTYPE(None, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
+
+
+def remember(cache: dict[K, V], key: K, value: V, most: int) -> V:
+    """Keep `value` in a cache, which is emptied when it has so many."""
+    if len(cache) >= most:
+        cache.clear()
+    cache[key] = value
+    return value
 
 
 class PadPattern:
@@ -37,7 +47,8 @@ class PadPattern:
 
     def __init__(self, spec: InputSpec) -> None:
         self.spec = spec
-        self._element = torch.full((1,), spec.pad_value, dtype=spec.dtype, device="cpu")
+        self.value = spec.pad_value
+        self._element = torch.full((1,), self.value, dtype=spec.dtype, device="cpu")
         octets = bytes(self._element.view(torch.uint8).tolist())
         self._octet = octets[0] if len(set(octets)) == 1 else None
         self._rows = self._element
@@ -132,18 +143,17 @@ class FieldMove:
     def views(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The live rows and, along a batch axis, the padding rows. Made where devices write them:
         a host that copies would keep thousands of tensors for nothing."""
-        found = self._views
-        if found is None:
+        views = self._views
+        if views is None:
             view, live = self.field.view, self._live_rows
-            if live is None:
-                found = view, None
-            else:
+            views = view, None
+            if live is not None:
                 dim = self.field.spec.batch_axis()[1]
                 with inference_guard(False):
-                    rest = view.narrow(dim, live, self.field.rows - live)
-                    found = view.narrow(dim, 0, live), rest
-            self._views = found
-        return found
+                    padding = view.narrow(dim, live, self.field.rows - live)
+                    views = view.narrow(dim, 0, live), padding
+            self._views = views
+        return views
 
     def live_part(self, padded: torch.Tensor) -> torch.Tensor:
         """The live rows of a tensor of the padded shape."""
@@ -202,7 +212,7 @@ class FieldMove:
             dim = self.field.spec.batch_axis()[1]
             tail.copy_(live.narrow(dim, live.shape[dim] - 1, 1))
         else:
-            tail.fill_(self.field.spec.pad_value)
+            tail.fill_(self.field.pattern.value)
 
 
 class StepMoves:
@@ -261,13 +271,13 @@ class StepMoves:
 
     def views_in(self, memory: torch.Tensor, at: int) -> dict[str, torch.Tensor]:
         """The live rows in the host's packed memory that begins at the address `at`."""
-        start, found = at - memory.data_ptr(), {}
+        start, views = at - memory.data_ptr(), {}
         with inference_guard(False):
             for move in self.fields:
                 field = move.field
                 part = memory[start + field.offset : start + field.end].view(field.spec.dtype)
-                found[field.name] = move.live_part(part.view(field.view.shape))
-        return found
+                views[field.name] = move.live_part(part.view(field.view.shape))
+        return views
 
     def spans(self, kinds: str) -> tuple[Span, ...]:
         """The parts of the slab that one copy each brings from the host.
@@ -275,10 +285,10 @@ class StepMoves:
         `kinds` has a letter for each field: "h" comes from the host, "d" is copied over it
         afterwards on the device, "k" is kept, as it is in place already.
         """
-        found = self._spans.get(kinds)
-        if found is None:
-            found = self._spans[kinds] = tuple(self._find_spans(kinds))
-        return found
+        spans = self._spans.get(kinds)
+        if spans is None:
+            spans = self._spans[kinds] = tuple(self._find_spans(kinds))
+        return spans
 
     def _find_spans(self, kinds: str) -> Iterable[Span]:
         start = end = -1
@@ -337,19 +347,17 @@ class InputLayout:
 
     def moves(self, tokens: int, reqs: int) -> StepMoves:
         """What to move for so many live rows."""
-        found = self.known.get((tokens, reqs))
-        if found is None:
+        moves = self.known.get((tokens, reqs))
+        if moves is None:
             with inference_guard(False):
-                found = StepMoves(self, tokens, reqs)
-            if len(self.known) >= _CACHED_MOVES:
-                self.known.clear()
-            self.known[tokens, reqs] = found
-        return found
+                moves = StepMoves(self, tokens, reqs)
+            remember(self.known, (tokens, reqs), moves, _CACHED_MOVES)
+        return moves
 
     def reset(self) -> None:
         """Make every row a padding row."""
         for field in self.fields:
-            field.view.fill_(field.spec.pad_value)
+            field.view.fill_(field.pattern.value)
 
 
 def _own_storage(part: torch.Tensor) -> torch.Tensor:

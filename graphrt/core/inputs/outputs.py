@@ -237,7 +237,7 @@ class OutputLayout:
 
     def _axes(self, path: str) -> Declared | None:
         """The declared axes of the tensor at `path`, None if there are none."""
-        return next((axes for own, axes in self._declared.items() if _is_of(own, path)), None)
+        return next((axes for prefix, axes in self._declared.items() if _is_of(prefix, path)), None)
 
     def _check_declared(self, seen: Seen, outputs: Any) -> None:
         for path in self._declared:
@@ -339,13 +339,13 @@ def _fits(column: Sequence[int], seen: Sequence[Seen]) -> list[Axis | None]:
 def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None, only: bool) -> BatchDims:
     """The batch axes of a tensor, by what was seen of it. Of a forward that runs at `only` one size
     those that may be axes too: steps that fill it need no cut, and others are refused."""
-    given = declared or ()
-    found: list[tuple[int, Axis | OneSize]] = []
-    for dim, axis in enumerate(given):
+    axes = declared or ()
+    dims: list[tuple[int, Axis | OneSize]] = []
+    for dim, axis in enumerate(axes):
         if isinstance(axis, Axis):
-            found.append((dim, axis))
-    named = bool(found)
-    for dim, column in [*enumerate(_columns(path, seen))][len(given) :]:
+            dims.append((dim, axis))
+    named = bool(dims)
+    for dim, column in [*enumerate(_columns(path, seen))][len(axes) :]:
         fits = _fits(column, seen)
         if not fits:
             # The first size, and one that differs if there is one.
@@ -370,10 +370,10 @@ def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None, only: b
                 advice="name every dimension in its order; None is one of any size",
             )
         if fits[0] is not None:
-            found.append((dim, fits[0]))
-        elif only and not given and len(fits) > 1:
-            found.append((dim, OneSize(seen[0].tokens, seen[0].reqs, column[0], path)))
-    return tuple(found)
+            dims.append((dim, fits[0]))
+        elif only and not axes and len(fits) > 1:
+            dims.append((dim, OneSize(seen[0].tokens, seen[0].reqs, column[0], path)))
+    return tuple(dims)
 
 
 def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -386,7 +386,7 @@ def _declared_axes(declared: Any) -> dict[str, Declared]:
     Raises `InvalidInputError` for an axis that there is not, `InvalidOptionError` for anything
     else.
     """
-    found: dict[str, Declared] = {}
+    by_prefix: dict[str, Declared] = {}
 
     def read(axes: Any, prefix: str) -> None:
         if axes is None:
@@ -400,13 +400,13 @@ def _declared_axes(declared: Any) -> dict[str, Declared]:
             for place, its_axes in enumerate(axes):
                 read(its_axes, f"{prefix}[{place}]")
         else:
-            found[prefix] = tuple(map(_axis, axes))
+            by_prefix[prefix] = tuple(map(_axis, axes))
 
     try:
         read(declared, "")
     except RecursionError:
         raise _no_axes("", declared) from None
-    return found
+    return by_prefix
 
 
 def _is_of(prefix: str, path: str) -> bool:
@@ -451,29 +451,26 @@ def unknown_axes(path: str, why: str, got: str | None) -> OutputError:
 
 def check_tensor(path: str, tensor: torch.Tensor) -> None:
     """Raise `OutputError` for a tensor that cannot be handed out."""
+    kind = type(tensor)
+    got = kind.__qualname__
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        kind = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
-        raise OutputError(
-            f"the forward returns a tensor that has no strided memory of its own{at_path(path)}",
-            got=kind,
-            expected="a strided tensor",
-            advice="return to_dense(), or the parts of it",
-        )
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise OutputError(
-            f"the forward returns a tensor subclass that holds other tensors{at_path(path)}",
-            got=type(tensor).__qualname__,
-            expected="a plain tensor",
-            advice="return the tensors in it, as to_local() does of a DTensor",
-        )
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        got = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
+        what, advice = "that has no strided memory of its own", "return to_dense(), or its parts"
+    elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        what = "subclass that holds other tensors"
+        advice = "return the tensors in it, as to_local() does of a DTensor"
+    elif kind not in (torch.Tensor, torch.nn.Parameter):
         # Of a weight that is one, say, torch makes results that are; pool memory is none.
-        raise OutputError(
-            f"the forward returns a tensor subclass, and replays plain tensors{at_path(path)}",
-            got=type(tensor).__qualname__,
-            expected="a plain tensor at every step",
-            advice="return result.as_subclass(torch.Tensor)",
-        )
+        what = "subclass, and replays plain tensors"
+        advice = "return result.as_subclass(torch.Tensor)"
+    else:
+        return
+    raise OutputError(
+        f"the forward returns a tensor {what}{at_path(path)}",
+        got=got,
+        expected="a plain, strided tensor at every step",
+        advice=advice,
+    )
 
 
 def check_containers(outputs: Any) -> None:
@@ -483,9 +480,9 @@ def check_containers(outputs: Any) -> None:
         return
     if isinstance(outputs, dict):
         if type(outputs) is not dict and hasattr(outputs, "__dict__"):
-            own = {id(each) for each in vars(outputs).values() if isinstance(each, torch.Tensor)}
-            copied = tree.map_tensors(torch.Tensor.detach, outputs) if own else outputs
-            if own & {id(each) for each in vars(copied).values()}:
+            owned = {id(each) for each in vars(outputs).values() if isinstance(each, torch.Tensor)}
+            copied = tree.map_tensors(torch.Tensor.detach, outputs) if owned else outputs
+            if owned & {id(each) for each in vars(copied).values()}:
                 raise OutputError(
                     "the forward returns a dict whose attributes are tensors, and stay what they "
                     "are where its items are replaced",

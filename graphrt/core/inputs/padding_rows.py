@@ -23,29 +23,29 @@ class PaddingRows:
         self._kept = kept
         self.are_kept = bool(kept)
         """Whether there are inputs whose padding rows are whatever was there."""
-
-    @property
-    def addresses(self) -> list[int]:
+        pads = {int(spec.pad_value.real) for spec in specs.values() if spec.index}
+        self.addresses = sorted(pads)
         """The padding values of index inputs: rows in which padding may be written."""
-        return sorted({int(spec.pad_value.real) for spec in self._specs.values() if spec.index})
+        self.with_rows = frozenset(name for name, spec in specs.items() if spec.batch_axis()[0])
+        """The inputs that have padding rows."""
 
-    def nobodys(self, values: Mapping[str, Any]) -> list[int]:
+    def unused_addresses(self, values: Mapping[str, Any]) -> list[int]:
         """The padding values of index inputs that no live row of theirs holds: what they address is
         nobody's. A block table may hold its own for what a request does not use, while a slot
         mapping says so. Waits for the device."""
-        found: set[int] = set()
+        unused: set[int] = set()
         for name, value in flat_of(values):
             spec = self._specs.get(name)
             if spec is not None and spec.index and isinstance(value, torch.Tensor):
                 pad = int(spec.pad_value.real)
                 if pad >= 0 and not bool((value == pad).any()):
-                    found.add(pad)
-        return sorted(found)
+                    unused.add(pad)
+        return sorted(unused)
 
     def differing(self, values: Mapping[str, Any]) -> frozenset[str]:
         """The inputs of which a live row is another than the padding rows: only these can show that
         rows are mixed. Waits for the device."""
-        found = set()
+        names = set()
         for name, value in flat_of(values):
             spec = self._specs.get(name)
             axis, dim = (None, 0) if spec is None else spec.batch_axis()
@@ -53,13 +53,8 @@ class PaddingRows:
                 continue
             # What is no input at all, such as a sparse tensor, is named when it is written.
             if _is_plain(value) and value.dim() > dim and _differs(value, spec, dim):
-                found.add(name)
-        return frozenset(found)
-
-    @property
-    def with_rows(self) -> frozenset[str]:
-        """The inputs that have padding rows."""
-        return frozenset(name for name, spec in self._specs.items() if spec.batch_axis()[0])
+                names.add(name)
+        return frozenset(names)
 
     def kept(self) -> list[torch.Tensor]:
         """Copies of the buffers whose padding rows no step writes."""
@@ -70,16 +65,13 @@ class PaddingRows:
         for buffer, values in zip(self._kept.values(), kept, strict=True):
             buffer.copy_(values)
 
-    def disturb(self, layout: InputLayout, tokens: int, reqs: int) -> None:
-        """Let padding rows that are kept hold what the first live row holds: an earlier step may
-        have left it there."""
-        for name in self._kept:
-            _spread(layout.views[name], self._specs[name], tokens, reqs)
-
-    def disturb_all(self, layout: InputLayout, tokens: int, reqs: int) -> None:
-        """The same for all inputs, but for indices: what they address would be written."""
+    def disturb(
+        self, layout: InputLayout, tokens: int, reqs: int, *, only_kept: bool = False
+    ) -> None:
+        """Let padding rows hold what the first live row holds, but for indices: what they address
+        would be written. With `only_kept` those alone in which an earlier step may have left it."""
         for name, spec in self._specs.items():
-            if not spec.index:
+            if not spec.index and (name in self._kept or not only_kept):
                 _spread(layout.views[name], spec, tokens, reqs)
 
 

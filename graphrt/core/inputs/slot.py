@@ -24,11 +24,11 @@ class Arrays(Mapping[str, Any]):
         self._made: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        found = self._made.get(name)
-        if found is None:
+        array = self._made.get(name)
+        if array is None:
             tensor = self._tensors[name]
             try:
-                found = self._made[name] = tensor.numpy()
+                array = self._made[name] = tensor.numpy()
             except (RuntimeError, TypeError) as error:
                 raise InvalidInputError(
                     f"there is no numpy array of input {name!r}",
@@ -36,7 +36,7 @@ class Arrays(Mapping[str, Any]):
                     expected="numpy, and a dtype that it has",
                     advice=f"slot[{name!r}] is the tensor",
                 ) from error
-        return found
+        return array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

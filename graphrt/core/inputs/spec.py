@@ -206,20 +206,11 @@ def _check_shape(shape: object) -> None:
         if not isinstance(size, str) and (not _is_int(size) or size < 0):
             raise _wrong_spec("shape", shape, "ints >= 0, and one of them an axis", example)
     if len(axes) > 1:
-        raise InvalidInputError(
-            "an input has at most one batch axis",
-            got=shape,
-            expected="one of them named",
-            advice="two inputs, each with one batch axis; or a fixed size in place of one",
-        )
+        raise _wrong_spec("shape", shape, "at most one batch axis", "an input for each batch axis")
     blocks = math.prod(itertools.takewhile(lambda size: not isinstance(size, str), shape))
     if axes and blocks > _MOST_BLOCKS:
-        raise InvalidInputError(
-            "an input has too many pieces in front of its batch axis, each copied by itself",
-            got=shown(shape),
-            expected=f"at most {_MOST_BLOCKS}",
-            advice="put the batch axis first, and transpose in the forward",
-        )
+        expected = f"at most {_MOST_BLOCKS} pieces in front of the batch axis, each is a copy"
+        raise _wrong_spec("shape", shape, expected, "that axis first, and a transpose in forward")
 
 
 def _check_index(dtype: torch.dtype, pad: object) -> None:
@@ -241,24 +232,15 @@ def _check_pad(dtype: torch.dtype, pad: int | float | complex | str | None) -> N
     known = 'a number, "repeat" or "keep"'
     if isinstance(pad, str):
         if pad not in ("repeat", "keep"):
-            raise InvalidInputError(
-                "unknown padding",
-                got=shown(pad),
-                expected=known,
-                advice=f"pad={nearest(pad, ('repeat', 'keep')) or 'repeat'!r}",
-            )
+            meant = nearest(pad, ("repeat", "keep")) or "repeat"
+            raise _wrong_spec("pad", pad, known, f"pad={meant!r}")
         pad = None
     if pad is not None and not isinstance(pad, int | float | complex):
         raise _wrong_spec("pad", pad, known, "pad=0")
     if dtype in _QUANTIZED or not _holds(dtype, 0):
         raise _wrong_spec("dtype", dtype, "a dtype of dense tensors", "torch.int8")
     if pad is not None and not _holds(dtype, pad):
-        raise InvalidInputError(
-            "the dtype of an input cannot hold its padding",
-            got=f"pad={shown(pad)}",
-            expected=f"a value of {dtype}",
-            advice="pad with a value that kernels know as padding, in that dtype",
-        )
+        raise _wrong_spec("pad", pad, f"a value of {dtype}", "a pad that kernels know as padding")
 
 
 def _holds(dtype: torch.dtype, value: complex) -> bool:

@@ -17,7 +17,7 @@ import torch
 from graphrt.core.base.torch_names import copy_all
 from graphrt.core.device.graph import DeviceEvent
 from graphrt.core.device.platform import Platform
-from graphrt.core.inputs.layout import FieldMove, StepMoves, copy_few
+from graphrt.core.inputs.layout import FieldMove, StepMoves, copy_few, remember
 from graphrt.core.inputs.spec import LOWEST_ADDRESS, check_value
 
 MAX_SLOTS = 64
@@ -40,14 +40,12 @@ class Window:
 
     def view(self, span: tuple[int, int]) -> torch.Tensor:
         """Bytes `span[0]` to `span[1]`."""
-        found = self._views.get(span)
-        if found is None:
+        view = self._views.get(span)
+        if view is None:
             with torch.inference_mode(False):
-                found = self.buffer[span[0] : span[1]]
-            if len(self._views) >= _CACHED_VIEWS:
-                self._views.clear()
-            self._views[span] = found
-        return found
+                view = self.buffer[span[0] : span[1]]
+            remember(self._views, span, view, _CACHED_VIEWS)
+        return view
 
 
 class Slab:
@@ -157,9 +155,9 @@ def sources_of(
             or busy_low <= address < busy_high
             or (may_negate and (value.is_neg() or value.is_conj()))
         ):
-            own, kind = _apart(value, move, slab, busy)
-            plain &= own is value and address >= LOWEST_ADDRESS
-            value, address = own, own.data_ptr()
+            readable, kind = _apart(value, move, slab, busy)
+            plain &= readable is value and address >= LOWEST_ADDRESS
+            value, address = readable, readable.data_ptr()
         else:
             kind = "h" if value.is_cpu else "d"
         if kind != "h":

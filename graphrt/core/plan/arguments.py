@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from graphrt.core.base.errors import InvalidOptionError, InvalidSizesError
+from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_kind, count_of, items_of, nearest, shown
+from graphrt.core.base.option_values import check_kind, count_of, items_of, nearest
 from graphrt.core.batch.descriptor import checked_variant
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider
 from graphrt.core.plan.budget import Budget
-from graphrt.core.plan.resolution import AUTO, all_compiled
-from graphrt.core.plan.sizes import check_query_lens, check_sizes
+from graphrt.core.plan.resolution import AUTO, UNNAMED, all_compiled, levels_of
+from graphrt.core.plan.sizes import check_query_lens, check_sizes, positive
 from graphrt.core.plan.traffic import Traffic, check_traffic
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
 @public("graphrt.types")
@@ -37,61 +40,63 @@ class PlanArguments(TypedDict, total=False):
     traffic: Traffic | None
 
 
-def checked_arguments(given: PlanArguments) -> PlanArguments:
+def checked_arguments(**arguments: Unpack[PlanArguments]) -> PlanArguments:
     """All arguments of a plan, each a copy in its own type: what the caller changes later, or can
     be read only once, is not the plan's.
 
     Raises `InvalidSizesError` for sizes and counts, `InvalidOptionError` for the others and
     `InvalidBatchError` for variants that cannot be hashed.
     """
-    check_kind("budget", given["budget"], Budget)
-    mode, sizes = given["mode"], given["sizes"]
-    attention, pieces, traffic = given["attention"], given["pieces"], given["traffic"]
+    check_kind("budget", arguments["budget"], Budget)
+    mode, sizes = arguments["mode"], arguments["sizes"]
+    attention, pieces, traffic = arguments["attention"], arguments["pieces"], arguments["traffic"]
+    levels = levels_of(attention)
+    variants = items_of("variants", arguments["variants"], '["draft"]', empty="leave variants out")
     auto = isinstance(pieces, str) and pieces.strip().lower() == AUTO
     return {
         "mode": None if mode is None else GraphMode.parse(mode),
         "sizes": None if sizes is None else check_sizes(sizes),
-        "max_size": _limit("max_size", given["max_size"]),
-        "max_num_tokens": _limit("max_num_tokens", given["max_num_tokens"]),
-        "max_num_reqs": _limit("max_num_reqs", given["max_num_reqs"]),
-        "query_lens": check_query_lens(given["query_lens"]),
-        "attention": {name: AttentionSupport.parse(each) for name, each in attention.items()}
-        if isinstance(attention, Mapping) and _named(attention)
-        else AttentionSupport.parse(attention),  # type: ignore[arg-type]
+        "max_size": _limit("max_size", arguments["max_size"]),
+        "max_num_tokens": _limit("max_num_tokens", arguments["max_num_tokens"]),
+        "max_num_reqs": _limit("max_num_reqs", arguments["max_num_reqs"]),
+        "query_lens": check_query_lens(arguments["query_lens"]),
+        "attention": levels if isinstance(attention, Mapping) else levels[UNNAMED],
         "pieces": AUTO if auto else PieceProvider.parse(pieces),
-        "compiled": all_compiled(given["compiled"]),
+        "compiled": all_compiled(arguments["compiled"]),
         "loras": tuple(
             None if each is None else count_of("a number of active LoRAs", each, least=0)
-            for each in _cases("loras", given["loras"], "(0, 4)")
+            for each in items_of("loras", arguments["loras"], "(0, 4)", empty="leave loras out")
         ),
         "bounds": tuple(
             tuple(
                 count_of("a bound", bound, least=0)
                 for bound in items_of("each of bounds", case, "(4096,)")
             )
-            for case in _cases("bounds", given["bounds"], "[(4096,)]")
+            for case in items_of(
+                "bounds", arguments["bounds"], "[(4096,)]", empty="leave bounds out"
+            )
         ),
-        "variants": tuple(map(checked_variant, _cases("variants", given["variants"], '["draft"]'))),
-        "budget": given["budget"],
+        "variants": tuple(map(checked_variant, variants)),
+        "budget": arguments["budget"],
         "traffic": None if traffic is None else check_traffic(traffic),
     }
 
 
 def check_plan_arguments(
-    given: Collection[str], beside: object = None, homes: Mapping[str, type] | None = None
+    names: Collection[str], beside: object = None, homes: Mapping[str, type] | None = None
 ) -> None:
     """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan.
 
     `homes` are arguments that take a dataclass, whose fields are often given in their place.
     """
-    if beside is not None and given:
+    if beside is not None and names:
         raise InvalidOptionError(
             "arguments of a plan were given beside a plan",
-            got=", ".join(given),
+            got=", ".join(names),
             expected="either",
             advice="plan.replace(...), or leave plan out",
         )
-    unknown = sorted(set(given) - PlanArguments.__annotations__.keys())
+    unknown = sorted(set(names) - PlanArguments.__annotations__.keys())
     if unknown:
         raise InvalidOptionError(
             "a plan has no such argument",
@@ -111,46 +116,5 @@ def _home_of(name: str, homes: Mapping[str, type]) -> str | None:
     return None
 
 
-def largest_batch(
-    max_num_tokens: int | None, max_num_reqs: int | None, sizes: Sequence[int] | None
-) -> dict[str, int]:
-    """The host's limits; what it leaves out follows from its sizes, or from the other limit."""
-    tokens = max_num_tokens
-    if tokens is None:
-        tokens = max_num_reqs if sizes is None else max(sizes)
-    if tokens is None:
-        raise InvalidOptionError(
-            "the largest batch is unknown",
-            expected="max_num_tokens, max_num_reqs or sizes",
-            advice="sizes=[1, 2, 4, 8]",
-        )
-    reqs = tokens if max_num_reqs is None else max_num_reqs
-    return {"max_num_tokens": tokens, "max_num_reqs": reqs}
-
-
 def _limit(name: str, value: object) -> int | None:
-    return None if value is None else count_of(name, value, least=1, error=InvalidSizesError)
-
-
-def _cases(name: str, value: object, example: str) -> tuple[Any, ...]:
-    cases = items_of(name, value, example)
-    if not cases:
-        raise InvalidOptionError(
-            f"{name} of a plan is empty, so there would be no graphs",
-            got=f"{name}=()",
-            expected="at least one",
-            advice=f"leave {name} out",
-        )
-    return cases
-
-
-def _named(attention: Mapping[Any, Any]) -> bool:
-    for name in attention:
-        if not isinstance(name, str):
-            raise InvalidOptionError(
-                "attention backends are named by strings",
-                got=shown(name),
-                expected="a dict of names and levels",
-                advice='attention={"flash": AttentionSupport.UNIFORM_BATCH}',
-            )
-    return True
+    return None if value is None else positive(name, value)

@@ -21,7 +21,7 @@ from graphrt.core.base.option_values import (
     shown,
 )
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode, Mode
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import CaptureKey, capture_order
 from graphrt.core.plan.traffic import Traffic, best_sizes, by_worth, live_sizes
@@ -174,11 +174,6 @@ class Fitted:
     budget: Budget
 
     @property
-    def mode(self) -> GraphMode:
-        """The mode that runs, after the budget's own steps."""
-        return self.resolution.mode
-
-    @property
     def keys(self) -> tuple[CaptureKey, ...]:
         """What to capture, in capture order."""
         return tuple((planned.mode, planned.descriptor) for planned in self.captured)
@@ -187,6 +182,21 @@ class Fitted:
     def total(self) -> GraphCost:
         """What all captured graphs take together."""
         return _total(planned.cost for planned in self.captured)
+
+    def lines(self) -> list[str]:
+        """Every graph with its cost, the sum, and what was left out."""
+        budget, total = self.budget, self.total
+        limited = [name for name in RESOURCES if getattr(budget, name) is not None]
+        taken = [name for name in RESOURCES if name != "graphs" and getattr(total, name)]
+        shown = [name for name in RESOURCES if name in limited + taken] or ["graphs"]
+        counted = f"{len(self.captured)} of {len(self.captured) + len(self.left_out)} sizes"
+        limits = [of_limit(n, getattr(total, n), getattr(budget, n)) for n in limited]
+        return [
+            *budget.notes,
+            *(f"{p.mode.name} [{p.descriptor}]: {_figures(p.cost, shown)}" for p in self.captured),
+            f"in all: {counted}, {', '.join(limits) or _figures(total, shown)}",
+            *_left_out_lines(self.left_out),
+        ]
 
 
 BUDGET_RULE = "budget"
@@ -199,7 +209,7 @@ def fit(
     keys: Sequence[CaptureKey],
     budget: Budget,
     *,
-    mode: ModeResolution | Mode,
+    mode: ModeResolution,
     traffic: Traffic | None = None,
     landmarks: Collection[int] = (),
     own: bool = False,
@@ -222,17 +232,14 @@ def fit(
     FULL_AND_PIECEWISE into FULL_DECODE_ONLY, no FULL graph turns it into PIECEWISE; where no graph
     fits at all, the mode becomes NONE. Raises `InvalidOptionError` for bad traffic.
     """
-    if not isinstance(mode, ModeResolution):
-        parsed = GraphMode.parse(mode)
-        mode = ModeResolution(parsed, parsed)
     costs = {key: budget.cost_of(*key) for key in keys}
     unlimited = all(getattr(budget, name) is None for name in RESOURCES)
     order = list(keys) if unlimited else by_priority(keys, traffic, landmarks)
     kept, mode = _within(order, costs, budget, mode)
     if traffic is not None and 0 < len(kept) < len(keys):
         kept = _refitted(keys, kept, costs, budget, traffic, own=own)
-    place = {key: at for at, key in enumerate(keys)}
-    chosen = sorted(kept, key=lambda key: (capture_order(key), place.get(key, len(keys))))
+    order_of = {key: at for at, key in enumerate(keys)}
+    chosen = sorted(kept, key=lambda key: (capture_order(key), order_of.get(key, len(keys))))
     captured = tuple(PlannedCapture(*key, costs[key]) for key in chosen)
     return Fitted(mode, captured, _left_out(keys, kept, costs, budget, mode), budget)
 
@@ -243,7 +250,7 @@ def by_priority(
     """All keys, those first that are kept last when the budget shrinks."""
     by_mode: dict[GraphMode, list[list[CaptureKey]]] = {GraphMode.FULL: [], GraphMode.PIECEWISE: []}
     for (mode, _), alike in _by_kind(keys).items():
-        worth = by_worth((own.num_tokens for _, own in alike), traffic, landmarks)
+        worth = by_worth((descriptor.num_tokens for _, descriptor in alike), traffic, landmarks)
         rank = {size: at for at, size in enumerate(worth)}
         by_mode[mode].append(sorted(alike, key=lambda key: rank[key[1].num_tokens]))
     order: list[CaptureKey] = []
@@ -263,10 +270,10 @@ def _tokens(key: CaptureKey) -> int:
 
 def _by_kind(keys: Iterable[CaptureKey]) -> dict[tuple[GraphMode, object], list[CaptureKey]]:
     """Graphs that can serve each other's batches."""
-    found: dict[tuple[GraphMode, object], list[CaptureKey]] = {}
+    kinds: dict[tuple[GraphMode, object], list[CaptureKey]] = {}
     for key in keys:
-        found.setdefault((key[0], key[1].kind), []).append(key)
-    return found
+        kinds.setdefault((key[0], key[1].kind), []).append(key)
+    return kinds
 
 
 def _within(
@@ -361,14 +368,14 @@ def _left_out(
     """Why each of the other keys is left out, and what its batches are padded to."""
     used = _total(costs[key] for key in kept)
     serving = {kind: sorted(map(_tokens, alike)) for kind, alike in _by_kind(kept).items()}
-    found = []
+    left_out = []
     for key in keys:
         if key not in kept:
             sizes = serving.get((key[0], key[1].kind), [])
             at = bisect_left(sizes, key[1].num_tokens)
             why = _why(key[0], costs[key], used, budget, mode.mode)
-            found.append(LeftOut(*key, costs[key], why, sizes[at] if at < len(sizes) else None))
-    return tuple(found)
+            left_out.append(LeftOut(*key, costs[key], why, sizes[at] if at < len(sizes) else None))
+    return tuple(left_out)
 
 
 def _why(
@@ -387,6 +394,35 @@ def _why(
 
 def _total(costs: Iterable[GraphCost]) -> GraphCost:
     return sum(costs, GraphCost(graphs=0))
+
+
+def _figures(cost: GraphCost, names: Iterable[str]) -> str:
+    return ", ".join(figure(name, getattr(cost, name)) for name in names)
+
+
+def _left_out_lines(left_out: Iterable[LeftOut]) -> list[str]:
+    """A line for each reason: the largest of its graphs, and how many more there are."""
+    by_reason: dict[tuple[str, str, bool], list[LeftOut]] = {}
+    for each in left_out:
+        reason = each.mode.name, each.why, each.padded_to is None
+        by_reason.setdefault(reason, []).append(each)
+    lines = []
+    for first, *others in by_reason.values():
+        size = first.padded_to
+        served = "no graph of its kind serves its batches" if size is None else f"padded to {size}"
+        more = f"; {alike(each.descriptor for each in others)}" if others else ""
+        lines.append(
+            f"left out: {first.mode.name} [{first.descriptor}]: {first.why}; {served}{more}"
+        )
+    return lines
+
+
+def alike(descriptors: Iterable[BatchDescriptor]) -> str:
+    """How many graphs share a reason with one that was named, and of which sizes."""
+    sizes = [descriptor.num_tokens for descriptor in descriptors]
+    least, most = min(sizes), max(sizes)
+    tokens = f"{most} tokens" if least == most else f"{least} to {most} tokens"
+    return f"so {'is' if len(sizes) == 1 else 'are'} {len(sizes)} more of {tokens}"
 
 
 def figure(name: str, value: float) -> str:

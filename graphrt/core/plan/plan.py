@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,12 @@ from graphrt.core.base.option_values import check_kind, flag, items_of, only_kno
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
-from graphrt.core.device.registry import check_platform, given_platform
-from graphrt.core.plan import saved, text
+from graphrt.core.device.registry import given_platform
+from graphrt.core.plan import saved
 from graphrt.core.plan.arguments import (
     PlanArguments,
     check_plan_arguments,
     checked_arguments,
-    largest_batch,
 )
 from graphrt.core.plan.budget import (
     Budget,
@@ -32,7 +32,9 @@ from graphrt.core.plan.budget import (
 from graphrt.core.plan.resolution import (
     AUTO,
     SWITCHED_OFF,
+    UNNAMED,
     ModeResolution,
+    levels_of,
     provider_of,
     resolve_mode,
     with_switches,
@@ -43,6 +45,8 @@ from graphrt.core.plan.sizes import (
     capture_sizes,
     check_decode,
     descriptors_for,
+    eager_decode,
+    eager_range,
 )
 from graphrt.core.plan.traffic import Traffic
 
@@ -99,36 +103,23 @@ class Plan:
         platform: Platform | str | None = None,
     ) -> None:
         """Raises the named errors of bad modes, sizes, options and platforms."""
-        own = self.arguments = checked_arguments(
-            {
-                "mode": mode,
-                "sizes": sizes,
-                "max_size": max_size,
-                "max_num_tokens": max_num_tokens,
-                "max_num_reqs": max_num_reqs,
-                "query_lens": query_lens,
-                "attention": attention,
-                "pieces": pieces,
-                "compiled": compiled,
-                "loras": loras,
-                "bounds": bounds,
-                "variants": variants,
-                "budget": budget,
-                "traffic": traffic,
-            }
+        # All that are the plan's: `platform` is no argument of what is saved.
+        given = locals()
+        arguments = self.arguments = checked_arguments(
+            **{name: given[name] for name in PlanArguments.__annotations__}
         )
         self.platform = given_platform(platform)
-        self.compiled = own["compiled"]
+        self.compiled = arguments["compiled"]
         self.pieces, resolution = self._resolved()
-        self.sizes: CaptureSizes = self._sizes_of(own)
+        self.sizes: CaptureSizes = self._sizes_of(arguments)
         check_decode(resolution.mode, self.sizes)
         self._fitted: Fitted = fit(
             self._keys_of(resolution.mode, self.sizes),
             budget or Budget(),
             mode=resolution,
-            traffic=own["traffic"],
+            traffic=arguments["traffic"],
             landmarks=self._landmarks,
-            own=own["sizes"] is not None,
+            own=arguments["sizes"] is not None,
         )
         self.resolution: ModeResolution = self._fitted.resolution
         self.resolution.log_steps()
@@ -152,12 +143,12 @@ class Plan:
 
     def _resolved(self) -> tuple[PieceProvider | None, ModeResolution]:
         """What cuts the forward into pieces, and the mode that batches can run in."""
-        own = self.arguments
-        provider, whole_graph = provider_of(self.compiled, own["pieces"])
+        arguments = self.arguments
+        provider, whole_graph = provider_of(self.compiled, arguments["pieces"])
         resolution = resolve_mode(
-            own["mode"],
-            attention=own["attention"],
-            query_lens=own["query_lens"],
+            arguments["mode"],
+            attention=arguments["attention"],
+            query_lens=arguments["query_lens"],
             pieces=provider,
             whole_graph_pass=whole_graph,
         )
@@ -170,9 +161,8 @@ class Plan:
 
     def _sizes_of(self, arguments: PlanArguments) -> CaptureSizes:
         return capture_sizes(
-            **largest_batch(
-                arguments["max_num_tokens"], arguments["max_num_reqs"], arguments["sizes"]
-            ),
+            max_num_tokens=arguments["max_num_tokens"],
+            max_num_reqs=arguments["max_num_reqs"],
             query_lens=arguments["query_lens"],
             sizes=arguments["sizes"],
             max_size=arguments["max_size"],
@@ -181,9 +171,13 @@ class Plan:
         )
 
     def _keys_of(self, mode: GraphMode, sizes: CaptureSizes) -> tuple[CaptureKey, ...]:
-        own = self.arguments
+        arguments = self.arguments
         return descriptors_for(
-            mode, sizes, loras=own["loras"], bounds=own["bounds"], variants=own["variants"]
+            mode,
+            sizes,
+            loras=arguments["loras"],
+            bounds=arguments["bounds"],
+            variants=arguments["variants"],
         )
 
     def _remedy(self, query_len: int, most: int) -> str | None:
@@ -200,7 +194,7 @@ class Plan:
             except InvalidSizesError:
                 # A second size above the largest batch.
                 continue
-            first, last = text.eager_range(sizes, self._keys_of(self.mode, sizes), query_len)
+            first, last = eager_range(sizes, self._keys_of(self.mode, sizes), query_len)
             if first > last:
                 return remedy
         return None
@@ -208,9 +202,7 @@ class Plan:
     @property
     def attention(self) -> Mapping[str, AttentionSupport]:
         """What each attention backend supports, by name."""
-        given = self.arguments["attention"]
-        levels = given if isinstance(given, Mapping) else {text.UNNAMED: given}
-        return {name: AttentionSupport.parse(level) for name, level in levels.items()}
+        return levels_of(self.arguments["attention"])
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""
@@ -237,7 +229,7 @@ class Plan:
 
         What comes out differently is printed as a `PlanChangedWarning`.
         """
-        check_platform(platform)
+        platform = given_platform(platform)
         compiled = items_of("compiled", compiled, "[module]")
         same_modules = list(map(id, self.compiled)) == list(map(id, compiled))
         off = any(step.rule == SWITCHED_OFF for step in self.resolution.steps)
@@ -260,14 +252,19 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan for people."""
-        found = [*text.mode_lines(self.resolution, self.attention)]
-        found += [*text.size_lines(self.sizes, self.mode), text.graph_line(self.keys)]
-        found += [
-            f"Note: {each}" for each in text.eager_decode(self.sizes, self.keys, self._remedy)
-        ]
+        lines = self.resolution.lines()
+        for name, support in self.attention.items():
+            lines.append(
+                f"Attention: {'' if name == UNNAMED else f'{name} supports '}{support.name}"
+            )
+        lines += self.sizes.lines(self.mode)
+        counts = Counter(mode.name for mode, _ in self.keys)
+        total = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+        lines.append(f"Graphs to capture, largest first: {len(self.keys)} ({total})")
+        lines += [f"Note: {each}" for each in eager_decode(self.sizes, self.keys, self._remedy)]
         if self.arguments["budget"] is not None:
-            found += text.budget_lines(self._fitted)
-        return found
+            lines += self._fitted.lines()
+        return lines
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

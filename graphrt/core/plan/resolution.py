@@ -18,6 +18,8 @@ from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import items_of, shown
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 
+UNNAMED = "attention"
+"""The name of an attention backend that nobody named."""
 SWITCHED_OFF = "environment"
 """The rule of the step that `GRAPHRT_MODE=NONE` takes."""
 
@@ -51,6 +53,13 @@ class ModeResolution:
             return self
         step = ResolutionStep(rule, self.mode, after, why, backend)
         return replace(self, mode=after, steps=(*self.steps, step))
+
+    def lines(self) -> list[str]:
+        """The mode that runs, and every step on the way to it."""
+        return [
+            f"Mode: {self.requested.name} requested, {self.mode.name} runs",
+            *(f"  {s.rule}: {s.before.name} becomes {s.after.name}: {s.why}" for s in self.steps),
+        ]
 
     def log_steps(self) -> None:
         """Say in the log, in one line, that the mode that runs is not the requested one."""
@@ -90,42 +99,57 @@ def resolve_mode(
     the lowest decides. `query_lens` are the decode query lengths (the largest matters).
     `whole_graph_pass` says that pieces are off because a compiler pass must see the whole graph.
     """
-    backend, support = _lowest(attention)
+    backend, support = _lowest(levels_of(attention))
     provider = None if whole_graph_pass else PieceProvider.parse(pieces)
     query_len = max(query_lens, default=1)
     if requested is None:
         requested = GraphMode.NONE if provider is None else GraphMode.FULL_AND_PIECEWISE
     requested = GraphMode.parse(requested)
 
-    found = ModeResolution(requested, requested)
+    resolution = ModeResolution(requested, requested)
     who = "attention" if backend is None else f"attention backend {backend!r}"
     full_decode = support >= AttentionSupport.UNIFORM_BATCH or (
         support is AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE and query_len == 1
     )
     if requested.has_full and not full_decode:
         why = f"{who} supports {support.name}, decode has query length {query_len}"
-        found = found.stepped("attention-decode", GraphMode.PIECEWISE, why, backend)
+        resolution = resolution.stepped("attention-decode", GraphMode.PIECEWISE, why, backend)
     elif requested is GraphMode.FULL and support is not AttentionSupport.ALWAYS:
         why = f"{who} supports {support.name}, so mixed batches cannot be one graph"
-        found = found.stepped("attention-mixed", GraphMode.FULL_AND_PIECEWISE, why, backend)
-    mode = found.mode
+        resolution = resolution.stepped(
+            "attention-mixed", GraphMode.FULL_AND_PIECEWISE, why, backend
+        )
+    mode = resolution.mode
     if whole_graph_pass:
         why = "a pass must see the whole graph, so nothing provides pieces"
         whole = mode is GraphMode.FULL_AND_PIECEWISE and support is AttentionSupport.ALWAYS
-        return found.stepped("whole-graph", GraphMode.FULL if whole else mode.without_pieces(), why)
+        return resolution.stepped(
+            "whole-graph", GraphMode.FULL if whole else mode.without_pieces(), why
+        )
     if provider is None:
-        return found.stepped("no-pieces", mode.without_pieces(), "nothing provides pieces")
-    return found
+        return resolution.stepped("no-pieces", mode.without_pieces(), "nothing provides pieces")
+    return resolution
 
 
-def _lowest(
+def _lowest(levels: Mapping[str, AttentionSupport]) -> tuple[str | None, AttentionSupport]:
+    name = min(levels, key=lambda name: levels[name], default=UNNAMED)
+    return None if name == UNNAMED else name, levels.get(name, AttentionSupport.ALWAYS)
+
+
+def levels_of(
     attention: AttentionSupport | str | Mapping[str, AttentionSupport | str],
-) -> tuple[str | None, AttentionSupport]:
-    if isinstance(attention, Mapping):
-        levels = {name: AttentionSupport.parse(level) for name, level in attention.items()}
-        name = min(levels, key=lambda key: levels[key], default=None)
-        return name, AttentionSupport.ALWAYS if name is None else levels[name]
-    return None, AttentionSupport.parse(attention)
+) -> dict[str, AttentionSupport]:
+    """The level of each attention backend by its name; raises `InvalidOptionError`."""
+    named = attention if isinstance(attention, Mapping) else {UNNAMED: attention}
+    for name in named:
+        if not isinstance(name, str):
+            raise InvalidOptionError(
+                "attention backends are named by strings",
+                got=shown(name),
+                expected="a dict of names and levels",
+                advice='attention={"flash": AttentionSupport.UNIFORM_BATCH}',
+            )
+    return {name: AttentionSupport.parse(level) for name, level in named.items()}
 
 
 def with_switches(modules: Sequence[CompiledFacts], resolution: ModeResolution) -> ModeResolution:
@@ -187,7 +211,7 @@ def compiled_in(value: Any) -> list[Any]:
 def all_compiled(announced: Iterable[Any]) -> tuple[Any, ...]:
     """The compiled modules in `compiled=[...]`, each once; raises `InvalidOptionError` for a value
     that has none."""
-    found: dict[int, Any] = {}
+    compiled: dict[int, Any] = {}
     for value in items_of("compiled", announced, "[graphrt.compile(module, ...)]"):
         modules = compiled_in(value)
         if not modules:
@@ -197,8 +221,8 @@ def all_compiled(announced: Iterable[Any]) -> tuple[Any, ...]:
                 expected="what graphrt.compile returned, or a module that was compiled in place",
                 advice="compiled=[graphrt.compile(module, ...)]",
             )
-        found.update((id(module), module) for module in modules)
-    return tuple(found.values())
+        compiled.update((id(module), module) for module in modules)
+    return tuple(compiled.values())
 
 
 def provider_of(

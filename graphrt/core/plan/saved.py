@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from graphrt._version import __version__
-from graphrt.core.base._warnings import PlanChangedWarning
+from graphrt.core.base._warnings import PlanChangedWarning, warn_caller
 from graphrt.core.base.errors import InvalidOptionError, PlanFileError
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.settings import read_bounded
@@ -120,18 +119,18 @@ def _given_variant(plain: Any, deepest: int = _DEEPEST) -> Hashable:
 def _given_cost(cost: Any, **_: Any) -> CostModel | dict[str, GraphCost] | None:
     if not isinstance(cost, list):
         return cost and {mode: GraphCost(**each) for mode, each in cost.items()}
-    told = {
+    costs = {
         (GraphMode[mode], _given_descriptor(**descriptor)): GraphCost(**each)
         for mode, descriptor, each in cost
     }
 
     def as_told(mode: GraphMode, descriptor: BatchDescriptor) -> GraphCost:
-        known = told.get((mode, descriptor))
+        known = costs.get((mode, descriptor))
         if known is not None:
             return known
         # The function that knew is gone: a graph that it was not asked about takes no less than
         # any of its mode did.
-        alike = [each for key, each in told.items() if key[0] is mode] or [GraphCost()]
+        alike = [each for key, each in costs.items() if key[0] is mode] or [GraphCost()]
         return GraphCost(*(max(getattr(each, name) for each in alike) for name in RESOURCES))
 
     return as_told
@@ -156,11 +155,7 @@ def differences(before: Sequence[str], now: Sequence[str]) -> list[str]:
 def warn_changed(what: object, changed: Sequence[str]) -> None:
     """Warn that a plan comes out differently here."""
     lines = "\n  ".join(changed)
-    warnings.warn(
-        f"the plan of {what} comes out differently here:\n  {lines}",
-        PlanChangedWarning,
-        stacklevel=3,
-    )
+    warn_caller(f"the plan of {what} comes out differently here:\n  {lines}", PlanChangedWarning)
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
@@ -190,15 +185,15 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     it did not write."""
     with of_a_plan(path):
         content = json.loads(read_bounded(Path(path), _MOST_BYTES))
-        version, told = content.pop("graphrt_plan"), content.pop("fingerprint", None)
+        version, written = content.pop("graphrt_plan"), content.pop("fingerprint", None)
         if type(version) is not int or version != FORMAT:
             newer = isinstance(version, int) and version > FORMAT
             expected = f"format {FORMAT}" + (": a newer graphrt wrote it" if newer else "")
             raise _not_a_plan(path, f"format {shown(version)}", expected)
         made_with = str(content.pop("made_with"))[:200]
-        if told != (counted := fingerprint(content)):
+        if written != (counted := fingerprint(content)):
             expected = f"{counted}, of what the file holds"
-            raise _not_a_plan(path, f"fingerprint {shown(told)}", expected)
+            raise _not_a_plan(path, f"fingerprint {shown(written)}", expected)
         return {**content, "printed": list(map(str, content["printed"]))}, made_with
 
 

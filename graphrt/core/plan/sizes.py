@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphrt.core.base.errors import InvalidOptionError, InvalidSizesError
@@ -16,11 +17,10 @@ from graphrt.core.plan.traffic import Traffic, fitted_sizes
 
 CaptureKey = tuple[GraphMode, BatchDescriptor]
 
+_WIDTH = 100
 _CAP = 512
-_MOST = 1 << 16
-"""More sizes than that nobody captures."""
 _MOST_GRAPHS = 1 << 17
-"""Nor more graphs: of all sizes, query lengths, numbers of LoRAs, bounds and variants."""
+"""More nobody captures: of all sizes, query lengths, numbers of LoRAs, bounds and variants."""
 
 
 @public("graphrt.types")
@@ -38,6 +38,24 @@ class CaptureSizes:
     mixed: tuple[int, ...]
     general: tuple[int, ...]
     decode: Mapping[int, tuple[int, ...]]
+
+    def lines(self, mode: GraphMode) -> list[str]:
+        """The lists of sizes that `mode` captures, in tokens, with how many there are."""
+        lists = {"any batch": self.general}
+        if mode is not GraphMode.FULL:
+            lists = {"mixed": self.mixed}
+            lists |= {f"decode, query length {q}": ladder for q, ladder in self.decode.items()}
+        width = max(map(len, lists))
+        lines = [f"Sizes, at most {self.limit} tokens:"]
+        for name, listed in lists.items():
+            head = f"  {name:{width}} {len(listed):4}: "
+            numbers = " ".join(map(str, listed)) or "none"
+            lines.append(
+                textwrap.fill(
+                    numbers, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)
+                )
+            )
+        return lines
 
 
 def capture_limit(
@@ -70,75 +88,44 @@ def decode_sizes(
 
 def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     """`sizes` as a tuple if they ascend and are positive; raises `InvalidSizesError` otherwise."""
-    given = items_of("sizes", sizes, "[1, 2, 4, 8]", InvalidSizesError)
-    if not given:
+    nothing = 'mode="NONE" to capture nothing, or sizes=None for the default list'
+    listed = items_of("sizes", sizes, "[1, 2, 4, 8]", InvalidSizesError, empty=nothing)
+    checked = tuple(positive("a capture size", size) for size in listed)
+    if list(checked) != sorted(set(checked)):
         raise InvalidSizesError(
-            "there are no capture sizes",
-            got="[]",
-            expected="at least one size",
-            advice='mode="NONE" to capture nothing, or sizes=None for the default list',
+            "capture sizes are not sorted, or one of them is repeated",
+            got=shown(list(listed)),
+            expected="ascending positive integers, each once",
+            advice=f"sizes={shown(sorted(set(checked)))}",
         )
-    checked: list[int] = []
-    for size in given:
-        checked.append(_checked_size(size, checked[-1] if checked else 0, given))
-    return tuple(checked)
-
-
-def _checked_size(size: object, before: int, given: Sequence[object]) -> int:
-    try:
-        number = count_of("a capture size", size)
-    except InvalidOptionError:
-        integer = isinstance(size, int) and not isinstance(size, bool)
-        what = "larger than any number of a plan" if integer else "not an integer"
-        advice = "drop or round it"
-    else:
-        if number > before:
-            return number
-        what, advice = "not sorted", "sizes=sorted(sizes)"
-        if number < 1:
-            what, advice = "not positive", f"drop {number}"
-        elif number == before:
-            what, advice = "repeated", f"keep one {number}"
-    raise InvalidSizesError(
-        f"a capture size is {what}",
-        got=f"{shown(size)} in {shown(list(given))}",
-        expected="ascending positive integers, each once",
-        advice=advice,
-    )
+    return checked
 
 
 def check_query_lens(query_lens: Iterable[int]) -> tuple[int, ...]:
     """`query_lens`, each once and ascending; raises `InvalidSizesError` for what none can be."""
-    given = items_of("query_lens", query_lens, "(1,)", InvalidSizesError)
-    if not given:
-        raise InvalidSizesError(
-            "there are no decode query lengths",
-            got="()",
-            expected="at least one",
-            advice="query_lens=(1,)",
-        )
-    return tuple(sorted({_positive("a query length", each) for each in given}))
+    default = "query_lens=(1,)"
+    listed = items_of("query_lens", query_lens, "(1,)", InvalidSizesError, empty=default)
+    return tuple(sorted({positive("a query length", each) for each in listed}))
 
 
 def capture_sizes(
     *,
-    max_num_reqs: int,
-    max_num_tokens: int,
+    max_num_reqs: int | None = None,
+    max_num_tokens: int | None = None,
     query_lens: Sequence[int] = (1,),
-    sizes: Iterable[int] | None = None,
+    sizes: Sequence[int] | None = None,
     max_size: int | None = None,
     cap: int = _CAP,
     traffic: Traffic | None = None,
 ) -> CaptureSizes:
-    """The sizes of a host, by default or from its own list.
+    """The sizes of a host, by default or from its own list; the arguments are checked already.
 
-    `max_size` is the largest size to capture: it takes the place of the default limit (not of
+    A limit that the host leaves out follows from its sizes, or from the other limit. `max_size` is
+    the largest size to capture: it takes the place of the default limit (not of
     the token budget) and cuts the host's own list. With `traffic` the default lists have as many
     sizes as without, and those that pad its batches least.
     """
-    query_lens = check_query_lens(query_lens)
-    max_num_reqs = _positive("max_num_reqs", max_num_reqs)
-    max_num_tokens = _positive("max_num_tokens", max_num_tokens)
+    max_num_reqs, max_num_tokens = _largest_batch(max_num_reqs, max_num_tokens, sizes)
     longest = max(query_lens)
     if longest > max_num_tokens:
         raise InvalidSizesError(
@@ -147,13 +134,13 @@ def capture_sizes(
             expected="query_lens of at most max_num_tokens",
             advice=f"max_num_tokens={max(max_num_reqs * longest, max_num_tokens)}",
         )
-    limit = capture_limit(max_num_reqs, max_num_tokens, longest, _positive("cap", cap))
+    limit = capture_limit(max_num_reqs, max_num_tokens, longest, cap)
     if max_size is not None:
-        limit = min(_positive("max_size", max_size), max_num_tokens)
-    own = None if sizes is None else _cut(check_sizes(sizes), max_size)
-    ladder = limit // 16 if own is None else len(own)
-    _refuse_many(len(query_lens) * ladder, _MOST_GRAPHS, "graphs")
-    if own is None:
+        limit = min(max_size, max_num_tokens)
+    listed = None if sizes is None else _cut(tuple(sizes), max_size)
+    ladder = limit // 16 if listed is None else len(listed)
+    _refuse_many(len(query_lens) * ladder)
+    if listed is None:
         mixed = mixed_sizes(
             limit, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=longest
         )
@@ -169,10 +156,24 @@ def capture_sizes(
             ladders = {q: fitted_sizes(ladder, traffic, q) for q, ladder in ladders.items()}
         return CaptureSizes(max_num_reqs, max_num_tokens, limit, mixed, general, ladders)
 
-    _check_reached(own, max_num_tokens)
+    _check_reached(listed, max_num_tokens)
     tokens = max_num_tokens if max_size is None else limit
-    ladders = {q: _rounded(own, q, max_num_reqs * q, tokens, limit) for q in query_lens}
-    return CaptureSizes(max_num_reqs, max_num_tokens, limit, own, own, ladders)
+    ladders = {q: _rounded(listed, q, max_num_reqs * q, tokens, limit) for q in query_lens}
+    return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, listed, ladders)
+
+
+def _largest_batch(
+    reqs: int | None, tokens: int | None, sizes: Sequence[int] | None
+) -> tuple[int, int]:
+    if tokens is None:
+        tokens = reqs if sizes is None else max(sizes)
+    if tokens is None:
+        raise InvalidOptionError(
+            "the largest batch is unknown",
+            expected="max_num_tokens, max_num_reqs or sizes",
+            advice="sizes=[1, 2, 4, 8]",
+        )
+    return tokens if reqs is None else reqs, tokens
 
 
 def descriptors_for(
@@ -203,7 +204,7 @@ def descriptors_for(
             for q, ladder in sizes.decode.items()
             for size in ladder
         ]
-    _refuse_many(len(keys) * len(loras) * len(bounds) * len(variants), _MOST_GRAPHS, "graphs")
+    _refuse_many(len(keys) * len(loras) * len(bounds) * len(variants))
     cases: dict[CaptureKey, None] = {}
     for runtime_mode, named in keys:
         of_mode = bounds if runtime_mode is GraphMode.FULL else ((),)
@@ -233,7 +234,6 @@ def capture_order(key: CaptureKey) -> tuple[object, ...]:
 
 def _steps(limit: int) -> list[int]:
     """1, 2, 4, then every 8 below 256, then every 16, up to `limit`."""
-    _refuse_many(limit // 16, _MOST, "capture sizes")
     few = [n for n in (1, 2, 4) if n <= limit]
     return [*few, *range(8, min(limit + 1, 256), 8), *range(256, limit + 1, 16)]
 
@@ -287,13 +287,44 @@ def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
         )
 
 
-def _refuse_many(count: int, most: int, what: str) -> None:
+def eager_decode(
+    sizes: CaptureSizes,
+    keys: Collection[CaptureKey],
+    remedy: Callable[[int, int], str | None],
+) -> list[str]:
+    """Decode batches that will be TOO_LARGE for every graph that may serve them, as sentences;
+    `remedy` says what would capture a query length up to so many tokens."""
+    notes = []
+    for query_len in sizes.decode if keys else ():
+        first, most = eager_range(sizes, keys, query_len)
+        if first <= most:
+            others = f"; {help} captures them" if (help := remedy(query_len, most)) else ""
+            notes.append(
+                f"decode batches of {first} to {most} tokens (query length {query_len}) will run "
+                f"eagerly{others}"
+            )
+    return notes
+
+
+def eager_range(sizes: CaptureSizes, keys: Iterable[CaptureKey], query_len: int) -> tuple[int, int]:
+    """The first and the last size, in whole requests, that no graph has room for; the first is
+    larger than the last where there is none."""
+    named = [descriptor for _, descriptor in keys]
+    largest = max(
+        (each.num_tokens for each in named if not each.uniform or each.query_len == query_len),
+        default=0,
+    )
+    most = min(sizes.max_num_reqs, sizes.max_num_tokens // query_len)
+    return (largest // query_len + 1) * query_len, most * query_len
+
+
+def _refuse_many(graphs: int) -> None:
     """Raise `InvalidSizesError` for more than anybody captures, before any of it is planned."""
-    if count > most:
+    if graphs > _MOST_GRAPHS:
         raise InvalidSizesError(
-            f"a plan of so many {what} is a mistake",
-            got=f"{count} {what}",
-            expected=f"at most {most}",
+            "a plan of so many graphs is a mistake",
+            got=f"{graphs} graphs",
+            expected=f"at most {_MOST_GRAPHS}",
             advice="sizes=[1, 2, 4, 8] or a smaller max_size, and fewer loras, bounds, variants or "
             "query_lens",
         )
@@ -313,5 +344,6 @@ def _cut(sizes: tuple[int, ...], max_size: int | None) -> tuple[int, ...]:
     return kept
 
 
-def _positive(name: str, number: object) -> int:
+def positive(name: str, number: object) -> int:
+    """A count of at least 1; raises `InvalidSizesError` for anything else."""
     return count_of(name, number, least=1, error=InvalidSizesError)

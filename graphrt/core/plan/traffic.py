@@ -34,17 +34,16 @@ def by_worth(
     it serves, times the tokens to the next larger size. Without `traffic` every doubling of the
     batch is as likely as the next; then the smallest and those of `landmarks`, largest first, come
     before the others.
-
-    Raises `InvalidOptionError` for traffic that is empty, negative or not of positive sizes.
     """
     kept = sorted(set(sizes))
     fixed = dict.fromkeys(kept[-1:])
     shares: list[Share] = [_even]
     if traffic is None:
-        fixed |= dict.fromkeys([*kept[:1], *_present(landmarks, kept)])
+        present = sorted(set(landmarks).intersection(kept), reverse=True)
+        fixed |= dict.fromkeys([*kept[:1], *present])
     else:
         # Sizes that no traffic tells apart are still ranked by what an even one would need.
-        shares.insert(0, _cumulative(check_traffic(traffic)))
+        shares.insert(0, _cumulative(traffic))
     return (*fixed, *reversed(_by_savings(kept, fixed, shares)))
 
 
@@ -66,10 +65,10 @@ def best_sizes(candidates: Iterable[int], traffic: Traffic, count: int) -> tuple
     for _ in range(count - 1):
         least, chosen = (least + padding).min(dim=1)
         before.append(chosen.tolist())
-    found = [len(sizes) - 1]
+    places = [len(sizes) - 1]
     for chosen in reversed(before):
-        found.append(chosen[found[-1]])
-    return tuple(sizes[at] for at in reversed(found))
+        places.append(chosen[places[-1]])
+    return tuple(sizes[at] for at in reversed(places))
 
 
 def fitted_sizes(default: tuple[int, ...], traffic: Traffic, multiple: int = 1) -> tuple[int, ...]:
@@ -111,17 +110,17 @@ def _that_serve(
 
 def check_traffic(traffic: Traffic) -> dict[int, float]:
     """Traffic as a dict of numbers; raises `InvalidOptionError` if it cannot weigh sizes."""
-    found: dict[int, float] = {}
+    shares: dict[int, float] = {}
     try:
         for size, share in dict(traffic).items():
-            found[count_of("a size", size, least=1)] = number_of(
+            shares[count_of("a size", size, least=1)] = number_of(
                 f"traffic[{size}]", share, "a share"
             )
     except (TypeError, ValueError) as error:
         raise _bad_traffic(traffic) from error
-    if not any(found.values()) or not max(found.values()) < 1e300:
+    if not any(shares.values()) or not max(shares.values()) < 1e300:
         raise _bad_traffic(traffic)
-    return found
+    return shares
 
 
 def _bad_traffic(traffic: object) -> InvalidOptionError:
@@ -131,10 +130,6 @@ def _bad_traffic(traffic: object) -> InvalidOptionError:
         expected="positive sizes in tokens, shares >= 0, one of them above 0",
         advice="traffic={1: 0.5, 64: 0.5}",
     )
-
-
-def _present(landmarks: Collection[int], sizes: list[int]) -> list[int]:
-    return sorted(set(landmarks).intersection(sizes), reverse=True)
 
 
 def _by_savings(kept: list[int], fixed: Collection[int], shares: list[Share]) -> list[int]:

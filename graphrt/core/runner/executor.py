@@ -165,7 +165,7 @@ class StepExecutor:
         if bind is not None:
             bind(MappingProxyType(views), descriptor, "eager")
         forward = partial(
-            self.graphs.setup.run_forward, **(nest(views) if inputs.nested else views)
+            self.graphs.setup.run_forward, **(nest(views) if inputs.declared.nested else views)
         )
         run = forward if around is None else partial(around, forward)
         return self._handed_out(self._in_context(context, run))
@@ -202,7 +202,7 @@ class StepExecutor:
             batch = values.batch if type(values) is InputSlot else batch_of(inputs, values)
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         views = inputs.copies(values, tokens, reqs)
-        return self.graphs.setup.run_forward(**(nest(views) if inputs.nested else views))
+        return self.graphs.setup.run_forward(**(nest(views) if inputs.declared.nested else views))
 
     def _call(
         self, prepared: PreparedStep, context: ForwardContext, around: Around | None, *, eager: bool

@@ -30,8 +30,8 @@ from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import nest
 from graphrt.core.inputs.layout import StepMoves
+from graphrt.core.plan.budget import alike
 from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.plan.text import alike
 from graphrt.core.replay._turn import PoolOwner
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import LiveOutputs
@@ -123,7 +123,7 @@ class PreparedStep:
         views = self.layout.views
         if fresh:
             views = {name: view.detach() for name, view in views.items()}
-        return nest(views) if self._setup.inputs.nested else views
+        return nest(views) if self._setup.inputs.declared.nested else views
 
     def storages(self) -> frozenset[int]:
         """The addresses of the storages in which every step finds its inputs."""
@@ -132,9 +132,9 @@ class PreparedStep:
     def check_written(self, written: Mapping[int, Use]) -> None:
         """Raise `RefusedOpError` if a warm-up has written an input that has no batch axis: that is
         state, of which the next step would bring what was there before."""
-        whole = self._setup.inputs.whole
+        with_rows = self._setup.inputs.padding.with_rows
         for name, view in self.layout.views.items():
-            if name not in whole:
+            if name in with_rows:
                 continue
             end = view.data_ptr() + view.nbytes
             use = next((u for at, u in written.items() if view.data_ptr() <= at < end), None)

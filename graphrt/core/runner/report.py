@@ -128,7 +128,7 @@ def report_of(graphs: GraphTable, live_tokens: int) -> RunnerReport:
         pool_bytes=pool.bytes(),
         updates=pool.update_figures(),
         dropped=graphs.dropped,
-        staging_waits=inputs.staging_waits,
+        staging_waits=inputs.transport.waits,
         inputs_in_graph=inputs.ring is not None,
         unbroken=sum(not entry.breaks for entry in in_pieces),
         trust=_trust(graphs),

@@ -117,7 +117,7 @@ class StepTrials:
             places=places_of(setup.forward),
             precision=platform.float32_precision,
             mixes_rows=setup.host.mixes_rows,
-            pads=self._executor.inputs.padding.nobodys(runs.step.values),
+            pads=self._executor.inputs.padding.unused_addresses(runs.step.values),
             strict=setup.options.strict,
         )
         self._executor.pool._will_put_back("a trial", undo.later)
@@ -191,10 +191,10 @@ class StepRuns:
         padding = self._executor.inputs.padding
         if not self.padded or not padding.are_kept:
             return None
-        return self._eager(watch, partial(padding.disturb, *self._rows()))
+        return self._eager(watch, partial(padding.disturb, *self._rows(), only_kept=True))
 
     def disturbed(self, watch: Watch) -> Any:
-        disturb = self._executor.inputs.padding.disturb_all
+        disturb = self._executor.inputs.padding.disturb
         return self._eager(watch, partial(disturb, *self._rows()))
 
     def unpadded(self, watch: Watch) -> Any:

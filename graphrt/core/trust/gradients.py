@@ -60,7 +60,7 @@ class Gradients:
         self._of_weights = of_weights
         self._inputs = inputs
         # Whether inputs may require one, so that somebody has to look.
-        self.of_inputs = self._on and inputs.may_require_gradients
+        self.of_inputs = self._on and bool(inputs.graded)
         self.reset()
 
     def reset(self) -> None:
