@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Iterator
@@ -568,17 +569,30 @@ def test_a_registered_plugin_may_not_take_the_name_of_a_built_in_either_way() ->
         found.get("cpu")
 
 
-def test_a_plugin_is_named_in_the_log_before_it_is_imported(
+def test_a_plugin_that_takes_long_is_named_while_it_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("graphrt.core.device.registry.SLOW_S", 0.05)
+    said = threading.Event()
+
+    class Waits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.set()
+
     def load(self: EntryPoint) -> Any:
-        assert "importing plugin a (pack.b)" in caplog.text
+        assert said.wait(10)
         return Plugin(StubPlatform("mine"))
 
+    handler = Waits(logging.WARNING)
+    logging.getLogger("graphrt").addHandler(handler)
     monkeypatch.setattr(EntryPoint, "load", load)
     monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints([entry("a", "pack.b")]))
-    with caplog.at_level(logging.INFO, "graphrt"):
+    try:
         assert PlatformRegistry({}).current({}).name == "mine"
+    finally:
+        logging.getLogger("graphrt").removeHandler(handler)
+    assert "the import of plugin a (pack.b) has taken" in caplog.text
+    assert "GRAPHRT_BLOCK_PLUGINS" in caplog.text
 
 
 def test_importing_graphrt_raises_for_no_value_of_its_variables() -> None:

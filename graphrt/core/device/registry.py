@@ -11,11 +11,13 @@ Nothing is looked for before it is asked for, and no built-in's name imports a p
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from itertools import chain
@@ -42,6 +44,10 @@ from graphrt.core.device.platform import Availability, Platform
 FAILURES = (Exception, SystemExit)
 """What a plugin may raise and is left out for: a library that calls `sys.exit()` when it is
 imported must not end the host. Ctrl-C is the user's."""
+
+
+SLOW_S = 5.0
+"""So many seconds nothing of a plugin should take."""
 
 
 @public("graphrt.errors")
@@ -71,7 +77,8 @@ class FoundPlatform:
         """Whether this machine can run the platform; asked once, then kept."""
         if self._availability is None and self.platform is not None:
             try:
-                self._availability = _checked(self.platform.availability())
+                with said_if_slow(f"availability() of platform {self.name!r} of {self.plugin}"):
+                    self._availability = _checked(self.platform.availability())
             except FAILURES as error:
                 self.failed("failed availability()", error)
         return self._availability or Availability(False, self.blocked or "")
@@ -102,6 +109,32 @@ def _checked(answer: object) -> Availability:
             advice='return Availability(False, "no driver")',
         )
     return answer
+
+
+@contextmanager
+def said_if_slow(what: str) -> Iterator[None]:
+    """Log what a host waits for, if it takes long: a plugin that hangs hangs its host, for nothing
+    can end what it does, but not without being named."""
+    advice = f"{what} has taken {SLOW_S:g} s and is not done; if it hangs, leave its plugin out"
+    timer = threading.Timer(
+        SLOW_S, logger.warning, (f"{advice} (GRAPHRT_BLOCK_PLUGINS, or GRAPHRT_PLATFORM=cpu)",)
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _has_module(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        # Only a missing package of this path means "not there"; else its own import is broken.
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            return False
+        raise
 
 
 def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
@@ -308,7 +341,8 @@ class PlatformRegistry:
             if found.blocked is None:
                 try:
                     logger.info("importing plugin %s (%s)", name, entry_point.value)
-                    plugin = entry_point.load()
+                    with said_if_slow(f"the import of plugin {name} ({entry_point.value})"):
+                        plugin = entry_point.load()
                     if not self._plugins.is_registered(plugin):
                         self._installed.add(self._add(plugin, name))
                     continue
@@ -344,7 +378,8 @@ class PlatformRegistry:
             others = [each for each in self._plugins.get_plugins() if each is not plugin]
             hook = self._plugins.subset_hook_caller("graphrt_platforms", others)
             try:
-                platforms = [each for result in hook() for each in _as_platforms(result)]
+                with said_if_slow(f"graphrt_platforms() of plugin {name}"):
+                    platforms = [each for result in hook() for each in _as_platforms(result)]
                 found = [FoundPlatform(name, "plugin", each.name, each) for each in platforms]
             except FAILURES as error:
                 found = [
@@ -358,14 +393,11 @@ class PlatformRegistry:
             found: list[FoundPlatform] = []
             module, _, attribute = self._built_ins[name].partition(":")
             try:
-                platform = getattr(importlib.import_module(module), attribute)()
-                found = [FoundPlatform("graphrt", "built-in", platform.name, platform)]
+                if _has_module(module):
+                    platform = getattr(importlib.import_module(module), attribute)()
+                    found = [FoundPlatform("graphrt", "built-in", platform.name, platform)]
             except FAILURES as error:
-                missing = error.name if isinstance(error, ModuleNotFoundError) else None
-                # Another one that is missing is what the platform itself imports.
-                if missing is None or not f"{module}.".startswith(f"{missing}."):
-                    found = [FoundPlatform("graphrt", "built-in", name)]
-                    found[0].failed("failed to load", error)
+                found = [FoundPlatform("graphrt", "built-in", name).failed("failed to load", error)]
             self._of_built_ins[name] = found
         return self._of_built_ins[name]
 
