@@ -58,22 +58,15 @@ class Kind(enum.Enum):
 
 class Shape(NamedTuple):
     """A type: its kind, how to get an object's `__dict__` (None if it has none), its slots by
-    name, whether it is a frozen dataclass, which of its bases (itself too) are users', whether
-    random numbers are drawn from its objects, and which numbers these bases have as defaults of
-    attributes."""
+    name, which of its bases (itself too) are users', whether random numbers are drawn from its
+    objects, and which numbers these bases have as defaults of attributes."""
 
     kind: Kind
     dict_of: Callable[[Any], dict[str, Any]] | None = None
     slots: tuple[tuple[str, Any], ...] = ()
-    frozen: bool = False
     users: tuple[type, ...] = ()
     draws: bool = False
     defaults: tuple[str, ...] = ()
-
-
-def _function_dict(function: Any) -> dict[str, Any]:
-    found: dict[str, Any] = types.FunctionType.__dict__["__dict__"].__get__(function)
-    return found
 
 
 _BY_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -143,7 +136,7 @@ def is_library(module: str) -> bool:
 # Of what lives as long as its library: a class that a user's program makes may hold tensors.
 _known: dict[type, Shape] = {
     **{of: Shape(kind) for of, kind in _EXACT.items()},
-    types.FunctionType: Shape(Kind.FUNCTION, _function_dict),
+    types.FunctionType: Shape(Kind.FUNCTION, types.FunctionType.__dict__["__dict__"].__get__),
     _CACHED: Shape(Kind.CACHED, _CACHED.__dict__["__dict__"].__get__),
     # A subclass may run its `__init__` where a thread looks at it first.
     threading.local: Shape(
@@ -152,67 +145,57 @@ _known: dict[type, Shape] = {
 }
 
 
+class Shapes(dict[type, Shape]):
+    """What one walk does with objects of each type, which it looks at once."""
+
+    def __init__(self) -> None:
+        super().__init__(_known)
+
+    def __missing__(self, of: type) -> Shape:
+        shape = self[of] = shape_of(of)
+        return shape
+
+
 def shape_of(of: type) -> Shape:
     """What a walk does with objects of the type `of`."""
-    found = _known.get(of)
-    if found is None:
-        found, module = _shape_of(of), module_of(of)
+    shape = _known.get(of)
+    if shape is None:
+        shape, module = _shape_of(of), module_of(of)
         home = sys.modules.get(module) if is_library(module) else None
         if isinstance(home, types.ModuleType) and module_globals(home).get(name_of(of)) is of:
-            _known[of] = found
-    return found
+            _known[of] = shape
+    return shape
 
 
 def _shape_of(of: type) -> Shape:
     if issubclass(of, threading.local):
         return Shape(Kind.SKIPPED)
-    kind = None
-    for base, kind_of_base in _BASES:
-        if issubclass(of, base):
-            kind = kind_of_base
-            break
-    if kind is None and issubclass(of, getattr(sys.modules.get("numpy"), "generic", ())):
-        kind = Kind.PLAIN
+    numbers = getattr(sys.modules.get("numpy"), "generic", ())
+    kind = Kind.PLAIN if issubclass(of, numbers) else None
+    kind = next((by for base, by in _BASES if issubclass(of, base)), kind)
     if kind is Kind.PLAIN or kind is Kind.SKIPPED:
         return Shape(kind)
-    shape = _attributes(of)
-    return shape if kind is None else shape._replace(kind=kind)
-
-
-def _attributes(of: type) -> Shape:
-    """The shape of objects that are of no kind by a base."""
-    dict_of, slots, users, frozen = None, [], [], None
+    dict_of, slots, users, defaults = None, [], [], {}
     for base in bases_of(of):
         names = namespace_of(base)
-        found, module = names.get("__dict__"), names.get("__module__")
+        own, module = names.get("__dict__"), names.get("__module__")
         # A property of that name is the user's, and is not run.
-        if dict_of is None and type(found) in _BY_C and base is not type:
-            dict_of = found.__get__
+        if dict_of is None and type(own) in _BY_C and base is not type:
+            dict_of = own.__get__
         if "__slots__" in names:
             slots += [each for each in names.items() if type(each[1]) is _BY_C[0]]
-        frozen = frozen or names.get("__dataclass_params__")
         if type(module) is str and not is_library(module):
             users.append(base)
-    return Shape(
-        _kind_of_object(of, users, bool(dict_of or slots)),
-        dict_of,
-        tuple(slots),
-        getattr(frozen, "frozen", False) is True,
-        tuple(users),
-        _draws(of),
-        () if dict_of is None else _defaults(users),
-    )
-
-
-def _defaults(users: list[type]) -> tuple[str, ...]:
-    """The names of numbers that classes have, which a first `self.steps += 1` hides."""
-    found = {
-        name: None
-        for base in users
-        for name, value in namespace_of(base).items()
-        if type(value) in (bool, int, float) and not name.startswith("__")
-    }
-    return tuple(found)
+            # A first `self.steps += 1` hides such a number.
+            defaults |= {
+                name: None
+                for name, value in names.items()
+                if type(value) in (bool, int, float) and not name.startswith("__")
+            }
+    if kind is None:
+        kind = _kind_of_object(of, users, bool(dict_of or slots))
+    defaults = {} if dict_of is None else defaults
+    return Shape(kind, dict_of, tuple(slots), tuple(users), _draws(of), tuple(defaults))
 
 
 def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> Kind:

@@ -352,7 +352,6 @@ ITEM = Way(_item, _set_item)
 """A value of a dict: an attribute, a global, a module's parameter."""
 DEFAULT = Way(_item, _set_item)
 """An attribute that is its class' as long as the object's own is empty."""
-FROZEN_ITEM = Way(_item)
 ODD_ITEM = Way(_odd_item)
 """A value of a dict with keys whose hash is the user's: found by identity."""
 ELEMENT = Way(_element, _set_element)
@@ -367,7 +366,6 @@ CELL = Way(_cell, _set_cell)
 """A variable of a closure."""
 FIELD = Way(_field, _set_field)
 """An attribute that a descriptor of C keeps: one of `__slots__`, or a function's defaults."""
-FROZEN_FIELD = Way(_field)
 CLASS_ATTRIBUTE = Way(_class_attribute, _set_class_attribute)
 TARGET = Way(_target)
 """The referent of a weak reference."""

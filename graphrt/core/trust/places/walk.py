@@ -25,7 +25,14 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.trust.places import slots
-from graphrt.core.trust.places.kinds import Kind, Shape, hashes_plainly, is_library, shape_of
+from graphrt.core.trust.places.kinds import (
+    Kind,
+    Shape,
+    Shapes,
+    hashes_plainly,
+    is_library,
+    shape_of,
+)
 from graphrt.core.trust.places.slots import (
     FIXED,
     Place,
@@ -66,6 +73,8 @@ _PASSED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND)
 _FUNCTION = vars(types.FunctionType)
 _RUN_UNSEEN = frozenset(("__init__", "__new__", "__repr__", "__del__", "__post_init__"))
 """Methods that are only read where code says their name, though Python runs them unasked."""
+
+_ROOTS = {Kind.MODULE: "model", Kind.SCRIPT: "model", Kind.PARTIAL: "partial"}
 
 Slots = list[tuple[Place, Any]]
 
@@ -113,11 +122,10 @@ class Link(NamedTuple):
             return self.was is None
 
 
-def _link_to(place: Place, held: Any, get: Callable[[], Any]) -> Link:
+def _link_to(shape: Shape, place: Place, held: Any, get: Callable[[], Any]) -> Link:
     look: Callable[[Any], object] | None = None
     was: object = None
     kept: tuple[object, ...] = ()
-    shape = shape_of(type(held))
     if shape.kind is Kind.TENSOR:
         look = tree.identity if type(held) in _BARE else _identity
     elif shape.dict_of is not None:
@@ -178,6 +186,7 @@ class Places:
         """Whether everything was seen; False if the limit was reached."""
         self.first: dict[int, Place] = {}
         """By the id of an object, the place at which it was read."""
+        self.shapes = Shapes()
 
     def values(self) -> list[object]:
         """The numbers as they are now, in the order of `numbers`; compare with `same_value`."""
@@ -198,7 +207,10 @@ class Places:
         ends = self.tensors if tensors is None else tensors
         found = [*self.code, *ways, *ends, *self.packed]
         looks = slots.getters([place for place, _ in found])
-        return [_link_to(*each, get) for each, get in zip(found, looks, strict=True)]
+        return [
+            _link_to(self.shapes[type(held)], place, held, get)
+            for (place, held), get in zip(found, looks, strict=True)
+        ]
 
     def _leading(self) -> set[int]:
         """The ids of the first places of all objects by way of which a tensor is reached."""
@@ -226,22 +238,18 @@ def places_of(forward: Any, *, limit: int = 20_000) -> Places:
     library, methods whose name no code says that was read, and code more than a few calls away.
     Paths read like `model.layers[0].scale`, `closure scale`, `global SCALE`, `default scale`.
     """
-    while shape_of(type(forward)).kind is Kind.WRAPPER:
-        forward = forward.unwrap()
     walk = Walk(limit)
-    walk.take([(Place(None, _name_of_root(forward), FIXED, forward), forward)])
+    shapes = walk.places.shapes
+    while shapes[type(forward)].kind is Kind.WRAPPER:
+        forward = forward.unwrap()
+    owner = forward
+    while shapes[type(owner)].kind is Kind.BOUND:
+        owner = owner.__self__
+    kind = shapes[type(owner)].kind
+    name = owner.__name__ if kind is Kind.FUNCTION else _ROOTS.get(kind, "self")
+    walk.take([(Place(None, name, FIXED, forward), forward)])
     walk.run()
     return walk.places
-
-
-def _name_of_root(forward: Any) -> str:
-    kind = shape_of(type(forward)).kind
-    if kind is Kind.FUNCTION:
-        return str(forward.__name__)
-    if kind is Kind.BOUND:
-        return _name_of_root(forward.__self__)
-    names = {Kind.MODULE: "model", Kind.SCRIPT: "model", Kind.PARTIAL: "partial"}
-    return names.get(kind, "self")
 
 
 class Walk:
@@ -252,7 +260,7 @@ class Walk:
         self._left = limit
         self._hops = 0
         self._queue: deque[tuple[Any, Place, Shape, int]] = deque()
-        self._shapes: dict[type, Shape] = {}
+        self._shapes = self.places.shapes
         # Methods are only read once some code that was read says their name.
         self._said: set[str] = set()
         self._unsaid: dict[str, Slots] = {}
@@ -280,9 +288,7 @@ class Walk:
         places, shapes, first = self.places, self._shapes, self.places.first
         for place, value in found:
             self._left -= 1
-            shape = shapes.get(type(value))
-            if shape is None:
-                shape = shapes[type(value)] = shape_of(type(value))
+            shape = shapes[type(value)]
             kind = shape.kind
             if shape.draws:
                 places.generators.append(value)
@@ -302,7 +308,7 @@ class Walk:
     def _by_name(self, place: Place, value: Any) -> bool:
         """Take note of a slot that code names; code there is one hop further away. False if that
         is too far."""
-        further = shape_of(type(value)).kind in _CODE
+        further = self._shapes[type(value)].kind in _CODE
         if further and self._hops >= _MOST_HOPS:
             return False
         self._hops += further
@@ -312,38 +318,29 @@ class Walk:
 
     # Objects and containers ----------------------------------------------------------------------
 
-    def _attributes(
-        self, value: Any, place: Place, shape: Shape, skipped: frozenset[str] = frozenset()
-    ) -> Slots:
-        """An object's `__dict__`, slots and class."""
+    def _attributes(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """An object's `__dict__`, slots and class; of a module also what it has registered."""
         found: Slots = []
-        if shape.dict_of is not None:
-            way, held = slots.FROZEN_ITEM if shape.frozen else slots.ITEM, shape.dict_of(value)
-            for name, each in dict.items(held):
-                if name not in skipped and type(name) is str:
-                    found.append((Place(place, f".{name}", way, held, name), each))
-            for name in () if shape.frozen else shape.defaults:
-                if not dict.__contains__(held, name):
-                    slot = Place(place, f".{name}", slots.DEFAULT, held, name)
-                    self.places.numbers.append(slot)
-        for name, descriptor in shape.slots:
-            way = slots.FROZEN_FIELD if shape.frozen else slots.FIELD
-            slot = Place(place, f".{name}", way, value, descriptor)
-            found.append((slot, slot.get()))
-        for base in shape.users:
-            found.append((Place(place, name_of(base), FIXED, base), base))
-        return found
-
-    def _module(self, value: Any, place: Place, shape: Shape) -> Slots:
-        found: Slots = []
+        is_module = shape.kind is Kind.MODULE
         held = {} if shape.dict_of is None else shape.dict_of(value)
-        for name in _INNER:
+        for name in _INNER if is_module else ():
             inner: Any = held.get(name)
             before = f".{name}" if name.endswith("hooks") else ""
             for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
                 where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
                 found.append((Place(place, before + where, slots.ITEM, inner, key), each))
-        return found + self._attributes(value, place, shape, _EVERY_MODULES)
+        for name, each in dict.items(held):
+            if type(name) is str and not (is_module and name in _EVERY_MODULES):
+                found.append((Place(place, f".{name}", slots.ITEM, held, name), each))
+        for name in shape.defaults:
+            if not dict.__contains__(held, name):
+                self.places.numbers.append(Place(place, f".{name}", slots.DEFAULT, held, name))
+        for name, descriptor in shape.slots:
+            slot = Place(place, f".{name}", slots.FIELD, value, descriptor)
+            found.append((slot, slot.get()))
+        for base in shape.users:
+            found.append((Place(place, name_of(base), FIXED, base), base))
+        return found
 
     def _script(self, value: torch.jit.ScriptModule, place: Place, shape: Shape) -> Slots:
         tensors = [*value.named_parameters(), *value.named_buffers()]
@@ -369,7 +366,7 @@ class Walk:
         held = []
         if not _is_long(base, value, base.__iter__(value)):
             held = list(islice(base.__iter__(value), max(self._left, 0)))
-            if base is set and all(shape_of(type(each)).kind is Kind.PLAIN for each in held):
+            if base is set and all(self._shapes[type(each)].kind is Kind.PLAIN for each in held):
                 self.places.numbers.append(Place(place, "", slots.MEMBERS, value))
                 held = []
         fields = namespace_of(type(value)).get("_fields") if base is tuple else ()
@@ -411,7 +408,7 @@ class Walk:
             slot = Place(place, f"{before}closure {name}", slots.CELL, cell)
             each = slot.get()
             # A decorator of torch wraps what is the user's, and has numbers of its own.
-            if not library or shape_of(type(each)).kind is not Kind.PLAIN:
+            if not library or self._shapes[type(each)].kind is not Kind.PLAIN:
                 found.append((slot, each))
         found += self._attributes(value, place, shape)
         if library:
@@ -490,7 +487,7 @@ class Walk:
         """The values of a user's class, and those of its methods whose name some code says."""
         found: Slots = []
         for name, each in namespace_of(value).copy().items():
-            kind = shape_of(type(each)).kind
+            kind = self._shapes[type(each)].kind
             dunder = name.startswith("__") and name.endswith("__")
             slot = Place(place, f"{name_of(value)}.{name}", slots.CLASS_ATTRIBUTE, value, name)
             if kind is not Kind.FUNCTION and kind is not Kind.DESCRIPTOR and kind is not Kind.CLASS:
@@ -524,7 +521,7 @@ class Walk:
         # Without a size the results are in a dict, else they are held one by one.
         held += [each for table in held if type(table) is dict for each in dict.values(table)]
         kinds = (Kind.TENSOR, Kind.TUPLE)
-        results = [each for each in held if shape_of(type(each)).kind in kinds]
+        results = [each for each in held if self._shapes[type(each)].kind in kinds]
         return _fixed(place, results, ", cached") + _fixed(place, [value.__wrapped__])
 
 
@@ -571,9 +568,8 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 _READERS: dict[Kind, Callable[[Walk, Any, Place, Shape], Slots]] = {
-    Kind.MODULE: Walk._module,
     Kind.SCRIPT: Walk._script,
-    **dict.fromkeys((Kind.OBJECT, Kind.TENSOR), Walk._attributes),
+    **dict.fromkeys((Kind.OBJECT, Kind.MODULE, Kind.TENSOR), Walk._attributes),
     Kind.DICT: Walk._items,
     **dict.fromkeys(_BASES.keys() - {Kind.DICT}, Walk._elements),
     **dict.fromkeys((Kind.REF, Kind.CONTEXT_VARIABLE), Walk._referred),
