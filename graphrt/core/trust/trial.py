@@ -182,7 +182,7 @@ class Trial:
     def _judge(self) -> None:
         step, state, verdict = self._step, self._state, self._verdict
         draws = Draws(state.generators)
-        first = self._watch(rows=self._rows(), draw=draws.record, keeps_sources=True)
+        first = self._watch(rows=self._rows(), draw=draws.record, keeps_sources=True, compared=True)
         outputs, asked = _asked_in(lambda: step.eager(first))
         eager = Run(outputs, state.take(), first)
         rebound = state.python.rebound(eager.left.python, first.uses)
@@ -233,13 +233,14 @@ class Trial:
 
     # Runs ----------------------------------------------------------------------------------------
 
-    def _watch(self, follows: Trace | None = None, **more: Any) -> Watch:
+    def _watch(self, follows: Trace | None = None, *, compared: bool = False, **more: Any) -> Watch:
         return Watch(
             self._own,
             self._state.memory,
             follows,
             self._state.generators,
             reads_arrays=self._reads_arrays,
+            compared=compared,
             **more,
         )
 
@@ -286,7 +287,7 @@ class Trial:
             rows = step.live_rows, step.live_rows
             run = self._attempt(
                 "does not run without padding",
-                lambda: self._once(step.unpadded, rows=rows, draw=draw),
+                lambda: self._once(step.unpadded, rows=rows, draw=draw, compared=True),
             )
             return None if run is None or run.outputs is None else run
 
@@ -573,10 +574,11 @@ class Trial:
             return
         starts, found = [left], None
         for _ in range(_NEXT_RUNS):
-            run = partial(self._from, starts[-1], self._watch(), eager, starts.append)
+            watch = self._watch(compared=True)
+            run = partial(self._from, starts[-1], watch, eager, starts.append)
             found = found or self._attempt("run again", run)
         later = python.much_later(left)
-        watch = self._watch(eager.watch.trace)
+        watch = self._watch(eager.watch.trace, compared=True)
         if later is not None and found is None:
             found = self._attempt("much later", partial(self._from, later, watch, eager))
         if found is not None:
@@ -586,7 +588,7 @@ class Trial:
     def _depends_on(self, numbers: Changes, eager: Run) -> str | None:
         """What is another result, or another operator, when `numbers` have moved on."""
         for steps in _STEPS:
-            watch = self._watch(eager.watch.trace)
+            watch = self._watch(eager.watch.trace, compared=True)
             moved = {path: further(*both, steps) for path, both in numbers.items()}
             run = partial(self._from, self._state.python.was, watch, eager, moved=moved)
             found = self._attempt(f"with {', '.join(numbers)} moved on", run)

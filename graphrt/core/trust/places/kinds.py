@@ -168,14 +168,10 @@ def shape_of(of: type) -> Shape:
 
 
 def _shape_of(of: type) -> Shape:
-    if issubclass(of, threading.local):
-        return Shape(Kind.SKIPPED)
-    numbers = getattr(sys.modules.get("numpy"), "generic", ())
-    kind = Kind.PLAIN if issubclass(of, numbers) else None
-    kind = next((by for base, by in _BASES if issubclass(of, base)), kind)
+    kind = _kind_by_base(of)
     if kind is Kind.PLAIN or kind is Kind.SKIPPED:
         return Shape(kind)
-    dict_of, slots, users, defaults = None, [], [], {}
+    dict_of, slots, users = None, [], []
     for base in bases_of(of):
         names = namespace_of(base)
         own, module = names.get("__dict__"), names.get("__module__")
@@ -186,16 +182,30 @@ def _shape_of(of: type) -> Shape:
             slots += [each for each in names.items() if type(each[1]) is _BY_C[0]]
         if type(module) is str and not is_library(module):
             users.append(base)
-            # A first `self.steps += 1` hides such a number.
-            defaults |= {
-                name: None
-                for name, value in names.items()
-                if type(value) in (bool, int, float) and not name.startswith("__")
-            }
     if kind is None:
         kind = _kind_of_object(of, users, bool(dict_of or slots))
-    defaults = {} if dict_of is None else defaults
-    return Shape(kind, dict_of, tuple(slots), tuple(users), _draws(of), tuple(defaults))
+    defaults = () if dict_of is None else _defaults(users)
+    return Shape(kind, dict_of, tuple(slots), tuple(users), _draws(of), defaults)
+
+
+def _kind_by_base(of: type) -> Kind | None:
+    if issubclass(of, threading.local):
+        return Kind.SKIPPED
+    for base, kind in _BASES:
+        if issubclass(of, base):
+            return kind
+    numbers = getattr(sys.modules.get("numpy"), "generic", ())
+    return Kind.PLAIN if issubclass(of, numbers) else None
+
+
+def _defaults(users: list[type]) -> tuple[str, ...]:
+    """The names of numbers that classes have, which a first `self.steps += 1` hides."""
+    found: dict[str, None] = {}
+    for base in users:
+        for name, value in namespace_of(base).items():
+            if type(value) in (bool, int, float) and not name.startswith("__"):
+                found[name] = None
+    return tuple(found)
 
 
 def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> Kind:

@@ -17,7 +17,7 @@ import gc
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -321,16 +321,13 @@ class Walk:
     def _attributes(self, value: Any, place: Place, shape: Shape) -> Slots:
         """An object's `__dict__`, slots and class; of a module also what it has registered."""
         found: Slots = []
-        is_module = shape.kind is Kind.MODULE
         held = {} if shape.dict_of is None else shape.dict_of(value)
-        for name in _INNER if is_module else ():
-            inner: Any = held.get(name)
-            before = f".{name}" if name.endswith("hooks") else ""
-            for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
-                where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
-                found.append((Place(place, before + where, slots.ITEM, inner, key), each))
+        skipped: Collection[str] = ()
+        if shape.kind is Kind.MODULE:
+            skipped = _EVERY_MODULES
+            found = _registered(place, held)
         for name, each in dict.items(held):
-            if type(name) is str and not (is_module and name in _EVERY_MODULES):
+            if name not in skipped and type(name) is str:
                 found.append((Place(place, f".{name}", slots.ITEM, held, name), each))
         for name in shape.defaults:
             if not dict.__contains__(held, name):
@@ -523,6 +520,18 @@ class Walk:
         kinds = (Kind.TENSOR, Kind.TUPLE)
         results = [each for each in held if self._shapes[type(each)].kind in kinds]
         return _fixed(place, results, ", cached") + _fixed(place, [value.__wrapped__])
+
+
+def _registered(place: Place, held: dict[str, Any]) -> Slots:
+    """The parameters, buffers, submodules and hooks of a module with this `__dict__`."""
+    found: Slots = []
+    for name in _INNER:
+        inner: Any = held.get(name)
+        before = f".{name}" if name.endswith("hooks") else ""
+        for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
+            where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
+            found.append((Place(place, before + where, slots.ITEM, inner, key), each))
+    return found
 
 
 def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:

@@ -127,7 +127,8 @@ class Trace(list[Op]):
                 return None
             if ours.func is not LIFT_FRESH or ours.arguments == theirs.arguments:
                 continue
-            if place in self.constants and not (has_parts and place in self.constants_of_parts):
+            is_used = place in self.constants or place in then.constants
+            if is_used and not (has_parts and place in self.constants_of_parts):
                 told = self if self.keeps_sources else then
                 return told.at_source((place, str(ours.arguments[0]))), str(theirs.arguments[0])
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -81,18 +82,17 @@ class Use:
         return f"{self.dtype} {self.shape}{line}"
 
 
+@dataclass(slots=True)
 class Kept:
     """Memory that a run made: whether it was computed from the inputs, whether it was written again
     after it was made, and where in the trace it was made of Python data.
 
     The weak reference also keeps the storage's name from being used again."""
 
-    rewritten = False
+    ref: StorageWeakRef
+    from_inputs: bool = False
+    rewritten: bool = False
     of_data: int | None = None
-
-    def __init__(self, tensor: torch.Tensor, from_inputs: bool = False) -> None:
-        self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.from_inputs = from_inputs
 
 
 class Deviation(Exception):
@@ -122,6 +122,9 @@ class Watch(ThreadMode):
     With `follows`, the trace of an earlier run, the first operator that differs from it is looked
     at: if it could do harm (an operator of the host's own, an index out of bounds) `Deviation` is
     raised before it is done.
+
+    Of a run that is compared with no other one only the writes are seen, and which operators there
+    were: that takes half as long.
     """
 
     supports_higher_order_operators = True
@@ -133,6 +136,7 @@ class Watch(ThreadMode):
         follows: Trace | None = None,
         generators: Generators | None = None,
         *,
+        compared: bool = True,
         keeps_sources: bool = False,
         rows: tuple[int, int] | None = None,
         draw: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None = None,
@@ -144,7 +148,6 @@ class Watch(ThreadMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace(keeps_sources=keeps_sources, rows=rows)
-        self.uses: dict[int, Use] = {}
         # Writes to memory that is no news, by where they begin.
         self.own_written: dict[int, Use] = {}
         self.saw_compiled_code = False
@@ -156,7 +159,9 @@ class Watch(ThreadMode):
         self._generators = generators
         self._draw = draw
         self._reads_arrays = reads_arrays
-        self._born: dict[int, Kept] = {}
+        self._compared = compared
+        # What the run has made, and memory from outside: None where its uses are not noted.
+        self._memory: dict[int, Kept | Use | None] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -164,60 +169,78 @@ class Watch(ThreadMode):
         kwargs = kwargs or {}
         if is_taken_apart(func):
             return self.take_apart(func, args, kwargs)
-        if func is LIFT_FRESH:
-            return self._lift(func, args, kwargs)
-        facts = facts_of(func)
-        targets = list(written(facts, args, kwargs)) if facts.writes else []
-        source = user_source() if self.trace.keeps_sources else None
-        call = _Call(func, facts, args, kwargs, targets, source)
-        if self._generators is not None and facts.may_draw:
-            self._generators.note_given((*args, *kwargs.values()))
-        if targets:
-            self._before_writes(call)
-        tensors, from_inputs = self._use(call)
-        op = Op(func, arguments_of(args, kwargs, tensors))
-        if self._follows is not None:
-            self._follow(op, args, self._follows)
-        self.trace.append(op)
-        self.trace.sources.append(source)
+        facts, is_data = facts_of(func), func is LIFT_FRESH
+        targets, from_inputs = self._begin(func, facts, args, kwargs)
         if self._draw is not None and facts.draws:
             result = self._draw(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
         if self.trace.rows is not None:
-            self.trace.note_sum(result)
-        if targets:
+            self.trace.note_sum(None if is_data else result)
+        if targets and self._compared:
             self._rewrite(targets, from_inputs)
-        self._bear((result,), from_inputs)
+        memory, own = self._memory, self._own
+        for part, key, address in placed((args[0], result) if is_data else (result,), parts=True):
+            if key is not None and key not in memory and address not in own:
+                memory[key] = Kept(StorageWeakRef(part.untyped_storage()), from_inputs)  # type: ignore[no-untyped-call]
+        if is_data:
+            self._note_data(result)
         return result
+
+    @property
+    def uses(self) -> dict[int, Use]:
+        """The memory from outside that the run has used."""
+        return {key: use for key, use in self._memory.items() if isinstance(use, Use)}
 
     def kept(self) -> dict[int, Kept]:
         """What the run made that is still there."""
-        born = self._born.items()
-        return {key: each for key, each in born if not each.ref.expired()}  # type: ignore[no-untyped-call]
+        made = [(key, kept) for key, kept in self._memory.items() if isinstance(kept, Kept)]
+        return {key: kept for key, kept in made if not kept.ref.expired()}  # type: ignore[no-untyped-call]
 
     def written(self) -> dict[int, Use]:
         """The memory from outside that the run has written."""
         return {key: use for key, use in self.uses.items() if use.is_written}
 
-    def _lift(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A tensor is made of Python data."""
-        op, trace = Op(func, (unseen(lambda: made_of_data(args[0])),)), self.trace
+    def _begin(
+        self, func: Any, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[torch.Tensor], bool]:
+        """Before an operator: save what it writes, and note what it is given; returns the tensors
+        that it writes, and whether some that it is given was computed from the inputs."""
+        is_data = func is LIFT_FRESH
+        targets = list(written(facts, args, kwargs)) if facts.writes else []
+        source = user_source() if is_data or self.trace.keeps_sources else None
+        call = _Call(func, facts, args, kwargs, targets, source)
+        if self._generators is not None and facts.may_draw:
+            self._generators.note_given((*args, *kwargs.values()))
+        if targets:
+            self._before_writes(call)
+        arguments: tuple[object, ...] = ()
+        from_inputs = False
+        if is_data:
+            arguments = (unseen(lambda: made_of_data(args[0])),)
+        elif self._compared:
+            arguments, from_inputs = self._use(call)
+        else:
+            for _, key, _ in placed((*args, *kwargs.values()), parts=True):
+                if key is not None:
+                    self._memory.setdefault(key, None)
+        op = Op(func, arguments)
         if self._follows is not None:
             self._follow(op, args, self._follows)
-        trace.append(op)
-        trace.sources.append(user_source())
-        result = func(*args, **kwargs)
-        key = storage_key(result)
-        trace.sums.append(None)
-        self._bear((args[0], result), False)
+        self.trace.append(op)
+        self.trace.sources.append(source)
+        return targets, from_inputs
+
+    def _note_data(self, made: torch.Tensor) -> None:
+        """The last operator has made a tensor of Python data."""
+        key, place = storage_key(made), len(self.trace) - 1
+        kept = None if key is None else self._memory.get(key)
         # Memory of an array is read where it is, and a task makes its own anew at every replay.
-        is_baked = result.untyped_storage().resizable() or not self._reads_arrays
-        if key in self._born and is_baked and not in_task.get():
-            self._born[key].of_data = len(trace) - 1
+        is_baked = made.untyped_storage().resizable() or not self._reads_arrays
+        if isinstance(kept, Kept) and is_baked and not in_task.get():
+            kept.of_data = place
             if in_eager_part.get() is not None:
-                trace.constants_of_parts.add(len(trace) - 1)
-        return result
+                self.trace.constants_of_parts.add(place)
 
     def _follow(self, op: Op, args: Sequence[Any], then: Trace) -> None:
         """Raise `Deviation` where this run leaves the way of an earlier one and may do harm."""
@@ -231,69 +254,63 @@ class Watch(ThreadMode):
 
     def _before_writes(self, call: _Call) -> None:
         for tensor, key, address in placed(call.written):
-            if key is None or key in self._born:
+            use = None if key is None else self._memory.get(key)
+            if key is None or isinstance(use, Kept):
                 continue
             if address in self._own:
                 if torch.Tag.inplace_view not in call.func.tags:
                     use = Use(tensor, str(call.func), call.source)
                     self.own_written.setdefault(tensor.data_ptr(), use)
                 continue
-            if key not in self.uses:
+            if use is None:
                 if _from_compiled_code():
                     # Kernels of compiled code write into memory that no operator has made.
                     self.saw_compiled_code = True
-                    self._born[key] = Kept(tensor)
+                    self._memory[key] = Kept(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
                     continue
-                self.uses[key] = Use(tensor, str(call.func), call.source)
-            use = self.uses[key]
+                use = self._memory[key] = Use(tensor, str(call.func), call.source)
             use.is_written = True
             use.writes.append(call.facts.name)
             if self._saves is not None:
                 self._saves.save(tensor, call.facts, call.args, use)
 
-    def _use(self, call: _Call) -> tuple[dict[int, object], bool]:
-        """Note what an operator uses of what it is given; returns the tensors as traces have them,
-        by `id`, and whether some were computed from the inputs."""
+    def _use(self, call: _Call) -> tuple[tuple[object, ...], bool]:
+        """Note what an operator uses of what it is given; returns its arguments as traces have
+        them, and whether some were computed from the inputs."""
         given = placed((*call.args, *call.kwargs.values()))
         overwritten = _overwritten(call.written, given) if call.facts.overwrites else ()
         tensors: dict[int, object] = {}
         from_inputs = False
         for each in given:
             whole, key, _ = each
-            if key is None or key in self._born:
+            if key is None or isinstance(self._memory.get(key), Kept):
                 tensors[id(whole)] = Of(tuple(whole.shape), whole.dtype)
             else:
                 tensors[id(whole)] = At(whole.data_ptr(), tuple(whole.shape), whole.stride())
             parts = [each] if type(whole) in _BARE else placed([whole], parts=True)
             for part, key, address in parts:
-                if address in self._own and key is not None:
+                known = None if key is None else self._memory.get(key)
+                if key is None:
+                    continue
+                if address in self._own:
                     from_inputs = True
-                elif key in self._born:
-                    known = self._born[key]
-                    from_inputs |= known.from_inputs
-                    if known.of_data is not None:
-                        self.trace.constants.add(known.of_data)
-                elif key is not None:
-                    use = self.uses.get(key)
-                    if use is None:
-                        use = self.uses[key] = Use(part, str(call.func), call.source)
-                    use.note(part, call.facts, fills=id(whole) in overwritten)
-                    from_inputs |= use.from_inputs
-        return tensors, from_inputs
+                    continue
+                if known is None:
+                    known = self._memory[key] = Use(part, str(call.func), call.source)
+                if isinstance(known, Use):
+                    known.note(part, call.facts, fills=id(whole) in overwritten)
+                elif known.of_data is not None:
+                    self.trace.constants.add(known.of_data)
+                from_inputs |= known.from_inputs
+        return arguments_of(call.args, call.kwargs, tensors), from_inputs
 
     def _rewrite(self, targets: list[torch.Tensor], from_inputs: bool) -> None:
         for _, key, _ in placed(targets, parts=True):
-            known = None if key is None else self._born.get(key) or self.uses.get(key)
+            known = None if key is None else self._memory.get(key)
             if isinstance(known, Kept):
                 known.rewritten = True
             if known is not None:
                 known.from_inputs |= from_inputs
-
-    def _bear(self, results: Sequence[Any], from_inputs: bool) -> None:
-        born, uses = self._born, self.uses
-        for part, key, address in placed(results, parts=True):
-            if key is not None and not (key in born or key in uses or address in self._own):
-                born[key] = Kept(part, from_inputs)
 
 
 def _overwritten(targets: list[torch.Tensor], given: list[Placed]) -> Collection[int]:
