@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,15 @@ counts for all others: few forwards have none, and kernels of a host's own obey 
 
 _FLIPPED = 1 / 8
 """The share of integers that rounding may flip: tokens that a sampler chose of equal ones."""
+
+
+_MOST_TOLD = 8
+
+
+def listed(names: Sequence[object]) -> str:
+    """Names in a text, and how many more there are."""
+    more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
+    return ", ".join(map(str, names[:_MOST_TOLD])) + more
 
 
 class Difference(NamedTuple):

@@ -15,8 +15,8 @@ import torch
 
 from graphrt.core.base.option_values import told
 from graphrt.core.base.thread_mode import unseen
-from graphrt.core.trust.compare import difference
-from graphrt.core.trust.places.kinds import Kind, Shape, is_array, shape_of
+from graphrt.core.trust.compare import difference, listed
+from graphrt.core.trust.places.kinds import Kind, is_array, shape_of
 from graphrt.core.trust.places.slots import (
     ARRAY,
     CONTENTS,
@@ -40,8 +40,7 @@ Changes = Mapping[str, tuple[Any, Any]]
 _MOST_ITEMS = 4096
 _MOST_ARRAY_BYTES = 1 << 20
 _MOST_BAKED_BYTES = 1 << 16
-_DEEPEST = 6
-_MOST_TOLD = 8
+_DEEPEST = 8
 _MANY = 100_003
 """Runs after which a list that gets longer in each counts as long."""
 _ROUNDED = 1e-2
@@ -242,11 +241,7 @@ def much_later(was: Any, now: Any) -> Any:
 
 def described(changes: Changes, text: str = "{path} = {0}, then {1}") -> str:
     """Changes in words; of two runs, with another `text`."""
-    pairs = [
-        text.format(*map(told, both), path=path) for path, both in [*changes.items()][:_MOST_TOLD]
-    ]
-    more = len(changes) - _MOST_TOLD
-    return ", ".join(pairs) + (f" and {more} more" if more > 0 else "")
+    return listed([text.format(*map(told, both), path=path) for path, both in changes.items()])
 
 
 # What is in values -------------------------------------------------------------------------------
@@ -254,20 +249,10 @@ def described(changes: Changes, text: str = "{path} = {0}, then {1}") -> str:
 
 def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
     """Whether it holds plain values alone: no tensor, and nothing that is not known."""
-    shape = shape_of(type(value))
-    if shape.kind is Kind.PLAIN or is_array(type(value)):
+    if shape_of(type(value)).kind is Kind.PLAIN or is_array(type(value)):
         return True
-    inner = _inner_of(value, shape) if depth else None
-    return inner is not None and all(is_plain(each, depth - 1) for each in inner)
-
-
-def _inner_of(value: Any, shape: Shape) -> list[Any] | None:
-    """What an object holds: the members of a container, or the values of attributes."""
-    if shape.kind is Kind.OBJECT:
-        return [*_attributes_of(value, shape).values()]
-    if shape.kind in (Kind.LIST, Kind.DEQUE, Kind.SET, Kind.DICT):
-        return items_of(value, base_of(value))
-    return [*value] if shape.kind in (Kind.TUPLE, Kind.FROZENSET) else None
+    members = _members(value) if depth else None
+    return members is not None and all(is_plain(each, depth - 1) for each in members)
 
 
 def only_tensors_differ(ours: Any, theirs: Any) -> bool:
@@ -282,39 +267,38 @@ def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST, *, tensors: bool = Tru
         return True
     if type(ours) is not type(theirs):
         return False
-    shape = shape_of(type(ours))
-    if shape.kind is Kind.PLAIN:
+    kind = shape_of(type(ours)).kind
+    if kind is Kind.PLAIN:
         return same_value(ours, theirs)
-    if shape.kind is Kind.TENSOR:
+    if kind is Kind.TENSOR:
         apart = unseen(lambda: difference(ours, theirs, rounded=True)) if tensors else None
         return apart is None or apart.relative <= _ROUNDED
-    if shape.kind in (Kind.SET, Kind.FROZENSET):
+    if kind in (Kind.SET, Kind.FROZENSET):
         return len(ours) == len(theirs) and bool(ours == theirs)
     if is_array(type(ours)):
         return same_array(ours, theirs)
-    mine, other = (_members_of(own, shape, tensors=tensors) for own in (ours, theirs))
+    mine, other = (_members(each) or [] for each in (ours, theirs))
+    if not tensors:
+        mine, other = ([each for each in own if not _has_tensor(each)] for own in (mine, other))
     inner = partial(_alike, depth=depth - 1, tensors=tensors)
     return len(mine) == len(other) and all(map(inner, mine, other))
 
 
-def _members_of(value: Any, shape: Shape, *, tensors: bool) -> list[Any]:
-    """What an object holds, of a dict and of attributes as pairs; without `tensors` the rest."""
+def _members(value: Any) -> list[Any] | None:
+    """What a container or an object holds, of a dict and of attributes as pairs; None for what is
+    neither."""
+    shape = shape_of(type(value))
     if shape.kind is Kind.OBJECT:
-        value = _attributes_of(value, shape)
-    found = _inner_of(value, shape_of(type(value))) or []
-    if isinstance(value, dict):
-        found = entries(value, found)
-    return found if tensors else [each for each in found if not _has_tensor(each)]
+        held = {} if shape.dict_of is None else dict(shape.dict_of(value))
+        for name, slot in shape.slots:
+            with contextlib.suppress(AttributeError):
+                held[name] = slot.__get__(value)
+        return [*held.items()]
+    if shape.kind in (Kind.LIST, Kind.DEQUE, Kind.SET, Kind.DICT):
+        return entries(value, items_of(value, base_of(value)))
+    return [*value] if shape.kind in (Kind.TUPLE, Kind.FROZENSET) else None
 
 
 def _has_tensor(value: Any) -> bool:
     members = value if type(value) is tuple else (value,)
     return any(isinstance(each, torch.Tensor) for each in members)
-
-
-def _attributes_of(value: Any, shape: Shape) -> dict[str, Any]:
-    found: dict[str, Any] = {} if shape.dict_of is None else dict(shape.dict_of(value))
-    for name, slot in shape.slots:
-        with contextlib.suppress(AttributeError):
-            found[name] = slot.__get__(value)
-    return found

@@ -35,9 +35,10 @@ from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.segments import graphs_of
-from graphrt.core.trust.places.slots import FIXED
+from graphrt.core.trust.compare import listed
+from graphrt.core.trust.places.slots import FIXED, Place
 from graphrt.core.trust.places.walk import Link, Places, places_of, where_is
-from graphrt.core.trust.python_state import PythonState
+from graphrt.core.trust.python_state import PythonState, with_keys
 from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
 from graphrt.core.trust.watching.watch import Use, Watch
 
@@ -115,10 +116,10 @@ class ReadSet:
         self._forward = forward
         self._has_full = has_full
         self._weights = Weights(forward, parameters, compiled)
-        # Where tensors were: the named ones by source and name, the others by path. Of packed
-        # weights themselves: operators do not show which they are given, so all count as read.
+        # Where named tensors were, by source and name.
         self._named: dict[tuple[int, str], object] = {}
-        self._where: dict[str, object] = {}
+        # Where the forward has a storage. Paths are put together when somebody asks.
+        self._places: dict[int, list[Place]] = {}
         # By storage. Without a use the memory is kept, but nothing was seen to read it.
         self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
 
@@ -171,24 +172,21 @@ class ReadSet:
         places = places_of(self._forward)
         self.values = PythonState(places, baked=True)
         reads = []
-        self._where = {}
-        for place, tensor in places.tensors:
-            where = where_is(tensor)
-            _, use = (None, None) if where is None else self._held.get(where[-1], (None, None))
+        self._places = {}
+        for place, tensor, key in with_keys(places.tensors):
+            _, use = self._held.get(key, (None, None))
             # Eager parts look again at every replay.
             is_read = use is not None and (self._has_full or not use.in_parts)
-            path = place.path if is_read else ""
-            if is_read and path not in self.remade:
+            if is_read and not (self.remade and place.path in self.remade):
                 reads.append((place, tensor))
-                self._where[path] = where
-        self._where.update([(place.path, value) for place, value in places.packed])
+                self._places.setdefault(key, []).append(place)
         self.links = places.links(reads)
         return places
 
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""
         self._held.clear()
-        self._where.clear()
+        self._places.clear()
         self.links = []
         self.values = None
         self.remade.clear()
@@ -222,10 +220,9 @@ class ReadSet:
 
     def stale(self, moved: Sequence[str]) -> StaleInputError:
         """The error for tensors of these names."""
-        more = f" and {len(moved) - _MOST_TOLD} more" if len(moved) > _MOST_TOLD else ""
         return StaleInputError(
             "weights are not where the graphs read them",
-            got=", ".join(moved[:_MOST_TOLD]) + more,
+            got=listed(moved),
             expected="every one where it was at capture",
             advice="write new values into the old tensors, as by copy_(), or call recapture()",
         )
@@ -282,9 +279,20 @@ class ReadSet:
             )
 
     def _moved_in(self, places: Places) -> list[str]:
-        now: dict[str, object] = {place.path: where_is(tensor) for place, tensor in places.tensors}
-        now.update((place.path, value) for place, value in places.packed)
-        return [path for path, was in self._where.items() if not _is_same(was, now.get(path))]
+        now: dict[str, list[object]] = {}
+        for place, tensor in places.tensors:
+            now.setdefault(place.path, []).append(where_is(tensor))
+        for place, value in places.packed:
+            now.setdefault(place.path, []).append(id(value))
+        found = []
+        for link in self.links:
+            # Which packed weights operators are given they do not show, so all count as read.
+            is_packed = isinstance(link.held, torch.ScriptObject)
+            if is_packed or isinstance(link.held, torch.Tensor):
+                was, path = id(link.held) if is_packed else link.was, link.place.path
+                if was not in now.get(path, ()):
+                    found.append(path)
+        return found
 
     def _named_now(self) -> dict[tuple[int, str], object]:
         return {key: tree.identity(tensor) for key, tensor in self._weights.now().items()}
@@ -329,13 +337,9 @@ class ReadSet:
     def table(self) -> tuple[TensorUse, ...]:
         """Everything that graphs read."""
         moved = {*self.moved()}
-        names: dict[int, list[str]] = {}
-        for path, where in self._where.items():
-            if isinstance(where, tuple):
-                names.setdefault(where[-1], []).append(path)
         found = []
         for storage, use in self._uses():
-            paths = names.get(storage._cdata, [])
+            paths = [place.path for place in self._places.get(storage._cdata, ())]
             gone = all(path in moved for path in paths)
             if not paths:
                 gone = storage_use_count(storage._cdata) <= 1
@@ -354,10 +358,6 @@ class ReadSet:
 
     def _uses(self) -> list[tuple[torch.UntypedStorage, Use]]:
         return [(storage, use) for storage, use in self._held.values() if use is not None]
-
-
-def _is_same(was: object, now: object) -> bool:
-    return was is now or (isinstance(was, tuple) and was == now)
 
 
 def _graph_read(storage: torch.UntypedStorage, use: Use) -> GraphRead:

@@ -15,6 +15,7 @@ from graphrt.core.base.errors import PythonStateError
 from graphrt.core.base.thread_mode import without_kept_casts
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.state import State
+from graphrt.core.trust.compare import listed
 from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.python_state import PythonState, is_plain, put_back, with_keys
@@ -26,8 +27,6 @@ from graphrt.core.trust.watching.watch import Kept, Use, Watch, storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
-
-_MOST_TOLD = 8
 
 
 class WarmedUp(NamedTuple):
@@ -437,7 +436,7 @@ class _LeftInPython:
                 "the capture of a size that was not warmed up has left tensors in Python that lie "
                 "in the memory of its graph: eager steps may read them, and other graphs write "
                 "there",
-                got=_listed(kept),
+                got=listed(kept),
                 expected="nothing that a forward makes and keeps",
                 advice="build tables before the capture, return what the host reads, or leave "
                 "warm_up_each=False out",
@@ -446,14 +445,9 @@ class _LeftInPython:
             error = PythonStateError(
                 "the forward leaves tensors of its graphs in Python: no replay makes new ones, and "
                 "steps write in their memory",
-                got=_listed(self._paths),
+                got=listed(self._paths),
                 expected="results that are returned, or written in place",
                 advice="return them, copy_() them into a tensor that is there before capture(), or "
                 "leave clones of them in an @eager_break",
             )
             warn_caller(str(error), StaleTensorWarning)
-
-
-def _listed(paths: list[str]) -> str:
-    more = f" and {len(paths) - _MOST_TOLD} more" if len(paths) > _MOST_TOLD else ""
-    return ", ".join(paths[:_MOST_TOLD]) + more

@@ -79,14 +79,11 @@ _ROOTS = {Kind.MODULE: "model", Kind.SCRIPT: "model", Kind.PARTIAL: "partial"}
 Slots = list[tuple[Place, Any]]
 
 
-def where_is(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """What a graph bakes in about a tensor, see `tree.identity`, and its storage, last; None if it
-    has no memory of its own, or none that may be read. Runs no `__torch_function__`."""
+def where_is(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """What a graph bakes in about a tensor, see `tree.identity`; None if it has no memory that may
+    be read. Runs no `__torch_function__`."""
     try:
-        if type(tensor) in _BARE:
-            return *tree.identity(tensor), tensor.untyped_storage()._cdata
-        storage = _PLAINLY(torch.Tensor.untyped_storage, (), (tensor,))
-        return *_identity(tensor), storage._cdata
+        return tree.identity(tensor) if type(tensor) in _BARE else _identity(tensor)
     except RuntimeError:
         return None
 

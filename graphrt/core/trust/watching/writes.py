@@ -11,10 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import inference_guard, storage_of_weak
-from graphrt.core.trust.compare import difference
+from graphrt.core.trust.compare import difference, listed
 from graphrt.core.trust.watching.operators import OperatorFacts, RowAccess
-
-_SHOWN = 8
 
 
 class _Region(NamedTuple):
@@ -282,12 +280,12 @@ class Protected:
             raise StateTooLargeError(
                 f"the warm-up wrote rows of {self._name} that no padding names, and they are too "
                 "much to be saved",
-                got=f"rows {_shown(other)}",
+                got=f"rows {listed(other)}",
                 expected=f"rows of the padding of index inputs ({sorted(set(pads)) or 'none'})",
                 advice="give the inputs that address it InputSpec(index=True, pad=a dummy row), or "
                 "declare it: Host(state=[State(tensor, rows=...)])",
             )
-        return f"{self._name}: rows {_shown(changed) if changed else 'none'} written by padding"
+        return f"{self._name}: rows {listed(changed) if changed else 'none'} written by padding"
 
     def _sum(self) -> torch.Tensor:
         rows = self._tensor.transpose(0, self._dim)
@@ -329,8 +327,3 @@ def _named(tensor: torch.Tensor, pads: Sequence[int]) -> set[int]:
         pages = (pad // max(slots, 1) for slots in per_page if pad >= 0)
         found.update([page for page in pages if page < rows][:1])
     return found
-
-
-def _shown(rows: Sequence[int]) -> str:
-    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-    return ", ".join(map(str, rows[:_SHOWN])) + more
