@@ -9,11 +9,17 @@ from typing import Any, NamedTuple
 import torch
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
-RowAccess = tuple[
-    Callable[[], torch.Tensor], Callable[[torch.Tensor], Any], tuple[torch.Tensor, ...], int
-]
-"""What reads the rows that an operator will write, what writes them back, by which indices they are
-chosen, and along which dimension of what is read."""
+
+
+class RowAccess(NamedTuple):
+    """How the rows that an operator will write are read and written back, by which indices they are
+    `chosen`, and along which dimension of what is read: -1 for one index an element."""
+
+    read: Callable[[], torch.Tensor]
+    write: Callable[[torch.Tensor], object]
+    chosen: tuple[torch.Tensor, ...] = ()
+    dim: int = 0
+
 
 Rows = Callable[[Sequence[Any]], RowAccess]
 
@@ -86,7 +92,7 @@ def _by_index(args: Sequence[Any]) -> RowAccess:
     kept = tuple(map(_own_index, indices))
     chosen = tuple(i for i in kept if isinstance(i, torch.Tensor) and i.dtype is not torch.bool)
     leading = next((at for at, i in enumerate(kept) if isinstance(i, torch.Tensor)), 0)
-    return (
+    return RowAccess(
         lambda: tensor[kept],
         lambda values: tensor.__setitem__(kept, values),
         chosen if len(chosen) == sum(isinstance(i, torch.Tensor) for i in kept) else (),
@@ -106,8 +112,8 @@ def _own_index(index: Any) -> Any:
 def _by_dim(args: Sequence[Any]) -> RowAccess:
     tensor, dim, index = args[0].detach(), args[1], args[2].clone()
     if tensor.dim() == 0:
-        return tensor.clone, tensor.copy_, (), 0
-    return (
+        return RowAccess(tensor.clone, tensor.copy_)
+    return RowAccess(
         lambda: tensor.index_select(dim, index),
         lambda values: tensor.index_copy_(dim, index, values),
         (index,),
@@ -117,7 +123,7 @@ def _by_dim(args: Sequence[Any]) -> RowAccess:
 
 def _by_element(args: Sequence[Any]) -> RowAccess:
     tensor, dim, index = args[0].detach(), args[1], args[2].clone()
-    return (
+    return RowAccess(
         lambda: tensor.gather(dim, index),
         lambda values: tensor.scatter_(dim, index, values),
         (index,),

@@ -20,11 +20,7 @@ class _Region(NamedTuple):
     the storage."""
 
     key: int
-    read: Callable[[], torch.Tensor]
-    write: Callable[[torch.Tensor], object]
-    chosen: tuple[torch.Tensor, ...]
-    """The indices of its rows, along `dim` of what is read; -1 for one index an element."""
-    dim: int
+    access: RowAccess
     was: torch.Tensor
     inference: bool
     use: object
@@ -103,7 +99,6 @@ class SavedWrites:
         place: tuple[object, ...],
         use: object,
     ) -> None:
-        access: RowAccess
         key = tensor.untyped_storage()._cdata
         whole = facts.rows is None or tensor is not args[0]
         if whole:
@@ -113,13 +108,12 @@ class SavedWrites:
                     self._protected[place] = Protected(view, str(use))
                 return
             held = self._whole[place] = _Whole(view)
-            access = held.read, held.write, (), 0
+            access = RowAccess(held.read, held.write)
         else:
             assert facts.rows is not None
             access = facts.rows(args)
             self.row_writes.add((key, facts.name))
-        read, write, chosen, dim = access
-        region = _Region(key, read, write, chosen, dim, read(), tensor.is_inference(), use, whole)
+        region = _Region(key, access, access.read(), tensor.is_inference(), use, whole)
         self.bytes += region.was.numel() * region.was.element_size()
         if self.bytes > self.limit:
             raise StateTooLargeError(
@@ -136,7 +130,7 @@ class SavedWrites:
         """Copies of what is there now."""
         if not self._regions:
             return []
-        return unseen(lambda: [region.read().clone() for region in self._regions])
+        return unseen(lambda: [region.access.read().clone() for region in self._regions])
 
     def restore(self, values: Sequence[torch.Tensor] | None = None) -> None:
         """Put everything back as it was, the last write first, or write what `take` returned; what
@@ -203,10 +197,10 @@ class SavedWrites:
 
 def _write(region: _Region, value: torch.Tensor) -> None:
     if not region.inference:
-        region.write(value)  # `unseen`, and so outside of inference mode already
+        region.access.write(value)  # `unseen`, and so outside of inference mode already
         return
     with inference_guard(True):
-        region.write(value)
+        region.access.write(value)
 
 
 def still_there(*values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -231,8 +225,9 @@ def _but_padding(
             return ours, theirs
         dim, rows = keep
         return ours.index_select(dim, rows), theirs.index_select(dim, rows)
+    dim = region.access.dim
     padding = torch.zeros((), dtype=torch.bool, device=ours.device)
-    for index in region.chosen:
+    for index in region.access.chosen:
         for pad in pads:
             padding = padding | (index == pad)
         for all_rows, live in sizes:
@@ -241,14 +236,14 @@ def _but_padding(
                 padding = padding | beyond.view(-1, *[1] * (index.dim() - 1)).expand_as(index)
     if padding.dim() == 0:
         return ours, theirs
-    if region.dim == -1:
+    if dim == -1:
         return ours[~padding], theirs[~padding]
     # The rows of an index of several dimensions lie in as many.
     ours, theirs = (
-        each.flatten(region.dim, region.dim + padding.dim() - 1) for each in (ours, theirs)
+        each.flatten(dim, dim + padding.dim() - 1) for each in (ours, theirs)
     )
     rows = torch.nonzero(~padding.flatten()).flatten()
-    return ours.index_select(region.dim, rows), theirs.index_select(region.dim, rows)
+    return ours.index_select(dim, rows), theirs.index_select(dim, rows)
 
 
 # Memory that is too large to be saved ------------------------------------------------------------
