@@ -21,7 +21,7 @@ from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.trust.places.slots import MISSING, same_value
 from graphrt.core.trust.places.walk import Link, places_of
-from graphrt.core.trust.python_state import PythonState
+from graphrt.core.trust.snapshot import PythonState
 
 SCALE = torch.ones(2)
 FACTOR = 3

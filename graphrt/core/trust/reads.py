@@ -38,7 +38,7 @@ from graphrt.core.replay.segments import graphs_of
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.places.slots import FIXED, Place
 from graphrt.core.trust.places.walk import Link, Places, places_of, where_is
-from graphrt.core.trust.python_state import PythonState, with_keys
+from graphrt.core.trust.snapshot import PythonState
 from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
 from graphrt.core.trust.watching.watch import Use, Watch
 
@@ -173,7 +173,7 @@ class ReadSet:
         self.values = PythonState(places, baked=True)
         reads = []
         self._places = {}
-        for place, tensor, key in with_keys(places.tensors):
+        for place, tensor, key in places.keyed:
             _, use = self._held.get(key, (None, None))
             # Eager parts look again at every replay.
             is_read = use is not None and (self._has_full or not use.in_parts)

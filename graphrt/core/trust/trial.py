@@ -21,14 +21,15 @@ from graphrt.core.trust.compare import Difference, difference, differs, rounding
 from graphrt.core.trust.generators import Draws, of_python
 from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places.walk import Places
-from graphrt.core.trust.python_state import (
+from graphrt.core.trust.snapshot import (
     Changes,
+    Left,
+    StateSnapshot,
     described,
     further,
     only_tensors_differ,
     step_of,
 )
-from graphrt.core.trust.snapshot import Left, StateSnapshot
 from graphrt.core.trust.verdict import (
     CONSTANT,
     NOT_EAGER,
@@ -40,8 +41,7 @@ from graphrt.core.trust.verdict import (
     STATE_OF_PADDING,
     Verdict,
 )
-from graphrt.core.trust.watching.trace import Trace, first_difference, first_other
-from graphrt.core.trust.watching.watch import Deviation, Watch
+from graphrt.core.trust.watching.watch import Deviation, Trace, Watch, first_difference, first_other
 from graphrt.core.trust.watching.writes import still_there
 
 T = TypeVar("T")

@@ -17,13 +17,11 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.state import State
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.places.slots import CONTENTS, Place
-from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.python_state import PythonState, is_plain, put_back, with_keys
+from graphrt.core.trust.places.walk import Keyed, places_of, with_keys
 from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.snapshot import StateSnapshot
+from graphrt.core.trust.snapshot import PythonState, StateSnapshot, is_plain, put_back
 from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch
-from graphrt.core.trust.watching.trace import Trace
-from graphrt.core.trust.watching.watch import Kept, Use, Watch, storage_key
+from graphrt.core.trust.watching.watch import Kept, Trace, Use, Watch, storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
@@ -102,9 +100,11 @@ class WatchedState:
         if self._is_settled and self._moves is not None:
             # A last run leaves other tensors where those of graphs are.
             self._is_settled = False
-            self._left.note(places_of(self._forward).tensors)
-        moves = self._moves or self._begin()
-        moves.begin()
+            self._left.note(places_of(self._forward).keyed)
+        if self._moves is None:
+            self._begin()
+        else:
+            self._moves.begin()
         known = self._warmed_up.get(kind)
         # What a forward writes has to be saved in every session.
         is_saved = kind in self._watched or (known is not None and not known.writes)
@@ -114,12 +114,11 @@ class WatchedState:
         without_kept_casts(undo)
         return run(kind, tokens, own, function)
 
-    def _begin(self) -> _Moves:
+    def _begin(self) -> None:
         places = places_of(self._forward)
         self._snapshot.reach(places)
         self._moves = _Moves(self._snapshot.python)
-        self._left.before.update([key for _, _, key in with_keys(places.tensors)])
-        return self._moves
+        self._left.before.update([key for _, _, key in places.keyed])
 
     def _save_writes(
         self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]
@@ -206,7 +205,7 @@ class WatchedState:
             return {}
         assert self._reads is not None
         found = {}
-        for place, tensor, key in with_keys(places_of(self._forward).tensors):
+        for place, tensor, key in places_of(self._forward).keyed:
             if key in kept:
                 # A table that is built once, say: it may be built anew beside the graphs.
                 self._reads.keep(tensor)
@@ -258,7 +257,7 @@ class WatchedState:
 
     def _refuse_first_writes(self, found: dict[int, Use], why: str) -> None:
         for key, use in found.items():
-            tensors = with_keys(places_of(self._forward).tensors)
+            tensors = places_of(self._forward).keyed
             paths = [place.path for place, _, held in tensors if held == key]
             self._snapshot.python.restore()
             raise PythonStateError(
@@ -305,7 +304,7 @@ class WatchedState:
             return
         put_back = set()
         if self._moves is not None:
-            self._left.note(self._moves.anew())
+            self._left.note(with_keys(self._moves.anew()))
             remade = self._reads.remade
             put_back = self._moves.settle(contents=self._has_parts, remade=remade)
         self._reads.protected += self._snapshot.memory.check_protected(self._pads)
@@ -313,7 +312,7 @@ class WatchedState:
         places = self._reads.settle()
         if self._moves is None:
             return
-        self._left.note(places.tensors)
+        self._left.note(places.keyed)
         try:
             self._left.check(put_back)
         except PythonStateError:
@@ -410,9 +409,9 @@ class _LeftInPython:
         a weight do at every call."""
         self._paths: list[str] = []
 
-    def note(self, found: Iterable[tuple[Place, torch.Tensor]]) -> None:
+    def note(self, found: Keyed) -> None:
         """Look at what the forward reaches now."""
-        for place, tensor, key in with_keys(found):
+        for place, tensor, key in found:
             # What was refused once is, though it was taken back.
             is_news = key not in self.before and place.path not in self._paths
             if is_news and self._is_in_graphs(tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -239,9 +239,7 @@ def _but_padding(
     if dim == -1:
         return ours[~padding], theirs[~padding]
     # The rows of an index of several dimensions lie in as many.
-    ours, theirs = (
-        each.flatten(dim, dim + padding.dim() - 1) for each in (ours, theirs)
-    )
+    ours, theirs = (each.flatten(dim, dim + padding.dim() - 1) for each in (ours, theirs))
     rows = torch.nonzero(~padding.flatten()).flatten()
     return ours.index_select(dim, rows), theirs.index_select(dim, rows)
 
