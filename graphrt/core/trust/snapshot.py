@@ -164,6 +164,8 @@ class PythonState:
         self._memory = unseen(
             lambda: [(place, held, held.detach(), key) for place, held, key in tensors]
         )
+        self._tensors = [held for _, held, _ in tensors]
+        self._addresses = [*map(torch.Tensor.data_ptr, self._tensors)]
 
     def take(self) -> list[Any]:
         """What is there now."""
@@ -206,9 +208,13 @@ class PythonState:
 
     def elsewhere(self) -> list[tuple[Place, torch.Tensor, torch.Tensor]]:
         """The tensors that were given other memory (`set_`, `.data =`), and what they had."""
+        # Asked of all tensors, several times a graph. What they had lives on, so its addresses are
+        # nobody else's.
+        with contextlib.suppress(RuntimeError):
+            if [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses:
+                return []
         found = []
         for place, held, memory, key in self._memory:
-            # Asked of all tensors, several times a graph.
             try:
                 is_there = held.untyped_storage()._cdata == key
             except (NotImplementedError, RuntimeError):
@@ -219,13 +225,15 @@ class PythonState:
 
     def changed(self, was: Sequence[Any], now: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
         """What is another value now, by identity."""
-        if all(map(is_, was, now)):
-            return {}
-        return {
-            slot.path: (before, after)
-            for slot, before, after in zip(self.slots, was, now, strict=True)
-            if after is not before and not slot.way.same(before, after)
-        }
+        return {self.slots[at].path: (was[at], now[at]) for at in self.moved_slots(was, now)}
+
+    def moved_slots(self, was: Sequence[Any], now: Sequence[Any]) -> list[int]:
+        """The slots in which another value is now."""
+        return [
+            at
+            for at, (before, after) in enumerate(zip(was, now, strict=True))
+            if after is not before and not self.slots[at].way.same(before, after)
+        ]
 
     def moved(self) -> dict[str, tuple[Any, Any]]:
         """What is not as it was when this was last asked."""

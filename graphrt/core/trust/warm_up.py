@@ -348,18 +348,15 @@ class _Moves:
         """A run is over; returns whether it has moved a slot. What captures alone move is the
         platform's, or of a hook around a graph, and not counted."""
         last, self._before = self._last, (self._last, [*self._counts])
-        self._last, moved = self._python.take(), False
-        for at, (slot, was, now) in enumerate(
-            zip(self._python.slots, last, self._last, strict=True)
-        ):
-            if now is not was and not slot.way.same(was, now):
-                moved = True
-                self._counts[at] += not captured or self._counts[at] > 0
+        self._last = self._python.take()
+        moved = self._python.moved_slots(last, self._last)
+        for at in moved:
+            self._counts[at] += not captured or self._counts[at] > 0
         for place, held, memory in self._python.elsewhere():
             count, known = self._memory.get(place.path, (0, storage_key(memory)))
             key = storage_key(held)
             self._memory[place.path] = count + (key != known), key
-        return moved
+        return bool(moved)
 
     def restore_memory(self) -> None:
         """Give tensors the memory back that more than one run took from them (`set_`, `.data =`): a

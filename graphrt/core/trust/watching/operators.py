@@ -13,12 +13,14 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 class RowAccess(NamedTuple):
     """How the rows that an operator will write are read and written back, by which indices they are
-    `chosen`, and along which dimension of what is read: -1 for one index an element."""
+    `chosen`, and along which dimension of what is read: -1 for one index an element. `along` says
+    of which dimensions of the tensor the indices are."""
 
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], object]
     chosen: tuple[torch.Tensor, ...] = ()
     dim: int = 0
+    along: tuple[int, ...] = ()
 
 
 Rows = Callable[[Sequence[Any]], RowAccess]
@@ -97,6 +99,7 @@ def _by_index(args: Sequence[Any]) -> RowAccess:
         lambda values: tensor.__setitem__(kept, values),
         chosen if len(chosen) == sum(isinstance(i, torch.Tensor) for i in kept) else (),
         leading,
+        tuple(at for at, i in enumerate(kept) if isinstance(i, torch.Tensor)),
     )
 
 
@@ -110,14 +113,16 @@ def _own_index(index: Any) -> Any:
 
 
 def _by_dim(args: Sequence[Any]) -> RowAccess:
-    tensor, dim, index = args[0].detach(), args[1], args[2].clone()
+    tensor, index = args[0].detach(), args[2].clone()
     if tensor.dim() == 0:
         return RowAccess(tensor.clone, tensor.copy_)
+    dim = args[1] % tensor.dim()
     return RowAccess(
         lambda: tensor.index_select(dim, index),
         lambda values: tensor.index_copy_(dim, index, values),
         (index,),
         dim,
+        (dim,),
     )
 
 
@@ -128,6 +133,7 @@ def _by_element(args: Sequence[Any]) -> RowAccess:
         lambda values: tensor.scatter_(dim, index, values),
         (index,),
         -1,
+        (dim,),
     )
 
 

@@ -77,6 +77,8 @@ class SavedWrites:
         self.limit = limit_bytes
         self._regions: list[_Region] = []
         self._whole: dict[tuple[object, ...], _Whole] = {}
+        # Which rows of a tensor are saved, by their indices: every run of a forward writes them.
+        self._rows: dict[tuple[object, ...], list[tuple[torch.Tensor, ...]]] = {}
         self._protected: dict[tuple[object, ...], Protected] = {}
 
     def save(
@@ -113,6 +115,11 @@ class SavedWrites:
             assert facts.rows is not None
             access = facts.rows(args)
             self.row_writes.add((key, facts.name))
+            if access.chosen:
+                saved = self._rows.setdefault((*place, access.dim, access.along), [])
+                if any(_are_equal(access.chosen, rows) for rows in saved):
+                    return
+                saved.append(access.chosen)
         region = _Region(key, access, access.read(), tensor.is_inference(), use, whole)
         self.bytes += region.was.numel() * region.was.element_size()
         if self.bytes > self.limit:
@@ -193,6 +200,13 @@ class SavedWrites:
         Raises `StateTooLargeError` for rows that no padding of an index input, in `pads`, names.
         """
         return [unseen(lambda own=own: own.check(pads)) for own in self._protected.values()]  # type: ignore[misc]
+
+
+def _are_equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    return all(
+        a.dtype is b.dtype and a.device == b.device and torch.equal(a, b)
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _write(region: _Region, value: torch.Tensor) -> None:
