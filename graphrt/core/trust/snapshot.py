@@ -229,6 +229,8 @@ class PythonState:
 
     def moved_slots(self, was: Sequence[Any], now: Sequence[Any]) -> list[int]:
         """The slots in which another value is now."""
+        if all(map(is_, was, now)):
+            return []
         return [
             at
             for at, (before, after) in enumerate(zip(was, now, strict=True))

@@ -161,32 +161,20 @@ INDEXED: dict[str, Callable[[Sequence[Any]], list[tuple[int, Any]]]] = {
     ),
     **dict.fromkeys(("aten::take", "aten::put_"), lambda args: [(args[0].numel(), args[1])]),
     **dict.fromkeys(
-        (
-            "aten::index",
-            "aten::index_put",
-            "aten::index_put_",
-            "aten::_index_put_impl_",
-            "aten::_unsafe_index",
-        ),
+        [f"aten::{name}" for name in ("index", "_unsafe_index", "index_put", "index_put_")]
+        + ["aten::_index_put_impl_"],
         lambda args: _sizes_of(args[0], args[1]),
     ),
     **dict.fromkeys(
-        (
-            "aten::index_select",
-            "aten::gather",
-            "aten::index_copy_",
-            "aten::index_add_",
-            "aten::index_fill_",
-            "aten::scatter_",
-            "aten::scatter_add_",
-            "aten::scatter",
-            "aten::scatter_add",
-            "aten::scatter_reduce_",
-            "aten::index_copy",
-            "aten::index_add",
-            "aten::index_fill",
-            "aten::index_reduce_",
-        ),
+        ["aten::index_select", "aten::gather"]
+        + [
+            f"aten::{name}{in_place}"
+            for name in (
+                *("index_copy", "index_add", "index_fill", "index_reduce"),
+                *("scatter", "scatter_add", "scatter_reduce"),
+            )
+            for in_place in ("", "_")
+        ],
         lambda args: [(args[0].shape[args[1]], args[2])] if args[0].dim() else [],
     ),
 }
