@@ -54,8 +54,8 @@ def difference(got: Any, expected: Any, *, rounded: bool = False) -> Difference 
     ours, theirs = dict(tree.leaves(got)), dict(tree.leaves(expected))
     if ours.keys() != theirs.keys():
         return Difference(f"another structure: {[*ours]}, not {[*theirs]}", float("inf"))
-    found = [_of_leaf(path, value, theirs[path], rounded) for path, value in ours.items()]
-    worst = [each for each in found if each is not None]
+    differences = [_of_leaf(path, value, theirs[path], rounded) for path, value in ours.items()]
+    worst = [each for each in differences if each is not None]
     return max(worst, key=lambda each: each.relative) if worst else None
 
 

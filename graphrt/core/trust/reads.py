@@ -204,8 +204,8 @@ class ReadSet:
         # Code is replaced by hand alone, and takes longer to look at.
         slots = [link for link in slots if not issubclass(type(link.held), _CODE)]
         tensors = [link.held for link in self.links if issubclass(type(link.held), torch.Tensor)]
-        found = map(call, cycle([link.get for link in slots]))
-        same = map(is_, found, cycle([link.held for link in slots])) if slots else repeat(True)
+        values = map(call, cycle([link.get for link in slots]))
+        same = map(is_, values, cycle([link.held for link in slots])) if slots else repeat(True)
         if not tensors:
             return same
         addresses = map(torch.Tensor.data_ptr, cycle(tensors))
@@ -284,15 +284,15 @@ class ReadSet:
             now.setdefault(place.path, []).append(where_is(tensor))
         for place, value in places.packed:
             now.setdefault(place.path, []).append(id(value))
-        found = []
+        moved = []
         for link in self.links:
             # Which packed weights operators are given they do not show, so all count as read.
             is_packed = isinstance(link.held, torch.ScriptObject)
             if is_packed or isinstance(link.held, torch.Tensor):
                 was, path = id(link.held) if is_packed else link.was, link.place.path
                 if was not in now.get(path, ()):
-                    found.append(path)
-        return found
+                    moved.append(path)
+        return moved
 
     def _named_now(self) -> dict[tuple[int, str], object]:
         return {key: tree.identity(tensor) for key, tensor in self._weights.now().items()}
@@ -337,19 +337,19 @@ class ReadSet:
     def table(self) -> tuple[TensorUse, ...]:
         """Everything that graphs read."""
         moved = {*self.moved()}
-        found = []
+        rows = []
         for storage, use in self._uses():
             paths = [place.path for place in self._places.get(storage._cdata, ())]
             gone = all(path in moved for path in paths)
             if not paths:
                 gone = storage_use_count(storage._cdata) <= 1
             name, source = min(paths, key=len, default=""), _source(use)
-            found.append(
+            rows.append(
                 TensorUse(
                     name, use.dtype, use.shape, storage.nbytes(), use.is_written, gone, source
                 )
             )
-        return tuple(found)
+        return tuple(rows)
 
     def are_on_host(self) -> bool:
         """Whether a warm-up has read memory of the host: where one operand is a number there, its
@@ -444,11 +444,11 @@ def _modules_of(forward: Any) -> tuple[list[torch.nn.Module], bool]:
     if isinstance(forward, torch.nn.Module):
         return [forward], True
     if isinstance(forward, functools.partial):
-        found, complete = _modules_of(forward.func)
+        modules, complete = _modules_of(forward.func)
         given = tree.leaves((forward.args, forward.keywords))
         more = [value for _, value in given if isinstance(value, torch.nn.Module)]
         # A tensor in it is not looked up again: what it stands for may have been replaced.
-        return found + more, complete and not tree.tensors((forward.args, forward.keywords))
+        return modules + more, complete and not tree.tensors((forward.args, forward.keywords))
     if inspect.ismethod(forward) and isinstance(forward.__self__, torch.nn.Module):
         return [forward.__self__], True
     # Wrappers and compiled modules.

@@ -194,12 +194,12 @@ class PythonState:
     def much_later(self, now: Sequence[Any]) -> list[Any] | None:
         """What is there after many runs more like the one that left `now`; None where nobody can
         tell of any slot."""
-        found = [*now]
+        values = [*now]
         for at, slot in enumerate(self.slots):
             if slot.writable and now[at] is not self.was[at] and not _is_dict(slot):
                 later = much_later(self.was[at], now[at])
-                found[at] = now[at] if later is None else later
-        return None if all(map(is_, found, now)) else found
+                values[at] = now[at] if later is None else later
+        return None if all(map(is_, values, now)) else values
 
     @property
     def numbers(self) -> Sequence[Place]:
@@ -213,15 +213,15 @@ class PythonState:
         with contextlib.suppress(RuntimeError):
             if [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses:
                 return []
-        found = []
+        moved = []
         for place, held, memory, key in self._memory:
             try:
                 is_there = held.untyped_storage()._cdata == key
             except (NotImplementedError, RuntimeError):
                 is_there = False
             if not is_there and place.get() is held:
-                found.append((place, held, memory))
-        return found
+                moved.append((place, held, memory))
+        return moved
 
     def changed(self, was: Sequence[Any], now: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
         """What is another value now, by identity."""
@@ -244,14 +244,14 @@ class PythonState:
 
     def diff(self, ours: Sequence[Any], theirs: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
         """Where two runs have left other values, which are compared by what is in them."""
-        found: dict[str, tuple[Any, Any]] = {}
+        differing: dict[str, tuple[Any, Any]] = {}
         for slot, mine, other in zip(self.slots, ours, theirs, strict=True):
             if _alike(mine, other):
                 continue
             if slot.way is CONTENTS:
                 mine, other = (entries(slot.holder, items) for items in (mine, other))
-            found.setdefault(slot.path, (mine, other))
-        return found
+            differing.setdefault(slot.path, (mine, other))
+        return differing
 
     def rebound(self, now: Sequence[Any], used: Collection[int | None]) -> list[str]:
         """Where a run that has just ended has put another tensor in the place of one that it had

@@ -180,11 +180,11 @@ class WatchedState:
 
     def _as_warmed_up(self, kind: Hashable, tokens: int, watch: Watch) -> WarmedUp:
         writes = bool(watch.written())
-        found, known = WarmedUp(tokens, watch.trace, writes, {}), self._warmed_up.get(kind)
+        this, known = WarmedUp(tokens, watch.trace, writes, {}), self._warmed_up.get(kind)
         if known is None:
-            return found
+            return this
         # Sessions come in any order, and each watches what writes.
-        largest = found if known.tokens <= tokens else known
+        largest = this if known.tokens <= tokens else known
         return largest._replace(writes=writes or known.writes)
 
     def capture(self, kind: Hashable, mode: GraphMode, tokens: int, function: Callable[[], T]) -> T:
@@ -204,16 +204,16 @@ class WatchedState:
         if not kept:
             return {}
         assert self._reads is not None
-        found = {}
+        made = {}
         for place, tensor, key in places_of(self._forward).keyed:
             if key in kept:
                 # A table that is built once, say: it may be built anew beside the graphs.
                 self._reads.keep(tensor)
                 if kept[key].from_inputs or kept[key].rewritten:
-                    found[key] = place.path, kept[key]
+                    made[key] = place.path, kept[key]
                 else:
                     self._left.of_weights.add(place.path)
-        return found
+        return made
 
     def _refuse_state_of_padding(self, made: dict[int, tuple[str, Kept]], again: Watch) -> None:
         """Raise `PythonStateError` if a forward goes on from what its warm-up has made."""
@@ -255,8 +255,8 @@ class WatchedState:
         self._refuse_first_writes(of_inputs, "a warm-up has only padding")
         return once
 
-    def _refuse_first_writes(self, found: dict[int, Use], why: str) -> None:
-        for key, use in found.items():
+    def _refuse_first_writes(self, uses: dict[int, Use], why: str) -> None:
+        for key, use in uses.items():
             tensors = places_of(self._forward).keyed
             paths = [place.path for place, _, held in tensors if held == key]
             self._snapshot.python.restore()
@@ -406,9 +406,9 @@ class _LeftInPython:
         a weight do at every call."""
         self._paths: list[str] = []
 
-    def note(self, found: Keyed) -> None:
+    def note(self, tensors: Keyed) -> None:
         """Look at what the forward reaches now."""
-        for place, tensor, key in found:
+        for place, tensor, key in tensors:
             # What was refused once is, though it was taken back.
             is_news = key not in self.before and place.path not in self._paths
             if is_news and self._is_in_graphs(tensor):

@@ -181,15 +181,15 @@ class Place(NamedTuple):
 
 def getters(places: Iterable[Place]) -> list[Callable[[], Any]]:
     """What gets the values of places; of items of dicts and of functions without any Python."""
-    found: list[Callable[[], Any]] = []
+    bound: list[Callable[[], Any]] = []
     for _, _, way, holder, key in places:
         if way.get is _item:
-            found.append(functools.partial(dict.get, holder, key, MISSING))
+            bound.append(functools.partial(dict.get, holder, key, MISSING))
         elif way is FIELD and type(holder) is FunctionType:
-            found.append(functools.partial(key.__get__, holder))
+            bound.append(functools.partial(key.__get__, holder))
         else:
-            found.append(functools.partial(way.get, holder, key))
-    return found
+            bound.append(functools.partial(way.get, holder, key))
+    return bound
 
 
 def _itself(holder: object, key: None) -> object:
@@ -210,8 +210,8 @@ def _set_item(holder: dict[Any, Any], key: object, value: object) -> None:
 
 
 def _odd_item(holder: dict[Any, Any], key: object) -> object:
-    found = (value for each, value in read(dict.items, holder) if each is key)
-    return next(found, MISSING)
+    values = (value for each, value in read(dict.items, holder) if each is key)
+    return next(values, MISSING)
 
 
 def _element(holder: Any, index: int) -> object:
@@ -232,10 +232,10 @@ def _sequence(holder: Any) -> Any:
 
 
 def _tuple_item(holder: Place, index: int) -> object:
-    found: Any = holder.get()
-    if not issubclass(type(found), tuple) or index >= tuple.__len__(found):
+    value: Any = holder.get()
+    if not issubclass(type(value), tuple) or index >= tuple.__len__(value):
         return MISSING
-    return tuple.__getitem__(found, index)
+    return tuple.__getitem__(value, index)
 
 
 def _member(holder: Any, member: object) -> object:

@@ -221,12 +221,12 @@ def _kind_by_base(of: type) -> Kind | None:
 
 def _defaults(users: list[type]) -> tuple[str, ...]:
     """The names of numbers that classes have, which a first `self.steps += 1` hides."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for base in users:
         for name, value in namespace_of(base).items():
             if type(value) in (bool, int, float) and not name.startswith("__"):
-                found[name] = None
-    return tuple(found)
+                names[name] = None
+    return tuple(names)
 
 
 def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> Kind:
@@ -319,8 +319,8 @@ def where_is(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    found: tuple[object, ...] = _PLAINLY(tree.identity, (), (tensor,))
-    return found
+    identity: tuple[object, ...] = _PLAINLY(tree.identity, (), (tensor,))
+    return identity
 
 
 class Link(NamedTuple):
@@ -372,25 +372,27 @@ def _outline(shape: Shape, of: type, value: Any) -> tuple[int, ...]:
     if type(value) is not of or shape.dict_of is None:
         return ()
     held = shape.dict_of(value)
-    found = [id(held), len(held)]
+    outline = [id(held), len(held)]
     for name in _INNER if shape.kind is Kind.MODULE else ():
         inner: Any = held.get(name)
         if type(inner) in _DICTS:
-            found += (id(inner), len(inner))
+            outline += (id(inner), len(inner))
     if shape.kind in _CHANGES:
-        found.append(_BASES[shape.kind].__len__(value))
-    return tuple(found)
+        outline.append(_BASES[shape.kind].__len__(value))
+    return tuple(outline)
 
 
 Keyed = list[tuple[Place, torch.Tensor, int]]
 """Tensors that have memory, each with its `storage_key`."""
 
 
-def with_keys(found: Iterable[tuple[Place, torch.Tensor]]) -> Keyed:
+def with_keys(tensors: Iterable[tuple[Place, torch.Tensor]]) -> Keyed:
     """Those of these tensors that have memory."""
-    found = [*found]
+    tensors = [*tensors]
     keyed: Keyed = []
-    for (place, held), (_, key, _) in zip(found, placed([each for _, each in found]), strict=True):
+    for (place, held), (_, key, _) in zip(
+        tensors, placed([each for _, each in tensors]), strict=True
+    ):
         if key is not None:
             keyed.append((place, held, key))
     return keyed
@@ -451,11 +453,11 @@ class Places:
         leading = self._leading()
         ways = [each for each in self.slots if id(self.first[id(each[1])]) in leading]
         ends = self.tensors if tensors is None else tensors
-        found = [*self.code, *ways, *ends, *self.packed]
-        looks = slots.getters([place for place, _ in found])
+        entries = [*self.code, *ways, *ends, *self.packed]
+        looks = slots.getters([place for place, _ in entries])
         return [
             _link_to(self.shapes[type(held)], place, held, get)
-            for (place, held), get in zip(found, looks, strict=True)
+            for (place, held), get in zip(entries, looks, strict=True)
         ]
 
     def _leading(self) -> set[int]:
@@ -466,10 +468,10 @@ class Places:
         leading: set[int] = set()
         left = [place.owner for place, _ in (*self.tensors, *self.packed)]
         while left:
-            found = left.pop()
-            if found is not None and id(found) not in leading:
-                leading.add(id(found))
-                left += holders.get(id(found), ())
+            owner = left.pop()
+            if owner is not None and id(owner) not in leading:
+                leading.add(id(owner))
+                left += holders.get(id(owner), ())
         return leading
 
 
@@ -529,10 +531,10 @@ class Walk:
                     continue
         self.places.complete = not queue and self._left > 0
 
-    def take(self, found: Iterable[tuple[Place, Any]]) -> None:
+    def take(self, entries: Iterable[tuple[Place, Any]]) -> None:
         """Take note of slots."""
         places, shapes, first = self.places, self._shapes, self.places.first
-        for place, value in found:
+        for place, value in entries:
             self._left -= 1
             shape = shapes[type(value)]
             kind = shape.kind
@@ -566,31 +568,31 @@ class Walk:
 
     def _attributes(self, value: Any, place: Place, shape: Shape) -> Slots:
         """An object's `__dict__`, slots and class; of a module also what it has registered."""
-        found: Slots = []
+        attributes: Slots = []
         held = {} if shape.dict_of is None else shape.dict_of(value)
         skipped: Collection[str] = ()
         if shape.kind is Kind.MODULE:
             skipped = _EVERY_MODULES
-            found = _registered(place, held)
+            attributes = _registered(place, held)
         for name, each in dict.items(held):
             if name not in skipped and type(name) is str:
-                found.append((Place(place, f".{name}", slots.ITEM, held, name), each))
+                attributes.append((Place(place, f".{name}", slots.ITEM, held, name), each))
         for name in shape.defaults:
             if not dict.__contains__(held, name):
                 self.places.numbers.append(Place(place, f".{name}", slots.DEFAULT, held, name))
         for name, descriptor in shape.slots:
             slot = Place(place, f".{name}", slots.FIELD, value, descriptor)
-            found.append((slot, slot.get()))
+            attributes.append((slot, slot.get()))
         for base in shape.users:
-            found.append((Place(place, name_of(base), FIXED, base), base))
-        return found
+            attributes.append((Place(place, name_of(base), FIXED, base), base))
+        return attributes
 
     def _script(self, value: torch.jit.ScriptModule, place: Place, shape: Shape) -> Slots:
         tensors = [*value.named_parameters(), *value.named_buffers()]
         return [(Place(place, f".{n}", slots.SCRIPT_TENSOR, value, n), each) for n, each in tensors]
 
     def _items(self, value: Any, place: Place, shape: Shape) -> Slots:
-        found: Slots = []
+        entries: Slots = []
         if not _is_long(dict, value, dict.values(value)):
             items, way = list(islice(dict.items(value), max(self._left, 0))), slots.ITEM
             keys = [key for key, _ in items]
@@ -600,8 +602,8 @@ class Walk:
                 way, items = slots.ODD_ITEM, items[:_MOST_ODD]
             for key, each in items:
                 text = repr(key) if type(key) in _PLAIN_KEYS else f"<{name_of(type(key))}>"
-                found.append((Place(place, f"[{text}]", way, value, key), each))
-        return found + (self._attributes(value, place, shape) if shape.users else [])
+                entries.append((Place(place, f"[{text}]", way, value, key), each))
+        return entries + (self._attributes(value, place, shape) if shape.users else [])
 
     def _elements(self, value: Any, place: Place, shape: Shape) -> Slots:
         """A list, deque, tuple or set."""
@@ -613,7 +615,7 @@ class Walk:
                 self.places.numbers.append(Place(place, "", slots.MEMBERS, value))
                 held = []
         fields = namespace_of(type(value)).get("_fields") if base is tuple else ()
-        found: Slots = []
+        elements: Slots = []
         for index, each in enumerate(held):
             label = f"[{index}]"
             if base is list or base is deque:
@@ -624,8 +626,8 @@ class Walk:
                 slot = Place(place, label, slots.TUPLE_ITEM, place, index)
             else:
                 slot = Place(place, f"{{{index}}}", slots.MEMBER, value, each)
-            found.append((slot, each))
-        return found + (self._attributes(value, place, shape) if shape.users else [])
+            elements.append((slot, each))
+        return elements + (self._attributes(value, place, shape) if shape.users else [])
 
     def _referred(self, value: Any, place: Place, shape: Shape) -> Slots:
         """What a weak reference or a context variable refers to now."""
@@ -646,16 +648,16 @@ class Walk:
         """A function's closure; and if it is a user's, its defaults, attributes and globals too."""
         before, code = "" if place.owner is None else ", ", value.__code__
         library = is_library(str(value.__globals__.get("__name__")))
-        found: Slots = []
+        variables: Slots = []
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
             slot = Place(place, f"{before}closure {name}", slots.CELL, cell)
             each = slot.get()
             # A decorator of torch wraps what is the user's, and has numbers of its own.
             if not library or self._shapes[type(each)].kind is not Kind.PLAIN:
-                found.append((slot, each))
-        found += self._attributes(value, place, shape)
+                variables.append((slot, each))
+        variables += self._attributes(value, place, shape)
         if library:
-            return found
+            return variables
         slot = Place(place, ".__code__", slots.FIELD, value, _FUNCTION["__code__"])
         self.places.code.append((slot, code))
         given = value.__defaults__ or ()
@@ -663,11 +665,13 @@ class Walk:
         with_default = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
         for index, (name, each) in enumerate(zip(with_default, given, strict=False)):
             slot = Place(place, f"{before}default {name}", slots.TUPLE_ITEM, defaults, index)
-            found.append((slot, each))
+            variables.append((slot, each))
         named = value.__kwdefaults__ or {}
         for name, each in dict.items(named):
-            found.append((Place(place, f"{before}default {name}", slots.ITEM, named, name), each))
-        self.take(found)
+            variables.append(
+                (Place(place, f"{before}default {name}", slots.ITEM, named, name), each)
+            )
+        self.take(variables)
         names = _names_in(code)
         self._say(names)
         self._globals(place, value.__globals__, names)
@@ -700,9 +704,9 @@ class Walk:
                 self._looked_up.add(key)
         for name in sorted(names):
             # A module may also be imported in the function itself.
-            found = held.get(name, sys.modules.get(name))
-            if issubclass(type(found), types.ModuleType):
-                inner = module_globals(found)
+            module_named = held.get(name, sys.modules.get(name))
+            if issubclass(type(module_named), types.ModuleType):
+                inner = module_globals(module_named)
                 entry = (id(inner), frozenset(names))
                 if not is_library(str(inner.get("__name__"))) and entry not in self._looked_up:
                     self._looked_up.add(entry)
@@ -711,36 +715,36 @@ class Walk:
     def _bound(self, value: Any, place: Place, shape: Shape) -> Slots:
         """A bound method, whose object and function stay what they are."""
         root = place.owner is None
-        found = _fixed(place, [value.__self__], "" if root else ".__self__")
+        parts = _fixed(place, [value.__self__], "" if root else ".__self__")
         if type(value) is types.MethodType:
             method = value.__func__
             named = root and type(method) is types.FunctionType
-            found += _fixed(place, [method], f".{method.__name__}" if named else "")
-        return found
+            parts += _fixed(place, [method], f".{method.__name__}" if named else "")
+        return parts
 
     def _partial(self, value: Any, place: Place, shape: Shape) -> Slots:
         fields = vars(functools.partial)
         func, args, keywords = (fields[n].__get__(value) for n in ("func", "args", "keywords"))
-        found = _fixed(place, [func], ".func") + _fixed(place, [keywords], ".keywords")
+        parts = _fixed(place, [func], ".func") + _fixed(place, [keywords], ".keywords")
         for index, each in enumerate(args):
-            found += _fixed(place, [each], f".args[{index}]")
-        return found + self._attributes(value, place, shape)
+            parts += _fixed(place, [each], f".args[{index}]")
+        return parts + self._attributes(value, place, shape)
 
     def _class(self, value: Any, place: Place, shape: Shape) -> Slots:
         """The values of a user's class, and those of its methods whose name some code says."""
-        found: Slots = []
+        values: Slots = []
         for name, each in namespace_of(value).copy().items():
             kind = self._shapes[type(each)].kind
             dunder = name.startswith("__") and name.endswith("__")
             slot = Place(place, f"{name_of(value)}.{name}", slots.CLASS_ATTRIBUTE, value, name)
             if kind is not Kind.FUNCTION and kind is not Kind.DESCRIPTOR and kind is not Kind.CLASS:
                 if not dunder:
-                    found.append((slot, each))
+                    values.append((slot, each))
             elif name in self._said or (dunder and name not in _RUN_UNSEEN) or name == "forward":
                 self._method(slot, each)
             else:
                 self._unsaid.setdefault(name, []).append((slot, each))
-        return found
+        return values
 
     def _method(self, place: Place, value: Any) -> None:
         self.places.code.append((place, value))
@@ -770,14 +774,14 @@ class Walk:
 
 def _registered(place: Place, held: dict[str, Any]) -> Slots:
     """The parameters, buffers, submodules and hooks of a module with this `__dict__`."""
-    found: Slots = []
+    registered: Slots = []
     for name in _INNER:
         inner: Any = held.get(name)
         before = f".{name}" if name.endswith("hooks") else ""
         for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
             where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
-            found.append((Place(place, before + where, slots.ITEM, inner, key), each))
-    return found
+            registered.append((Place(place, before + where, slots.ITEM, inner, key), each))
+    return registered
 
 
 def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:

@@ -113,10 +113,9 @@ def _own_index(index: Any) -> Any:
 
 
 def _by_dim(args: Sequence[Any]) -> RowAccess:
-    tensor, index = args[0].detach(), args[2].clone()
+    tensor, dim, index = args[0].detach(), args[1], args[2].clone()
     if tensor.dim() == 0:
         return RowAccess(tensor.clone, tensor.copy_)
-    dim = args[1] % tensor.dim()
     return RowAccess(
         lambda: tensor.index_select(dim, index),
         lambda values: tensor.index_copy_(dim, index, values),
@@ -193,12 +192,12 @@ def in_bounds(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _sizes_of(tensor: torch.Tensor, indices: Sequence[Any]) -> list[tuple[int, Any]]:
-    found, dim = [], 0
+    sizes, dim = [], 0
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             if index is not None:
-                found.append((tensor.shape[dim], index))
+                sizes.append((tensor.shape[dim], index))
             dim += 1
         else:
             dim += index.dim()
-    return found
+    return sizes

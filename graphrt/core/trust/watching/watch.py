@@ -310,18 +310,18 @@ class Watch(ThreadMode):
 
 def _overwritten(targets: list[torch.Tensor], given: list[Placed]) -> Collection[int]:
     """What an operator fills without reading it, by `id`."""
-    found = {id(each) for each in targets}
-    if len(found) > 1:
-        return found
+    filled = {id(each) for each in targets}
+    if len(filled) > 1:
+        return filled
     # torch.add(state, x, out=state) reads it too.
     ids = [id(tensor) for tensor, *_ in given]
-    return {each for each in found if ids.count(each) == 1}
+    return {each for each in filled if ids.count(each) == 1}
 
 
 def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
     """The tensors among values and in lists of them, each with its `storage_key` and where the
     storage begins; with `parts` those that a subclass is made of in place of it."""
-    found: list[Placed] = []
+    tensors: list[Placed] = []
     left = [*values]
     while left:
         value = left.pop(0)
@@ -345,8 +345,8 @@ def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
                     key = storage._cdata
             except (NotImplementedError, RuntimeError):
                 pass
-        found.append((value, key, address))
-    return found
+        tensors.append((value, key, address))
+    return tensors
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -357,7 +357,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 def _from_compiled_code() -> bool:
     """Whether code that Inductor has written issued this operator."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     for _ in range(12):
         if "empty_strided_cpu" in frame.f_globals and "async_compile" in frame.f_globals:
             return True
@@ -452,11 +452,11 @@ class Trace(list[Op]):
         else:
             self.sums.append(unseen(lambda: result.detach()[:live].to(torch.float64).abs().sum()))
 
-    def at_source(self, found: tuple[int, str] | None) -> str:
-        """What was found at a place, with the line of code there; "" for None."""
-        if found is None:
+    def at_source(self, first: tuple[int, str] | None) -> str:
+        """What was first at a place, with the line of code there; "" for None."""
+        if first is None:
             return ""
-        place, text = found
+        place, text = first
         source = self.sources[place] if place < len(self.sources) else None
         return text if source is None else f"{text} at {source}"
 
@@ -464,8 +464,8 @@ class Trace(list[Op]):
         """The first operator whose live rows are not what they are in a run without padding."""
         end = len(self)
         if [op.func for op in self] != [op.func for op in alone]:
-            found = first_difference(self, alone, same_size=False)
-            end = end if found is None else found[0]
+            difference = first_difference(self, alone, same_size=False)
+            end = end if difference is None else difference[0]
         for place, (ours, theirs) in enumerate(zip(self.sums[:end], alone.sums, strict=False)):
             if ours is None or theirs is None:
                 continue
@@ -496,13 +496,13 @@ def arguments_of(
 ) -> tuple[Any, ...]:
     """The arguments of one operator as two runs can compare them; `tensors` are those among them,
     `At` or `Of`, by `id`."""
-    found = []
+    described = []
     for each in (*args, *kwargs.items()):
         if type(each) in _AS_THEY_ARE:
-            found.append(each)
+            described.append(each)
         else:
-            found.append(tensors.get(id(each)) or _described(each, tensors))
-    return tuple(found)
+            described.append(tensors.get(id(each)) or _described(each, tensors))
+    return tuple(described)
 
 
 def _described(value: Any, tensors: Mapping[int, object]) -> object:

@@ -39,14 +39,14 @@ class _Whole:
 
     def read(self) -> torch.Tensor:
         """What is there now, cloned; an empty tensor once the memory is gone."""
-        found = self._now()
-        return self._like.clone() if found is None else found.clone()
+        now = self._now()
+        return self._like.clone() if now is None else now.clone()
 
     def write(self, value: torch.Tensor) -> None:
         """Write it, unless the memory is gone, or was when the value was read."""
-        found = self._now()
-        if found is not None and value.numel() == found.numel():
-            found.copy_(value)
+        now = self._now()
+        if now is not None and value.numel() == now.numel():
+            now.copy_(value)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether this is memory of that tensor, and of none that lay there before it."""
@@ -187,9 +187,9 @@ class SavedWrites:
             for region, ours, theirs in zip(self._regions, padded, alone, strict=False):
                 if not getattr(region.use, "exposed", True) or ours.shape != theirs.shape:
                     continue
-                found = difference(*_but_padding(region, ours, theirs, pads, sizes))
-                if found is not None and found.relative > rounding:
-                    return region.use, found.text
+                apart = difference(*_but_padding(region, ours, theirs, pads, sizes))
+                if apart is not None and apart.relative > rounding:
+                    return region.use, apart.text
             return None
 
         return unseen(compare)
@@ -327,10 +327,10 @@ def _named(tensor: torch.Tensor, pads: Sequence[int]) -> set[int]:
     """The rows that padding names: a value itself, or its page."""
     dim = _dim_of_rows(tensor)
     rows = tensor.shape[dim]
-    found = {pad for pad in pads if 0 <= pad < rows}
+    named = {pad for pad in pads if 0 <= pad < rows}
     # [pages, slots, ...], or [pages, heads, slots, width] where that gives a page that there is.
     per_page = tensor.shape[dim + 1 : dim + (3 if tensor.dim() == dim + 4 else 2)] or (1,)
     for pad in pads:
         pages = (pad // max(slots, 1) for slots in per_page if pad >= 0)
-        found.update([page for page in pages if page < rows][:1])
-    return found
+        named.update([page for page in pages if page < rows][:1])
+    return named
