@@ -182,17 +182,20 @@ class Trial:
 
     def _judge(self) -> None:
         step, state, verdict = self._step, self._state, self._verdict
-        draws = Draws(state.generators)
-        first = self._watch(rows=self._rows(), draw=draws.record, keeps_sources=True, compared=True)
+        draws, rows = Draws(state.generators), self._rows()
+        first = self._watch(rows=rows, draw=draws.record, keeps_sources=True, compared=True)
         outputs, asked = _asked_in(lambda: step.eager(first))
         eager = Run(outputs, state.take(), first)
         rebound = state.python.rebound(eager.left.python, first.uses)
         state.restore()
         # What a run leaves where nobody looks must not be what the replay needs.
         self._outputs_of(step.of_padding)
-        replayed = self._once(lambda _: step.replay())
-        other = None if self._mixes_rows else self._outputs_of(step.other_padding)
-        alone, matched, disturbed = self._without_padding(eager, draws)
+        replayed = Run(step.replay(), state.take(), first)
+        state.restore()
+        other = alone = matched = disturbed = None
+        if rows is not None:
+            other = self._outputs_of(step.other_padding)
+            alone, matched, disturbed = self._without_padding(eager, draws)
         rounding = rounding_of(
             [use.dtype for use in first.uses.values()],
             [op.func for op in first.trace],
@@ -201,10 +204,13 @@ class Trial:
         verdict.asks = asked and self._goes_by_it(eager, rounding)
         if step.finds_gradients:
             self._attempt("with gradients", lambda: step.find_gradients(self._watch()))
-        self._judge_numbers(eager)
-        self._judge_values(eager, rebound)
-        if matched is not None and self._graph.has_parts:
-            self._judge_python(eager, replayed, matched, rounding)
+        moved = state.python.changed(state.python.was, eager.left.python)
+        numbers = self._numbers(moved)
+        self._judge_numbers(eager, numbers)
+        if not rebound:
+            # Tensors that are rebound have a name for it already.
+            self._judge_values(eager, moved, numbers)
+        self._judge_python(eager, replayed, matched, rounding)
         last = self._watch()
         again = Run(step.eager(last), state.take(), last)
         verdict.outputs = again.outputs
@@ -214,7 +220,7 @@ class Trial:
         self._note_another_way(first)
         self._look_at_parts(eager, again, rounding)
         rounding = max(rounding, self._unsteady)
-        self._judge_replay(eager, again, replayed, rounding)
+        self._judge_replay(eager, again, replayed, rounding, numbers)
         if disturbed is not None and not differs(eager.outputs, disturbed, rounding):
             matched = None
             verdict.notes.append(
@@ -278,10 +284,8 @@ class Trial:
 
     def _without_padding(self, eager: Run, draws: Draws) -> tuple[Run | None, Run | None, Any]:
         """The step without padding; the same with the numbers that the padded run has drawn; and
-        where those cannot be drawn again, the outputs with other padding. None where it is full."""
+        where those cannot be drawn again, the outputs with other padding."""
         step = self._step
-        if self._mixes_rows:
-            return None, None, None
 
         def attempt(draw: Callable[..., Any]) -> Run | None:
             # It may be made for the sizes of graphs alone.
@@ -358,7 +362,9 @@ class Trial:
             got, then = other_data
             self._fail(CONSTANT, got, then=then)
 
-    def _judge_replay(self, eager: Run, again: Run, replayed: Run, rounding: float) -> None:
+    def _judge_replay(
+        self, eager: Run, again: Run, replayed: Run, rounding: float, numbers: Changes
+    ) -> None:
         """Do eager runs repeat one another, and does the replay give and leave what they do?"""
         outputs = [eager.outputs, again.outputs, replayed.outputs]
         questions = [("", "differ", outputs, max(rounding, 1e-6))]
@@ -369,7 +375,7 @@ class Trial:
         for where, how, (one, two, replay), least in questions:
             spread = difference(two, one)
             if spread is not None and spread.relative > least:
-                python = ", ".join(self._numbers(eager)) or "nothing that could be found"
+                python = ", ".join(numbers) or "nothing that could be found"
                 got = f"{spread.text}; Python state that moved: {python}"
                 self._fail(NOT_REPEATED, got, how=how)
                 continue
@@ -456,9 +462,11 @@ class Trial:
             use, text = spoilt
             self._fail(STATE_OF_PADDING, f"{text} of {use}")
 
-    def _judge_python(self, eager: Run, replayed: Run, alone: Run, rounding: float) -> None:
+    def _judge_python(self, eager: Run, replayed: Run, alone: Run | None, rounding: float) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure
         where outputs depend on them, else a warning."""
+        if alone is None or not self._graph.has_parts:
+            return
         python, padded = self._state.python, eager.left.python
         # What captured parts move no replay does: it leaves that as it was.
         captured = set(python.diff(replayed.left.python, padded))
@@ -531,26 +539,23 @@ class Trial:
         finally:
             self._state.restore()
 
-    def _numbers(self, eager: Run) -> dict[str, tuple[Any, Any]]:
+    def _numbers(self, moved: Changes) -> Changes:
         """The numbers that a run has moved and that can be moved further, or that steps before this
         one have: what they were, and what they are."""
         python, earlier = self._state.python, self._graph.moved or {}
-        moved = python.changed(python.was, eager.left.python)
         if not moved and not earlier:
             return {}
+        both = dict(moved)
         for slot, now in zip(python.slots, python.was, strict=True):
             if slot.path in earlier:
-                moved[slot.path] = earlier[slot.path][0], now
+                both[slot.path] = earlier[slot.path][0], now
         paths = [slot.path for slot in python.numbers if slot.writable]
         return {
-            path: moved[path]
-            for path in paths
-            if path in moved and step_of(*moved[path]) is not None
+            path: both[path] for path in paths if path in both and step_of(*both[path]) is not None
         }
 
-    def _judge_numbers(self, eager: Run) -> None:
+    def _judge_numbers(self, eager: Run, numbers: Changes) -> None:
         """Does it do something else when the numbers that it moves have moved on?"""
-        numbers = self._numbers(eager)
         if not numbers:
             return
         effect = self._depends_on(numbers, eager)
@@ -565,17 +570,16 @@ class Trial:
         got = f"{described(numbers)}; moved on, {effect}"
         self._fail(NUMBER_MOVED, got, kind="number")
 
-    def _judge_values(self, eager: Run, rebound: Sequence[str]) -> None:
+    def _judge_values(self, eager: Run, moved: Changes, numbers: Changes) -> None:
         """Does it do something else in one of the next runs, or when lists and texts that it moves
-        are much longer, or empty? Tensors that are `rebound` have a name for it already."""
+        are much longer, or empty?"""
         python, left = self._state.python, eager.left.python
-        numbers = self._numbers(eager)
         moved = {
             path: both
-            for path, both in python.changed(python.was, left).items()
+            for path, both in moved.items()
             if path not in numbers and not all(isinstance(each, torch.Tensor) for each in both)
         }
-        if not moved or rebound or self._verdict.failure is not None:
+        if not moved or self._verdict.failure is not None:
             return
         starts, effect = [left], None
         for _ in range(_NEXT_RUNS):
