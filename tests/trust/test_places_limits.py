@@ -20,7 +20,7 @@ from torch import nn
 
 from graphrt.core.trust.places.slots import MISSING, same_value
 from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.python_state import PythonState
+from graphrt.core.trust.snapshot import PythonState
 
 
 def refuse(*args: Any, **kwargs: Any) -> Any:

@@ -206,13 +206,33 @@ def test_only_what_is_written_is_saved_and_once(write, elements):
     assert saves.bytes == elements * 4
 
 
-@pytest.mark.xfail(strict=True, reason="rows are saved again at every run that writes them")
 def test_rows_that_several_runs_write_are_saved_once():
     state, saves = torch.zeros(100, 8), SavedWrites(MUCH)
     for _ in range(5):
         Watch(saves=saves).around(lambda: state.index_copy_(0, index(3), torch.ones(1, 8)))
         saves.restore()
     assert saves.bytes == 8 * 4
+
+
+def test_rows_along_another_dimension_or_by_other_indices_are_saved_too():
+    state, saves = torch.zeros(4, 4, 4), SavedWrites(MUCH)
+    one, two = index(1, 2), index(0, 3)
+    writes: list[Callable[[], Any]] = [
+        lambda: state.index_copy_(0, one, torch.ones(2, 4, 4)),
+        lambda: state.index_copy_(-1, one, torch.ones(4, 4, 2)),
+        lambda: state.index_put_((one.int(),), torch.ones(2, 4, 4)),
+        lambda: state.scatter_(0, one.view(1, 2, 1), 1.0),
+        lambda: state.scatter_(1, one.view(1, 2, 1), 1.0),
+        lambda: state.index_put_((one, two), torch.ones(2, 4)),
+        lambda: state.__setitem__((one, slice(None), two), torch.ones(2, 4)),
+        lambda: state.__setitem__((two, slice(None), one), torch.ones(2, 4)),
+        lambda: state.__setitem__((torch.arange(4) > 2, two[:1]), torch.ones(1, 4)),
+    ]
+    for write in writes:
+        Watch(saves=saves).around(write)
+        assert state.any()
+        saves.restore()
+        assert not state.any()
 
 
 def test_rows_beyond_the_limit_are_an_error_that_names_the_line_before_they_are_written():

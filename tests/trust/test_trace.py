@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from graphrt.core.trust.watching.operators import in_bounds
-from graphrt.core.trust.watching.trace import Trace, first_difference
-from graphrt.core.trust.watching.watch import Deviation, Watch
+from graphrt.core.trust.watching.watch import Deviation, Trace, Watch, first_difference
 
 aten = torch.ops.aten
 WEIGHT, OTHER = torch.ones(4), torch.ones(4)

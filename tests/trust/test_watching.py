@@ -11,8 +11,7 @@ from torch import nn
 
 from graphrt.core.base.thread_mode import dispatch_modes
 from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.watching.trace import Values
-from graphrt.core.trust.watching.watch import Use, Watch, storage_key
+from graphrt.core.trust.watching.watch import Use, Values, Watch, storage_key
 
 Run = Callable[[torch.Tensor, torch.Tensor], Any]
 

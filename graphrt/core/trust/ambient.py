@@ -75,14 +75,14 @@ class Ambient:
         """The settings that are not what they were at capture; where there are none, what made
         `holds` false is taken for harmless from now on."""
         now = self._now()
-        found = [
+        differing = [
             f"{name}: {value}, {self._captured[name]} at capture"
             for name, value in now.items()
             if value != self._captured[name]
         ]
-        if not found:
+        if not differing:
             self._accept()
-        return found
+        return differing
 
     def ask(self) -> None:
         """From now on compare gradients and inference mode too: the forward goes by them."""

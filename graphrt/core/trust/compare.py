@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,15 @@ _FLIPPED = 1 / 8
 """The share of integers that rounding may flip: tokens that a sampler chose of equal ones."""
 
 
+_MOST_TOLD = 8
+
+
+def listed(names: Sequence[object]) -> str:
+    """Names in a text, and how many more there are."""
+    more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
+    return ", ".join(map(str, names[:_MOST_TOLD])) + more
+
+
 class Difference(NamedTuple):
     """Where two results differ, in words; `relative` is the largest difference over the root mean
     square of the expected values: infinite where they cannot be rounded to one another, as for
@@ -45,8 +54,8 @@ def difference(got: Any, expected: Any, *, rounded: bool = False) -> Difference 
     ours, theirs = dict(tree.leaves(got)), dict(tree.leaves(expected))
     if ours.keys() != theirs.keys():
         return Difference(f"another structure: {[*ours]}, not {[*theirs]}", float("inf"))
-    found = [_of_leaf(path, value, theirs[path], rounded) for path, value in ours.items()]
-    worst = [each for each in found if each is not None]
+    differences = [_of_leaf(path, value, theirs[path], rounded) for path, value in ours.items()]
+    worst = [each for each in differences if each is not None]
     return max(worst, key=lambda each: each.relative) if worst else None
 
 

@@ -142,8 +142,8 @@ class Draws:
         """Draw as many as the padded run has, and take the live rows of it."""
         self._generators.restore(draw.before)
         args, kwargs = wide
-        found, facts = draw.func(*args, **kwargs), facts_of(draw.func)
-        _take_rows(result, found)
+        drawn, facts = draw.func(*args, **kwargs), facts_of(draw.func)
+        _take_rows(result, drawn)
         _take_rows([*written(facts, *given)], [*written(facts, args, kwargs)])
 
     def _drew(self, before: list[Any]) -> bool:
@@ -181,15 +181,15 @@ def _as_long(value: Any, wanted: Any) -> Any:
         return None if value is None else wanted
     if value.dim() != len(wanted):
         raise _OtherShape
-    found = value.clone()
+    long = value.clone()
     for dim, count in enumerate(wanted):
-        have = found.shape[dim]
+        have = long.shape[dim]
         if have > count or (have == 0 and count):
             raise _OtherShape
         if have < count:
-            rows = torch.arange(count, device=found.device).clamp_(max=have - 1)
-            found = found.index_select(dim, rows)
-    return found
+            rows = torch.arange(count, device=long.device).clamp_(max=have - 1)
+            long = long.index_select(dim, rows)
+    return long
 
 
 def _take_rows(own: Any, wide: Any) -> None:

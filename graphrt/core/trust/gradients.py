@@ -96,17 +96,17 @@ class Gradients:
         """The outputs of a step that was given `values`, with such ones marked."""
         if not self._sources or not expected():
             return outputs
-        found = {name: each for name, each in _by_name(values).items() if each.requires_grad}
+        required = {name: each for name, each in _by_name(values).items() if each.requires_grad}
         weights = (weight() for weight in self._weights if self._of_weights)
         # One stands for all: `backward` raises before it gets to any.
         weight = next((each for each in weights if each is not None and each.requires_grad), None)
         if weight is not None:
-            found[WEIGHTS] = weight
-        if not found:
+            required[WEIGHTS] = weight
+        if not required:
             return outputs
         marked: dict[int, torch.Tensor] = {}
         for path, leaf in tree.leaves(outputs):
-            needs = [found[each] for each in self._sources.get(path, ()) if each in found]
+            needs = [required[each] for each in self._sources.get(path, ()) if each in required]
             if needs and type(leaf) is torch.Tensor and id(leaf) not in marked:
                 marked[id(leaf)] = delayed_error(_ENDS, 1 + len(needs))(leaf.detach(), *needs)[0]
         return tree.map_tensors(lambda tensor: marked.get(id(tensor), tensor), outputs)

@@ -35,9 +35,10 @@ from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.segments import graphs_of
-from graphrt.core.trust.places.slots import FIXED
+from graphrt.core.trust.compare import listed
+from graphrt.core.trust.places.slots import FIXED, Place
 from graphrt.core.trust.places.walk import Link, Places, places_of, where_is
-from graphrt.core.trust.python_state import PythonState
+from graphrt.core.trust.snapshot import PythonState
 from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
 from graphrt.core.trust.watching.watch import Use, Watch
 
@@ -115,10 +116,10 @@ class ReadSet:
         self._forward = forward
         self._has_full = has_full
         self._weights = Weights(forward, parameters, compiled)
-        # Where tensors were: the named ones by source and name, the others by path. Of packed
-        # weights themselves: operators do not show which they are given, so all count as read.
+        # Where named tensors were, by source and name.
         self._named: dict[tuple[int, str], object] = {}
-        self._where: dict[str, object] = {}
+        # Where the forward has a storage. Paths are put together when somebody asks.
+        self._places: dict[int, list[Place]] = {}
         # By storage. Without a use the memory is kept, but nothing was seen to read it.
         self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
 
@@ -171,24 +172,21 @@ class ReadSet:
         places = places_of(self._forward)
         self.values = PythonState(places, baked=True)
         reads = []
-        self._where = {}
-        for place, tensor in places.tensors:
-            where = where_is(tensor)
-            _, use = (None, None) if where is None else self._held.get(where[-1], (None, None))
+        self._places = {}
+        for place, tensor, key in places.keyed:
+            _, use = self._held.get(key, (None, None))
             # Eager parts look again at every replay.
             is_read = use is not None and (self._has_full or not use.in_parts)
-            path = place.path if is_read else ""
-            if is_read and path not in self.remade:
+            if is_read and not (self.remade and place.path in self.remade):
                 reads.append((place, tensor))
-                self._where[path] = where
-        self._where.update([(place.path, value) for place, value in places.packed])
+                self._places.setdefault(key, []).append(place)
         self.links = places.links(reads)
         return places
 
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""
         self._held.clear()
-        self._where.clear()
+        self._places.clear()
         self.links = []
         self.values = None
         self.remade.clear()
@@ -206,8 +204,8 @@ class ReadSet:
         # Code is replaced by hand alone, and takes longer to look at.
         slots = [link for link in slots if not issubclass(type(link.held), _CODE)]
         tensors = [link.held for link in self.links if issubclass(type(link.held), torch.Tensor)]
-        found = map(call, cycle([link.get for link in slots]))
-        same = map(is_, found, cycle([link.held for link in slots])) if slots else repeat(True)
+        values = map(call, cycle([link.get for link in slots]))
+        same = map(is_, values, cycle([link.held for link in slots])) if slots else repeat(True)
         if not tensors:
             return same
         addresses = map(torch.Tensor.data_ptr, cycle(tensors))
@@ -222,10 +220,9 @@ class ReadSet:
 
     def stale(self, moved: Sequence[str]) -> StaleInputError:
         """The error for tensors of these names."""
-        more = f" and {len(moved) - _MOST_TOLD} more" if len(moved) > _MOST_TOLD else ""
         return StaleInputError(
             "weights are not where the graphs read them",
-            got=", ".join(moved[:_MOST_TOLD]) + more,
+            got=listed(moved),
             expected="every one where it was at capture",
             advice="write new values into the old tensors, as by copy_(), or call recapture()",
         )
@@ -282,9 +279,20 @@ class ReadSet:
             )
 
     def _moved_in(self, places: Places) -> list[str]:
-        now: dict[str, object] = {place.path: where_is(tensor) for place, tensor in places.tensors}
-        now.update((place.path, value) for place, value in places.packed)
-        return [path for path, was in self._where.items() if not _is_same(was, now.get(path))]
+        now: dict[str, list[object]] = {}
+        for place, tensor in places.tensors:
+            now.setdefault(place.path, []).append(where_is(tensor))
+        for place, value in places.packed:
+            now.setdefault(place.path, []).append(id(value))
+        moved = []
+        for link in self.links:
+            # Which packed weights operators are given they do not show, so all count as read.
+            is_packed = isinstance(link.held, torch.ScriptObject)
+            if is_packed or isinstance(link.held, torch.Tensor):
+                was, path = id(link.held) if is_packed else link.was, link.place.path
+                if was not in now.get(path, ()):
+                    moved.append(path)
+        return moved
 
     def _named_now(self) -> dict[tuple[int, str], object]:
         return {key: tree.identity(tensor) for key, tensor in self._weights.now().items()}
@@ -329,23 +337,19 @@ class ReadSet:
     def table(self) -> tuple[TensorUse, ...]:
         """Everything that graphs read."""
         moved = {*self.moved()}
-        names: dict[int, list[str]] = {}
-        for path, where in self._where.items():
-            if isinstance(where, tuple):
-                names.setdefault(where[-1], []).append(path)
-        found = []
+        rows = []
         for storage, use in self._uses():
-            paths = names.get(storage._cdata, [])
+            paths = [place.path for place in self._places.get(storage._cdata, ())]
             gone = all(path in moved for path in paths)
             if not paths:
                 gone = storage_use_count(storage._cdata) <= 1
             name, source = min(paths, key=len, default=""), _source(use)
-            found.append(
+            rows.append(
                 TensorUse(
                     name, use.dtype, use.shape, storage.nbytes(), use.is_written, gone, source
                 )
             )
-        return tuple(found)
+        return tuple(rows)
 
     def are_on_host(self) -> bool:
         """Whether a warm-up has read memory of the host: where one operand is a number there, its
@@ -354,10 +358,6 @@ class ReadSet:
 
     def _uses(self) -> list[tuple[torch.UntypedStorage, Use]]:
         return [(storage, use) for storage, use in self._held.values() if use is not None]
-
-
-def _is_same(was: object, now: object) -> bool:
-    return was is now or (isinstance(was, tuple) and was == now)
 
 
 def _graph_read(storage: torch.UntypedStorage, use: Use) -> GraphRead:
@@ -444,11 +444,11 @@ def _modules_of(forward: Any) -> tuple[list[torch.nn.Module], bool]:
     if isinstance(forward, torch.nn.Module):
         return [forward], True
     if isinstance(forward, functools.partial):
-        found, complete = _modules_of(forward.func)
+        modules, complete = _modules_of(forward.func)
         given = tree.leaves((forward.args, forward.keywords))
         more = [value for _, value in given if isinstance(value, torch.nn.Module)]
         # A tensor in it is not looked up again: what it stands for may have been replaced.
-        return found + more, complete and not tree.tensors((forward.args, forward.keywords))
+        return modules + more, complete and not tree.tensors((forward.args, forward.keywords))
     if inspect.ismethod(forward) and isinstance(forward.__self__, torch.nn.Module):
         return [forward.__self__], True
     # Wrappers and compiled modules.

@@ -7,20 +7,41 @@
    `SavedWrites.spoilt` compare two.
 
 Each part has `take() -> values` and `restore(values)`, where None are the values of the beginning.
+It does not see state of iterators and of C extensions, nor arrays above 1 MiB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from operator import is_
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from graphrt.core.base.errors import StateTooLargeError
+from graphrt.core.base.option_values import told
+from graphrt.core.base.thread_mode import unseen
 from graphrt.core.capture.state import State, as_states
+from graphrt.core.trust.compare import difference, listed
 from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.places.walk import Places
-from graphrt.core.trust.python_state import PythonState
+from graphrt.core.trust.places.slots import (
+    ARRAY,
+    CONTENTS,
+    DEFAULT,
+    LENGTH,
+    MISSING,
+    Place,
+    base_of,
+    entries,
+    getters,
+    items_of,
+    same_array,
+    same_value,
+)
+from graphrt.core.trust.places.walk import Kind, Places, is_array, shape_of
+from graphrt.core.trust.watching.watch import storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
 
@@ -91,3 +112,274 @@ class StateSnapshot:
                 failed = failed or error
         if failed is not None:
             raise failed
+
+
+# What it holds in Python --------------------------------------------------------------------------
+
+Changes = Mapping[str, tuple[Any, Any]]
+"""By path, the values at two times, or of two runs."""
+
+_MOST_ITEMS = 4096
+_MOST_ARRAY_BYTES = 1 << 20
+_MOST_BAKED_BYTES = 1 << 16
+_DEEPEST = 8
+_MANY = 100_003
+"""Runs after which a list that gets longer in each counts as long."""
+_ROUNDED = 1e-2
+"""How far tensors may be apart, over their root mean square, that count as the same."""
+
+
+class PythonState:
+    """The Python values that a forward reaches: numbers, which tensor or object is where, what is
+    in containers and in NumPy's arrays, and the memory of its tensors. `was` has them as at first,
+    in the order of `slots`."""
+
+    def __init__(self, places: Places, *, baked: bool = False) -> None:
+        """`baked` looks at what a capture may have baked in alone, which is cheap to compare: of
+        containers the length, and no tensors."""
+        most = _MOST_BAKED_BYTES if baked else _MOST_ARRAY_BYTES
+        arrays = [each for each in places.arrays if each[1].nbytes <= most]
+        # Holders first: what is in an old one is found where it was.
+        slots = [place for place, _ in places.objects]
+        if baked:
+            contents = [Place(place, "", LENGTH, held) for place, held in places.containers]
+        else:
+            # What is in an array of objects is looked at by nobody.
+            arrays = [(p, a) for p, a in arrays if a.flags.writeable and a.dtype != object]
+            slots += [place for place, _ in (*places.arrays, *places.tensors)]
+            contents = [
+                Place(place, "", CONTENTS, held, base_of(held))
+                for place, held in places.containers
+                if len(held) <= _MOST_ITEMS
+            ]
+        contents += [Place(place, "", ARRAY, array) for place, array in arrays]
+        self.slots = (*slots, *places.numbers, *contents)
+        self._getters = getters(self.slots)
+        self._numbers = slice(len(slots), len(slots) + len(places.numbers))
+        self.was = self.take()
+        # The tensors whose memory is known, and what they had.
+        # A subclass may have no detach() of the ordinary kind.
+        plain = (torch.Tensor, torch.nn.Parameter)
+        tensors = [] if baked else [each for each in places.keyed if type(each[1]) in plain]
+        self._memory = unseen(
+            lambda: [(place, held, held.detach(), key) for place, held, key in tensors]
+        )
+        self._tensors = [held for _, held, _ in tensors]
+        self._addresses = [*map(torch.Tensor.data_ptr, self._tensors)]
+
+    def take(self) -> list[Any]:
+        """What is there now."""
+        return [get() for get in self._getters]
+
+    def restore(self, values: Sequence[Any] | None = None, *, numbers: bool = False) -> None:
+        """Put back what was there at first, or what `take` has returned; or `numbers` alone."""
+        which = self._numbers if numbers else slice(None)
+        wanted = (self.was if values is None else values)[which]
+        for slot, get, value in zip(self.slots[which], self._getters[which], wanted, strict=True):
+            if slot.way.set is None or (value is MISSING and slot.way is not DEFAULT):
+                continue
+            now = get()
+            if now is not value and not slot.way.same(value, now):
+                put_back(slot, value)
+        if values is None:
+            for _, held, memory in self.elsewhere():
+                held.data = memory.detach()
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """Put numbers at paths."""
+        for slot in self.numbers if values else ():
+            if slot.path in values:
+                put_back(slot, values[slot.path])
+
+    def much_later(self, now: Sequence[Any]) -> list[Any] | None:
+        """What is there after many runs more like the one that left `now`; None where nobody can
+        tell of any slot."""
+        values = [*now]
+        for at, slot in enumerate(self.slots):
+            if slot.writable and now[at] is not self.was[at] and not _is_dict(slot):
+                later = much_later(self.was[at], now[at])
+                values[at] = now[at] if later is None else later
+        return None if all(map(is_, values, now)) else values
+
+    @property
+    def numbers(self) -> Sequence[Place]:
+        """The slots of plain values."""
+        return self.slots[self._numbers]
+
+    def elsewhere(self) -> list[tuple[Place, torch.Tensor, torch.Tensor]]:
+        """The tensors that were given other memory (`set_`, `.data =`), and what they had."""
+        # Asked of all tensors, several times a graph. What they had lives on, so its addresses are
+        # nobody else's.
+        with contextlib.suppress(RuntimeError):
+            if [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses:
+                return []
+        moved = []
+        for place, held, memory, key in self._memory:
+            try:
+                is_there = held.untyped_storage()._cdata == key
+            except (NotImplementedError, RuntimeError):
+                is_there = False
+            if not is_there and place.get() is held:
+                moved.append((place, held, memory))
+        return moved
+
+    def changed(self, was: Sequence[Any], now: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
+        """What is another value now, by identity."""
+        return {self.slots[at].path: (was[at], now[at]) for at in self.moved_slots(was, now)}
+
+    def moved_slots(self, was: Sequence[Any], now: Sequence[Any]) -> list[int]:
+        """The slots in which another value is now."""
+        if all(map(is_, was, now)):
+            return []
+        return [
+            at
+            for at, (before, after) in enumerate(zip(was, now, strict=True))
+            if after is not before and not self.slots[at].way.same(before, after)
+        ]
+
+    def moved(self) -> dict[str, tuple[Any, Any]]:
+        """What is not as it was when this was last asked."""
+        was, self.was = self.was, self.take()
+        return self.changed(was, self.was)
+
+    def diff(self, ours: Sequence[Any], theirs: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
+        """Where two runs have left other values, which are compared by what is in them."""
+        differing: dict[str, tuple[Any, Any]] = {}
+        for slot, mine, other in zip(self.slots, ours, theirs, strict=True):
+            if _alike(mine, other):
+                continue
+            if slot.way is CONTENTS:
+                mine, other = (entries(slot.holder, items) for items in (mine, other))
+            differing.setdefault(slot.path, (mine, other))
+        return differing
+
+    def rebound(self, now: Sequence[Any], used: Collection[int | None]) -> list[str]:
+        """Where a run that has just ended has put another tensor in the place of one that it had
+        `used`, by the keys of storages."""
+        tensors = [
+            (slot, was, value)
+            for slot, was, value in zip(self.slots, self.was, now, strict=True)
+            if isinstance(was, torch.Tensor)
+        ]
+        replaced = [(slot, was) for slot, was, value in tensors if value is not was]
+        replaced += [(place, memory) for place, _, memory in self.elsewhere()]
+        if not replaced:
+            return []
+        # A normalized weight begins as the weight itself, which is read under its own name.
+        stays = {storage_key(was) for _, was, value in tensors if value is was}
+        keys = [(slot.path, storage_key(held)) for slot, held in replaced]
+        return [path for path, key in keys if key in used and key not in stays]
+
+
+def _is_dict(slot: Place) -> bool:
+    return slot.way is CONTENTS and isinstance(slot.holder, dict)
+
+
+def put_back(slot: Place, value: object) -> None:
+    """Put a value where it was, unless the slot is gone, or read-only: then no run of the forward
+    has moved it."""
+    with contextlib.suppress(TypeError, IndexError, AttributeError):
+        slot.set(value)
+
+
+# Numbers and words -------------------------------------------------------------------------------
+
+
+def step_of(was: Any, now: Any) -> Any:
+    """By how much a number was moved; None for what is none."""
+    if isinstance(was, bool) and isinstance(now, bool):
+        return 1
+    if type(was) is not type(now) or not isinstance(was, int | float):
+        return None
+    return now - was
+
+
+def further(was: Any, now: Any, steps: int) -> Any:
+    """A number that went from `was` to `now`, moved on by as many such steps."""
+    return (not was) if isinstance(was, bool) else was + step_of(was, now) * steps
+
+
+def much_later(was: Any, now: Any) -> Any:
+    """What a text or the items of a list are after many runs more like the one that made `now` of
+    `was`: far longer, or empty; a tuple has its numbers moved on. None where nobody can tell."""
+    if type(was) is not type(now) or not isinstance(now, str | bytes | tuple | list):
+        return None
+    was, now = cast(tuple[Any, ...], was), cast(tuple[Any, ...], now)
+    if len(now) > len(was):
+        return now + now[len(was) :] * _MANY
+    if len(now) < len(was):
+        return now[:0]
+    if not isinstance(now, tuple):
+        return None
+    moved = [
+        b if same_value(a, b) or step_of(a, b) is None else further(a, b, _MANY)
+        for a, b in zip(was, now, strict=True)
+    ]
+    return tuple.__new__(type(now), moved)
+
+
+def described(changes: Changes, text: str = "{path} = {0}, then {1}") -> str:
+    """Changes in words; of two runs, with another `text`."""
+    return listed([text.format(*map(told, both), path=path) for path, both in changes.items()])
+
+
+# What is in values -------------------------------------------------------------------------------
+
+
+def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
+    """Whether it holds plain values alone: no tensor, and nothing that is not known."""
+    if shape_of(type(value)).kind is Kind.PLAIN or is_array(type(value)):
+        return True
+    members = _members(value) if depth else None
+    return members is not None and all(is_plain(each, depth - 1) for each in members)
+
+
+def only_tensors_differ(ours: Any, theirs: Any) -> bool:
+    """Whether two values that differ are the same but for tensors."""
+    return _alike(ours, theirs, tensors=False)
+
+
+def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST, *, tensors: bool = True) -> bool:
+    """Whether two runs have left the same; without `tensors`, but for these. Objects of which
+    nothing is known count as the same."""
+    if ours is theirs or depth == 0:
+        return True
+    if type(ours) is not type(theirs):
+        return False
+    kind = shape_of(type(ours)).kind
+    if kind is Kind.PLAIN:
+        return same_value(ours, theirs)
+    if kind is Kind.TENSOR:
+        apart = unseen(lambda: difference(ours, theirs, rounded=True)) if tensors else None
+        return apart is None or apart.relative <= _ROUNDED
+    if kind in (Kind.SET, Kind.FROZENSET):
+        return len(ours) == len(theirs) and bool(ours == theirs)
+    if is_array(type(ours)):
+        return same_array(ours, theirs)
+    mine, other = (_compared(each, tensors) for each in (ours, theirs))
+    inner = partial(_alike, depth=depth - 1, tensors=tensors)
+    return len(mine) == len(other) and all(map(inner, mine, other))
+
+
+def _members(value: Any) -> list[Any] | None:
+    """What a container or an object holds, of a dict and of attributes as pairs; None for what is
+    neither."""
+    shape = shape_of(type(value))
+    if shape.kind is Kind.OBJECT:
+        held = {} if shape.dict_of is None else dict(shape.dict_of(value))
+        for name, slot in shape.slots:
+            with contextlib.suppress(AttributeError):
+                held[name] = slot.__get__(value)
+        return [*held.items()]
+    if shape.kind in (Kind.LIST, Kind.DEQUE, Kind.SET, Kind.DICT):
+        return entries(value, items_of(value, base_of(value)))
+    return [*value] if shape.kind in (Kind.TUPLE, Kind.FROZENSET) else None
+
+
+def _compared(value: Any, tensors: bool) -> list[Any]:
+    """Its members; without `tensors`, neither these nor pairs with one."""
+    members = _members(value) or []
+    if tensors:
+        return members
+    pairs = [(each, each if type(each) is tuple else (each,)) for each in members]
+    return [each for each, of in pairs if not any(isinstance(one, torch.Tensor) for one in of)]

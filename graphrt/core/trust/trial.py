@@ -21,14 +21,15 @@ from graphrt.core.trust.compare import Difference, difference, differs, rounding
 from graphrt.core.trust.generators import Draws, of_python
 from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places.walk import Places
-from graphrt.core.trust.python_state import (
+from graphrt.core.trust.snapshot import (
     Changes,
+    Left,
+    StateSnapshot,
     described,
     further,
     only_tensors_differ,
     step_of,
 )
-from graphrt.core.trust.snapshot import Left, StateSnapshot
 from graphrt.core.trust.verdict import (
     CONSTANT,
     NOT_EAGER,
@@ -38,10 +39,10 @@ from graphrt.core.trust.verdict import (
     REBOUND,
     ROWS_MIXED,
     STATE_OF_PADDING,
+    Failure,
     Verdict,
 )
-from graphrt.core.trust.watching.trace import Trace, first_difference, first_other
-from graphrt.core.trust.watching.watch import Deviation, Watch
+from graphrt.core.trust.watching.watch import Deviation, Trace, Watch, first_difference, first_other
 from graphrt.core.trust.watching.writes import still_there
 
 T = TypeVar("T")
@@ -181,17 +182,20 @@ class Trial:
 
     def _judge(self) -> None:
         step, state, verdict = self._step, self._state, self._verdict
-        draws = Draws(state.generators)
-        first = self._watch(rows=self._rows(), draw=draws.record, keeps_sources=True)
+        draws, rows = Draws(state.generators), self._rows()
+        first = self._watch(rows=rows, draw=draws.record, keeps_sources=True, compared=True)
         outputs, asked = _asked_in(lambda: step.eager(first))
         eager = Run(outputs, state.take(), first)
         rebound = state.python.rebound(eager.left.python, first.uses)
         state.restore()
         # What a run leaves where nobody looks must not be what the replay needs.
         self._outputs_of(step.of_padding)
-        replayed = self._once(lambda _: step.replay())
-        other = None if self._mixes_rows else self._outputs_of(step.other_padding)
-        alone, matched, disturbed = self._without_padding(eager, draws)
+        replayed = Run(step.replay(), state.take(), first)
+        state.restore()
+        other = alone = matched = disturbed = None
+        if rows is not None:
+            other = self._outputs_of(step.other_padding)
+            alone, matched, disturbed = self._without_padding(eager, draws)
         rounding = rounding_of(
             [use.dtype for use in first.uses.values()],
             [op.func for op in first.trace],
@@ -200,20 +204,23 @@ class Trial:
         verdict.asks = asked and self._goes_by_it(eager, rounding)
         if step.finds_gradients:
             self._attempt("with gradients", lambda: step.find_gradients(self._watch()))
-        self._judge_numbers(eager)
-        self._judge_values(eager, rebound)
-        if matched is not None and self._graph.has_parts:
-            self._judge_python(eager, replayed, matched, rounding)
+        moved = state.python.changed(state.python.was, eager.left.python)
+        numbers = self._numbers(moved)
+        self._judge_numbers(eager, numbers)
+        if not rebound:
+            # Tensors that are rebound have a name for it already.
+            self._judge_values(eager, moved, numbers)
+        self._judge_python(eager, replayed, matched, rounding)
         last = self._watch()
         again = Run(step.eager(last), state.take(), last)
         verdict.outputs = again.outputs
         self._judge_constants(first, last)
         if rebound:
-            verdict.fail(REBOUND, self._graph.name, ", ".join(rebound))
+            self._fail(REBOUND, ", ".join(rebound))
         self._note_another_way(first)
         self._look_at_parts(eager, again, rounding)
         rounding = max(rounding, self._unsteady)
-        self._judge_replay(eager, again, replayed, rounding)
+        self._judge_replay(eager, again, replayed, rounding, numbers)
         if disturbed is not None and not differs(eager.outputs, disturbed, rounding):
             matched = None
             verdict.notes.append(
@@ -233,13 +240,14 @@ class Trial:
 
     # Runs ----------------------------------------------------------------------------------------
 
-    def _watch(self, follows: Trace | None = None, **more: Any) -> Watch:
+    def _watch(self, follows: Trace | None = None, *, compared: bool = False, **more: Any) -> Watch:
         return Watch(
             self._own,
             self._state.memory,
             follows,
             self._state.generators,
             reads_arrays=self._reads_arrays,
+            compared=compared,
             **more,
         )
 
@@ -276,17 +284,15 @@ class Trial:
 
     def _without_padding(self, eager: Run, draws: Draws) -> tuple[Run | None, Run | None, Any]:
         """The step without padding; the same with the numbers that the padded run has drawn; and
-        where those cannot be drawn again, the outputs with other padding. None where it is full."""
+        where those cannot be drawn again, the outputs with other padding."""
         step = self._step
-        if self._mixes_rows:
-            return None, None, None
 
         def attempt(draw: Callable[..., Any]) -> Run | None:
             # It may be made for the sizes of graphs alone.
             rows = step.live_rows, step.live_rows
             run = self._attempt(
                 "does not run without padding",
-                lambda: self._once(step.unpadded, rows=rows, draw=draw),
+                lambda: self._once(step.unpadded, rows=rows, draw=draw, compared=True),
             )
             return None if run is None or run.outputs is None else run
 
@@ -315,8 +321,7 @@ class Trial:
         )
         if run is None:
             return False
-        now, before = _memory(run, eager)
-        return differs([run.outputs, now], [eager.outputs, before], rounding, rounded=True)
+        return _differ(run, eager, rounding, rounded=True)
 
     def _look_at_parts(self, eager: Run, again: Run, rounding: float) -> None:
         """Where two eager runs differ, find out whether that is because of eager parts alone, which
@@ -329,8 +334,7 @@ class Trial:
         one = self._once(lambda watch: self._step.eager(watch, parts))
         two = self._once(lambda watch: self._step.eager(watch, parts.again()))
         self._state.restore(again.left)
-        now, before = still_there(*_memory(two, one))
-        if parts.differs or differs([two.outputs, now], [one.outputs, before], rounding):
+        if parts.differs or _differ(two, one, rounding):
             return
         third = difference(one.outputs, eager.outputs)
         furthest = max(spread.relative, 0.0 if third is None else third.relative)
@@ -341,30 +345,39 @@ class Trial:
 
     # Questions -----------------------------------------------------------------------------------
 
+    def _fail(self, failure: Failure, got: str, **more: object) -> None:
+        """Note a failure; the first one counts. `more` is for its texts."""
+        what, expected = (text.format(**more) for text in (failure.what, failure.expected))
+        self._verdict.failure = self._verdict.failure or failure.error(
+            f"{self._graph.name}: {what}", got=got, expected=expected, advice=failure.advice
+        )
+
     def _judge_constants(self, first: Watch, last: Watch) -> None:
         """Does it make tensors of Python data that is other data now?"""
         graph = self._graph
-        found = last.trace.first_other_data(first.trace, has_parts=graph.has_parts)
-        if found is None and graph.captured is not None and graph.same_size:
-            found = first.trace.first_other_data(graph.captured, has_parts=graph.has_parts)
-        if found is not None:
-            got, then = found
-            self._verdict.fail(CONSTANT, graph.name, got, then=then)
+        other_data = last.trace.first_other_data(first.trace, has_parts=graph.has_parts)
+        if other_data is None and graph.captured is not None and graph.same_size:
+            other_data = first.trace.first_other_data(graph.captured, has_parts=graph.has_parts)
+        if other_data is not None:
+            got, then = other_data
+            self._fail(CONSTANT, got, then=then)
 
-    def _judge_replay(self, eager: Run, again: Run, replayed: Run, rounding: float) -> None:
+    def _judge_replay(
+        self, eager: Run, again: Run, replayed: Run, rounding: float, numbers: Changes
+    ) -> None:
         """Do eager runs repeat one another, and does the replay give and leave what they do?"""
         outputs = [eager.outputs, again.outputs, replayed.outputs]
         questions = [("", "differ", outputs, max(rounding, 1e-6))]
         if eager.left.memory:
-            memory: list[Any] = still_there(*_memory(eager, again, replayed))
+            memory: list[Any] = _memory(eager, again, replayed)
             where = " in the state that it writes"
             questions.append((where, "leave different state", memory, rounding))
         for where, how, (one, two, replay), least in questions:
             spread = difference(two, one)
             if spread is not None and spread.relative > least:
-                python = ", ".join(self._numbers(eager)) or "nothing that could be found"
+                python = ", ".join(numbers) or "nothing that could be found"
                 got = f"{spread.text}; Python state that moved: {python}"
-                self._verdict.fail(NOT_REPEATED, self._graph.name, got, how=how)
+                self._fail(NOT_REPEATED, got, how=how)
                 continue
             if spread is not None:
                 self._verdict.deterministic = False
@@ -397,9 +410,8 @@ class Trial:
         if self._graph.moved:
             moved = described(self._graph.moved)
             since = f"\n    Python values that eager steps have moved: {moved}"
-        self._verdict.fail(
+        self._fail(
             NOT_EAGER,
-            self._graph.name,
             f"{apart.text}{self._guilty(eager.watch)}{since}",
             where=where,
             allowed="equal bits" if self._verdict.deterministic else "the spread of eager runs",
@@ -411,16 +423,16 @@ class Trial:
         graph = self._graph
         if graph.issued is None:
             return
-        found = first_other(now.trace, graph.issued)
+        other = first_other(now.trace, graph.issued)
         if graph.same_size or first_other(graph.captured or Trace(), graph.issued):
-            self._another_way = now.trace.at_source(found)
+            self._another_way = now.trace.at_source(other)
 
     def _guilty(self, now: Watch) -> str:
         """The first operator that this step does otherwise than the graph was captured with."""
         graph, text = self._graph, self._another_way
         if not text and graph.captured is not None:
-            found = first_difference(now.trace, graph.captured, same_size=graph.same_size)
-            text = now.trace.at_source(found)
+            other = first_difference(now.trace, graph.captured, same_size=graph.same_size)
+            text = now.trace.at_source(other)
         return text and f"\n    the first operator that is another one now is {text}"
 
     def _judge_padding(self, eager: Run, other: Any, alone: Run | None, rounding: float) -> None:
@@ -440,38 +452,40 @@ class Trial:
                 mixing = trace.at_source(trace.first_mixed(alone.watch.trace, rounding))
             first = mixing and f"\n    the first operator that mixes rows is {mixing}"
             got = apart.text + first
-            self._verdict.fail(ROWS_MIXED, self._graph.name, got, how=how, rounding=rounding)
+            self._fail(ROWS_MIXED, got, how=how, rounding=rounding)
         if alone is None:
             return
-        found = self._state.memory.spoilt(
+        spoilt = self._state.memory.spoilt(
             eager.left.memory, alone.left.memory, self._pads, self._step.sizes, rounding
         )
-        if found is not None:
-            use, text = found
-            self._verdict.fail(STATE_OF_PADDING, self._graph.name, f"{text} of {use}")
+        if spoilt is not None:
+            use, text = spoilt
+            self._fail(STATE_OF_PADDING, f"{text} of {use}")
 
-    def _judge_python(self, eager: Run, replayed: Run, alone: Run, rounding: float) -> None:
+    def _judge_python(self, eager: Run, replayed: Run, alone: Run | None, rounding: float) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure
         where outputs depend on them, else a warning."""
+        if alone is None or not self._graph.has_parts:
+            return
         python, padded = self._state.python, eager.left.python
         # What captured parts move no replay does: it leaves that as it was.
         captured = set(python.diff(replayed.left.python, padded))
         captured -= set(python.diff(replayed.left.python, python.was))
         apart = python.diff(padded, alone.left.python)
-        found = {path: both for path, both in apart.items() if path not in captured}
-        for _ in range(2 if found else 0):
+        differing = {path: both for path, both in apart.items() if path not in captured}
+        for _ in range(2 if differing else 0):
             # Times and latencies, say, are others without padding too, and may be equal by chance.
             repeated = self._once(self._step.eager)
             for path in python.diff(padded, repeated.left.python):
-                found.pop(path, None)
-            if not found or differs(repeated.outputs, eager.outputs, rounding):
+                differing.pop(path, None)
+            if not differing or differs(repeated.outputs, eager.outputs, rounding):
                 return
-        how = self._reaches(found, padded, alone.left.python, rounding) if found else None
+        how = self._reaches(differing, padded, alone.left.python, rounding) if differing else None
         if how is not None:
-            got = f"{described(found, '{path} = {0}, not {1}')}; from there {how}"
-            self._verdict.fail(PYTHON_OF_PADDING, self._graph.name, got)
+            got = f"{described(differing, '{path} = {0}, not {1}')}; from there {how}"
+            self._fail(PYTHON_OF_PADDING, got)
             return
-        named = [path for path, both in found.items() if not only_tensors_differ(*both)]
+        named = [path for path, both in differing.items() if not only_tensors_differ(*both)]
         if named:
             self._verdict.padded_state = tuple(named)
             self._verdict.notes.append(
@@ -480,7 +494,7 @@ class Trial:
             )
 
     def _reaches(
-        self, found: Changes, padded: Sequence[Any], alone: Sequence[Any], rounding: float
+        self, differing: Changes, padded: Sequence[Any], alone: Sequence[Any], rounding: float
     ) -> str | None:
         """How outputs of this step differ where it starts from what a padded step has left, and not
         from what one without padding has; None if they do not."""
@@ -490,7 +504,7 @@ class Trial:
         if raised is not None:
             return None
         numbers = {
-            path: both for path, both in found.items() if step_of(both[1], both[0]) is not None
+            path: both for path, both in differing.items() if step_of(both[1], both[0]) is not None
         }
         for steps in (0, *_STEPS[1:]):
             moved = {path: further(both[1], both[0], steps) for path, both in numbers.items()}
@@ -525,73 +539,70 @@ class Trial:
         finally:
             self._state.restore()
 
-    def _numbers(self, eager: Run) -> dict[str, tuple[Any, Any]]:
+    def _numbers(self, moved: Changes) -> Changes:
         """The numbers that a run has moved and that can be moved further, or that steps before this
         one have: what they were, and what they are."""
         python, earlier = self._state.python, self._graph.moved or {}
-        moved = python.changed(python.was, eager.left.python)
         if not moved and not earlier:
             return {}
+        both = dict(moved)
         for slot, now in zip(python.slots, python.was, strict=True):
             if slot.path in earlier:
-                moved[slot.path] = earlier[slot.path][0], now
+                both[slot.path] = earlier[slot.path][0], now
         paths = [slot.path for slot in python.numbers if slot.writable]
         return {
-            path: moved[path]
-            for path in paths
-            if path in moved and step_of(*moved[path]) is not None
+            path: both[path] for path in paths if path in both and step_of(*both[path]) is not None
         }
 
-    def _judge_numbers(self, eager: Run) -> None:
+    def _judge_numbers(self, eager: Run, numbers: Changes) -> None:
         """Does it do something else when the numbers that it moves have moved on?"""
-        numbers = self._numbers(eager)
         if not numbers:
             return
-        found = self._depends_on(numbers, eager)
-        if found is None:
+        effect = self._depends_on(numbers, eager)
+        if effect is None:
             self._verdict.harmless = tuple(numbers)
             return
         for path, both in numbers.items() if len(numbers) > 1 else ():
             alone = self._depends_on({path: both}, eager)
             if alone is not None:
-                numbers, found = {path: both}, alone
+                numbers, effect = {path: both}, alone
                 break
-        got = f"{described(numbers)}; moved on, {found}"
-        self._verdict.fail(NUMBER_MOVED, self._graph.name, got, kind="number")
+        got = f"{described(numbers)}; moved on, {effect}"
+        self._fail(NUMBER_MOVED, got, kind="number")
 
-    def _judge_values(self, eager: Run, rebound: Sequence[str]) -> None:
+    def _judge_values(self, eager: Run, moved: Changes, numbers: Changes) -> None:
         """Does it do something else in one of the next runs, or when lists and texts that it moves
-        are much longer, or empty? Tensors that are `rebound` have a name for it already."""
+        are much longer, or empty?"""
         python, left = self._state.python, eager.left.python
-        numbers = self._numbers(eager)
         moved = {
             path: both
-            for path, both in python.changed(python.was, left).items()
+            for path, both in moved.items()
             if path not in numbers and not all(isinstance(each, torch.Tensor) for each in both)
         }
-        if not moved or rebound or self._verdict.failure is not None:
+        if not moved or self._verdict.failure is not None:
             return
-        starts, found = [left], None
+        starts, effect = [left], None
         for _ in range(_NEXT_RUNS):
-            run = partial(self._from, starts[-1], self._watch(), eager, starts.append)
-            found = found or self._attempt("run again", run)
+            watch = self._watch(compared=True)
+            run = partial(self._from, starts[-1], watch, eager, starts.append)
+            effect = effect or self._attempt("run again", run)
         later = python.much_later(left)
-        watch = self._watch(eager.watch.trace)
-        if later is not None and found is None:
-            found = self._attempt("much later", partial(self._from, later, watch, eager))
-        if found is not None:
-            got = f"{described(moved)}; moved on, {found}"
-            self._verdict.fail(NUMBER_MOVED, self._graph.name, got, kind="value")
+        watch = self._watch(eager.watch.trace, compared=True)
+        if later is not None and effect is None:
+            effect = self._attempt("much later", partial(self._from, later, watch, eager))
+        if effect is not None:
+            got = f"{described(moved)}; moved on, {effect}"
+            self._fail(NUMBER_MOVED, got, kind="value")
 
     def _depends_on(self, numbers: Changes, eager: Run) -> str | None:
         """What is another result, or another operator, when `numbers` have moved on."""
         for steps in _STEPS:
-            watch = self._watch(eager.watch.trace)
+            watch = self._watch(eager.watch.trace, compared=True)
             moved = {path: further(*both, steps) for path, both in numbers.items()}
             run = partial(self._from, self._state.python.was, watch, eager, moved=moved)
-            found = self._attempt(f"with {', '.join(numbers)} moved on", run)
-            if found is not None:
-                return found + (f", first {watch.deviation}" if watch.deviation else "")
+            effect = self._attempt(f"with {', '.join(numbers)} moved on", run)
+            if effect is not None:
+                return effect + (f", first {watch.deviation}" if watch.deviation else "")
         return None
 
     def _from(
@@ -638,24 +649,30 @@ class Trial:
 
 
 def _memory(*runs: Run) -> list[list[torch.Tensor]]:
-    """What several runs have left in memory that the last one has written too."""
+    """What several runs have left in memory that each of them has written, or found written."""
     count = min([len(run.left.memory) for run in runs])
-    return [run.left.memory[:count] for run in runs]
+    return still_there(*[run.left.memory[:count] for run in runs])
+
+
+def _differ(ours: Run, theirs: Run, rounding: float, *, rounded: bool = False) -> bool:
+    """Whether two runs have given something else, or left something else in memory."""
+    now, before = _memory(ours, theirs)
+    return differs([ours.outputs, now], [theirs.outputs, before], rounding, rounded=rounded)
 
 
 def _asked_in(function: Callable[[], T]) -> tuple[T, bool]:
     """Call `function`; returns its result, and whether code called by it asked for gradients or
     inference mode, by which it may take another way. Under a profiler in C nobody can tell, so it
     counts as asked; one in Python is told of everything as before."""
-    outer, found = sys.getprofile(), False
+    outer, asked = sys.getprofile(), False
     if not isinstance(outer, FunctionType | MethodType | None):
         return function(), True
 
     def look(frame: FrameType, event: str, called: Any) -> None:
-        nonlocal found
+        nonlocal asked
         if called is torch.is_grad_enabled or called is torch.is_inference_mode_enabled:
             name: str = frame.f_globals.get("__name__", "")
-            found |= name.partition(".")[0] not in _NOBODYS
+            asked |= name.partition(".")[0] not in _NOBODYS
         if outer is not None:
             outer(frame, event, called)
 
@@ -664,4 +681,4 @@ def _asked_in(function: Callable[[], T]) -> tuple[T, bool]:
         result = function()
     finally:
         sys.setprofile(outer)
-    return result, found
+    return result, asked

@@ -29,13 +29,6 @@ class Verdict:
     padded_state: tuple[str, ...] = ()
     """Where padded steps leave other Python values, on which no output depends."""
 
-    def fail(self, failure: Failure, name: str, got: str, **more: object) -> None:
-        """Note a failure of the graph `name`; the first one counts. `more` is for its texts."""
-        what, expected = (text.format(**more) for text in (failure.what, failure.expected))
-        self.failure = self.failure or failure.error(
-            f"{name}: {what}", got=got, expected=expected, advice=failure.advice
-        )
-
 
 class Failure(NamedTuple):
     """One answer of a trial, as an error."""

@@ -15,19 +15,16 @@ from graphrt.core.base.errors import PythonStateError
 from graphrt.core.base.thread_mode import without_kept_casts
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.state import State
+from graphrt.core.trust.compare import listed
 from graphrt.core.trust.places.slots import CONTENTS, Place
-from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.python_state import PythonState, is_plain, put_back, with_keys
+from graphrt.core.trust.places.walk import Keyed, places_of, with_keys
 from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.snapshot import StateSnapshot
+from graphrt.core.trust.snapshot import PythonState, StateSnapshot, is_plain, put_back
 from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch
-from graphrt.core.trust.watching.trace import Trace
-from graphrt.core.trust.watching.watch import Kept, Use, Watch, storage_key
+from graphrt.core.trust.watching.watch import Kept, Trace, Use, Watch, storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
-
-_MOST_TOLD = 8
 
 
 class WarmedUp(NamedTuple):
@@ -103,9 +100,11 @@ class WatchedState:
         if self._is_settled and self._moves is not None:
             # A last run leaves other tensors where those of graphs are.
             self._is_settled = False
-            self._left.note(places_of(self._forward).tensors)
-        moves = self._moves or self._begin()
-        moves.begin()
+            self._left.note(places_of(self._forward).keyed)
+        if self._moves is None:
+            self._begin()
+        else:
+            self._moves.begin()
         known = self._warmed_up.get(kind)
         # What a forward writes has to be saved in every session.
         is_saved = kind in self._watched or (known is not None and not known.writes)
@@ -115,12 +114,11 @@ class WatchedState:
         without_kept_casts(undo)
         return run(kind, tokens, own, function)
 
-    def _begin(self) -> _Moves:
+    def _begin(self) -> None:
         places = places_of(self._forward)
         self._snapshot.reach(places)
         self._moves = _Moves(self._snapshot.python)
-        self._left.before.update([key for _, _, key in with_keys(places.tensors)])
-        return self._moves
+        self._left.before.update([key for _, _, key in places.keyed])
 
     def _save_writes(
         self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]
@@ -182,11 +180,11 @@ class WatchedState:
 
     def _as_warmed_up(self, kind: Hashable, tokens: int, watch: Watch) -> WarmedUp:
         writes = bool(watch.written())
-        found, known = WarmedUp(tokens, watch.trace, writes, {}), self._warmed_up.get(kind)
+        this, known = WarmedUp(tokens, watch.trace, writes, {}), self._warmed_up.get(kind)
         if known is None:
-            return found
+            return this
         # Sessions come in any order, and each watches what writes.
-        largest = found if known.tokens <= tokens else known
+        largest = this if known.tokens <= tokens else known
         return largest._replace(writes=writes or known.writes)
 
     def capture(self, kind: Hashable, mode: GraphMode, tokens: int, function: Callable[[], T]) -> T:
@@ -206,16 +204,16 @@ class WatchedState:
         if not kept:
             return {}
         assert self._reads is not None
-        found = {}
-        for place, tensor, key in with_keys(places_of(self._forward).tensors):
+        made = {}
+        for place, tensor, key in places_of(self._forward).keyed:
             if key in kept:
                 # A table that is built once, say: it may be built anew beside the graphs.
                 self._reads.keep(tensor)
                 if kept[key].from_inputs or kept[key].rewritten:
-                    found[key] = place.path, kept[key]
+                    made[key] = place.path, kept[key]
                 else:
                     self._left.of_weights.add(place.path)
-        return found
+        return made
 
     def _refuse_state_of_padding(self, made: dict[int, tuple[str, Kept]], again: Watch) -> None:
         """Raise `PythonStateError` if a forward goes on from what its warm-up has made."""
@@ -257,9 +255,9 @@ class WatchedState:
         self._refuse_first_writes(of_inputs, "a warm-up has only padding")
         return once
 
-    def _refuse_first_writes(self, found: dict[int, Use], why: str) -> None:
-        for key, use in found.items():
-            tensors = with_keys(places_of(self._forward).tensors)
+    def _refuse_first_writes(self, uses: dict[int, Use], why: str) -> None:
+        for key, use in uses.items():
+            tensors = places_of(self._forward).keyed
             paths = [place.path for place, _, held in tensors if held == key]
             self._snapshot.python.restore()
             raise PythonStateError(
@@ -306,7 +304,7 @@ class WatchedState:
             return
         put_back = set()
         if self._moves is not None:
-            self._left.note(self._moves.anew())
+            self._left.note(with_keys(self._moves.anew()))
             remade = self._reads.remade
             put_back = self._moves.settle(contents=self._has_parts, remade=remade)
         self._reads.protected += self._snapshot.memory.check_protected(self._pads)
@@ -314,7 +312,7 @@ class WatchedState:
         places = self._reads.settle()
         if self._moves is None:
             return
-        self._left.note(places.tensors)
+        self._left.note(places.keyed)
         try:
             self._left.check(put_back)
         except PythonStateError:
@@ -350,18 +348,15 @@ class _Moves:
         """A run is over; returns whether it has moved a slot. What captures alone move is the
         platform's, or of a hook around a graph, and not counted."""
         last, self._before = self._last, (self._last, [*self._counts])
-        self._last, moved = self._python.take(), False
-        for at, (slot, was, now) in enumerate(
-            zip(self._python.slots, last, self._last, strict=True)
-        ):
-            if now is not was and not slot.way.same(was, now):
-                moved = True
-                self._counts[at] += not captured or self._counts[at] > 0
+        self._last = self._python.take()
+        moved = self._python.moved_slots(last, self._last)
+        for at in moved:
+            self._counts[at] += not captured or self._counts[at] > 0
         for place, held, memory in self._python.elsewhere():
             count, known = self._memory.get(place.path, (0, storage_key(memory)))
             key = storage_key(held)
             self._memory[place.path] = count + (key != known), key
-        return moved
+        return bool(moved)
 
     def restore_memory(self) -> None:
         """Give tensors the memory back that more than one run took from them (`set_`, `.data =`): a
@@ -411,9 +406,9 @@ class _LeftInPython:
         a weight do at every call."""
         self._paths: list[str] = []
 
-    def note(self, found: Iterable[tuple[Place, torch.Tensor]]) -> None:
+    def note(self, tensors: Keyed) -> None:
         """Look at what the forward reaches now."""
-        for place, tensor, key in with_keys(found):
+        for place, tensor, key in tensors:
             # What was refused once is, though it was taken back.
             is_news = key not in self.before and place.path not in self._paths
             if is_news and self._is_in_graphs(tensor):
@@ -437,7 +432,7 @@ class _LeftInPython:
                 "the capture of a size that was not warmed up has left tensors in Python that lie "
                 "in the memory of its graph: eager steps may read them, and other graphs write "
                 "there",
-                got=_listed(kept),
+                got=listed(kept),
                 expected="nothing that a forward makes and keeps",
                 advice="build tables before the capture, return what the host reads, or leave "
                 "warm_up_each=False out",
@@ -446,14 +441,9 @@ class _LeftInPython:
             error = PythonStateError(
                 "the forward leaves tensors of its graphs in Python: no replay makes new ones, and "
                 "steps write in their memory",
-                got=_listed(self._paths),
+                got=listed(self._paths),
                 expected="results that are returned, or written in place",
                 advice="return them, copy_() them into a tensor that is there before capture(), or "
                 "leave clones of them in an @eager_break",
             )
             warn_caller(str(error), StaleTensorWarning)
-
-
-def _listed(paths: list[str]) -> str:
-    more = f" and {len(paths) - _MOST_TOLD} more" if len(paths) > _MOST_TOLD else ""
-    return ", ".join(paths[:_MOST_TOLD]) + more

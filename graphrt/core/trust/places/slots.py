@@ -181,15 +181,15 @@ class Place(NamedTuple):
 
 def getters(places: Iterable[Place]) -> list[Callable[[], Any]]:
     """What gets the values of places; of items of dicts and of functions without any Python."""
-    found: list[Callable[[], Any]] = []
+    bound: list[Callable[[], Any]] = []
     for _, _, way, holder, key in places:
         if way.get is _item:
-            found.append(functools.partial(dict.get, holder, key, MISSING))
+            bound.append(functools.partial(dict.get, holder, key, MISSING))
         elif way is FIELD and type(holder) is FunctionType:
-            found.append(functools.partial(key.__get__, holder))
+            bound.append(functools.partial(key.__get__, holder))
         else:
-            found.append(functools.partial(way.get, holder, key))
-    return found
+            bound.append(functools.partial(way.get, holder, key))
+    return bound
 
 
 def _itself(holder: object, key: None) -> object:
@@ -210,8 +210,8 @@ def _set_item(holder: dict[Any, Any], key: object, value: object) -> None:
 
 
 def _odd_item(holder: dict[Any, Any], key: object) -> object:
-    found = (value for each, value in read(dict.items, holder) if each is key)
-    return next(found, MISSING)
+    values = (value for each, value in read(dict.items, holder) if each is key)
+    return next(values, MISSING)
 
 
 def _element(holder: Any, index: int) -> object:
@@ -232,10 +232,10 @@ def _sequence(holder: Any) -> Any:
 
 
 def _tuple_item(holder: Place, index: int) -> object:
-    found: Any = holder.get()
-    if not issubclass(type(found), tuple) or index >= tuple.__len__(found):
+    value: Any = holder.get()
+    if not issubclass(type(value), tuple) or index >= tuple.__len__(value):
         return MISSING
-    return tuple.__getitem__(found, index)
+    return tuple.__getitem__(value, index)
 
 
 def _member(holder: Any, member: object) -> object:
@@ -352,7 +352,6 @@ ITEM = Way(_item, _set_item)
 """A value of a dict: an attribute, a global, a module's parameter."""
 DEFAULT = Way(_item, _set_item)
 """An attribute that is its class' as long as the object's own is empty."""
-FROZEN_ITEM = Way(_item)
 ODD_ITEM = Way(_odd_item)
 """A value of a dict with keys whose hash is the user's: found by identity."""
 ELEMENT = Way(_element, _set_element)
@@ -367,7 +366,6 @@ CELL = Way(_cell, _set_cell)
 """A variable of a closure."""
 FIELD = Way(_field, _set_field)
 """An attribute that a descriptor of C keeps: one of `__slots__`, or a function's defaults."""
-FROZEN_FIELD = Way(_field)
 CLASS_ATTRIBUTE = Way(_class_attribute, _set_class_attribute)
 TARGET = Way(_target)
 """The referent of a weak reference."""

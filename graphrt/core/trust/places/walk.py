@@ -6,18 +6,26 @@
    objects, which join the queue.
 3. `Places.links` finds afterwards, if somebody asks, which slots lead to a tensor.
 
-Code is read as its names say: globals, modules there, and methods of classes.
+Code is read as its names say: globals, modules there, and methods of classes. What an object of a
+type is to a walk is told by its type alone, its `Shape`: no object is asked.
 """
 
 from __future__ import annotations
 
+import argparse
+import collections
 import contextlib
+import contextvars
+import enum
 import functools
 import gc
+import random
 import sys
+import threading
 import types
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -25,9 +33,9 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.trust.places import slots
-from graphrt.core.trust.places.kinds import Kind, Shape, hashes_plainly, is_library, shape_of
 from graphrt.core.trust.places.slots import (
     FIXED,
+    PLAIN_BY_TEXT,
     Place,
     bases_of,
     module_globals,
@@ -35,6 +43,235 @@ from graphrt.core.trust.places.slots import (
     name_of,
     namespace_of,
 )
+from graphrt.core.trust.watching.watch import placed
+
+# Types -------------------------------------------------------------------------------------------
+
+
+class Kind(enum.Enum):
+    """What an object is to a walk."""
+
+    PLAIN = enum.auto()
+    TENSOR = enum.auto()
+    MODULE = enum.auto()
+    SCRIPT = enum.auto()
+    OBJECT = enum.auto()
+    DICT = enum.auto()
+    LIST = enum.auto()
+    DEQUE = enum.auto()
+    TUPLE = enum.auto()
+    SET = enum.auto()
+    FROZENSET = enum.auto()
+    FUNCTION = enum.auto()
+    BOUND = enum.auto()
+    PARTIAL = enum.auto()
+    CLASS = enum.auto()
+    DESCRIPTOR = enum.auto()
+    PROXY = enum.auto()
+    REF = enum.auto()
+    CONTEXT_VARIABLE = enum.auto()
+    CACHED = enum.auto()
+    WRAPPER = enum.auto()
+    PACKED = enum.auto()
+    ARRAY = enum.auto()
+    SKIPPED = enum.auto()
+
+
+class Shape(NamedTuple):
+    """A type: its kind, how to get an object's `__dict__` (None if it has none), its slots by
+    name, which of its bases (itself too) are users', whether random numbers are drawn from its
+    objects, and which numbers these bases have as defaults of attributes."""
+
+    kind: Kind
+    dict_of: Callable[[Any], dict[str, Any]] | None = None
+    slots: tuple[tuple[str, Any], ...] = ()
+    users: tuple[type, ...] = ()
+    draws: bool = False
+    defaults: tuple[str, ...] = ()
+
+
+_BY_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_CACHED = type(functools.lru_cache(len))
+_EXACT: dict[type, Kind] = {
+    **dict.fromkeys((int, float, complex, bool, str, bytes, type(None), type(...)), Kind.PLAIN),
+    **dict.fromkeys((torch.dtype, torch.device, torch.Size, torch.layout), Kind.PLAIN),
+    **dict.fromkeys((torch.memory_format, range, slice), Kind.PLAIN),
+    **dict.fromkeys(PLAIN_BY_TEXT, Kind.PLAIN),
+    types.FunctionType: Kind.FUNCTION,
+    types.MethodType: Kind.BOUND,
+    types.BuiltinMethodType: Kind.BOUND,
+    types.MethodWrapperType: Kind.BOUND,
+    types.MappingProxyType: Kind.PROXY,
+    contextvars.ContextVar: Kind.CONTEXT_VARIABLE,
+    functools.cached_property: Kind.DESCRIPTOR,
+    # Of C++: quantized weights, packed for their operators, are such.
+    torch.ScriptObject: Kind.PACKED,
+}
+# The first that is a base decides. What is of none of these, and no user's, is passed over.
+_KINDS: tuple[tuple[type, Kind], ...] = (
+    (torch.Tensor, Kind.TENSOR),
+    (enum.EnumMeta, Kind.SKIPPED),
+    (enum.Enum, Kind.PLAIN),
+    (type, Kind.CLASS),
+    (torch.jit.ScriptModule, Kind.SCRIPT),
+    (torch.nn.Module, Kind.MODULE),
+    (functools.partial, Kind.PARTIAL),
+    # Only read where code names what is in it.
+    (types.ModuleType, Kind.SKIPPED),
+    (weakref.ref, Kind.REF),
+    (staticmethod, Kind.DESCRIPTOR),
+    (classmethod, Kind.DESCRIPTOR),
+    (property, Kind.DESCRIPTOR),
+    (dict, Kind.DICT),
+    (list, Kind.LIST),
+    (tuple, Kind.TUPLE),
+    (set, Kind.SET),
+    (frozenset, Kind.FROZENSET),
+    (collections.deque, Kind.DEQUE),
+    *((base, Kind.PLAIN) for base in (int, float, complex, str, bytes)),
+)
+_ENTERED: frozenset[type] = frozenset({
+    types.SimpleNamespace, argparse.Namespace, functools.partialmethod,
+    collections.UserDict, collections.UserList, collections.ChainMap,
+    weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet,
+})  # fmt: skip
+"""Types of the standard library whose objects hold what a user put in."""
+
+_LIBRARIES = sys.stdlib_module_names | {
+    "builtins", "torch", "torch_npu", "torchvision", "torchaudio", "numpy", "triton", "cuda",
+    "pluggy", "typing_extensions",
+}  # fmt: skip
+_USERS_OF_CORE = ("demo", "testing", "attention", "hosts")
+"""Parts of graphrt that hold models; the others are the runtime, which nobody's forward is."""
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library(module: str) -> bool:
+    """Whether a module of this dotted name holds no code of a user."""
+    root, _, rest = module.partition(".")
+    if root == "graphrt":
+        return rest.partition(".")[0] not in _USERS_OF_CORE
+    return root in _LIBRARIES
+
+
+# Of what lives as long as its library: a class that a user's program makes may hold tensors.
+_known: dict[type, Shape] = {
+    **{of: Shape(kind) for of, kind in _EXACT.items()},
+    types.FunctionType: Shape(Kind.FUNCTION, types.FunctionType.__dict__["__dict__"].__get__),
+    _CACHED: Shape(Kind.CACHED, _CACHED.__dict__["__dict__"].__get__),
+    # A subclass may run its `__init__` where a thread looks at it first.
+    threading.local: Shape(
+        Kind.OBJECT, lambda held: threading.local.__getattribute__(held, "__dict__")
+    ),
+}
+
+
+class Shapes(dict[type, Shape]):
+    """What one walk does with objects of each type, which it looks at once."""
+
+    def __init__(self) -> None:
+        super().__init__(_known)
+
+    def __missing__(self, of: type) -> Shape:
+        shape = self[of] = shape_of(of)
+        return shape
+
+
+def shape_of(of: type) -> Shape:
+    """What a walk does with objects of the type `of`."""
+    shape = _known.get(of)
+    if shape is None:
+        shape, module = _shape_of(of), module_of(of)
+        home = sys.modules.get(module) if is_library(module) else None
+        if isinstance(home, types.ModuleType) and module_globals(home).get(name_of(of)) is of:
+            _known[of] = shape
+    return shape
+
+
+def _shape_of(of: type) -> Shape:
+    kind = _kind_by_base(of)
+    if kind is Kind.PLAIN or kind is Kind.SKIPPED:
+        return Shape(kind)
+    dict_of, slots, users = None, [], []
+    for base in bases_of(of):
+        names = namespace_of(base)
+        own, module = names.get("__dict__"), names.get("__module__")
+        # A property of that name is the user's, and is not run.
+        if dict_of is None and type(own) in _BY_C and base is not type:
+            dict_of = own.__get__
+        if "__slots__" in names:
+            slots += [each for each in names.items() if type(each[1]) is _BY_C[0]]
+        if type(module) is str and not is_library(module):
+            users.append(base)
+    if kind is None:
+        kind = _kind_of_object(of, users, bool(dict_of or slots))
+    defaults = () if dict_of is None else _defaults(users)
+    return Shape(kind, dict_of, tuple(slots), tuple(users), _draws(of), defaults)
+
+
+def _kind_by_base(of: type) -> Kind | None:
+    if issubclass(of, threading.local):
+        return Kind.SKIPPED
+    for base, kind in _KINDS:
+        if issubclass(of, base):
+            return kind
+    numbers = getattr(sys.modules.get("numpy"), "generic", ())
+    return Kind.PLAIN if issubclass(of, numbers) else None
+
+
+def _defaults(users: list[type]) -> tuple[str, ...]:
+    """The names of numbers that classes have, which a first `self.steps += 1` hides."""
+    names: dict[str, None] = {}
+    for base in users:
+        for name, value in namespace_of(base).items():
+            if type(value) in (bool, int, float) and not name.startswith("__"):
+                names[name] = None
+    return tuple(names)
+
+
+def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> Kind:
+    for base in bases_of(of):
+        if "unwrap" in namespace_of(base):
+            if base not in users and module_of(base).partition(".")[0] == "graphrt":
+                return Kind.WRAPPER
+            break
+    if is_array(of):
+        return Kind.ARRAY
+    # Of torch only masks of attention and what is like them: streams, graphs and what the compiler
+    # keeps are no state of a model.
+    entered = of in users or module_of(of).startswith("torch.nn.")
+    return Kind.OBJECT if of in _ENTERED or (entered and has_attributes) else Kind.SKIPPED
+
+
+def _draws(of: type) -> bool:
+    """Whether random numbers are drawn from its objects, with a state that can be read and set."""
+    numpy = sys.modules.get("numpy.random")
+    numpys = getattr(numpy, "Generator", ()), getattr(numpy, "RandomState", ())
+    # The system's own randomness has no state.
+    drawn = issubclass(of, (torch.Generator, random.Random, numpys))
+    return drawn and not issubclass(of, random.SystemRandom)
+
+
+def is_array(kind: type) -> bool:
+    """Whether `kind` is NumPy's type of arrays, which need not be installed."""
+    return kind is getattr(sys.modules.get("numpy"), "ndarray", None)
+
+
+def hashes_plainly(key: object) -> bool:
+    """Whether a dict can look `key` up without running a user's `__hash__` or `__eq__`."""
+    of = type(key)
+    if _EXACT.get(of) is Kind.PLAIN:
+        return True
+    if of is tuple:
+        return all(map(hashes_plainly, key))  # type: ignore[call-overload]
+    for name in ("__hash__", "__eq__"):
+        home = next(base for base in bases_of(of) if name in namespace_of(base))
+        if home is not object and not (home is enum.Enum or home is type):
+            return False
+    return True
+
+
+# The walk -----------------------------------------------------------------------------------------
 
 _MOST_PLAIN = 4096
 """A container of more plain values than this is known by its identity and length only."""
@@ -67,24 +304,23 @@ _FUNCTION = vars(types.FunctionType)
 _RUN_UNSEEN = frozenset(("__init__", "__new__", "__repr__", "__del__", "__post_init__"))
 """Methods that are only read where code says their name, though Python runs them unasked."""
 
+_ROOTS = {Kind.MODULE: "model", Kind.SCRIPT: "model", Kind.PARTIAL: "partial"}
+
 Slots = list[tuple[Place, Any]]
 
 
-def where_is(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """What a graph bakes in about a tensor, see `tree.identity`, and its storage, last; None if it
-    has no memory of its own, or none that may be read. Runs no `__torch_function__`."""
+def where_is(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """What a graph bakes in about a tensor, see `tree.identity`; None if it has no memory that may
+    be read. Runs no `__torch_function__`."""
     try:
-        if type(tensor) in _BARE:
-            return *tree.identity(tensor), tensor.untyped_storage()._cdata
-        storage = _PLAINLY(torch.Tensor.untyped_storage, (), (tensor,))
-        return *_identity(tensor), storage._cdata
+        return tree.identity(tensor) if type(tensor) in _BARE else _identity(tensor)
     except RuntimeError:
         return None
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    found: tuple[object, ...] = _PLAINLY(tree.identity, (), (tensor,))
-    return found
+    identity: tuple[object, ...] = _PLAINLY(tree.identity, (), (tensor,))
+    return identity
 
 
 class Link(NamedTuple):
@@ -113,11 +349,10 @@ class Link(NamedTuple):
             return self.was is None
 
 
-def _link_to(place: Place, held: Any, get: Callable[[], Any]) -> Link:
+def _link_to(shape: Shape, place: Place, held: Any, get: Callable[[], Any]) -> Link:
     look: Callable[[Any], object] | None = None
     was: object = None
     kept: tuple[object, ...] = ()
-    shape = shape_of(type(held))
     if shape.kind is Kind.TENSOR:
         look = tree.identity if type(held) in _BARE else _identity
     elif shape.dict_of is not None:
@@ -137,14 +372,30 @@ def _outline(shape: Shape, of: type, value: Any) -> tuple[int, ...]:
     if type(value) is not of or shape.dict_of is None:
         return ()
     held = shape.dict_of(value)
-    found = [id(held), len(held)]
+    outline = [id(held), len(held)]
     for name in _INNER if shape.kind is Kind.MODULE else ():
         inner: Any = held.get(name)
         if type(inner) in _DICTS:
-            found += (id(inner), len(inner))
+            outline += (id(inner), len(inner))
     if shape.kind in _CHANGES:
-        found.append(_BASES[shape.kind].__len__(value))
-    return tuple(found)
+        outline.append(_BASES[shape.kind].__len__(value))
+    return tuple(outline)
+
+
+Keyed = list[tuple[Place, torch.Tensor, int]]
+"""Tensors that have memory, each with its `storage_key`."""
+
+
+def with_keys(tensors: Iterable[tuple[Place, torch.Tensor]]) -> Keyed:
+    """Those of these tensors that have memory."""
+    tensors = [*tensors]
+    keyed: Keyed = []
+    for (place, held), (_, key, _) in zip(
+        tensors, placed([each for _, each in tensors]), strict=True
+    ):
+        if key is not None:
+            keyed.append((place, held, key))
+    return keyed
 
 
 class Places:
@@ -178,6 +429,12 @@ class Places:
         """Whether everything was seen; False if the limit was reached."""
         self.first: dict[int, Place] = {}
         """By the id of an object, the place at which it was read."""
+        self.shapes = Shapes()
+
+    @functools.cached_property
+    def keyed(self) -> Keyed:
+        """The tensors with memory, as it was when this was first asked."""
+        return with_keys(self.tensors)
 
     def values(self) -> list[object]:
         """The numbers as they are now, in the order of `numbers`; compare with `same_value`."""
@@ -196,9 +453,12 @@ class Places:
         leading = self._leading()
         ways = [each for each in self.slots if id(self.first[id(each[1])]) in leading]
         ends = self.tensors if tensors is None else tensors
-        found = [*self.code, *ways, *ends, *self.packed]
-        looks = slots.getters([place for place, _ in found])
-        return [_link_to(*each, get) for each, get in zip(found, looks, strict=True)]
+        entries = [*self.code, *ways, *ends, *self.packed]
+        looks = slots.getters([place for place, _ in entries])
+        return [
+            _link_to(self.shapes[type(held)], place, held, get)
+            for (place, held), get in zip(entries, looks, strict=True)
+        ]
 
     def _leading(self) -> set[int]:
         """The ids of the first places of all objects by way of which a tensor is reached."""
@@ -208,10 +468,10 @@ class Places:
         leading: set[int] = set()
         left = [place.owner for place, _ in (*self.tensors, *self.packed)]
         while left:
-            found = left.pop()
-            if found is not None and id(found) not in leading:
-                leading.add(id(found))
-                left += holders.get(id(found), ())
+            owner = left.pop()
+            if owner is not None and id(owner) not in leading:
+                leading.add(id(owner))
+                left += holders.get(id(owner), ())
         return leading
 
 
@@ -226,22 +486,18 @@ def places_of(forward: Any, *, limit: int = 20_000) -> Places:
     library, methods whose name no code says that was read, and code more than a few calls away.
     Paths read like `model.layers[0].scale`, `closure scale`, `global SCALE`, `default scale`.
     """
-    while shape_of(type(forward)).kind is Kind.WRAPPER:
-        forward = forward.unwrap()
     walk = Walk(limit)
-    walk.take([(Place(None, _name_of_root(forward), FIXED, forward), forward)])
+    shapes = walk.places.shapes
+    while shapes[type(forward)].kind is Kind.WRAPPER:
+        forward = forward.unwrap()
+    owner = forward
+    while shapes[type(owner)].kind is Kind.BOUND:
+        owner = owner.__self__
+    kind = shapes[type(owner)].kind
+    name = owner.__name__ if kind is Kind.FUNCTION else _ROOTS.get(kind, "self")
+    walk.take([(Place(None, name, FIXED, forward), forward)])
     walk.run()
     return walk.places
-
-
-def _name_of_root(forward: Any) -> str:
-    kind = shape_of(type(forward)).kind
-    if kind is Kind.FUNCTION:
-        return str(forward.__name__)
-    if kind is Kind.BOUND:
-        return _name_of_root(forward.__self__)
-    names = {Kind.MODULE: "model", Kind.SCRIPT: "model", Kind.PARTIAL: "partial"}
-    return names.get(kind, "self")
 
 
 class Walk:
@@ -252,7 +508,7 @@ class Walk:
         self._left = limit
         self._hops = 0
         self._queue: deque[tuple[Any, Place, Shape, int]] = deque()
-        self._shapes: dict[type, Shape] = {}
+        self._shapes = self.places.shapes
         # Methods are only read once some code that was read says their name.
         self._said: set[str] = set()
         self._unsaid: dict[str, Slots] = {}
@@ -275,14 +531,12 @@ class Walk:
                     continue
         self.places.complete = not queue and self._left > 0
 
-    def take(self, found: Iterable[tuple[Place, Any]]) -> None:
+    def take(self, entries: Iterable[tuple[Place, Any]]) -> None:
         """Take note of slots."""
         places, shapes, first = self.places, self._shapes, self.places.first
-        for place, value in found:
+        for place, value in entries:
             self._left -= 1
-            shape = shapes.get(type(value))
-            if shape is None:
-                shape = shapes[type(value)] = shape_of(type(value))
+            shape = shapes[type(value)]
             kind = shape.kind
             if shape.draws:
                 places.generators.append(value)
@@ -302,7 +556,7 @@ class Walk:
     def _by_name(self, place: Place, value: Any) -> bool:
         """Take note of a slot that code names; code there is one hop further away. False if that
         is too far."""
-        further = shape_of(type(value)).kind in _CODE
+        further = self._shapes[type(value)].kind in _CODE
         if further and self._hops >= _MOST_HOPS:
             return False
         self._hops += further
@@ -312,45 +566,33 @@ class Walk:
 
     # Objects and containers ----------------------------------------------------------------------
 
-    def _attributes(
-        self, value: Any, place: Place, shape: Shape, skipped: frozenset[str] = frozenset()
-    ) -> Slots:
-        """An object's `__dict__`, slots and class."""
-        found: Slots = []
-        if shape.dict_of is not None:
-            way, held = slots.FROZEN_ITEM if shape.frozen else slots.ITEM, shape.dict_of(value)
-            for name, each in dict.items(held):
-                if name not in skipped and type(name) is str:
-                    found.append((Place(place, f".{name}", way, held, name), each))
-            for name in () if shape.frozen else shape.defaults:
-                if not dict.__contains__(held, name):
-                    slot = Place(place, f".{name}", slots.DEFAULT, held, name)
-                    self.places.numbers.append(slot)
-        for name, descriptor in shape.slots:
-            way = slots.FROZEN_FIELD if shape.frozen else slots.FIELD
-            slot = Place(place, f".{name}", way, value, descriptor)
-            found.append((slot, slot.get()))
-        for base in shape.users:
-            found.append((Place(place, name_of(base), FIXED, base), base))
-        return found
-
-    def _module(self, value: Any, place: Place, shape: Shape) -> Slots:
-        found: Slots = []
+    def _attributes(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """An object's `__dict__`, slots and class; of a module also what it has registered."""
+        attributes: Slots = []
         held = {} if shape.dict_of is None else shape.dict_of(value)
-        for name in _INNER:
-            inner: Any = held.get(name)
-            before = f".{name}" if name.endswith("hooks") else ""
-            for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
-                where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
-                found.append((Place(place, before + where, slots.ITEM, inner, key), each))
-        return found + self._attributes(value, place, shape, _EVERY_MODULES)
+        skipped: Collection[str] = ()
+        if shape.kind is Kind.MODULE:
+            skipped = _EVERY_MODULES
+            attributes = _registered(place, held)
+        for name, each in dict.items(held):
+            if name not in skipped and type(name) is str:
+                attributes.append((Place(place, f".{name}", slots.ITEM, held, name), each))
+        for name in shape.defaults:
+            if not dict.__contains__(held, name):
+                self.places.numbers.append(Place(place, f".{name}", slots.DEFAULT, held, name))
+        for name, descriptor in shape.slots:
+            slot = Place(place, f".{name}", slots.FIELD, value, descriptor)
+            attributes.append((slot, slot.get()))
+        for base in shape.users:
+            attributes.append((Place(place, name_of(base), FIXED, base), base))
+        return attributes
 
     def _script(self, value: torch.jit.ScriptModule, place: Place, shape: Shape) -> Slots:
         tensors = [*value.named_parameters(), *value.named_buffers()]
         return [(Place(place, f".{n}", slots.SCRIPT_TENSOR, value, n), each) for n, each in tensors]
 
     def _items(self, value: Any, place: Place, shape: Shape) -> Slots:
-        found: Slots = []
+        entries: Slots = []
         if not _is_long(dict, value, dict.values(value)):
             items, way = list(islice(dict.items(value), max(self._left, 0))), slots.ITEM
             keys = [key for key, _ in items]
@@ -360,8 +602,8 @@ class Walk:
                 way, items = slots.ODD_ITEM, items[:_MOST_ODD]
             for key, each in items:
                 text = repr(key) if type(key) in _PLAIN_KEYS else f"<{name_of(type(key))}>"
-                found.append((Place(place, f"[{text}]", way, value, key), each))
-        return found + (self._attributes(value, place, shape) if shape.users else [])
+                entries.append((Place(place, f"[{text}]", way, value, key), each))
+        return entries + (self._attributes(value, place, shape) if shape.users else [])
 
     def _elements(self, value: Any, place: Place, shape: Shape) -> Slots:
         """A list, deque, tuple or set."""
@@ -369,11 +611,11 @@ class Walk:
         held = []
         if not _is_long(base, value, base.__iter__(value)):
             held = list(islice(base.__iter__(value), max(self._left, 0)))
-            if base is set and all(shape_of(type(each)).kind is Kind.PLAIN for each in held):
+            if base is set and all(self._shapes[type(each)].kind is Kind.PLAIN for each in held):
                 self.places.numbers.append(Place(place, "", slots.MEMBERS, value))
                 held = []
         fields = namespace_of(type(value)).get("_fields") if base is tuple else ()
-        found: Slots = []
+        elements: Slots = []
         for index, each in enumerate(held):
             label = f"[{index}]"
             if base is list or base is deque:
@@ -384,8 +626,8 @@ class Walk:
                 slot = Place(place, label, slots.TUPLE_ITEM, place, index)
             else:
                 slot = Place(place, f"{{{index}}}", slots.MEMBER, value, each)
-            found.append((slot, each))
-        return found + (self._attributes(value, place, shape) if shape.users else [])
+            elements.append((slot, each))
+        return elements + (self._attributes(value, place, shape) if shape.users else [])
 
     def _referred(self, value: Any, place: Place, shape: Shape) -> Slots:
         """What a weak reference or a context variable refers to now."""
@@ -406,16 +648,16 @@ class Walk:
         """A function's closure; and if it is a user's, its defaults, attributes and globals too."""
         before, code = "" if place.owner is None else ", ", value.__code__
         library = is_library(str(value.__globals__.get("__name__")))
-        found: Slots = []
+        variables: Slots = []
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
             slot = Place(place, f"{before}closure {name}", slots.CELL, cell)
             each = slot.get()
             # A decorator of torch wraps what is the user's, and has numbers of its own.
-            if not library or shape_of(type(each)).kind is not Kind.PLAIN:
-                found.append((slot, each))
-        found += self._attributes(value, place, shape)
+            if not library or self._shapes[type(each)].kind is not Kind.PLAIN:
+                variables.append((slot, each))
+        variables += self._attributes(value, place, shape)
         if library:
-            return found
+            return variables
         slot = Place(place, ".__code__", slots.FIELD, value, _FUNCTION["__code__"])
         self.places.code.append((slot, code))
         given = value.__defaults__ or ()
@@ -423,11 +665,13 @@ class Walk:
         with_default = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
         for index, (name, each) in enumerate(zip(with_default, given, strict=False)):
             slot = Place(place, f"{before}default {name}", slots.TUPLE_ITEM, defaults, index)
-            found.append((slot, each))
+            variables.append((slot, each))
         named = value.__kwdefaults__ or {}
         for name, each in dict.items(named):
-            found.append((Place(place, f"{before}default {name}", slots.ITEM, named, name), each))
-        self.take(found)
+            variables.append(
+                (Place(place, f"{before}default {name}", slots.ITEM, named, name), each)
+            )
+        self.take(variables)
         names = _names_in(code)
         self._say(names)
         self._globals(place, value.__globals__, names)
@@ -460,9 +704,9 @@ class Walk:
                 self._looked_up.add(key)
         for name in sorted(names):
             # A module may also be imported in the function itself.
-            found = held.get(name, sys.modules.get(name))
-            if issubclass(type(found), types.ModuleType):
-                inner = module_globals(found)
+            module_named = held.get(name, sys.modules.get(name))
+            if issubclass(type(module_named), types.ModuleType):
+                inner = module_globals(module_named)
                 entry = (id(inner), frozenset(names))
                 if not is_library(str(inner.get("__name__"))) and entry not in self._looked_up:
                     self._looked_up.add(entry)
@@ -471,36 +715,36 @@ class Walk:
     def _bound(self, value: Any, place: Place, shape: Shape) -> Slots:
         """A bound method, whose object and function stay what they are."""
         root = place.owner is None
-        found = _fixed(place, [value.__self__], "" if root else ".__self__")
+        parts = _fixed(place, [value.__self__], "" if root else ".__self__")
         if type(value) is types.MethodType:
             method = value.__func__
             named = root and type(method) is types.FunctionType
-            found += _fixed(place, [method], f".{method.__name__}" if named else "")
-        return found
+            parts += _fixed(place, [method], f".{method.__name__}" if named else "")
+        return parts
 
     def _partial(self, value: Any, place: Place, shape: Shape) -> Slots:
         fields = vars(functools.partial)
         func, args, keywords = (fields[n].__get__(value) for n in ("func", "args", "keywords"))
-        found = _fixed(place, [func], ".func") + _fixed(place, [keywords], ".keywords")
+        parts = _fixed(place, [func], ".func") + _fixed(place, [keywords], ".keywords")
         for index, each in enumerate(args):
-            found += _fixed(place, [each], f".args[{index}]")
-        return found + self._attributes(value, place, shape)
+            parts += _fixed(place, [each], f".args[{index}]")
+        return parts + self._attributes(value, place, shape)
 
     def _class(self, value: Any, place: Place, shape: Shape) -> Slots:
         """The values of a user's class, and those of its methods whose name some code says."""
-        found: Slots = []
+        values: Slots = []
         for name, each in namespace_of(value).copy().items():
-            kind = shape_of(type(each)).kind
+            kind = self._shapes[type(each)].kind
             dunder = name.startswith("__") and name.endswith("__")
             slot = Place(place, f"{name_of(value)}.{name}", slots.CLASS_ATTRIBUTE, value, name)
             if kind is not Kind.FUNCTION and kind is not Kind.DESCRIPTOR and kind is not Kind.CLASS:
                 if not dunder:
-                    found.append((slot, each))
+                    values.append((slot, each))
             elif name in self._said or (dunder and name not in _RUN_UNSEEN) or name == "forward":
                 self._method(slot, each)
             else:
                 self._unsaid.setdefault(name, []).append((slot, each))
-        return found
+        return values
 
     def _method(self, place: Place, value: Any) -> None:
         self.places.code.append((place, value))
@@ -524,8 +768,20 @@ class Walk:
         # Without a size the results are in a dict, else they are held one by one.
         held += [each for table in held if type(table) is dict for each in dict.values(table)]
         kinds = (Kind.TENSOR, Kind.TUPLE)
-        results = [each for each in held if shape_of(type(each)).kind in kinds]
+        results = [each for each in held if self._shapes[type(each)].kind in kinds]
         return _fixed(place, results, ", cached") + _fixed(place, [value.__wrapped__])
+
+
+def _registered(place: Place, held: dict[str, Any]) -> Slots:
+    """The parameters, buffers, submodules and hooks of a module with this `__dict__`."""
+    registered: Slots = []
+    for name in _INNER:
+        inner: Any = held.get(name)
+        before = f".{name}" if name.endswith("hooks") else ""
+        for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
+            where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
+            registered.append((Place(place, before + where, slots.ITEM, inner, key), each))
+    return registered
 
 
 def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
@@ -571,9 +827,8 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 _READERS: dict[Kind, Callable[[Walk, Any, Place, Shape], Slots]] = {
-    Kind.MODULE: Walk._module,
     Kind.SCRIPT: Walk._script,
-    **dict.fromkeys((Kind.OBJECT, Kind.TENSOR), Walk._attributes),
+    **dict.fromkeys((Kind.OBJECT, Kind.MODULE, Kind.TENSOR), Walk._attributes),
     Kind.DICT: Walk._items,
     **dict.fromkeys(_BASES.keys() - {Kind.DICT}, Walk._elements),
     **dict.fromkeys((Kind.REF, Kind.CONTEXT_VARIABLE), Walk._referred),

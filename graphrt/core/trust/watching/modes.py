@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart
 from graphrt.core.capture.guard import is_listed
 from graphrt.core.device.figures import GraphWork
@@ -80,14 +81,11 @@ class IssuedWatch(ThreadMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Any] = []
 
-    def run(self, function: Callable[[], T]) -> T:
+    @undoing
+    def run(self, undo: Undo, function: Callable[[], T]) -> T:
         """Call `function`, which captures."""
-        outer = issued.get()
-        try:
-            issued.set(self.operators)
-            return self.around(function)
-        finally:
-            issued.set(outer)
+        undo.set(issued, self.operators)
+        return self.around(function)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -115,14 +113,11 @@ class WorkCount(ThreadMode):
         self._stream_id = stream_id
         self._breaks = breaks
 
-    def run(self, function: Callable[[], T]) -> T:
+    @undoing
+    def run(self, undo: Undo, function: Callable[[], T]) -> T:
         """Call `function`, which issues what is counted."""
-        outer = counted.get()
-        try:
-            counted.set(self.work)
-            return self.around(function)
-        finally:
-            counted.set(outer)
+        undo.set(counted, self.work)
+        return self.around(function)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -9,11 +9,19 @@ from typing import Any, NamedTuple
 import torch
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
-RowAccess = tuple[
-    Callable[[], torch.Tensor], Callable[[torch.Tensor], Any], tuple[torch.Tensor, ...], int
-]
-"""What reads the rows that an operator will write, what writes them back, by which indices they are
-chosen, and along which dimension of what is read."""
+
+
+class RowAccess(NamedTuple):
+    """How the rows that an operator will write are read and written back, by which indices they are
+    `chosen`, and along which dimension of what is read: -1 for one index an element. `along` says
+    of which dimensions of the tensor the indices are."""
+
+    read: Callable[[], torch.Tensor]
+    write: Callable[[torch.Tensor], object]
+    chosen: tuple[torch.Tensor, ...] = ()
+    dim: int = 0
+    along: tuple[int, ...] = ()
+
 
 Rows = Callable[[Sequence[Any]], RowAccess]
 
@@ -86,11 +94,12 @@ def _by_index(args: Sequence[Any]) -> RowAccess:
     kept = tuple(map(_own_index, indices))
     chosen = tuple(i for i in kept if isinstance(i, torch.Tensor) and i.dtype is not torch.bool)
     leading = next((at for at, i in enumerate(kept) if isinstance(i, torch.Tensor)), 0)
-    return (
+    return RowAccess(
         lambda: tensor[kept],
         lambda values: tensor.__setitem__(kept, values),
         chosen if len(chosen) == sum(isinstance(i, torch.Tensor) for i in kept) else (),
         leading,
+        tuple(at for at, i in enumerate(kept) if isinstance(i, torch.Tensor)),
     )
 
 
@@ -106,22 +115,24 @@ def _own_index(index: Any) -> Any:
 def _by_dim(args: Sequence[Any]) -> RowAccess:
     tensor, dim, index = args[0].detach(), args[1], args[2].clone()
     if tensor.dim() == 0:
-        return tensor.clone, tensor.copy_, (), 0
-    return (
+        return RowAccess(tensor.clone, tensor.copy_)
+    return RowAccess(
         lambda: tensor.index_select(dim, index),
         lambda values: tensor.index_copy_(dim, index, values),
         (index,),
         dim,
+        (dim,),
     )
 
 
 def _by_element(args: Sequence[Any]) -> RowAccess:
     tensor, dim, index = args[0].detach(), args[1], args[2].clone()
-    return (
+    return RowAccess(
         lambda: tensor.gather(dim, index),
         lambda values: tensor.scatter_(dim, index, values),
         (index,),
         -1,
+        (dim,),
     )
 
 
@@ -149,32 +160,20 @@ INDEXED: dict[str, Callable[[Sequence[Any]], list[tuple[int, Any]]]] = {
     ),
     **dict.fromkeys(("aten::take", "aten::put_"), lambda args: [(args[0].numel(), args[1])]),
     **dict.fromkeys(
-        (
-            "aten::index",
-            "aten::index_put",
-            "aten::index_put_",
-            "aten::_index_put_impl_",
-            "aten::_unsafe_index",
-        ),
+        [f"aten::{name}" for name in ("index", "_unsafe_index", "index_put", "index_put_")]
+        + ["aten::_index_put_impl_"],
         lambda args: _sizes_of(args[0], args[1]),
     ),
     **dict.fromkeys(
-        (
-            "aten::index_select",
-            "aten::gather",
-            "aten::index_copy_",
-            "aten::index_add_",
-            "aten::index_fill_",
-            "aten::scatter_",
-            "aten::scatter_add_",
-            "aten::scatter",
-            "aten::scatter_add",
-            "aten::scatter_reduce_",
-            "aten::index_copy",
-            "aten::index_add",
-            "aten::index_fill",
-            "aten::index_reduce_",
-        ),
+        ["aten::index_select", "aten::gather"]
+        + [
+            f"aten::{name}{in_place}"
+            for name in (
+                *("index_copy", "index_add", "index_fill", "index_reduce"),
+                *("scatter", "scatter_add", "scatter_reduce"),
+            )
+            for in_place in ("", "_")
+        ],
         lambda args: [(args[0].shape[args[1]], args[2])] if args[0].dim() else [],
     ),
 }
@@ -193,12 +192,12 @@ def in_bounds(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _sizes_of(tensor: torch.Tensor, indices: Sequence[Any]) -> list[tuple[int, Any]]:
-    found, dim = [], 0
+    sizes, dim = [], 0
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             if index is not None:
-                found.append((tensor.shape[dim], index))
+                sizes.append((tensor.shape[dim], index))
             dim += 1
         else:
             dim += index.dim()
-    return found
+    return sizes

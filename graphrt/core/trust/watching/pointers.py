@@ -86,11 +86,11 @@ def unknown_blocks(
     for words in nodes:
         counts.update({home for home in map(homes.of, words) if home is not None})
     named = set(map(homes.of, known))
-    found = [block for block in counts if block not in named]
-    if any(block.may_be_internal for block in found):
+    touched = [block for block in counts if block not in named]
+    if any(block.may_be_internal for block in touched):
         held = set(map(homes.of, (tensors or tensor_addresses)()))
-        found = [block for block in found if block in held or not block.may_be_internal]
-    unknown = [UnknownBlock(block.address, block.bytes, counts[block]) for block in found]
+        touched = [block for block in touched if block in held or not block.may_be_internal]
+    unknown = [UnknownBlock(block.address, block.bytes, counts[block]) for block in touched]
     return tuple(sorted(unknown, key=lambda each: (-each.nodes, each.address)))
 
 

@@ -1,13 +1,18 @@
 """Watching a run of a forward: what memory from outside it reads and writes, operator by operator.
 
+`Watch` sees one run; its `Trace` are the operators of that run, so that two runs can be compared.
+
 A kernel that is no operator of torch's is not seen, nor what a custom operator touches beside what
 its schema says. What compiled code reads and writes by its own kernels is not seen either.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,15 +25,6 @@ from graphrt.core.capture.source import Source, user_source
 from graphrt.core.replay.recording import in_task
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.watching.operators import OperatorFacts, facts_of, in_bounds, written
-from graphrt.core.trust.watching.trace import (
-    LIFT_FRESH,
-    At,
-    Of,
-    Op,
-    Trace,
-    arguments_of,
-    made_of_data,
-)
 from graphrt.core.trust.watching.writes import SavedWrites
 
 _BARE = (torch.Tensor, torch.nn.Parameter)
@@ -81,18 +77,17 @@ class Use:
         return f"{self.dtype} {self.shape}{line}"
 
 
+@dataclass(slots=True)
 class Kept:
     """Memory that a run made: whether it was computed from the inputs, whether it was written again
     after it was made, and where in the trace it was made of Python data.
 
     The weak reference also keeps the storage's name from being used again."""
 
-    rewritten = False
+    ref: StorageWeakRef
+    from_inputs: bool = False
+    rewritten: bool = False
     of_data: int | None = None
-
-    def __init__(self, tensor: torch.Tensor, from_inputs: bool = False) -> None:
-        self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.from_inputs = from_inputs
 
 
 class Deviation(Exception):
@@ -122,6 +117,9 @@ class Watch(ThreadMode):
     With `follows`, the trace of an earlier run, the first operator that differs from it is looked
     at: if it could do harm (an operator of the host's own, an index out of bounds) `Deviation` is
     raised before it is done.
+
+    Of a run that is compared with no other one only the writes are seen, and which operators there
+    were: that takes half as long.
     """
 
     supports_higher_order_operators = True
@@ -133,6 +131,7 @@ class Watch(ThreadMode):
         follows: Trace | None = None,
         generators: Generators | None = None,
         *,
+        compared: bool = True,
         keeps_sources: bool = False,
         rows: tuple[int, int] | None = None,
         draw: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None = None,
@@ -144,7 +143,6 @@ class Watch(ThreadMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace(keeps_sources=keeps_sources, rows=rows)
-        self.uses: dict[int, Use] = {}
         # Writes to memory that is no news, by where they begin.
         self.own_written: dict[int, Use] = {}
         self.saw_compiled_code = False
@@ -156,7 +154,9 @@ class Watch(ThreadMode):
         self._generators = generators
         self._draw = draw
         self._reads_arrays = reads_arrays
-        self._born: dict[int, Kept] = {}
+        self._compared = compared
+        # What the run has made, and memory from outside: None where its uses are not noted.
+        self._memory: dict[int, Kept | Use | None] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -164,60 +164,78 @@ class Watch(ThreadMode):
         kwargs = kwargs or {}
         if is_taken_apart(func):
             return self.take_apart(func, args, kwargs)
-        if func is LIFT_FRESH:
-            return self._lift(func, args, kwargs)
-        facts = facts_of(func)
-        targets = list(written(facts, args, kwargs)) if facts.writes else []
-        source = user_source() if self.trace.keeps_sources else None
-        call = _Call(func, facts, args, kwargs, targets, source)
-        if self._generators is not None and facts.may_draw:
-            self._generators.note_given((*args, *kwargs.values()))
-        if targets:
-            self._before_writes(call)
-        tensors, from_inputs = self._use(call)
-        op = Op(func, arguments_of(args, kwargs, tensors))
-        if self._follows is not None:
-            self._follow(op, args, self._follows)
-        self.trace.append(op)
-        self.trace.sources.append(source)
+        facts, is_data = facts_of(func), func is LIFT_FRESH
+        targets, from_inputs = self._begin(func, facts, args, kwargs)
         if self._draw is not None and facts.draws:
             result = self._draw(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
         if self.trace.rows is not None:
-            self.trace.note_sum(result)
-        if targets:
+            self.trace.note_sum(None if is_data else result)
+        if targets and self._compared:
             self._rewrite(targets, from_inputs)
-        self._bear((result,), from_inputs)
+        memory, own = self._memory, self._own
+        for part, key, address in placed((args[0], result) if is_data else (result,), parts=True):
+            if key is not None and key not in memory and address not in own:
+                memory[key] = Kept(StorageWeakRef(part.untyped_storage()), from_inputs)  # type: ignore[no-untyped-call]
+        if is_data:
+            self._note_data(result)
         return result
+
+    @property
+    def uses(self) -> dict[int, Use]:
+        """The memory from outside that the run has used."""
+        return {key: use for key, use in self._memory.items() if isinstance(use, Use)}
 
     def kept(self) -> dict[int, Kept]:
         """What the run made that is still there."""
-        born = self._born.items()
-        return {key: each for key, each in born if not each.ref.expired()}  # type: ignore[no-untyped-call]
+        made = [(key, kept) for key, kept in self._memory.items() if isinstance(kept, Kept)]
+        return {key: kept for key, kept in made if not kept.ref.expired()}  # type: ignore[no-untyped-call]
 
     def written(self) -> dict[int, Use]:
         """The memory from outside that the run has written."""
         return {key: use for key, use in self.uses.items() if use.is_written}
 
-    def _lift(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A tensor is made of Python data."""
-        op, trace = Op(func, (unseen(lambda: made_of_data(args[0])),)), self.trace
+    def _begin(
+        self, func: Any, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[torch.Tensor], bool]:
+        """Before an operator: save what it writes, and note what it is given; returns the tensors
+        that it writes, and whether some that it is given was computed from the inputs."""
+        is_data = func is LIFT_FRESH
+        targets = list(written(facts, args, kwargs)) if facts.writes else []
+        source = user_source() if is_data or self.trace.keeps_sources else None
+        call = _Call(func, facts, args, kwargs, targets, source)
+        if self._generators is not None and facts.may_draw:
+            self._generators.note_given((*args, *kwargs.values()))
+        if targets:
+            self._before_writes(call)
+        arguments: tuple[object, ...] = ()
+        from_inputs = False
+        if is_data:
+            arguments = (unseen(lambda: made_of_data(args[0])),)
+        elif self._compared:
+            arguments, from_inputs = self._use(call)
+        else:
+            for _, key, _ in placed((*args, *kwargs.values()), parts=True):
+                if key is not None:
+                    self._memory.setdefault(key, None)
+        op = Op(func, arguments)
         if self._follows is not None:
             self._follow(op, args, self._follows)
-        trace.append(op)
-        trace.sources.append(user_source())
-        result = func(*args, **kwargs)
-        key = storage_key(result)
-        trace.sums.append(None)
-        self._bear((args[0], result), False)
+        self.trace.append(op)
+        self.trace.sources.append(source)
+        return targets, from_inputs
+
+    def _note_data(self, made: torch.Tensor) -> None:
+        """The last operator has made a tensor of Python data."""
+        key, place = storage_key(made), len(self.trace) - 1
+        kept = None if key is None else self._memory.get(key)
         # Memory of an array is read where it is, and a task makes its own anew at every replay.
-        is_baked = result.untyped_storage().resizable() or not self._reads_arrays
-        if key in self._born and is_baked and not in_task.get():
-            self._born[key].of_data = len(trace) - 1
+        is_baked = made.untyped_storage().resizable() or not self._reads_arrays
+        if isinstance(kept, Kept) and is_baked and not in_task.get():
+            kept.of_data = place
             if in_eager_part.get() is not None:
-                trace.constants_of_parts.add(len(trace) - 1)
-        return result
+                self.trace.constants_of_parts.add(place)
 
     def _follow(self, op: Op, args: Sequence[Any], then: Trace) -> None:
         """Raise `Deviation` where this run leaves the way of an earlier one and may do harm."""
@@ -231,85 +249,79 @@ class Watch(ThreadMode):
 
     def _before_writes(self, call: _Call) -> None:
         for tensor, key, address in placed(call.written):
-            if key is None or key in self._born:
+            use = None if key is None else self._memory.get(key)
+            if key is None or isinstance(use, Kept):
                 continue
             if address in self._own:
                 if torch.Tag.inplace_view not in call.func.tags:
                     use = Use(tensor, str(call.func), call.source)
                     self.own_written.setdefault(tensor.data_ptr(), use)
                 continue
-            if key not in self.uses:
+            if use is None:
                 if _from_compiled_code():
                     # Kernels of compiled code write into memory that no operator has made.
                     self.saw_compiled_code = True
-                    self._born[key] = Kept(tensor)
+                    self._memory[key] = Kept(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
                     continue
-                self.uses[key] = Use(tensor, str(call.func), call.source)
-            use = self.uses[key]
+                use = self._memory[key] = Use(tensor, str(call.func), call.source)
             use.is_written = True
             use.writes.append(call.facts.name)
             if self._saves is not None:
                 self._saves.save(tensor, call.facts, call.args, use)
 
-    def _use(self, call: _Call) -> tuple[dict[int, object], bool]:
-        """Note what an operator uses of what it is given; returns the tensors as traces have them,
-        by `id`, and whether some were computed from the inputs."""
+    def _use(self, call: _Call) -> tuple[tuple[object, ...], bool]:
+        """Note what an operator uses of what it is given; returns its arguments as traces have
+        them, and whether some were computed from the inputs."""
         given = placed((*call.args, *call.kwargs.values()))
         overwritten = _overwritten(call.written, given) if call.facts.overwrites else ()
         tensors: dict[int, object] = {}
         from_inputs = False
         for each in given:
             whole, key, _ = each
-            if key is None or key in self._born:
+            if key is None or isinstance(self._memory.get(key), Kept):
                 tensors[id(whole)] = Of(tuple(whole.shape), whole.dtype)
             else:
                 tensors[id(whole)] = At(whole.data_ptr(), tuple(whole.shape), whole.stride())
             parts = [each] if type(whole) in _BARE else placed([whole], parts=True)
             for part, key, address in parts:
-                if address in self._own and key is not None:
+                known = None if key is None else self._memory.get(key)
+                if key is None:
+                    continue
+                if address in self._own:
                     from_inputs = True
-                elif key in self._born:
-                    known = self._born[key]
-                    from_inputs |= known.from_inputs
-                    if known.of_data is not None:
-                        self.trace.constants.add(known.of_data)
-                elif key is not None:
-                    use = self.uses.get(key)
-                    if use is None:
-                        use = self.uses[key] = Use(part, str(call.func), call.source)
-                    use.note(part, call.facts, fills=id(whole) in overwritten)
-                    from_inputs |= use.from_inputs
-        return tensors, from_inputs
+                    continue
+                if known is None:
+                    known = self._memory[key] = Use(part, str(call.func), call.source)
+                if isinstance(known, Use):
+                    known.note(part, call.facts, fills=id(whole) in overwritten)
+                elif known.of_data is not None:
+                    self.trace.constants.add(known.of_data)
+                from_inputs |= known.from_inputs
+        return arguments_of(call.args, call.kwargs, tensors), from_inputs
 
     def _rewrite(self, targets: list[torch.Tensor], from_inputs: bool) -> None:
         for _, key, _ in placed(targets, parts=True):
-            known = None if key is None else self._born.get(key) or self.uses.get(key)
+            known = None if key is None else self._memory.get(key)
             if isinstance(known, Kept):
                 known.rewritten = True
             if known is not None:
                 known.from_inputs |= from_inputs
 
-    def _bear(self, results: Sequence[Any], from_inputs: bool) -> None:
-        born, uses = self._born, self.uses
-        for part, key, address in placed(results, parts=True):
-            if key is not None and not (key in born or key in uses or address in self._own):
-                born[key] = Kept(part, from_inputs)
-
 
 def _overwritten(targets: list[torch.Tensor], given: list[Placed]) -> Collection[int]:
     """What an operator fills without reading it, by `id`."""
-    found = {id(each) for each in targets}
-    if len(found) > 1:
-        return found
+    filled = {id(each) for each in targets}
+    if len(filled) > 1:
+        return filled
     # torch.add(state, x, out=state) reads it too.
     ids = [id(tensor) for tensor, *_ in given]
-    return {each for each in found if ids.count(each) == 1}
+    return {each for each in filled if ids.count(each) == 1}
 
 
 def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
     """The tensors among values and in lists of them, each with its `storage_key` and where the
     storage begins; with `parts` those that a subclass is made of in place of it."""
-    found: list[Placed] = []
+    tensors: list[Placed] = []
     left = [*values]
     while left:
         value = left.pop(0)
@@ -333,8 +345,8 @@ def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
                     key = storage._cdata
             except (NotImplementedError, RuntimeError):
                 pass
-        found.append((value, key, address))
-    return found
+        tensors.append((value, key, address))
+    return tensors
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -345,7 +357,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 def _from_compiled_code() -> bool:
     """Whether code that Inductor has written issued this operator."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     for _ in range(12):
         if "empty_strided_cpu" in frame.f_globals and "async_compile" in frame.f_globals:
             return True
@@ -353,3 +365,220 @@ def _from_compiled_code() -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+# What a run did, operator by operator, so that two runs can be compared ---------------------------
+
+LIFT_FRESH = torch.ops.aten.lift_fresh.default
+"""What every tensor made from Python data, or from a NumPy array, goes through."""
+
+_AS_THEY_ARE = (int, bool, str, type(None), torch.dtype)
+_SHORT = 64
+"""A tensor of Python data with at most so many values is described by them, a larger one by a sum
+of its bytes."""
+
+
+class Op(NamedTuple):
+    """One operator: its overload, and what describes its arguments, tensors not by their values."""
+
+    func: Any
+    arguments: tuple[object, ...]
+
+    def __str__(self) -> str:
+        return str(self.func)
+
+
+class At(NamedTuple):
+    """A tensor from outside, which a graph finds at this address at every replay."""
+
+    address: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Of(NamedTuple):
+    """A tensor that the run itself made."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Values(NamedTuple):
+    """A tensor that was made of Python data."""
+
+    values: str
+
+    def __str__(self) -> str:
+        return self.values
+
+
+class Trace(list[Op]):
+    """The operators of one run, in their order; the rest is by their places in it.
+
+    `constants` are those that made a tensor of Python data that was used, `constants_of_parts` such
+    ones of eager parts, which are made anew at every replay; `sums` are of the live rows of
+    results, where somebody asked for them.
+    """
+
+    def __init__(
+        self,
+        ops: Iterable[Op] = (),
+        *,
+        keeps_sources: bool = False,
+        rows: tuple[int, int] | None = None,
+    ) -> None:
+        """`rows` are all rows and the live ones, where sums are wanted."""
+        super().__init__(ops)
+        self.keeps_sources = keeps_sources
+        self.rows = rows
+        self.sources: list[Source | None] = []
+        self.sums: list[torch.Tensor | None] = []
+        self.constants: set[int] = set()
+        self.constants_of_parts: set[int] = set()
+
+    def note_sum(self, result: Any) -> None:
+        """Note the sum over the live rows of a result that has all rows, without waiting for the
+        device."""
+        assert self.rows is not None
+        rows, live = self.rows
+        if (
+            not isinstance(result, torch.Tensor)
+            or result.dim() == 0
+            or result.shape[0] != rows
+            or result.layout is not torch.strided
+            or result.is_complex()
+        ):
+            self.sums.append(None)
+        else:
+            self.sums.append(unseen(lambda: result.detach()[:live].to(torch.float64).abs().sum()))
+
+    def at_source(self, first: tuple[int, str] | None) -> str:
+        """What was first at a place, with the line of code there; "" for None."""
+        if first is None:
+            return ""
+        place, text = first
+        source = self.sources[place] if place < len(self.sources) else None
+        return text if source is None else f"{text} at {source}"
+
+    def first_mixed(self, alone: Trace, rounding: float) -> tuple[int, str] | None:
+        """The first operator whose live rows are not what they are in a run without padding."""
+        end = len(self)
+        if [op.func for op in self] != [op.func for op in alone]:
+            difference = first_difference(self, alone, same_size=False)
+            end = end if difference is None else difference[0]
+        for place, (ours, theirs) in enumerate(zip(self.sums[:end], alone.sums, strict=False)):
+            if ours is None or theirs is None:
+                continue
+            a, b = ours.item(), theirs.item()
+            if abs(a - b) > rounding * max(abs(a), abs(b)) or (a != a) != (b != b):
+                end = place
+                break
+        return (end, str(self[end])) if end < len(self) else None
+
+    def first_other_data(self, then: Trace, *, has_parts: bool) -> tuple[str, str] | None:
+        """What this run made a tensor of that an earlier one of the same size made of other Python
+        data, and used: the data now, and then. With `has_parts` those of eager parts do not
+        count."""
+        for place, (ours, theirs) in enumerate(zip(self, then, strict=False)):
+            if ours.func is not theirs.func:
+                return None
+            if ours.func is not LIFT_FRESH or ours.arguments == theirs.arguments:
+                continue
+            is_used = place in self.constants or place in then.constants
+            if is_used and not (has_parts and place in self.constants_of_parts):
+                told = self if self.keeps_sources else then
+                return told.at_source((place, str(ours.arguments[0]))), str(theirs.arguments[0])
+        return None
+
+
+def arguments_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[int, object]
+) -> tuple[Any, ...]:
+    """The arguments of one operator as two runs can compare them; `tensors` are those among them,
+    `At` or `Of`, by `id`."""
+    described = []
+    for each in (*args, *kwargs.items()):
+        if type(each) in _AS_THEY_ARE:
+            described.append(each)
+        else:
+            described.append(tensors.get(id(each)) or _described(each, tensors))
+    return tuple(described)
+
+
+def _described(value: Any, tensors: Mapping[int, object]) -> object:
+    if isinstance(value, torch.Tensor):
+        return tensors[id(value)]
+    if isinstance(value, list | tuple):
+        return tuple(_described(each, tensors) for each in value)
+    if isinstance(value, float | complex):
+        return repr(value)  # nan is not equal to itself, and 0.0 is equal to -0.0
+    return value if isinstance(value, _AS_THEY_ARE) else repr(value)
+
+
+def made_of_data(tensor: torch.Tensor) -> object:
+    """What describes a tensor that was made of Python data."""
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return Of(tuple(tensor.shape), tensor.dtype)
+    if tensor.numel() <= _SHORT:
+        return Values(repr(tensor.tolist()))
+    at_hand = tensor.detach().to("cpu").contiguous()
+    data = ctypes.string_at(at_hand.data_ptr(), at_hand.numel() * at_hand.element_size())
+    return Values(f"{tuple(tensor.shape)} values, CRC {zlib.crc32(data):08x}")
+
+
+def first_difference(now: Trace, then: Trace, *, same_size: bool) -> tuple[int, str] | None:
+    """The first operator that a graph's run did otherwise, as its place and what differs; None.
+
+    Between runs of two sizes only what does not follow from the size is compared: operators,
+    fractions, texts, and where memory from outside is.
+    """
+    for place, (ours, theirs) in enumerate(zip(now, then, strict=False)):
+        if ours.func is not theirs.func:
+            return place, f"{ours} where the graph has {theirs}"
+        if ours.arguments == theirs.arguments:
+            continue
+        if same_size or not _alike(ours.arguments, theirs.arguments):
+            return place, f"{ours}{_text(ours, theirs, same_size)}"
+    if len(now) != len(then):
+        longer = now if len(now) > len(then) else then
+        return min(len(now), len(then)), f"{longer[min(len(now), len(then))]}: only one has it"
+    return None
+
+
+def first_other(now: Trace, captured: Sequence[Any]) -> tuple[int, str] | None:
+    """The first operator that a run issued otherwise than a capture, whose operators are known by
+    their overloads alone, as its place and in words; None where they are the same."""
+    for place, (ours, theirs) in enumerate(zip(now, captured, strict=False)):
+        if ours.func is not theirs:
+            return place, f"{ours} where the capture has {theirs}"
+    if len(now) == len(captured):
+        return None
+    place = min(len(now), len(captured))
+    if len(now) > place:
+        return place, f"{now[place]}, which the capture has not"
+    return place, f"none where the capture has {captured[place]}"
+
+
+def _text(ours: Op, theirs: Op, same_size: bool) -> str:
+    for mine, other in zip(ours.arguments, theirs.arguments, strict=False):
+        if mine != other and (same_size or not _alike(mine, other)):
+            return f": {_short(mine)} where the graph has {_short(other)}"
+    return ""
+
+
+def _short(value: object) -> str:
+    if isinstance(value, At):
+        return f"a tensor {value.shape} at {value.address:#x}"
+    if isinstance(value, Of):
+        return f"a tensor {value.shape} of {value.dtype}"
+    return str(value)[:80]
+
+
+def _alike(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, At) and isinstance(theirs, At):
+        return ours.address == theirs.address
+    if isinstance(ours, Of | Values) or type(ours) is int:
+        return type(ours) is type(theirs)
+    if isinstance(ours, tuple) and isinstance(theirs, tuple) and not isinstance(ours, At):
+        return len(ours) == len(theirs) and all(map(_alike, ours, theirs))
+    return bool(ours == theirs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import inference_guard, storage_of_weak
-from graphrt.core.trust.compare import difference
+from graphrt.core.trust.compare import difference, listed
 from graphrt.core.trust.watching.operators import OperatorFacts, RowAccess
-
-_SHOWN = 8
 
 
 class _Region(NamedTuple):
@@ -22,11 +20,7 @@ class _Region(NamedTuple):
     the storage."""
 
     key: int
-    read: Callable[[], torch.Tensor]
-    write: Callable[[torch.Tensor], object]
-    chosen: tuple[torch.Tensor, ...]
-    """The indices of its rows, along `dim` of what is read; -1 for one index an element."""
-    dim: int
+    access: RowAccess
     was: torch.Tensor
     inference: bool
     use: object
@@ -45,14 +39,14 @@ class _Whole:
 
     def read(self) -> torch.Tensor:
         """What is there now, cloned; an empty tensor once the memory is gone."""
-        found = self._now()
-        return self._like.clone() if found is None else found.clone()
+        now = self._now()
+        return self._like.clone() if now is None else now.clone()
 
     def write(self, value: torch.Tensor) -> None:
         """Write it, unless the memory is gone, or was when the value was read."""
-        found = self._now()
-        if found is not None and value.numel() == found.numel():
-            found.copy_(value)
+        now = self._now()
+        if now is not None and value.numel() == now.numel():
+            now.copy_(value)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether this is memory of that tensor, and of none that lay there before it."""
@@ -83,6 +77,8 @@ class SavedWrites:
         self.limit = limit_bytes
         self._regions: list[_Region] = []
         self._whole: dict[tuple[object, ...], _Whole] = {}
+        # Which rows of a tensor are saved, by their indices: every run of a forward writes them.
+        self._rows: dict[tuple[object, ...], list[tuple[torch.Tensor, ...]]] = {}
         self._protected: dict[tuple[object, ...], Protected] = {}
 
     def save(
@@ -105,7 +101,6 @@ class SavedWrites:
         place: tuple[object, ...],
         use: object,
     ) -> None:
-        access: RowAccess
         key = tensor.untyped_storage()._cdata
         whole = facts.rows is None or tensor is not args[0]
         if whole:
@@ -115,13 +110,17 @@ class SavedWrites:
                     self._protected[place] = Protected(view, str(use))
                 return
             held = self._whole[place] = _Whole(view)
-            access = held.read, held.write, (), 0
+            access = RowAccess(held.read, held.write)
         else:
             assert facts.rows is not None
             access = facts.rows(args)
             self.row_writes.add((key, facts.name))
-        read, write, chosen, dim = access
-        region = _Region(key, read, write, chosen, dim, read(), tensor.is_inference(), use, whole)
+            if access.chosen:
+                saved = self._rows.setdefault((*place, access.dim, access.along), [])
+                if any(_are_equal(access.chosen, rows) for rows in saved):
+                    return
+                saved.append(access.chosen)
+        region = _Region(key, access, access.read(), tensor.is_inference(), use, whole)
         self.bytes += region.was.numel() * region.was.element_size()
         if self.bytes > self.limit:
             raise StateTooLargeError(
@@ -138,7 +137,7 @@ class SavedWrites:
         """Copies of what is there now."""
         if not self._regions:
             return []
-        return unseen(lambda: [region.read().clone() for region in self._regions])
+        return unseen(lambda: [region.access.read().clone() for region in self._regions])
 
     def restore(self, values: Sequence[torch.Tensor] | None = None) -> None:
         """Put everything back as it was, the last write first, or write what `take` returned; what
@@ -188,9 +187,9 @@ class SavedWrites:
             for region, ours, theirs in zip(self._regions, padded, alone, strict=False):
                 if not getattr(region.use, "exposed", True) or ours.shape != theirs.shape:
                     continue
-                found = difference(*_but_padding(region, ours, theirs, pads, sizes))
-                if found is not None and found.relative > rounding:
-                    return region.use, found.text
+                apart = difference(*_but_padding(region, ours, theirs, pads, sizes))
+                if apart is not None and apart.relative > rounding:
+                    return region.use, apart.text
             return None
 
         return unseen(compare)
@@ -203,12 +202,19 @@ class SavedWrites:
         return [unseen(lambda own=own: own.check(pads)) for own in self._protected.values()]  # type: ignore[misc]
 
 
+def _are_equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    return all(
+        a.dtype is b.dtype and a.device == b.device and torch.equal(a, b)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
 def _write(region: _Region, value: torch.Tensor) -> None:
     if not region.inference:
-        region.write(value)  # `unseen`, and so outside of inference mode already
+        region.access.write(value)  # `unseen`, and so outside of inference mode already
         return
     with inference_guard(True):
-        region.write(value)
+        region.access.write(value)
 
 
 def still_there(*values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -233,8 +239,9 @@ def _but_padding(
             return ours, theirs
         dim, rows = keep
         return ours.index_select(dim, rows), theirs.index_select(dim, rows)
+    dim = region.access.dim
     padding = torch.zeros((), dtype=torch.bool, device=ours.device)
-    for index in region.chosen:
+    for index in region.access.chosen:
         for pad in pads:
             padding = padding | (index == pad)
         for all_rows, live in sizes:
@@ -243,14 +250,12 @@ def _but_padding(
                 padding = padding | beyond.view(-1, *[1] * (index.dim() - 1)).expand_as(index)
     if padding.dim() == 0:
         return ours, theirs
-    if region.dim == -1:
+    if dim == -1:
         return ours[~padding], theirs[~padding]
     # The rows of an index of several dimensions lie in as many.
-    ours, theirs = (
-        each.flatten(region.dim, region.dim + padding.dim() - 1) for each in (ours, theirs)
-    )
+    ours, theirs = (each.flatten(dim, dim + padding.dim() - 1) for each in (ours, theirs))
     rows = torch.nonzero(~padding.flatten()).flatten()
-    return ours.index_select(region.dim, rows), theirs.index_select(region.dim, rows)
+    return ours.index_select(dim, rows), theirs.index_select(dim, rows)
 
 
 # Memory that is too large to be saved ------------------------------------------------------------
@@ -282,12 +287,12 @@ class Protected:
             raise StateTooLargeError(
                 f"the warm-up wrote rows of {self._name} that no padding names, and they are too "
                 "much to be saved",
-                got=f"rows {_shown(other)}",
+                got=f"rows {listed(other)}",
                 expected=f"rows of the padding of index inputs ({sorted(set(pads)) or 'none'})",
                 advice="give the inputs that address it InputSpec(index=True, pad=a dummy row), or "
                 "declare it: Host(state=[State(tensor, rows=...)])",
             )
-        return f"{self._name}: rows {_shown(changed) if changed else 'none'} written by padding"
+        return f"{self._name}: rows {listed(changed) if changed else 'none'} written by padding"
 
     def _sum(self) -> torch.Tensor:
         rows = self._tensor.transpose(0, self._dim)
@@ -322,15 +327,10 @@ def _named(tensor: torch.Tensor, pads: Sequence[int]) -> set[int]:
     """The rows that padding names: a value itself, or its page."""
     dim = _dim_of_rows(tensor)
     rows = tensor.shape[dim]
-    found = {pad for pad in pads if 0 <= pad < rows}
+    named = {pad for pad in pads if 0 <= pad < rows}
     # [pages, slots, ...], or [pages, heads, slots, width] where that gives a page that there is.
     per_page = tensor.shape[dim + 1 : dim + (3 if tensor.dim() == dim + 4 else 2)] or (1,)
     for pad in pads:
         pages = (pad // max(slots, 1) for slots in per_page if pad >= 0)
-        found.update([page for page in pages if page < rows][:1])
-    return found
-
-
-def _shown(rows: Sequence[int]) -> str:
-    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-    return ", ".join(map(str, rows[:_SHOWN])) + more
+        named.update([page for page in pages if page < rows][:1])
+    return named
