@@ -75,8 +75,7 @@ class CompiledPiece:
         return results[0] if self._returns == 1 else tuple(results)
 
     def save(self, path: Path, save_format: SaveFormat) -> None:
-        """Write the code, and the libraries it calls, to a directory for `load`."""
-        path.mkdir()
+        """Write the code, and the libraries it calls, to an empty directory for `load`."""
         self.artifact.save(path=str(path / _CODE), format=save_format)
         keep_libraries(self._libraries, path / _LIBRARIES)
         (path / _CONDITIONS).write_bytes(pickle.dumps(self.conditions))

@@ -11,7 +11,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _CAN_JUDGE = os.open in os.supports_dir_fd
@@ -31,13 +31,6 @@ def make_private(directory: Path) -> None:
     missing = [each for each in (directory, *directory.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(mode=0o700, exist_ok=True)
-
-
-def without_write_of_others(path: Path) -> None:
-    """Take from others what a process's umask gave them."""
-    mode = path.stat().st_mode
-    if mode & _OTHERS_WRITE:
-        path.chmod(stat.S_IMODE(mode) & ~_OTHERS_WRITE)
 
 
 @contextlib.contextmanager
@@ -69,32 +62,26 @@ def opened(root: Path, *below: str) -> Iterator[int | None]:
         yield descriptor
 
 
-def read_file(directory: int, relative: str, most_bytes: int) -> bytes:
-    """The content of a file below an opened directory, if nobody else may change it or what it lies
-    in, and it has no more than `most_bytes`.
+def read_file(directory: int, name: str, most_bytes: int) -> bytes:
+    """The content of a file in an opened directory, if nobody else may change it, and it has no
+    more than `most_bytes`.
 
     Raises `RefusedError`, and other `OSError` where there is none, or it cannot be read.
     """
-    *between, name = PurePosixPath(relative).parts
-    path = Path()
-    with contextlib.ExitStack() as stack:
-        for each in between:
-            path /= each
-            directory = _directory_in(directory, each, path)
-            stack.callback(os.close, directory)
-            _judge(os.fstat(directory), path, above=False)
-        _refuse_link(directory, name, path / name)
-        file = os.open(name, _READ, dir_fd=directory)
-        stack.callback(os.close, file)
+    _refuse_link(directory, name, Path(name))
+    file = os.open(name, _READ, dir_fd=directory)
+    try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise RefusedError(f"{relative} is no file ({stat.filemode(found.st_mode)})")
-        _judge(found, path / name, above=False)
+            raise RefusedError(f"{name} is no file ({stat.filemode(found.st_mode)})")
+        _judge(found, Path(name), above=False)
         if found.st_size > most_bytes:
             raise RefusedError(
-                f"{relative} has {found.st_size} bytes, expected are at most {most_bytes}"
+                f"{name} has {found.st_size} bytes, expected are at most {most_bytes}"
             )
         return _read(file, found.st_size)
+    finally:
+        os.close(file)
 
 
 def _directory_in(directory: int, name: str, path: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -163,21 +162,19 @@ def _stitched(
     graph as Python."""
     graph = seen.traced.graph
     kept = compiler.kept
-    # Nothing of the entry is there for others unless the block ends well.
-    with nullcontext() if kept is None else kept.entry:
-        calls, wrappers = _captured(
-            pieces,
-            [compiler.call_of(piece) for piece in pieces],
-            wrapping,
-            compiler.partitioned,
-            splitting_names(graph.graph, options.splitting_ops),
-            whole_graph=options.whole_graph,
-        )
-        stitched = stitch(seen.around, graph, pieces, calls, subject)
-        text = readable(graph, pieces, compiler.kept_as)
-        if kept is not None:
-            kept.entry.write_text("computation_graph.py", text)
-            kept.entry.write_text("transformed_code.py", stitched.source)
+    calls, wrappers = _captured(
+        pieces,
+        [compiler.call_of(piece) for piece in pieces],
+        wrapping,
+        compiler.partitioned,
+        splitting_names(graph.graph, options.splitting_ops),
+        whole_graph=options.whole_graph,
+    )
+    stitched = stitch(seen.around, graph, pieces, calls, subject)
+    text = readable(graph, pieces, compiler.kept_as)
+    if kept is not None:
+        kept.entry.write_text("computation_graph.py", text)
+        kept.entry.write_text("transformed_code.py", stitched.source)
     return stitched, wrappers, text
 
 
