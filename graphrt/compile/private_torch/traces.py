@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
@@ -12,6 +14,7 @@ import torch
 from torch import fx
 
 from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.core.base.log import logger
 
 _NO_TRACE = "modules cannot be compiled"
 _MARK_DYNAMIC = NAMES.declare("torch._dynamo.mark_dynamic", without=_NO_TRACE)
@@ -141,3 +144,29 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
     found: AbstractContextManager[Any] = _FAKE_MODE.find()(shape_env=ShapeEnv())
     return found
+
+
+_LOGGERS = ("torch._guards", "torch._subclasses.fake_tensor")
+"""They log an error, with the traceback and all that is known of a guard, and raise it too."""
+
+
+@contextmanager
+def errors_told_once() -> Iterator[None]:
+    """Errors that torch logs in the block before it raises them are lines for debugging alone: who
+    gets the error says what of it matters."""
+    owner = threading.get_ident()
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR or record.thread != owner:
+            return True
+        logger.debug("torch: %s", record.getMessage())
+        return False
+
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for each in loggers:
+        each.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(is_shown)

@@ -18,6 +18,7 @@ from torch import fx
 from graphrt.compile.errors import TraceError
 from graphrt.compile.private_torch.guards import GuardFilter, Guards, all_guarded, names_read
 from graphrt.compile.private_torch.traces import (
+    errors_told_once,
     mark_dynamic,
     mark_unbacked,
     new_code_shown,
@@ -28,7 +29,7 @@ from graphrt.compile.private_torch.traces import (
 from graphrt.compile.trace._side_effects import Rewritten, assignments
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
-from graphrt.compile.trace.user_lines import decided_by_unknown, lines_of
+from graphrt.compile.trace.user_lines import explained
 from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import GraphRTError
 
@@ -122,7 +123,7 @@ def trace(
         except GraphRTError:
             raise
         except Exception as error:
-            raise _explained(error, dynamic_shapes, any_size=bool(dims)) from error
+            raise explained(error, dynamic_shapes, any_size=bool(dims)) from error
     return seen.traced(arguments.arguments)
 
 
@@ -235,41 +236,10 @@ def _tracing(hook: Callable[[CodeType, CodeType], None], *, oblivious: bool) -> 
     """`oblivious`: symbols may be 1, so that a branch that asks for it is a condition; operators do
     not ask."""
     with ExitStack() as stack:
+        stack.enter_context(errors_told_once())
         stack.enter_context(new_code_shown(hook))
         stack.enter_context(torch.no_grad())
         stack.enter_context(all_guarded())
         if oblivious:
             stack.enter_context(size_oblivious())
         yield
-
-
-def _explained(error: Exception, dynamic_shapes: str, *, any_size: bool) -> GraphRTError:
-    named: BaseException | None = error
-    while named is not None:
-        if isinstance(named, GraphRTError):
-            return named  # raised by what was traced
-        named = named.__cause__ or named.__context__
-    error = getattr(error, "inner_exception", None) or error
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else type(error).__name__
-    kind = type(error).__name__
-    if "ConstraintViolation" in kind + text:
-        return TraceError(
-            "a batch dimension is a constant in the forward",
-            got=text,
-            expected="a forward that works for every batch size",
-            advice="remove the comparison with a number, or take the dimension out of "
-            "dynamic_dims ({} for none): the code is then for the size of the first call alone",
-        )
-    lines = lines_of(text.partition("from user code:")[2])
-    if "data-dependent" in text:
-        return decided_by_unknown(first, lines, unbacked=dynamic_shapes == "unbacked")
-    advice = "look at the error above; take what cannot be traced into an opaque operator"
-    if any_size and kind == "TorchRuntimeError":
-        advice += ". The trace has other batch sizes than the call: if the forward works for that "
-        advice += "one alone, as with a static cache, write dynamic_dims={}"
-    return TraceError(
-        f"the forward cannot be traced as one graph: {kind}: {first}",
-        got=next(reversed(lines), None),
-        advice=advice,
-    )

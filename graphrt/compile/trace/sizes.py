@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch.traces import computed, expressions, fake_tensors
+from graphrt.compile.private_torch.traces import (
+    computed,
+    errors_told_once,
+    expressions,
+    fake_tensors,
+)
 from graphrt.core.base.log import logger
 
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -174,7 +179,7 @@ def does_the_same(graph: fx.GraphModule, sizes: Mapping[Any, int]) -> bool:
     says it has at these `sizes` of its symbols. Runs on tensors without memory; what cannot be
     run so is not the same."""
     try:
-        with fake_tensors(), torch.no_grad():
+        with errors_told_once(), fake_tensors(), torch.no_grad():
             _Rerun(graph, sizes).run()
     except Exception as error:
         # Whatever it is: it was no error at the sizes of the trace. It costs a trace more, no more.

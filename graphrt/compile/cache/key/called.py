@@ -31,6 +31,7 @@ from graphrt.compile.private_torch.registered import (
     tables_of_others,
     triton_call,
 )
+from graphrt.compile.private_torch.traces import errors_told_once
 from graphrt.compile.trace.sizes import value_of
 
 _TENSOR = torch.Tensor
@@ -159,6 +160,7 @@ class CalledSources:
 
         try:
             with ExitStack() as stack:
+                stack.enter_context(errors_told_once())
                 stack.enter_context(torch.no_grad())
                 if mode is not None:
                     if mode.shape_env is not None:
