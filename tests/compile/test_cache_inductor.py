@@ -37,7 +37,7 @@ def compiled() -> Any:
 @pytest.fixture(scope="module")
 def key() -> CacheKey:
     sources = TracedSources()
-    sources.add(forward)
+    sources.add(forward.__code__)
     return cache_key(code_settings(CompileOptions()), sources)
 
 

@@ -16,9 +16,12 @@ from torch import fx
 
 from graphrt.compile.cache.key.called import CalledSources
 from graphrt.compile.cache.key.sources import TracedSources
-from graphrt.compile.cache.key.versions import compiler_settings, runtime_versions
+from graphrt.compile.cache.key.versions import (
+    ambient_state,
+    compiler_settings,
+    runtime_versions,
+)
 from graphrt.compile.options import CompileOptions
-from graphrt.compile.private_torch.ambient import ambient_state
 from graphrt.core.base.errors import InvalidOptionError
 
 NOT_IN_KEY = {

@@ -159,7 +159,7 @@ class Values:
 
     def _code(self, code: CodeType) -> str:
         generated = code.co_filename.startswith("<")
-        if not generated and not self._sources.add_readable(code):
+        if not generated and not self._sources.add(code):
             self.unknown.append(f"the source of {code.co_name}, {code.co_filename}")
         return f"{module_name(code.co_filename)} {code.co_name} {code_digest(code)}"
 

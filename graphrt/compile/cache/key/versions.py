@@ -14,11 +14,13 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import torch
 
-from graphrt.compile.cache.key.sources import code_digest
+from graphrt.compile.cache.key.sources import PACKAGES, code_digest
 from graphrt.compile.private_torch.inductor import custom_passes, portable_settings
+from graphrt.core.replay.eager_part import settings_now
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -37,10 +39,7 @@ def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]
         "torch_git": torch.version.git_version,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "triton": _version("triton"),
-        "torch_npu": _version("torch_npu"),
-        "sympy": _version("sympy"),
-        "numpy": _version("numpy"),
+        **{name: _version(name) for name in ("torch_npu", *PACKAGES)},
         "device": _device_name(found),
         "driver": cuda_driver_version() if found.type == "cuda" else None,
         "cpu": cpu_features() if found.type == "cpu" else None,
@@ -110,6 +109,19 @@ def cpu_features() -> str:
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
     features = " ".join(sorted(flags[1].split())) if flags else ""
     return f"{level} {hashlib.sha256(features.encode()).hexdigest()[:12]}"
+
+
+def ambient_state(device_type: str) -> dict[str, object]:
+    """The settings of torch around a trace; for a CPU the number of threads, which its code has."""
+    deterministic: Any = torch.utils.deterministic
+    found = {name: _plain(value) for name, value in settings_now().items()}
+    # A cast is kept for the next use of a tensor only where autocast is on.
+    found["autocast cache"] = torch.is_autocast_cache_enabled()
+    found["inference mode"] = torch.is_inference_mode_enabled()
+    found["fill uninitialized memory"] = deterministic.fill_uninitialized_memory
+    if device_type == "cpu":
+        found["threads"] = torch.get_num_threads()
+    return found
 
 
 def compiler_settings() -> dict[str, object]:
