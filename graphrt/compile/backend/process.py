@@ -71,14 +71,14 @@ def compiling() -> Iterator[dict[str, Path]]:
     which then finds the same objects in memory, with every configuration that was tried: saved like
     that, they would be tuned again at every start.
     """
-    found: dict[str, Path] = {}
+    built: dict[str, Path] = {}
 
     def recording(kind: type, build: Callable[[], Load], digest: str) -> Load:
         load = build()
 
         def loaded() -> Any:
             library = load()
-            found[digest] = _path_of(library)
+            built[digest] = _path_of(library)
             return library
 
         return loaded
@@ -90,13 +90,13 @@ def compiling() -> Iterator[dict[str, Path]]:
         sizes_of_floats(),
         library_loads(_by_digest(recording)),
     ):
-        yield found
+        yield built
 
 
 @contextlib.contextmanager
-def loading(place: str, libraries: Path, directory: Path | None = None) -> Iterator[None]:
+def loading(own_caches: str, libraries: Path, directory: Path | None = None) -> Iterator[None]:
     """What is loaded in the block needs no C++ compiler and tunes nothing. Inductor's caches are in
-    `directory`, or else in `place`; Triton's are always in `place`, which is of `new_directory`.
+    `directory`, or else in `own_caches`, where Triton's always are; it is of `new_directory`.
 
     C++ libraries are those that `keep_libraries` put into `libraries`: Inductor finds one by its
     compiler's whole command line, for which it runs that compiler several times, and by which no
@@ -114,8 +114,8 @@ def loading(place: str, libraries: Path, directory: Path | None = None) -> Itera
     _start_triton()
     with (
         _process.lock,
-        compiler_directory(str(directory or place)),
-        _triton_directory(f"{place}/triton"),
+        compiler_directory(str(directory or own_caches)),
+        _triton_directory(f"{own_caches}/triton"),
         library_loads(_by_digest(from_there)),
         kernels_loaded_as_tuned(),
     ):

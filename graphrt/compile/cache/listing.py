@@ -60,22 +60,22 @@ class StoredKey:
         """Names of pieces that cannot be used, and why, after reading every file."""
         if self.key is None:
             return {}
-        found = {}
+        reasons = {}
         for name in self.ranks[rank]:
             try:
                 with opened(self.directory.parent, self.name, _RANK_PREFIX + rank) as directory:
                     read_piece(directory, name, self.key.digest)
             except (DamagedError, OSError) as error:
-                found[name] = str(error)
-        return found
+                reasons[name] = str(error)
+        return reasons
 
 
 def stored_keys(directory: Path) -> list[StoredKey]:
     """The latest first; what else lies in the directory is left out."""
     if not directory.is_dir():
         return []
-    found = [_stored_key(each) for each in directory.iterdir() if _is_key(each)]
-    return sorted(found, key=lambda each: -each.created_s)
+    keys = [_stored_key(each) for each in directory.iterdir() if _is_key(each)]
+    return sorted(keys, key=lambda each: -each.created_s)
 
 
 def find_key(directory: Path, prefix: str) -> StoredKey:

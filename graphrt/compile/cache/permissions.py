@@ -50,7 +50,7 @@ def opened(root: Path, *below: str) -> Iterator[int | None]:
         descriptor = os.open(path, _WALK)
         stack.callback(os.close, descriptor)
         _judge(os.fstat(descriptor), path, above=bool(names))
-        for place, name in enumerate(names):
+        for depth, name in enumerate(names):
             path /= name
             try:
                 descriptor = _directory_in(descriptor, name, path)
@@ -58,7 +58,7 @@ def opened(root: Path, *below: str) -> Iterator[int | None]:
                 yield None
                 return
             stack.callback(os.close, descriptor)
-            _judge(os.fstat(descriptor), path, above=place < len(names) - len(below) - 1)
+            _judge(os.fstat(descriptor), path, above=depth < len(names) - len(below) - 1)
         yield descriptor
 
 
@@ -71,15 +71,15 @@ def read_file(directory: int, name: str, most_bytes: int) -> bytes:
     _refuse_link(directory, name, Path(name))
     file = os.open(name, _READ, dir_fd=directory)
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise RefusedError(f"{name} is no file ({stat.filemode(found.st_mode)})")
-        _judge(found, Path(name), above=False)
-        if found.st_size > most_bytes:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise RefusedError(f"{name} is no file ({stat.filemode(status.st_mode)})")
+        _judge(status, Path(name), above=False)
+        if status.st_size > most_bytes:
             raise RefusedError(
-                f"{name} has {found.st_size} bytes, expected are at most {most_bytes}"
+                f"{name} has {status.st_size} bytes, expected are at most {most_bytes}"
             )
-        return _read(file, found.st_size)
+        return _read(file, status.st_size)
     finally:
         os.close(file)
 
@@ -107,15 +107,15 @@ def _read(file: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _judge(found: os.stat_result, path: Path, *, above: bool) -> None:
+def _judge(status: os.stat_result, path: Path, *, above: bool) -> None:
     """Raise `RefusedError` if another user owns it or may write it.
 
     In a directory `above`, such as /tmp, others may make things of their own if it is sticky: they
     can neither rename nor replace ours, and what lies below is judged by itself.
     """
-    if found.st_uid not in (os.geteuid(), 0):
-        raise RefusedError(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()} or root")
-    if found.st_mode & _OTHERS_WRITE and not (above and found.st_mode & stat.S_ISVTX):
+    if status.st_uid not in (os.geteuid(), 0):
+        raise RefusedError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()} or root")
+    if status.st_mode & _OTHERS_WRITE and not (above and status.st_mode & stat.S_ISVTX):
         raise RefusedError(
-            f"{path} may be written by others ({stat.filemode(found.st_mode)}): chmod go-w {path}"
+            f"{path} may be written by others ({stat.filemode(status.st_mode)}): chmod go-w {path}"
         )

@@ -164,9 +164,9 @@ class Compiler:
     ) -> Callable[..., Any]:
         if self._partition_at is None:
             return self._loaded_or_compiled(graph, inputs, name, static=static)
-        with collecting(self._partition_at) as found:
+        with collecting(self._partition_at) as partitions:
             made = self._loaded_or_compiled(graph, inputs, name, static=static)
-        self.partitioned.append(Partitioned(made, found))
+        self.partitioned.append(Partitioned(made, partitions))
         self._figures.partitions = len(self.partitioned[0].partitions)
         return self.partitioned[-1]
 
@@ -174,10 +174,10 @@ class Compiler:
         self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
     ) -> Callable[..., Any]:
         if self.kept is not None:
-            found = self.kept.load(name, returned_count(graph))
-            if found is not None:
+            loaded = self.kept.load(name, returned_count(graph))
+            if loaded is not None:
                 self._figures.loads += 1
-                return found
+                return loaded
         backend, why_eager = self._backend, ""
         if self.kept is not None and self.kept.found:
             # It was chosen to load what is kept, which was more than there is.
@@ -234,9 +234,9 @@ def _passes_numbers_on(piece: Piece) -> bool:
     """Whether a piece returns a number that it reads from a tensor, or is given one that is no
     size: the operator that stands for compiled code has no such results and arguments."""
     returned = next(iter(reversed(piece.graph.graph.nodes))).all_input_nodes
-    given = map(value_of, placeholders(piece.graph))
+    inputs = map(value_of, placeholders(piece.graph))
     return any(map(is_number, returned)) or any(
-        isinstance(value, float | torch.SymFloat | torch.SymBool) for value in given
+        isinstance(value, float | torch.SymFloat | torch.SymBool) for value in inputs
     )
 
 

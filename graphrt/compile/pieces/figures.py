@@ -70,22 +70,22 @@ def traced_line(
     module: Callable[..., Any], figures: Figures, graph: fx.Graph, pieces: Sequence[Piece]
 ) -> str:
     """How long tracing took, and where the graph is split."""
-    found = f"traced {type(module).__name__} in {figures.trace_s:.2f} s"
+    line = f"traced {type(module).__name__} in {figures.trace_s:.2f} s"
     splitting = [piece for piece in pieces if piece.splitting]
     if not splitting:
-        return f"{found}: a graph of {len(graph.nodes)} nodes, not split"
+        return f"{line}: a graph of {len(graph.nodes)} nodes, not split"
     nodes = (node for piece in splitting for node in piece.graph.graph.nodes)
     where = ", ".join(sorted({names_of(node)[0] for node in nodes if names_of(node)}))
-    return f"{found}: {len(pieces) - len(splitting)} pieces around {len(splitting)} of {where}"
+    return f"{line}: {len(pieces) - len(splitting)} pieces around {len(splitting)} of {where}"
 
 
 def compiled_line(figures: Figures) -> str:
     """What was compiled and what came from the cache, and why it is other than was asked for."""
-    found = (
+    line = (
         f"{figures.distinct_pieces} distinct pieces in {figures.compile_s:.2f} s: "
         f"{figures.compilations} compiled by {figures.backend}, {figures.loads} from the cache"
     )
     if figures.partitions:
-        found += f", {figures.partitions} partitions"
+        line += f", {figures.partitions} partitions"
     reasons = (figures.backend_reason, figures.partition_reason, figures.call_reason)
-    return "; ".join([found, *filter(None, reasons)])
+    return "; ".join([line, *filter(None, reasons)])

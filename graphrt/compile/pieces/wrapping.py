@@ -114,9 +114,9 @@ class BridgedPiece:
         if descriptor is None:
             return result
         if context.capture is not None or descriptor not in self._places:
-            known = {t.untyped_storage().data_ptr() for t in tree.tensors(args)}
+            arguments = {t.untyped_storage().data_ptr() for t in tree.tensors(args)}
             self._places[descriptor] = self._bridges.fix(
-                0, result, stays=lambda _, tensor: tensor.untyped_storage().data_ptr() in known
+                0, result, stays=lambda _, tensor: tensor.untyped_storage().data_ptr() in arguments
             )
         fixed, aliased = self._places[descriptor]
         deliver(fixed, result, self._run, aliased)

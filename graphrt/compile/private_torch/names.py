@@ -12,7 +12,7 @@ from graphrt.core.base.private_torch import PrivateNames
 NAMES = PrivateNames()
 
 
-def own(value: Any, attribute: str, without: str) -> Any:
+def private_attribute(value: Any, attribute: str, without: str) -> Any:
     """An attribute of an object of torch's own, which no class says to have; raises
     `MissingTorchNameError`."""
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.compile.private_torch.names import NAMES, private_attribute
 from graphrt.core.base.errors import MissingTorchNameError
 from graphrt.core.base.log import logger
 from graphrt.core.base.private_torch import PrivateName
@@ -66,7 +66,7 @@ def _patch(name: PrivateName) -> Callable[[Replace], Callable[..., AbstractConte
     def made(replace: Replace) -> Callable[..., AbstractContextManager[None]]:
         @contextmanager
         @wraps(replace)
-        def patched(*given: Any) -> Iterator[None]:
+        def patched(*arguments: Any) -> Iterator[None]:
             path, _, attribute = name.path.rpartition(".")
             with ExitStack() as undo:
                 try:
@@ -74,7 +74,7 @@ def _patch(name: PrivateName) -> Callable[[Replace], Callable[..., AbstractConte
                     owner = PrivateName(path, name.without, name.seen).find()
                     # As it is in the class: a class method with its decorator.
                     original = vars(owner)[attribute]
-                    setattr(owner, attribute, replace(original, *given))
+                    setattr(owner, attribute, replace(original, *arguments))
                     undo.callback(setattr, owner, attribute, original)
                 except (MissingTorchNameError, KeyError) as error:
                     _tell_once(name, str(error))
@@ -107,7 +107,7 @@ def library_loads(
 
 def load_library(kind: type, path: Path, key: str) -> Any:
     """A C++ library as Inductor's cache of that kind has it."""
-    return own(kind, "_load_library", _LOAD_LIBRARY.without)(str(path), key)
+    return private_attribute(kind, "_load_library", _LOAD_LIBRARY.without)(str(path), key)
 
 
 @_patch(_TUNE)
@@ -171,16 +171,16 @@ def sizes_of_floats(original: Any) -> Any:
 
 def _give_symbols(graph: fx.Graph) -> None:
     """Have a node for each symbol that is a size of an argument."""
-    given = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    values = [(node, node.meta.get("val")) for node in given]
-    known = {value.node.expr for _, value in values if isinstance(value, torch.SymInt)}
+    values = [(node, node.meta.get("val")) for node in inputs]
+    symbols = {value.node.expr for _, value in values if isinstance(value, torch.SymInt)}
     for node, value in values:
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            if not isinstance(size, torch.SymInt) or size.node.expr in known:
+            if not isinstance(size, torch.SymInt) or size.node.expr in symbols:
                 continue
             if size.node.expr.is_symbol:
-                known.add(size.node.expr)
+                symbols.add(size.node.expr)
                 with graph.inserting_before(first):
                     made = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
                 made.meta["val"] = size

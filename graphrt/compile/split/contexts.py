@@ -57,17 +57,19 @@ def close_autocast(
     """
     if not _enters(graph):
         return is_splitting
-    own = _Contexts(graph, is_splitting)
+    contexts = _Contexts(graph, is_splitting)
     free = roles.numbers | roles.views | roles.elements
     for node in list(graph.nodes):
         if node.op == "output":
-            own.close(0)
-        elif not own.notes(node) and node not in free and _computes(node):
-            own.settle(node)
-            own.check({*written(node), *roles.roots(n for n in written(node) if n in free)}, node)
-    for node in reversed(own.replaced):
+            contexts.close(0)
+        elif not contexts.notes(node) and node not in free and _computes(node):
+            contexts.settle(node)
+            contexts.check(
+                {*written(node), *roles.roots(n for n in written(node) if n in free)}, node
+            )
+    for node in reversed(contexts.replaced):
         graph.erase_node(node)
-    return lambda node: own.sides[node] if node in own.sides else is_splitting(node)
+    return lambda node: contexts.sides[node] if node in contexts.sides else is_splitting(node)
 
 
 def check_settings(graph: fx.Graph, is_splitting: Callable[[fx.Node], bool]) -> None:

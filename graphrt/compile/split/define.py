@@ -89,13 +89,13 @@ def _define(
             expected="a new name",
             advice="define it once, at the top of a module",
         )
-    known = list(inspect.signature(function).parameters)
+    arguments = list(inspect.signature(function).parameters)
     for argument in mutates:
-        if argument not in known:
+        if argument not in arguments:
             raise OpaqueError(
                 f"{name} has no argument of a name in mutates=",
                 got=shown(argument),
-                expected=", ".join(known),
+                expected=", ".join(arguments),
                 advice="name the tensors that the function writes",
             )
     try:

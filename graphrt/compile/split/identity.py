@@ -64,28 +64,28 @@ def target_name(target: Any) -> str:
 
 def _body(node: fx.Node, kernel: object) -> str:
     """What tells functions of one name apart, such as closures, and Triton kernels."""
-    found = kernel if kernel is not None else node.target
-    own = isinstance(found, FunctionType) and not covers(found)
-    return f" {Values(TracedSources()).of(found)}" if own or kernel is not None else ""
+    function = kernel if kernel is not None else node.target
+    needs_body = isinstance(function, FunctionType) and not covers(function)
+    return f" {Values(TracedSources()).of(function)}" if needs_body or kernel is not None else ""
 
 
 def _attribute(graph: fx.GraphModule, target: str) -> str:
-    found = attribute_of(graph, target)
-    if isinstance(found, fx.GraphModule):
-        return f"graph {fingerprint(found)}"
-    return f"attribute {id(found)}"
+    value = attribute_of(graph, target)
+    if isinstance(value, fx.GraphModule):
+        return f"graph {fingerprint(value)}"
+    return f"attribute {id(value)}"
 
 
 def _described(value: Any, storages: dict[int, int]) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value}"
-    place = ""
+    memory = ""
     if value.layout is torch.strided:
         key = storage_identity(value)
-        place = f"{value.stride()} in {storages.setdefault(key, len(storages))}"
-        place += f" at {value.storage_offset()}"
+        memory = f"{value.stride()} in {storages.setdefault(key, len(storages))}"
+        memory += f" at {value.storage_offset()}"
     kind = "Parameter" if isinstance(value, torch.nn.Parameter) else type(value).__name__
-    return f"{kind} {value.dtype} {value.device} {value.layout} {tuple(value.shape)} {place}"
+    return f"{kind} {value.dtype} {value.device} {value.layout} {tuple(value.shape)} {memory}"
 
 
 def _argument(value: Any, numbers: dict[fx.Node, str]) -> str:

@@ -53,8 +53,8 @@ def assignments() -> tuple[tuple[str, ...], tuple[Rewritten, ...]]:
 
     Must be called in the backend. In-place operators are no assignments.
     """
-    found = _Assignments(side_effects())
-    return tuple(found.assigned), tuple(found.rewritten)
+    collected = _Assignments(side_effects())
+    return tuple(collected.assigned), tuple(collected.rewritten)
 
 
 class _Assignments:
@@ -184,5 +184,5 @@ def readable_name(name: str) -> str:
     """ "module.layers.0" from Dynamo's name of where a value comes from."""
     name = _KEPT.sub(lambda held: f".{held[1]}" if held[1] else "", _MODULE.sub(r".\1", name))
     name = _ARGUMENT.sub(r"\1", _ROOT.sub("module", name))
-    name = _IMPORT.sub(lambda found: found[1].replace("_dot_", "."), name)
+    name = _IMPORT.sub(lambda match: match[1].replace("_dot_", "."), name)
     return _GLOBAL.sub(r"\1", name)

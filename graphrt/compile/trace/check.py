@@ -99,10 +99,10 @@ class CallChecker:
     def ones_needing_own(self, leaves: Sequence[Leaf]) -> list[Small]:
         """Which axes need code of their own at a size of 1: each by itself, and all at once."""
         axes = list(sizes_of(self._dims, leaves))
-        wanted: list[Small] = [((axis, 1),) for axis in axes]
+        candidates: list[Small] = [((axis, 1),) for axis in axes]
         if len(axes) > 1:
-            wanted.append(tuple((axis, 1) for axis in axes))
-        return [small for small in wanted if not self._serves(small)]
+            candidates.append(tuple((axis, 1) for axis in axes))
+        return [small for small in candidates if not self._serves(small)]
 
     def _needed(self, sizes: Mapping[str, int]) -> Small:
         small = tuple((axis, size) for axis, size in sizes.items() if size < 2)
@@ -173,8 +173,8 @@ class CallChecker:
     ) -> None:
         if value.dim() != len(expected):
             raise _changed(path, "the number of dimensions", value.dim(), len(expected))
-        for dim, (size, wanted) in enumerate(zip(value.shape, expected, strict=True)):
-            if wanted is not None and size != wanted:
+        for dim, (size, expected_size) in enumerate(zip(value.shape, expected, strict=True)):
+            if expected_size is not None and size != expected_size:
                 if not self._dims:
                     raise _another_size(path, dim, tuple(value.shape), expected)
                 what = f"the size of dimension {dim}, which is no batch dimension"
@@ -202,7 +202,7 @@ class CallChecker:
         if condition is None:
             return
         names = sorted({self._symbols[s][0] for s in condition.free_symbols})
-        named = condition.subs({s: axis_symbol(place) for s, place in self._symbols.items()})
+        named = condition.subs({s: axis_symbol(axis) for s, axis in self._symbols.items()})
         raise RetraceError(
             f"the number of {' and '.join(names)} is one that the forward decides by, and "
             "the other way was traced",
@@ -220,7 +220,7 @@ class CallChecker:
                 probe = Leaf(
                     path, torch.empty([1] * len(expected.shape), dtype=torch.uint8, device="meta")
                 )
-                if any(found.name == axis for found in self._dims.of(probe).values()):
+                if any(dim.name == axis for dim in self._dims.of(probe).values()):
                     return path
         return axis
 
@@ -235,11 +235,11 @@ def _check_constant(path: str, value: object, expected: object) -> None:
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a new tensor of that shape. A row that is cut out of wider ones has another
     stride in its dimension of size 1, and counts as contiguous all the same."""
-    found, step = [], 1
+    strides, step = [], 1
     for size in reversed(shape):
-        found.append(step)
+        strides.append(step)
         step *= max(size, 1)
-    return tuple(reversed(found))
+    return tuple(reversed(strides))
 
 
 def _changed(path: str, what: str, got: object, expected: object) -> RetraceError:

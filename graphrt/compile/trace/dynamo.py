@@ -200,9 +200,9 @@ def _mark(leaves: Sequence[Leaf], dims: DynamicDims, *, unbacked: bool) -> list[
                 mark_dynamic(leaf.value, dim)
             offset = f" - {axis.extra}" if axis.extra else ""
             here = f"{leaf.path}.size({dim}){offset}"
-            there = first.setdefault(axis.name, here)
-            if there != here and not shared:
-                equalities.append(f"{here} == {there}")
+            first_one = first.setdefault(axis.name, here)
+            if first_one != here and not shared:
+                equalities.append(f"{here} == {first_one}")
     return equalities
 
 

@@ -73,12 +73,12 @@ def interface(traced: Traced, probes: Sequence[Probe]) -> tuple[Interface | None
     if traced.assigned:
         return None, f"the forward assigns to {', '.join(traced.assigned)}"
     try:
-        found = [_probe(traced, *probe) for probe in probes]
+        interfaces = [_probe(traced, *probe) for probe in probes]
     except Exception as error:
         # Whatever the forward does with its results, it cannot be done with placeholders.
         return None, f"the forward computes with what its graph returns ({error!r})"
-    first = found[0]
-    if all(_same(first, other) for other in found[1:]):
+    first = interfaces[0]
+    if all(_same(first, other) for other in interfaces[1:]):
         return first, ""
     return None, "two example batches do not tell how the forward calls its graph"
 
@@ -111,15 +111,15 @@ def _size_texts(
     nodes: Sequence[fx.Node], values: Sequence[Any], paths: dict[int, str]
 ) -> dict[Any, str]:
     """How to read each symbol off the arguments."""
-    found: dict[Any, str] = {}
+    texts: dict[Any, str] = {}
     for node, tensor in zip(nodes, values, strict=True):
         fake, path = value_of(node), paths.get(id(tensor))
         if path is None or not isinstance(fake, torch.Tensor):
             continue
         for dim, size in enumerate(fake.shape):
             if isinstance(size, torch.SymInt):
-                found.setdefault(expressions(size)[0], f"{path}.size({dim})")
-    return found
+                texts.setdefault(expressions(size)[0], f"{path}.size({dim})")
+    return texts
 
 
 def _source(

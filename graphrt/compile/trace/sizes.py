@@ -54,10 +54,10 @@ def sized(value: Any, sizes: Mapping[Any, int]) -> Any:
         )
     if not isinstance(value, torch.SymInt):
         return value
-    found = expressions(value)[0].subs(sizes)
-    if found.free_symbols:
+    expression = expressions(value)[0].subs(sizes)
+    if expression.free_symbols:
         raise LookupError(f"{value} depends on data")
-    return int(found)
+    return int(expression)
 
 
 def is_number(node: fx.Node) -> bool:
@@ -67,15 +67,15 @@ def is_number(node: fx.Node) -> bool:
 
 def floating(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that compute numbers from numbers only: every piece can compute them itself."""
-    found: set[fx.Node] = set()
+    numbers: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or not is_number(node):
             continue
         if all(
-            n in found or (n.op == "placeholder" and is_number(n)) for n in node.all_input_nodes
+            n in numbers or (n.op == "placeholder" and is_number(n)) for n in node.all_input_nodes
         ):
-            found.add(node)
-    return found
+            numbers.add(node)
+    return numbers
 
 
 def resolve_sizes(graph: fx.Graph) -> None:
@@ -84,15 +84,15 @@ def resolve_sizes(graph: fx.Graph) -> None:
     `x.size()` becomes a tuple of numbers and its elements those numbers, so that no piece takes a
     tensor only to ask for its size. Static sizes become constants. What depends on data stays.
     """
-    known = _size_placeholders(graph)
+    sizes = _size_placeholders(graph)
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    made: dict[Any, Any] = dict(known)
+    made: dict[Any, Any] = dict(sizes)
     for node in list(graph.nodes):
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        found = _resolved(graph, node, made, first)
-        if found is not None:
-            _replace(node, found)
+        number = _resolved(graph, node, made, first)
+        if number is not None:
+            _replace(node, number)
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op not in ("placeholder", "output") and _asks_only(node):
             graph.erase_node(node)
@@ -116,11 +116,11 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _size_placeholders(graph: fx.Graph) -> dict[Any, fx.Node]:
-    found: dict[Any, fx.Node] = {}
+    by_size: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and isinstance(value_of(node), torch.SymInt):
-            found.setdefault(expressions(value_of(node))[0], node)
-    return found
+            by_size.setdefault(expressions(value_of(node))[0], node)
+    return by_size
 
 
 def _number(graph: fx.Graph, value: Any, made: dict[Any, Any], before: fx.Node) -> Any:

@@ -65,10 +65,10 @@ def _reason(error: Exception, text: str) -> str:
 
 
 def _constant_dimension(text: str, lines: Sequence[Source]) -> TraceError:
-    found = _CONSTANT.search(text)
+    match = _CONSTANT.search(text)
     got = text.splitlines()[0]
-    if found is not None:
-        got = f"dimension {found[3]} of {found[1]}{found[2]} is {found[4]}"
+    if match is not None:
+        got = f"dimension {match[3]} of {match[1]}{match[2]} is {match[4]}"
     return TraceError(
         "a batch dimension is a constant in the forward",
         got=f"{got}, by {lines[-1]}" if lines else got,
@@ -82,8 +82,8 @@ def decided_by_unknown(said: str, frames: Sequence[Source], *, unbacked: bool) -
     """Of what Dynamo says of a number that it does not know; `frames` are the forward's lines, the
     innermost last."""
     first = said.splitlines()[0]
-    found = _EXPRESSION.search(first)
-    by = found[1] if found else first
+    match = _EXPRESSION.search(first)
+    by = match[1] if match else first
     advice = "compare tensors instead (torch.where), or read what data tell, as item() and "
     advice += "nonzero() do, in an opaque operator"
     if not all(map(_is_own, frames)):
@@ -94,8 +94,8 @@ def decided_by_unknown(said: str, frames: Sequence[Source], *, unbacked: bool) -
         what = f"the forward decides by {by}, which dynamic_shapes='unbacked' refuses"
         advice = "add torch._check for what is always true, or use dynamic_shapes='backed'"
     # Nobody writes a line into a library that is installed.
-    own = filter(_is_own, reversed(frames))
-    checks = next(filter(None, map(_checks, own)), None)
+    users = filter(_is_own, reversed(frames))
+    checks = next(filter(None, map(_checks, users)), None)
     if checks is not None:
         line, calls = checks
         advice = f"a slice may be shorter than it says: write {' and '.join(calls)} before {line}; "

@@ -60,9 +60,9 @@ class Compilation:
 
     def key(self) -> CacheKey:
         """The key, of all `PARTS`; `unknown` is complete then."""
-        found = {name: part(self) for name, part in PARTS.items()}
+        groups = {name: part(self) for name, part in PARTS.items()}
         self.unknown += self.sources.unreadable
-        return CacheKey.from_groups(found)
+        return CacheKey.from_groups(groups)
 
 
 def code_settings(options: CompileOptions) -> dict[str, object]:

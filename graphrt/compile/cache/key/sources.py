@@ -49,11 +49,11 @@ class TracedSources:
             return path not in self.unreadable
         self._seen.add(code)
         name, content = module_name(path), _source(path)
-        found = self._digests.setdefault(name, set())
-        found.add(f"code {code_digest(code)}")
+        digests = self._digests.setdefault(name, set())
+        digests.add(f"code {code_digest(code)}")
         digest = hashlib.sha256(content).hexdigest()
-        if content and f"file {digest}" not in found:
-            found.add(f"file {digest}")
+        if content and f"file {digest}" not in digests:
+            digests.add(f"file {digest}")
             logger.debug("traced %s (%s)", name, digest[:16])
         if not content and not path.startswith("<"):
             self.unreadable[path] = None
@@ -62,8 +62,8 @@ class TracedSources:
     def digests(self) -> dict[str, str]:
         """Module names and digests."""
         return {
-            name: hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
-            for name, found in sorted(self._digests.items())
+            name: hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()
+            for name, digests in sorted(self._digests.items())
         }
 
 
@@ -114,10 +114,10 @@ def is_known(path: str) -> bool:
 
 @functools.cache
 def _package_roots() -> tuple[str, ...]:
-    found = map(importlib.util.find_spec, ("torch", "torchgen", "functorch", *PACKAGES))
+    specs = map(importlib.util.find_spec, ("torch", "torchgen", "functorch", *PACKAGES))
     return tuple(
         str(Path(os.path.realpath(each.origin)).parent) + os.sep
-        for each in found
+        for each in specs
         if each is not None and each.origin is not None
     )
 

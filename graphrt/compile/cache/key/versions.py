@@ -30,7 +30,7 @@ def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]
 
     The CPU's own features count on a CPU only: its compiled code uses all of them.
     """
-    found = torch.device(device) if device is not None else _accelerator()
+    target = torch.device(device) if device is not None else _accelerator()
     versions = {
         "graphrt": f"{_graphrt_version()}+{_package_digest()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -40,9 +40,9 @@ def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         **{name: _version(name) for name in ("torch_npu", *PACKAGES)},
-        "device": _device_name(found),
-        "driver": cuda_driver_version() if found.type == "cuda" else None,
-        "cpu": cpu_features() if found.type == "cpu" else None,
+        "device": _device_name(target),
+        "driver": cuda_driver_version() if target.type == "cuda" else None,
+        "cpu": cpu_features() if target.type == "cpu" else None,
     }
     return {name: str(value) for name, value in versions.items() if value is not None}
 
@@ -114,14 +114,14 @@ def cpu_features() -> str:
 def ambient_state(device_type: str) -> dict[str, object]:
     """The settings of torch around a trace; for a CPU the number of threads, which its code has."""
     deterministic: Any = torch.utils.deterministic
-    found = {name: _plain(value) for name, value in settings_now().items()}
+    settings = {name: _plain(value) for name, value in settings_now().items()}
     # A cast is kept for the next use of a tensor only where autocast is on.
-    found["autocast cache"] = torch.is_autocast_cache_enabled()
-    found["inference mode"] = torch.is_inference_mode_enabled()
-    found["fill uninitialized memory"] = deterministic.fill_uninitialized_memory
+    settings["autocast cache"] = torch.is_autocast_cache_enabled()
+    settings["inference mode"] = torch.is_inference_mode_enabled()
+    settings["fill uninitialized memory"] = deterministic.fill_uninitialized_memory
     if device_type == "cpu":
-        found["threads"] = torch.get_num_threads()
-    return found
+        settings["threads"] = torch.get_num_threads()
+    return settings
 
 
 def compiler_settings() -> dict[str, object]:
@@ -129,10 +129,10 @@ def compiler_settings() -> dict[str, object]:
 
     Raises `MissingTorchNameError` where this torch cannot tell them.
     """
-    found = {name: _plain(value) for name, value in portable_settings().items()}
+    settings = {name: _plain(value) for name, value in portable_settings().items()}
     for name, value in custom_passes().items():
-        found[f"inductor.{name}"] = _pass_identity(value)
-    return found
+        settings[f"inductor.{name}"] = _pass_identity(value)
+    return settings
 
 
 def _plain(value: object) -> object:
