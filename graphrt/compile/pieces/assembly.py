@@ -20,7 +20,12 @@ from graphrt.compile.pieces.compiler import Compiler
 from graphrt.compile.pieces.figures import Figures, compiled_line, readable, traced_line
 from graphrt.compile.pieces.partition import Partitioned, partitions
 from graphrt.compile.pieces.stitch import Stitched, stitch
-from graphrt.compile.pieces.wrapping import Wrapping, nothing_to_wrap, wrapped_pieces
+from graphrt.compile.pieces.wrapping import (
+    RunnablePiece,
+    Wrapping,
+    nothing_to_wrap,
+    wrapped_pieces,
+)
 from graphrt.compile.split.contexts import restoring_settings
 from graphrt.compile.split.graph import Piece, split
 from graphrt.compile.split.groups import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
@@ -162,16 +167,16 @@ def _stitched(
     graph as Python."""
     graph = seen.traced.graph
     kept = compiler.kept
+    compiled = [compiler.compile(piece) for piece in pieces]
     calls, wrappers = _captured(
-        pieces,
-        [compiler.call_of(piece) for piece in pieces],
+        compiled,
         wrapping,
         compiler.partitioned,
         splitting_names(graph.graph, options.splitting_ops),
         whole_graph=options.whole_graph,
     )
     stitched = stitch(seen.around, graph, pieces, calls, subject)
-    text = readable(graph, pieces, compiler.kept_as)
+    text = readable(graph, compiled)
     if kept is not None:
         kept.entry.write_text("computation_graph.py", text)
         kept.entry.write_text("transformed_code.py", stitched.source)
@@ -179,8 +184,7 @@ def _stitched(
 
 
 def _captured(
-    pieces: Sequence[Piece],
-    calls: Sequence[Callable[..., Any]],
+    pieces: Sequence[RunnablePiece],
     wrapping: Wrapping | None,
     partitioned: Sequence[Partitioned],
     splitting: frozenset[str],
@@ -191,16 +195,14 @@ def _captured(
     wrappers: list[GraphWrapper] = []
     if wrapping is None:
         # A runner that captures around all of this finds its breaks there.
-        calls = [
-            eager_break(call) if piece.splitting else call
-            for piece, call in zip(pieces, calls, strict=True)
-        ]
-    elif partitioned:
+        calls = [eager_break(each.run) if each.piece.splitting else each.run for each in pieces]
+    elif partitioned or whole_graph:
+        calls = [each.run for each in pieces]
         for code in partitioned:
             wrappers += code.capture_in(wrapping, splitting)
-    elif not whole_graph:
-        return wrapped_pieces(pieces, calls, wrapping)
-    return [piece.with_views(call) for piece, call in zip(pieces, calls, strict=True)], wrappers
+    else:
+        return wrapped_pieces(pieces, wrapping)
+    return [each.piece.with_views(call) for each, call in zip(pieces, calls, strict=True)], wrappers
 
 
 def _nothing(_: fx.Node) -> bool:

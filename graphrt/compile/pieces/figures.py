@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from graphrt.compile.pieces.wrapping import RunnablePiece
 from graphrt.compile.split.graph import Piece
 from graphrt.compile.split.groups import names_of
 from graphrt.core.base.homes import public
@@ -53,13 +54,12 @@ class Figures:
         self.compile_s += more.compile_s
 
 
-def readable(graph: fx.GraphModule, pieces: Sequence[Piece], kept_as: Mapping[str, str]) -> str:
-    """The traced graph and its pieces as Python; `kept_as` are the names of their code."""
+def readable(graph: fx.GraphModule, pieces: Sequence[RunnablePiece]) -> str:
+    """The traced graph and its pieces as Python, with the names of their code."""
     parts = ["# The whole graph.\n", graph.code.strip("\n")]
-    for piece in pieces:
-        kind = "a splitting piece"
-        if not piece.splitting:
-            kind = f"compiled as {kept_as[piece.name]}"
+    for each in pieces:
+        piece = each.piece
+        kind = f"compiled as {each.code}" if each.code else "a splitting piece"
         parts += [f"\n\n# {piece.name}, {kind}.\n", piece.graph.code.strip("\n")]
         if piece.views is not None:
             parts += [f"\n# What {piece.name} gives.\n", piece.views.code.strip("\n")]

@@ -113,7 +113,6 @@ class _Writer:
         self._reserved = {piece.name for piece in pieces}
         self._reserved |= set(parameters.names) if parameters else set()
         self._names: dict[fx.Node, str] = {}
-        self._head: list[str] = []
         self._lines: list[str] = []
         self._signature = ""
         self._last_use = _last_uses(pieces)
@@ -136,17 +135,18 @@ class _Writer:
         parameters: Parameters,
         weights: Mapping[str, torch.Tensor],
     ) -> None:
-        own_names: dict[int, list[str]] = {}
+        paths_of: dict[int, list[str]] = {}
         for path, weight in weights.items():
-            own_names.setdefault(id(weight), []).append(path)
+            paths_of.setdefault(id(weight), []).append(path)
         self._signature = parameters.header()
         self._globals.update(parameters.defaults())
         nodes = placeholders(self._graph)
         for node, source in zip(nodes, interface.inputs, strict=True):
-            if isinstance(source, torch.Tensor):
-                owns = own_names.get(id(source), [])
-                self._names[node] = self._constant(owns[0] if owns else node.name, source)
-                self._weights.update(dict.fromkeys(owns, self._names[node]))
+            if isinstance(source, Weight):
+                paths = paths_of.get(id(source.tensor), [])
+                name = paths[0] if paths else node.name
+                self._names[node] = self._constant(name, source.tensor)
+                self._weights.update(dict.fromkeys(paths, self._names[node]))
             elif not is_number(node):
                 self._names[node] = source
             elif node in self._used_numbers():

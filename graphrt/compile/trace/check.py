@@ -18,14 +18,22 @@ Small = tuple[tuple[str, int], ...]
 _MOST_SIZES = 4096
 
 
+_LOOKED_AT = (
+    "the type",
+    "the layout",
+    "whether it is conjugated, is negated, or requires gradients",
+    "the dtype",
+    "the device",
+)
+
+
 class _Tensor(NamedTuple):
-    kind: type
-    dtype: torch.dtype
-    device: torch.device
-    layout: torch.layout
+    """A tensor argument of the trace. `looks` is what `_LOOKED_AT` names, `shape` has None for a
+    batch dimension, and `strides` is None for a contiguous one."""
+
+    looks: tuple[object, ...]
     shape: tuple[int | None, ...]
-    strides: tuple[int | None, ...] | None
-    flags: tuple[bool, ...]
+    strides: tuple[int, ...] | None
 
 
 class CallChecker:
@@ -133,20 +141,13 @@ class CallChecker:
         dims = self._dims.of(leaf)
         shape = tuple(None if dim in dims else n for dim, n in enumerate(value.shape))
         strided = value.layout is torch.strided and not value.is_contiguous()
-        strides = value.stride() if strided else None
-        return _Tensor(
-            _kind(value),
-            value.dtype,
-            value.device,
-            value.layout,
-            shape,
-            strides,
-            self._flags(value),
-        )
+        return _Tensor(self._looks(value), shape, value.stride() if strided else None)
 
-    def _flags(self, value: torch.Tensor) -> tuple[bool, ...]:
+    def _looks(self, value: torch.Tensor) -> tuple[object, ...]:
+        kind = torch.Tensor if isinstance(value, torch.nn.Parameter) else type(value)
         gradients = self._asks_for_gradients and value.requires_grad
-        return value.is_conj(), value.is_neg(), gradients
+        flags = value.is_conj(), value.is_neg(), gradients
+        return kind, value.layout, flags, value.dtype, value.device
 
     def _check_leaf(self, leaf: Leaf) -> None:
         path, value = leaf.path, leaf.value
@@ -154,18 +155,14 @@ class CallChecker:
         if not isinstance(expected, _Tensor):
             _check_constant(path, value, expected)
             return
-        if not isinstance(value, torch.Tensor) or _kind(value) is not expected.kind:
-            raise _changed(path, "the type", type(value).__name__, expected.kind.__name__)
-        if value.layout is not expected.layout:
-            raise _changed(path, "the layout", value.layout, expected.layout)
-        if (flags := self._flags(value)) != expected.flags:
-            raise _changed(path, _FLAGS, flags, expected.flags)
-        if value.dtype is not expected.dtype:
-            raise _changed(path, "the dtype", value.dtype, expected.dtype)
-        if value.device != expected.device:
-            raise _changed(path, "the device", value.device, expected.device)
+        if not isinstance(value, torch.Tensor):
+            raise _changed(path, "the type", type(value), expected.looks[0])
+        looks = self._looks(value)
+        if looks != expected.looks:
+            both = zip(_LOOKED_AT, looks, expected.looks, strict=True)
+            raise next(_changed(path, *each) for each in both if each[1] != each[2])
         self._check_shape(path, value, expected.shape)
-        if expected.layout is torch.strided:
+        if value.layout is torch.strided:
             self._check_strides(path, value, expected.strides)
 
     def _check_shape(
@@ -181,7 +178,7 @@ class CallChecker:
                 raise _changed(path, what, tuple(value.shape), _shape_text(expected))
 
     def _check_strides(
-        self, path: str, value: torch.Tensor, expected: tuple[int | None, ...] | None
+        self, path: str, value: torch.Tensor, expected: tuple[int, ...] | None
     ) -> None:
         strides = value.stride()
         if expected is not None:
@@ -227,7 +224,7 @@ class CallChecker:
 
 def _check_constant(path: str, value: object, expected: object) -> None:
     if isinstance(value, torch.Tensor) or (value is None) is not (expected is None):
-        raise _changed(path, "the type", type(value).__name__, type(expected).__name__)
+        raise _changed(path, "the type", type(value), type(expected))
     if value is not expected and not _equal(value, expected):
         raise _changed(path, "a value that the code has baked in", value, expected)
 
@@ -246,11 +243,17 @@ def _changed(path: str, what: str, got: object, expected: object) -> RetraceErro
     return RetraceError(
         f"argument {path} differs from the compiled call in {what}",
         input=path,
-        got=got if isinstance(got, str) else repr(got),
-        expected=expected if isinstance(expected, str) else repr(expected),
+        got=_text(got),
+        expected=_text(expected),
         advice="pass what was compiled for, name the dimension in dynamic_dims, or compile a "
         "second instance of the module",
     )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, type):
+        return value.__name__
+    return value if isinstance(value, str) else repr(value)
 
 
 def _another_size(
@@ -266,13 +269,6 @@ def _another_size(
         f"sizes=[{expected[dim]}], and compile another instance for each other one",
         of_sizes=True,
     )
-
-
-def _kind(value: torch.Tensor) -> type:
-    return torch.Tensor if isinstance(value, torch.nn.Parameter) else type(value)
-
-
-_FLAGS = "whether it is conjugated, is negated, or requires gradients"
 
 
 def _equal(a: Any, b: Any) -> bool:
