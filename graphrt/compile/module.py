@@ -185,7 +185,7 @@ class CompiledModule:
 
     @property
     def provides(self) -> PieceProvider | None:
-        """What cuts it into pieces that are captured one by one; None without a pool."""
+        """Who cuts it into pieces that are captured one by one; None without a pool."""
         if self._pool is None or self.whole_graph:
             return None
         partitioned, _ = partitions(self.options, self._pool.platform.device_type)
@@ -193,7 +193,7 @@ class CompiledModule:
 
     @property
     def figures(self) -> Figures:
-        """What compiling took; all zero before."""
+        """Counts and times of compiling; all zero before."""
         return Figures() if self._built is None else self._built.figures
 
     @property
@@ -208,7 +208,7 @@ class CompiledModule:
 
     @property
     def codes(self) -> tuple[CodeType, ...]:
-        """What Dynamo traced."""
+        """The code that Dynamo traced."""
         return () if self._built is None else self._built.codes
 
     @property
@@ -324,8 +324,8 @@ class CompiledModule:
     def _runs_itself(self, context: ForwardContext, error: RetraceError) -> bool:
         """Whether the module itself runs in a step that compiled code is not right for.
 
-        A trial asks what the forward does without padding, which may take another way. And a sealed
-        runner serves eagerly what its graphs no longer stand for, as it has said.
+        A trial also runs the batch without padding, whose size may take another branch. And a
+        sealed runner runs steps eagerly that its graphs no longer stand for.
         """
         if error.of_sizes and context.compared:
             return True
@@ -337,7 +337,7 @@ class CompiledModule:
         return True
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
-        """What is right for a call, compiled now if sizes of 0 or 1 need it."""
+        """The code for a call, compiled now if its sizes of 0 or 1 need their own."""
         bound = self._subject.parameters.bind(args, kwargs)
         arguments, built = leaves(bound), self._built
         assert built is not None

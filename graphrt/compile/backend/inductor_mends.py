@@ -1,4 +1,4 @@
-"""What Inductor (torch 2.13) gets wrong of a piece, and is rewritten or not compiled."""
+"""Pieces that Inductor (torch 2.13) gets wrong: they are rewritten, or not compiled."""
 
 from __future__ import annotations
 

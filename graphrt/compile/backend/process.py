@@ -1,5 +1,5 @@
-"""What of Inductor and Triton belongs to the whole process: their directories and patches, and the
-C++ libraries that compiled pieces call, kept beside them.
+"""State of Inductor and Triton that the whole process shares: directories, patches, and the C++
+libraries that compiled pieces call.
 """
 
 from __future__ import annotations

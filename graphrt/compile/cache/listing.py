@@ -71,7 +71,7 @@ class StoredKey:
 
 
 def stored_keys(directory: Path) -> list[StoredKey]:
-    """The latest first; what else lies in the directory is left out."""
+    """The keys of a directory, the latest first; other files are left out."""
     if not directory.is_dir():
         return []
     keys = [_stored_key(each) for each in directory.iterdir() if _is_key(each)]
@@ -93,7 +93,7 @@ def find_key(directory: Path, prefix: str) -> StoredKey:
 
 
 def remove(keys: Iterable[StoredKey]) -> None:
-    """Remove keys: gone at once for others, and what a killed removal left goes too."""
+    """Remove keys, which are gone at once for others, and leftovers of killed removals."""
     for each in keys:
         root = each.directory.parent
         aside = root / f"{TEMP_PREFIX}{uuid.uuid4().hex[:12]}"
@@ -104,7 +104,7 @@ def remove(keys: Iterable[StoredKey]) -> None:
 
 
 def explain_miss(directory: Path, key: CacheKey) -> str:
-    """What would have to be equal for a hit on the nearest key of the directory."""
+    """The differences from the nearest key of the directory, as text."""
     stored = [(each.name, each.key) for each in stored_keys(directory) if each.pieces]
     differences = {name: key.differences(other) for name, other in stored if other is not None}
     if not differences:

@@ -1,4 +1,4 @@
-"""Who may write the compile cache: nobody but its user. What is judged is what is read.
+"""Only its user and root may write the compile cache, and a file is read as it was judged.
 
 Every directory on the way, and every file, is opened below the one before and judged by its own
 descriptor, and read by it: nothing that is put in its place meanwhile is ever looked at. Judged are
@@ -23,7 +23,7 @@ if _CAN_JUDGE:
 
 
 class RefusedError(PermissionError):
-    """Somebody else may decide what is found there, or it is too large; never leaves the cache."""
+    """Others may write it, or it is too large; never leaves the cache."""
 
 
 def make_private(directory: Path) -> None:
@@ -90,13 +90,13 @@ def _directory_in(directory: int, name: str, path: Path) -> int:
 
 
 def _refuse_link(directory: int, name: str, path: Path) -> None:
-    """For the message: what is opened then is no link either."""
+    """For the message: `open` refuses links too."""
     if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
         raise RefusedError(f"{path} is a symbolic link")
 
 
 def _read(file: int, size: int) -> bytes:
-    """No more than what was judged, whatever is added meanwhile."""
+    """At most the judged size, even if the file grows meanwhile."""
     parts = []
     while size > 0:
         part = os.read(file, min(size, 1 << 24))

@@ -28,15 +28,15 @@ KEY_FILE = "key.json"
 SUFFIX = ".piece"
 TEMP_PREFIX = ".tmp-"
 MOST_TEXT_BYTES = 16 << 20
-"""Of the file that says what a key was made of, before it is read."""
+"""Largest `key.json` that is read."""
 MOST_PIECE_BYTES = 1 << 30
-"""Of a compiled piece, before it is read."""
+"""Largest piece that is read or written."""
 ABANDONED_S = 24 * 3600.0
 """Temporary files are removed after that long; no writer pauses for a day."""
 
 
 class DamagedError(Exception):
-    """A file is not what was written; never leaves the cache."""
+    """A file has other content than was written; never leaves the cache."""
 
 
 def pack(name: str, key: str, directory: Path) -> bytes:
@@ -83,7 +83,7 @@ def read_piece(directory: int | None, name: str, key: str) -> bytes | None:
 
 
 def unpack(archive: bytes, directory: Path) -> None:
-    """Write what was saved to a new `directory`, in one of this process's own.
+    """Unpack a piece to a new `directory`, whose parent belongs to this process.
 
     Raises `OSError`, also where others may write there.
     """
@@ -114,7 +114,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what killed writers left, once it is old."""
+    """Remove leftovers of killed writers, once they are old."""
     for path in directory.glob(f"{TEMP_PREFIX}*"):
         with contextlib.suppress(OSError):  # another process removes it at this moment
             if time.time() - path.stat().st_mtime > ABANDONED_S:
@@ -136,7 +136,7 @@ class CompileCacheWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """The cache goes on without what the message is about."""
+    """Warn about a piece or a directory; the process goes on without it."""
     warnings.warn(message, CompileCacheWarning, stacklevel=3)
 
 

@@ -138,7 +138,7 @@ def _traced(
 def _backend(
     subject: Subject, seen: TracedCall, options: CompileOptions, figures: Figures
 ) -> tuple[Backend, KeptPieces | None]:
-    """What compiles the pieces of a traced call, and where they are kept."""
+    """The backend for the pieces of a traced call, and their entry in the cache."""
     kept, device = None, seen.device
     if options.backend != "eager":
         traced = seen.traced
@@ -191,7 +191,7 @@ def _captured(
     *,
     whole_graph: bool,
 ) -> tuple[list[Callable[..., Any]], list[GraphWrapper]]:
-    """What each piece is called by, and the wrappers that capture it; none without `wrapping`."""
+    """The function that runs each piece, and the wrappers; none without `wrapping`."""
     wrappers: list[GraphWrapper] = []
     if wrapping is None:
         # A runner that captures around all of this finds its breaks there.

@@ -1,4 +1,4 @@
-"""Sizes of the batch: those that get code of their own, and those that code is right for."""
+"""Sizes of the batch: some get code of their own, and other code holds for some sizes only."""
 
 from __future__ import annotations
 

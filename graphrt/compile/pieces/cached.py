@@ -17,18 +17,18 @@ from graphrt.compile.cache.store import unpack, warn
 
 
 class KeptPieces:
-    """The pieces of one module in the compile cache; a name says all that a piece is made of."""
+    """The pieces of one module in the compile cache; the name of a piece is a hash of its graph."""
 
     def __init__(self, entry: CacheEntry) -> None:
         self.entry = entry
         self.tag = uuid.uuid4().hex
-        """Keeps the compiler's own caches apart: they know less of what is called, and a hit there
-        does not say for which sizes the code is right."""
+        """Keeps the compiler's own caches apart: they know less about called functions, and a hit
+        there does not say for which sizes the code is right."""
 
     @classmethod
     def open(cls, compilation: Compilation) -> KeptPieces:
-        """The entry for what is compiled; one that keeps nothing where something that the code may
-        depend on cannot be read, which is a warning."""
+        """The entry for a compilation. It keeps nothing, with a warning, if a dependency of the
+        code cannot be read."""
         options, key = compilation.options, compilation.key()
         unknown = compilation.unknown
         if unknown:

@@ -1,4 +1,4 @@
-"""From pieces of a graph to what is called for each: those of equal structure compiled once."""
+"""Pieces of a graph become runnable pieces; those of equal structure are compiled once."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Compiler:
     """Compiles the pieces of one traced call, those of equal structure once.
 
     `sizes` of its symbol are compiled for themselves in addition. With `partition_at` the compiler
-    makes partitions between these operators, and `partitioned` is all code that has them. What a
-    compiler made is put into `kept`, and taken from it.
+    makes partitions between these operators, and `partitioned` is all code that has them. Compiled
+    code is put into `kept`, and taken from it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Compiler:
         return RunnablePiece(piece, self._made[key], self._name(key))
 
     def _as_seen(self, call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
-        """A piece whose kernels, which are no operators, are seen by who looks for operators."""
+        """A piece whose kernels are seen by a watch or a capture that looks for operators."""
         if self._backend.name == "eager":
             return call
         if self._partition_at is not None:
@@ -148,7 +148,7 @@ class Compiler:
         )
 
     def _otherwise(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """What runs where compiled code is not right: the graph as it is."""
+        """The code for sizes at which the compiled code is wrong: the graph as it is."""
         return as_it_is(graph) if self._partition_at is None else _not_for_this_size
 
     def _name(self, key: str) -> str:

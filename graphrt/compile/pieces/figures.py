@@ -1,4 +1,4 @@
-"""What compiling a module took, as counts, as lines for the log, and as Python to look into."""
+"""Compiling a module in figures, in lines for the log, and as Python to look into."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Figures:
     """Why the code that Dynamo left stays around every call, which makes it slower."""
 
     def add(self, more: Figures) -> None:
-        """Count what another trace of the same module took; its pieces are not among `pieces`."""
+        """Add another trace of the same module; its pieces are not among `pieces`."""
         self.traces += more.traces
         self.compilations += more.compilations
         self.loads += more.loads
@@ -80,7 +80,7 @@ def traced_line(
 
 
 def compiled_line(figures: Figures) -> str:
-    """What was compiled and what came from the cache, and why it is other than was asked for."""
+    """How many pieces were compiled or loaded, and why something asked for was not done."""
     line = (
         f"{figures.distinct_pieces} distinct pieces in {figures.compile_s:.2f} s: "
         f"{figures.compilations} compiled by {figures.backend}, {figures.loads} from the cache"

@@ -31,7 +31,7 @@ from graphrt.core.capture.wrapper import GraphWrapper
 # What Inductor calls for each of its partitions is process-wide.
 _lock = fork_safe(threading.RLock())
 _ALIGNMENT = 16
-"""Bytes; what Inductor's kernels take for granted."""
+"""Bytes; Inductor's kernels rely on it."""
 
 
 class Partition:

@@ -40,7 +40,7 @@ _DEFAULT = re.compile(r"(.+\.__defaults__)\[\d+\]")
 
 
 class GuardEntry(Protocol):
-    """What Dynamo tells of one guard."""
+    """One guard, as Dynamo shows it to a filter."""
 
     @property
     def name(self) -> str: ...
@@ -95,7 +95,7 @@ def _name(entry: GuardEntry) -> str:
 
 
 def names_read(graph: fx.GraphModule) -> frozenset[str]:
-    """Dynamo's names of what a graph is given; to be called in the backend."""
+    """Dynamo's names of a graph's inputs; to be called in the backend."""
     names = set()
     for node in graph.graph.find_nodes(op="placeholder"):
         source = getattr(node.meta.get("grapharg"), "source", None)
@@ -105,7 +105,7 @@ def names_read(graph: fx.GraphModule) -> frozenset[str]:
 
 
 class _More(NamedTuple):
-    """Of a value by Dynamo's name, what its guard leaves open: `look` has to give what it gave."""
+    """A property that a guard leaves open: `look` of the value must return `before` again."""
 
     name: str
     code: CodeType
@@ -155,7 +155,7 @@ class Guards:
         return self._changed(arguments) or ""
 
     def value_of(self, source: str, arguments: Mapping[str, Any]) -> object:
-        """What Dynamo's name of something stands for now; raises as Python does if it is gone."""
+        """The value of now at Dynamo's name `source`; raises as Python does if it is gone."""
         value: object = eval(source, {"__builtins__": {}}, {"L": arguments, "G": self._globals})
         return value
 

@@ -1,4 +1,4 @@
-"""Private names of Inductor: its settings, and what compiles and loads."""
+"""Private names of Inductor: its settings, and the functions that compile and load."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SaveFormat = Literal["binary", "unpacked"]
 
 
 class Artifact(Protocol):
-    """What Inductor makes of a graph; it returns a tuple."""
+    """Inductor's code of a graph; it returns a tuple."""
 
     def __call__(self, *args: Any) -> Any: ...
 
@@ -71,7 +71,7 @@ def portable_settings() -> dict[str, object]:
 
 
 def custom_passes() -> dict[str, object]:
-    """What is added to Inductor's passes over graphs, by the name of its setting."""
+    """Passes that users have added to Inductor's, by the name of the setting."""
     passes: dict[str, object] = {}
     for name, setting in _PASSES.items():
         try:
@@ -129,7 +129,7 @@ def _is_fake(value: object) -> bool:
 
 
 def load_artifact(path: Path, save_format: SaveFormat) -> Artifact:
-    """What `Artifact.save` wrote."""
+    """The code that `Artifact.save` wrote."""
     artifact: Artifact = _LOAD.find()(path=str(path), format=save_format)
     return artifact
 

@@ -1,4 +1,4 @@
-"""All private names of torch that `graphrt.compile` uses, and what cannot be declared as one."""
+"""The list of torch's private names that `graphrt.compile` uses."""
 
 from __future__ import annotations
 

@@ -121,13 +121,13 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 
 @cache
 def autocast_calls() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What a traced graph calls to enter autocast, and to leave it."""
+    """The functions by which a traced graph enters autocast, and leaves it."""
     return _AUTOCAST.find(), _NO_AUTOCAST.find()
 
 
 @cache
 def inference_mode_calls() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What a traced graph calls to enter inference mode, and to leave it."""
+    """The functions by which a traced graph enters inference mode, and leaves it."""
     return _INFERENCE.find(), _NO_INFERENCE.find()
 
 

@@ -1,4 +1,4 @@
-"""What is replaced in Inductor. It is the whole process's: callers take turns."""
+"""Functions of Inductor that are replaced in blocks, for the whole process: callers take turns."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ PartitionFunction = Callable[[list[Any]], Any]
 
 
 Replace = Callable[..., Any]
-"""From what torch has, and what the block is given, to what is there in the block."""
+"""From torch's function, and the arguments of the block, to the function of the block."""
 
 
 def _patch(name: PrivateName) -> Callable[[Replace], Callable[..., AbstractContextManager[None]]]:
-    """Make of what replaces an attribute of a class a block in which it is replaced; where this
-    torch has none, only a warning."""
+    """Turn a function that makes a replacement into a block in which the attribute `name` of a
+    class is replaced. A warning where this torch has none."""
 
     def made(replace: Replace) -> Callable[..., AbstractContextManager[None]]:
         @contextmanager
@@ -95,8 +95,8 @@ def library_loads(
     original: Any,
     instead: Callable[[type, Callable[[], Load], tuple[Any, ...], dict[str, Any]], Load],
 ) -> Any:
-    """Inductor asks `instead(kind, build, args, kwargs)` for a C++ library, of whichever kind; what
-    it has been asked for is in the arguments, and `build` does it as before."""
+    """Inductor asks `instead(kind, build, args, kwargs)` for a C++ library. `kind` is the class of
+    its cache, `args` and `kwargs` are its arguments, and `build` is torch's own way."""
 
     def load_async(cls: type, *args: Any, **kwargs: Any) -> Load:
         build = original.__get__(None, cls)
@@ -200,8 +200,8 @@ def lacks_partitions() -> bool:
 def partitions_taken(
     take: Callable[[PartitionFunction, int], PartitionFunction], splitting_ops: Sequence[str]
 ) -> Iterator[None]:
-    """Inductor splits graphs at `splitting_ops` and calls what `take` gives it for each partition
-    and its number."""
+    """Inductor splits graphs at `splitting_ops`, and calls `take(partition, number)` in place of
+    each partition."""
     hook = _PARTITION_HOOK.find()
     settings = {"graph_partition": True, "custom_should_partition_ops": list(splitting_ops)}
     with _INDUCTOR_PATCH.find()(settings):

@@ -1,4 +1,4 @@
-"""What is registered for an operator: its schema, and the Python functions that stand behind it."""
+"""An operator's registrations: its schema, and the Python functions behind it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _functions: dict[str, tuple[Any, ...]] = {}
 
 
 def remember_functions(operator: str, run: Any, fake: Any) -> None:
-    """Tell what an operator "ns::op" of graphrt's own calls: torch cannot be asked for it."""
+    """Note the functions of graphrt's operator "ns::op": torch cannot be asked for them."""
     _functions[operator] = run, fake
 
 
@@ -74,8 +74,8 @@ def has_compiled_kernels(operator: Any) -> bool:
 
 
 def python_functions(operator: Any) -> tuple[list[Any], list[Any]]:
-    """What is known of the Python functions behind an overload, and of the Triton kernels: those
-    that a compiler may take into its code, and those that are only called when that runs."""
+    """The Python functions and Triton kernels behind an overload: first those that a compiler may
+    take into its code, then those that are called when the code runs."""
     name = overload_name(operator) or ""
     custom = _CUSTOM.find().get(name)
     entries = private_attribute(

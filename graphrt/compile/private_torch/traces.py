@@ -1,4 +1,4 @@
-"""Private names of Dynamo, and of the sizes in what it traces."""
+"""Private names of Dynamo, and of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FAKE_MODE = NAMES.declare(
 torch_check: Callable[..., None] = NAMES.take(
     "torch._check", without="two arguments cannot share a batch axis"
 )
-"""The function itself, as it is what Dynamo knows."""
+"""The function itself: Dynamo knows it by identity."""
 
 
 _SIZE = re.compile(r"(.+)\.size\(\)\[(\d+)\]$")
@@ -152,8 +152,8 @@ _LOGGERS = ("torch._guards", "torch._subclasses.fake_tensor")
 
 @contextmanager
 def errors_told_once() -> Iterator[None]:
-    """Errors that torch logs in the block before it raises them are lines for debugging alone: who
-    gets the error says what of it matters."""
+    """Errors that torch logs in the block, before it raises them, are shown with GRAPHRT_LOG=DEBUG
+    only: graphrt raises its own error with the line and the reason."""
     owner = threading.get_ident()
 
     def is_shown(record: logging.LogRecord) -> bool:

@@ -115,7 +115,7 @@ def restoring_settings(run: Callable[..., Any], graph: fx.Graph) -> Callable[...
 
 
 def _autocast_now(kinds: Collection[str]) -> Callable[[], None]:
-    """What sets autocast as it is now, for these types of devices."""
+    """A function that sets autocast as it is now, for these types of devices."""
     before = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
     ]
@@ -135,7 +135,7 @@ def _autocast_now(kinds: Collection[str]) -> Callable[[], None]:
 
 
 def _settings_now() -> Callable[[], None]:
-    """What sets all else that a forward may set as it is now."""
+    """A function that sets all other settings as they are now."""
     dtype = torch.get_default_dtype()
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -207,7 +207,7 @@ class _Contexts:
         return True
 
     def settle(self, node: fx.Node) -> None:
-        """Have entered before a node what is wanted there, and nothing else."""
+        """Enter the wanted contexts before a node, and leave all others."""
         side = self._is_splitting(node)
         kept = _shared([each for each, _ in self._entered], self._wanted)
         self.close(kept if side is self._side else 0)

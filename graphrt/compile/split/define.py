@@ -127,7 +127,7 @@ def _define(
 
 
 def _defined_right(function: Callable[..., Any]) -> str:
-    """What to do about a function whose signature no operator can have."""
+    """Advice for a function whose signature no operator can have."""
     for parameter in inspect.signature(function).parameters.values():
         name = parameter.name
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

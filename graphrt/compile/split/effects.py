@@ -1,5 +1,5 @@
-"""What a node of a traced graph may write, and which nodes stand for the same memory: views, and
-results of in-place updates.
+"""The tensors that a node of a traced graph may write, and the nodes that stand for one memory:
+views, and results of in-place updates.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_transforms(graph: fx.Graph) -> None:
 
 
 def name_of(node: fx.Node) -> str:
-    """The bare name of what a node calls: "add_", "setitem"."""
+    """The bare name of a node's function: "add_", "setitem"."""
     if isinstance(node.target, str):
         return node.target
     names = operator_names(node.target)

@@ -60,7 +60,7 @@ class Piece:
         return all(n.op in ("placeholder", "output") for n in self.graph.graph.nodes)
 
     def with_views(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What takes the inputs and gives the outputs, by a `call` that does as `graph`."""
+        """A function from the inputs to the outputs, around a `call` that does as `graph`."""
         if self.views is None:
             return call  # then it takes all inputs
         make = as_it_is(self.views)
@@ -252,7 +252,7 @@ def _meta(node: fx.Node) -> dict[str, Any]:
 
 
 def attribute_of(graph: fx.GraphModule, target: str) -> Any:
-    """What a node `get_attr` of this dotted `target` stands for."""
+    """The value of a node `get_attr` of this dotted `target`."""
     value: Any = graph
     for part in target.split("."):
         value = getattr(value, part)
@@ -260,7 +260,7 @@ def attribute_of(graph: fx.GraphModule, target: str) -> Any:
 
 
 def as_it_is(graph: fx.GraphModule) -> Callable[..., Any]:
-    """What runs the operators of a graph one by one."""
+    """A function that runs the operators of a graph one by one."""
     forward: Callable[..., Any] = graph.forward
     return forward
 

@@ -48,7 +48,7 @@ class Roles:
         )
 
     def roots(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """What `nodes` take, with what a view looks at in place of the view."""
+        """The inputs of `nodes`, each view replaced by the tensor behind it."""
         roots: set[fx.Node] = set()
         seen: set[fx.Node] = set()
         stack = [n for node in nodes for n in node.all_input_nodes]
@@ -183,7 +183,7 @@ def splitting_names(graph: fx.Graph, names: Collection[str] | None) -> frozenset
 
 
 def names_of(node: fx.Node) -> tuple[str, ...]:
-    """How an operator may be called in a list; empty for what is none of the dispatcher's."""
+    """The names by which a list may have an operator; empty for a node that calls none."""
     return operator_names(node.target)
 
 

@@ -23,8 +23,8 @@ _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 def fingerprint(graph: fx.GraphModule) -> str:
     """A hash that is equal for pieces that one compiled function can serve.
 
-    What operators a graph has, in which order, with which constants, and what is known of its
-    inputs: shapes, strides, dtypes, devices, and which of them share memory. Names do not matter.
+    It is made of the operators in their order, their constants, and the properties of the inputs:
+    shapes, strides, dtypes, devices, and which of them share memory. Names do not matter.
     """
     return hashlib.sha256("\n".join(normalised(graph)).encode()).hexdigest()
 
@@ -52,7 +52,7 @@ def normalised(graph: fx.GraphModule) -> list[str]:
 
 
 def target_name(target: Any) -> str:
-    """The name of what a node calls, which is the same in every process."""
+    """The name of a node's function, which is the same in every process."""
     if isinstance(target, str):
         return target
     if operator_names(target):
@@ -63,7 +63,7 @@ def target_name(target: Any) -> str:
 
 
 def _body(node: fx.Node, kernel: object) -> str:
-    """What tells functions of one name apart, such as closures, and Triton kernels."""
+    """The content of a function or kernel, as two of one name may differ."""
     function = kernel if kernel is not None else node.target
     needs_body = isinstance(function, FunctionType) and not covers(function)
     return f" {Values(TracedSources()).of(function)}" if needs_body or kernel is not None else ""

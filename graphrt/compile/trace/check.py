@@ -1,4 +1,4 @@
-"""Whether a call is one that the traced code is right for, and what it writes lies apart."""
+"""Arguments of a call are held against those of the trace, and written ones must lie apart."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Tensor(NamedTuple):
 
 
 class CallChecker:
-    """What the trace has baked in about its arguments, to hold calls against.
+    """The properties of arguments that the trace has baked in; calls are held against them.
 
     `conditions` are relations between sizes; `symbols` says how each symbol in them follows from
     the sizes of the axes: (axis, offset). `does_the_same` says of sizes of the symbols whether the
@@ -97,7 +97,7 @@ class CallChecker:
         return needed
 
     def sizes_needing_own(self, leaves: Sequence[Leaf]) -> Small:
-        """What `check` returns for a call that it lets pass; looks at sizes only."""
+        """The result of `check` for a call that passes it; looks at sizes only."""
         sizes = sizes_of(self._dims, leaves)
         needed = self._known_sizes.get(tuple(sizes.values()))
         if needed is None:

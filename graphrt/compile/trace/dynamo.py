@@ -40,7 +40,7 @@ _traces = 0
 
 @dataclass(frozen=True)
 class Traced:
-    """What one trace found.
+    """The result of one trace.
 
     `graph` takes arguments, sizes and weights, in an order of Dynamo's own. `transformed` is the
     code that Dynamo leaves of the forward: it gathers those, calls the graph, and builds what the
@@ -63,7 +63,7 @@ class Traced:
     _graph_name: str
 
     def inputs_of(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """What the graph is given in such a call, which ends there."""
+        """The graph's inputs in such a call, which ends there."""
         seen: list[Any] = []
 
         def look(*inputs: Any) -> tuple[Any, ...]:
@@ -128,7 +128,7 @@ def trace(
 
 
 class _Backend:
-    """Takes what Dynamo makes of `function` in one trace, and runs none of it."""
+    """Dynamo's backend for one trace of `function`: keeps the graph and runs none of it."""
 
     def __init__(self, function: FunctionType) -> None:
         self.function = function
@@ -148,7 +148,7 @@ class _Backend:
             self._code = new
 
     def traced(self, arguments: Mapping[str, Any]) -> Traced:
-        """What was found, once the trace has ended."""
+        """The result, once the trace has ended."""
         if self._graph is None or self._code is None:
             raise TraceError(
                 "nothing was traced: the forward issues no operator",

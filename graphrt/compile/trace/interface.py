@@ -1,4 +1,4 @@
-"""Where a graph's inputs come from in a call, and what of its outputs the call returns."""
+"""The way from a call's arguments to a graph's inputs, and from its outputs to the result."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def interface(traced: Traced, probes: Sequence[Probe]) -> tuple[Interface | None
     """How the forward calls its graph; None, and why, where only Dynamo's code can do it.
 
     Dynamo's code is run once for each probe with something in place of the graph that only looks.
-    What differs between two probes of other sizes is known to depend on the size.
+    A text that differs between two probes of other sizes depends on the size.
     """
     if traced.assigned:
         return None, f"the forward assigns to {', '.join(traced.assigned)}"

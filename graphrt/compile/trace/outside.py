@@ -1,4 +1,4 @@
-"""What a trace has baked in besides its arguments: attributes, globals, hooks, settings."""
+"""Attributes, globals, hooks and settings that a trace has baked in, besides its arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNDER_THE_SAME = "call it under the settings of the trace"
 
 
 class Outside:
-    """What held outside of the arguments at the trace.
+    """The state outside of the arguments at the trace.
 
     `guards` are Dynamo's, which say nothing of the methods of classes, of what the forward only
     writes (`rewritten`), nor of the defaults of `parameters`, as the traced call is given them all.

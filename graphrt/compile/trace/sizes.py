@@ -33,12 +33,12 @@ def value_of(node: fx.Node) -> Any:
 
 
 def placeholders(graph: fx.GraphModule) -> list[fx.Node]:
-    """What a graph is given."""
+    """The inputs of a graph."""
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
 def results_of(graph: fx.GraphModule) -> Any:
-    """What a graph returns."""
+    """The value that a graph returns."""
     return next(iter(reversed(graph.graph.nodes))).args[0]
 
 
@@ -79,7 +79,7 @@ def floating(graph: fx.Graph) -> set[fx.Node]:
 
 
 def resolve_sizes(graph: fx.Graph) -> None:
-    """Rewrite what asks tensors for their sizes into the sizes that the graph is given.
+    """Replace calls that ask tensors for their sizes by the sizes that the graph is given.
 
     `x.size()` becomes a tuple of numbers and its elements those numbers, so that no piece takes a
     tensor only to ask for its size. Static sizes become constants. What depends on data stays.

@@ -1,4 +1,4 @@
-"""What is compiled, and where it keeps its weights."""
+"""The compiled module or function, and the places of its weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DEEPEST = 20
 
 
 class Held(Protocol):
-    """What holds objects by keys."""
+    """A container that has objects by keys."""
 
     def get(self, key: Any, /) -> Any:
         """The object, or None."""
 
 
 Holding = tuple[Held, Any, Any]
-"""What holds an object, such as a dict, by which key, and the object."""
+"""A container, such as a dict, a key, and the object that it has there."""
 
 
 Method = tuple[type, str, FunctionType, CodeType]
@@ -37,7 +37,7 @@ Method = tuple[type, str, FunctionType, CodeType]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compiled: a module or a function, and how it is called. `small` are the axes that are
+    """The module or function to compile, and how it is called. `small` are the axes that are
     no batch ones in `dims`, because their size is 0 or 1."""
 
     module: Callable[..., Any]
@@ -59,7 +59,7 @@ class Subject:
         return weights
 
     def holdings(self) -> list[Holding]:
-        """Where the module keeps its weights and modules, and what is there now."""
+        """The containers of the module's weights and submodules, with the objects of now."""
         holdings: list[Holding] = []
         for _, module in self._modules():
             attributes = vars(module)
@@ -102,7 +102,7 @@ class _Items:
 
 
 def _inside(value: object, depth: int = 0) -> list[Holding]:
-    """Which containers within an attribute lead to tensors, and to what else that does."""
+    """The containers below an attribute that lead to tensors, and their items that do."""
     held: Any
     if isinstance(value, dict):
         held, items = value, [*value.items()]

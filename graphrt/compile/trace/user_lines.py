@@ -1,4 +1,4 @@
-"""Errors of a trace in words of the forward: its line, and what to write there.
+"""Errors of a trace in words of the forward: its line, and the line to write instead.
 
 Dynamo's own text has paragraphs of hints about its settings; of these only the explanation and the
 line of the forward are kept. Where the forward decides by a size that no trace knows, the slices
@@ -26,8 +26,8 @@ _PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
 
 
 def explained(error: Exception, dynamic_shapes: str, *, any_size: bool) -> GraphRTError:
-    """What Dynamo raised as an error about the forward; what the forward itself raised of graphrt's
-    as it is."""
+    """Dynamo's error as one about the forward. An error of graphrt's, which the traced code raised,
+    stays as it is."""
     named: BaseException | None = error
     while named is not None:
         if isinstance(named, GraphRTError):
@@ -79,8 +79,8 @@ def _constant_dimension(text: str, lines: Sequence[Source]) -> TraceError:
 
 
 def decided_by_unknown(said: str, frames: Sequence[Source], *, unbacked: bool) -> TraceError:
-    """Of what Dynamo says of a number that it does not know; `frames` are the forward's lines, the
-    innermost last."""
+    """The error for a branch on a number that Dynamo does not know. `said` is its text, `frames`
+    are the forward's lines, the innermost last."""
     first = said.splitlines()[0]
     match = _EXPRESSION.search(first)
     by = match[1] if match else first
@@ -108,8 +108,8 @@ def _is_own(frame: Source) -> bool:
 
 
 def _checks(frame: Source) -> tuple[str, list[str]] | None:
-    """What has to hold of the slices by sizes that are the last ones up to a line, as calls, and
-    where they are; None where there are none, or it is checked already."""
+    """The line of the last slices by a size before a frame's line, and the `torch._check` calls
+    that it lacks; None if there are none."""
     try:
         tree = ast.parse("".join(linecache.getlines(frame.filename)))
     except SyntaxError:  # what an interactive shell takes is not all Python
@@ -127,7 +127,7 @@ def _checks(frame: Source) -> tuple[str, list[str]] | None:
 
 
 def _bounds_by_line(function: ast.FunctionDef, last: int) -> dict[int, list[str]]:
-    """What has to hold of the slices by sizes in the lines up to `last`."""
+    """The `torch._check` calls for slices by a size, by their lines up to `last`."""
     lines: dict[int, list[str]] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Subscript) and node.lineno <= last:

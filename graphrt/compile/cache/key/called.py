@@ -1,8 +1,8 @@
-"""What a graph calls that was not traced: operators, functions, Triton kernels.
+"""Untraced code that a graph calls: operators, functions, Triton kernels.
 
 Their Python functions are described as `Values` does. Bodies that only the dispatcher knows, such
 as a composite operator's, are run with the trace's fake tensors, and every function that is called
-meanwhile is described with what its globals, its closure and its arguments hold.
+meanwhile is described with the values of its globals, its closure and its arguments.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WATCHING = ("graphrt.core.", "graphrt.compile.")
 
 
 class CalledSources:
-    """`digests` by the names of what `graph` calls; `unknown` is what could not be read of it."""
+    """`digests` of the operators and functions that `graph` calls; `unknown` could not be read."""
 
     def __init__(self, graph: fx.GraphModule, sources: TracedSources) -> None:
         self._values = Values(sources)
@@ -60,7 +60,7 @@ class CalledSources:
 
     @property
     def unknown(self) -> list[str]:
-        """What the graph may depend on and nobody can tell in the next process."""
+        """Dependencies of the graph that cannot be compared in the next process."""
         return self._values.unknown
 
     def _add(self, name: str, *described: str) -> None:
@@ -107,7 +107,7 @@ class CalledSources:
         self._add(str(operator), *registrations(operator), *described)
 
     def _libraries(self, operator: Any) -> list[str]:
-        """The extensions that have an operator's name in them, as what registers it must."""
+        """The extensions that contain an operator's name: the one that registers it must."""
         short = str(overload_name(operator)).rpartition("::")[2].encode()
         described = [
             f"{Path(file).name} {self._values.file(file)}"
@@ -140,7 +140,7 @@ class CalledSources:
                     self._add(f"argument of {node.name}", self._values.of(each))
 
     def _watch(self, node: fx.Node, target: Any) -> None:
-        """Run what the node calls with fake tensors, and take in what is called."""
+        """Run the node's function with fake tensors, and take in every function that it calls."""
         from_torch = all(is_torchs_own(each) for each in overloads(target) if overload_name(each))
         if target in self._run or (
             from_torch and any(overload_name(each) for each in overloads(target))

@@ -21,7 +21,7 @@ from typing import Any
 from graphrt.core.base.log import logger
 
 PACKAGES = ("sympy", "mpmath", "numpy", "networkx", "triton")
-"""What torch itself calls; their versions are in the key."""
+"""Packages that torch itself calls; their versions are in the key."""
 Names = frozenset[str]
 _NUMBER = re.compile(r"\d+")
 
@@ -68,7 +68,7 @@ class TracedSources:
 
 
 def _source(path: str) -> bytes:
-    """What a source file says; nothing where it cannot be had."""
+    """The content of a source file; empty if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError:
@@ -102,7 +102,7 @@ def module_name(path: str) -> str:
 
 @functools.cache
 def is_known(path: str) -> bool:
-    """Whether a file belongs to Python, to torch, or to what torch is made with."""
+    """Whether a file belongs to Python, to torch, or to `PACKAGES`."""
     if path.startswith("<frozen "):
         return True
     real = os.path.realpath(path)

@@ -1,4 +1,4 @@
-"""Functions and what they refer to, as text that is equal in every process with the same program.
+"""Functions and their dependencies, as text that is equal in every process with the same program.
 
 A function is its file and its bytecode, its defaults and closure, and of the globals that its code
 names: constants by their values, functions and Triton kernels like itself, modules, classes and
@@ -44,13 +44,13 @@ _ENVIRONMENT = frozenset({"environ", "getenv"})
 _MOST_BYTES = 1 << 24
 _MOST_ITEMS = 10_000
 _TRITON = ("fn", "kernel", "src", "configs", "keys", "values", "do_not_specialize", "noinline")
-"""What Triton's own objects around a kernel have that decides about its code."""
+"""Attributes of Triton's objects around a kernel that decide about its code."""
 
 
 class Values:
     """Describes values; the files of all code that it meets go to `sources`.
 
-    `unknown` is what it could not read, though compiled code may depend on it.
+    `unknown` are the values that it could not read, though compiled code may depend on them.
     """
 
     def __init__(self, sources: TracedSources) -> None:

@@ -1,4 +1,4 @@
-"""Versions of what makes compiled code and of what runs it, and the settings of the compiler."""
+"""Versions of the software and the device, and the settings of torch and its compilers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]:
-    """Versions of what makes or runs compiled code on `device` (the current accelerator, or CPU).
+    """Versions that compiled code on `device` depends on (the current accelerator, or CPU).
 
     The CPU's own features count on a CPU only: its compiled code uses all of them.
     """
@@ -100,7 +100,7 @@ def cuda_driver_version() -> str | None:
 
 @cache
 def cpu_features() -> str:
-    """What compiled code for this CPU may use: torch's name for it, and a digest of its flags."""
+    """The instructions that code for this CPU may use: torch's name, and a digest of its flags."""
     level = torch.backends.cpu.get_cpu_capability()
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -153,7 +153,7 @@ def _plain(value: object) -> object:
 
 
 def _pass_identity(value: object) -> object:
-    """A pass says by `uuid` what it is; of another one its bytecode does."""
+    """The `uuid` of a pass; without one, its bytecode."""
     if isinstance(value, (list, tuple)):
         return [_pass_identity(each) for each in value]
     uuid_of: Callable[[], object] | None = getattr(value, "uuid", None)
