@@ -144,7 +144,7 @@ class CacheEntry:
     def _has_pieces(self) -> bool:
         try:
             with opened(self._root, *self._place):
-                found = bool(pieces_in(self.directory))
+                pieces = bool(pieces_in(self.directory))
         except RefusedError as error:
             self._readable = self._writable = False
             warn(
@@ -155,10 +155,10 @@ class CacheEntry:
         except OSError as error:
             self.reject("all", error)
             return False
-        if not found and logger.isEnabledFor(logging.DEBUG):
+        if not pieces and logger.isEnabledFor(logging.DEBUG):
             why = explain_miss(self._root, self.key)
             logger.debug("no entry %s: %s", self.directory, why)
-        return found
+        return pieces
 
     def _make_directory(self) -> None:
         """Once; raises `OSError`, also where others may write the entry."""

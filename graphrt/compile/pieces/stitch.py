@@ -242,9 +242,9 @@ class _Writer:
     def _constant(self, name: str, value: Any) -> str:
         """A global name for a value; the same one for the same value."""
         name = "".join(c if c.isalnum() else "_" for c in name)
-        for known, other in self._globals.items():
-            if other is value and known.startswith(name):
-                return known
+        for taken, other in self._globals.items():
+            if other is value and taken.startswith(name):
+                return taken
         name = self._fresh(name)
         self._globals[name] = value
         return name

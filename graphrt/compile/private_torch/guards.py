@@ -71,8 +71,8 @@ class GuardFilter:
         for each in entries:
             if each.has_value and type(each.value) is float and each.value == 0:
                 self.zeros[_name(each)] = None
-            if found := _DEFAULT.fullmatch(_name(each)):
-                self.defaults[found[1]] = None
+            if default := _DEFAULT.fullmatch(_name(each)):
+                self.defaults[default[1]] = None
             if each.has_value and isinstance(each.value, _HELD):
                 # A guard knows it by its id, which another one may get when this one is gone.
                 self.held.append(each.value)

@@ -77,12 +77,12 @@ def check_settings(graph: fx.Graph, is_splitting: Callable[[fx.Node], bool]) -> 
     around the forward: a replay runs the operator alone."""
     calls = [node for node in graph.nodes if _sets(node)]
     # What a forward sets at last is what it found, if it sets something twice.
-    last = {node.target: _told(node) for node in calls}
+    last = {node.target: _call_text(node) for node in calls}
     times = Counter(node.target for node in calls)
     on: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if _sets(node):
-            if times[node.target] == 1 or _told(node) != last[node.target]:
+            if times[node.target] == 1 or _call_text(node) != last[node.target]:
                 on[node.target] = node
             else:
                 on.pop(node.target, None)
@@ -166,17 +166,17 @@ def _sets(node: fx.Node) -> bool:
     )
 
 
-def _told(node: fx.Node) -> str:
+def _call_text(node: fx.Node) -> str:
     """A call as text: its target and its arguments, those that nodes make in full."""
 
-    def told(value: object) -> str:
+    def text(value: object) -> str:
         if isinstance(value, fx.Node):
-            return _told(value)
+            return _call_text(value)
         if isinstance(value, list | tuple):
-            return str([told(each) for each in value])
+            return str([text(each) for each in value])
         return repr(value)
 
-    return f"{node.target}({told(node.args)}, {told([*node.kwargs.items()])})"
+    return f"{node.target}({text(node.args)}, {text([*node.kwargs.items()])})"
 
 
 class _Contexts:
