@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphrt.compile.cache.disk import default_directory
+from graphrt.compile.cache.entry import default_directory
 from graphrt.compile.cache.listing import StoredKey, find_key, remove, stored_keys
 from graphrt.compile.cache.store import size_text
 from graphrt.core.base.errors import InvalidOptionError
@@ -43,7 +43,7 @@ def ls(directory: Directory = None, json: Json = False) -> None:
         print(json_format.dumps([as_data(each) for each in keys], indent=2))
         return
     console = _console()
-    table = _table("key", "age", "size", "backend", "torch", "device", "ranks", "pieces", "state")
+    table = _table("key", "age", "size", "backend", "torch", "device", "ranks", "pieces")
     for each in keys:
         data = as_data(each)
         versions = data["versions"]
@@ -55,9 +55,8 @@ def ls(directory: Directory = None, json: Json = False) -> None:
             data["backend"] or "?",
             versions.get("torch", "?"),
             versions.get("device", "?"),
-            " ".join(rank.name for rank in each.ranks),
+            " ".join(each.ranks),
             str(data["pieces"]),
-            data["state"],
         )
     if keys:
         console.print(table)
@@ -76,15 +75,8 @@ def show(
     data = as_data(entry) | {
         "groups": None if entry.key is None else entry.key.groups,
         "ranks": [
-            {
-                "rank": rank.name,
-                "directory": str(rank.directory),
-                "state": rank.state,
-                "damage": rank.damage,
-                "damaged_artifacts": rank.damaged_artifacts(),
-                "artifacts": _artifacts(rank.manifest.artifacts if rank.manifest else {}),
-            }
-            for rank in entry.ranks
+            {"rank": rank, "pieces": sizes, "damaged": entry.damaged(rank)}
+            for rank, sizes in entry.ranks.items()
         ],
     }
     if json:
@@ -120,10 +112,9 @@ def rm(
 
 
 def as_data(stored: StoredKey) -> dict[str, Any]:
-    """A key as plain data, without reading its artifacts."""
+    """A key as plain data, without reading its pieces."""
     groups = {} if stored.key is None else stored.key.groups
     settings = groups.get("settings", {})
-    states = {rank.state for rank in stored.ranks}
     return {
         "key": stored.name,
         "directory": str(stored.directory),
@@ -133,8 +124,7 @@ def as_data(stored: StoredKey) -> dict[str, Any]:
         "backend": settings.get("backend"),
         "versions": groups.get("versions", {}),
         "pieces": stored.pieces,
-        "ranks": [rank.name for rank in stored.ranks],
-        "state": ", ".join(sorted(states)) or "unfinished",
+        "ranks": list(stored.ranks),
     }
 
 
@@ -146,21 +136,9 @@ def age_text(age_s: float) -> str:
     return "0 s"
 
 
-def _artifacts(artifacts: Any) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "path": record.path,
-            "kind": "directory" if record.directory else "file",
-            "size_bytes": record.size_bytes,
-        }
-        for name, record in sorted(artifacts.items())
-    ]
-
-
 def _show(data: dict[str, Any], console: Console) -> None:
     age, size = age_text(data["age_s"]), size_text(data["size_bytes"])
-    _say(console, f"{data['key']}: {data['state']}, {age} old, {size}, in {data['directory']}")
+    _say(console, f"{data['key']}: {age} old, {size}, in {data['directory']}")
     groups = data["groups"]
     if groups is None:
         _say(console, "What it was made of cannot be read.")
@@ -177,14 +155,11 @@ def _show(data: dict[str, Any], console: Console) -> None:
 
 
 def _show_rank(rank: dict[str, Any], console: Console) -> None:
-    why = f": {rank['damage']}" if rank["damage"] else ""
-    _say(console, f"\nRank {rank['rank']}, {rank['state']}{why}")
-    table = _table("piece", "size", "kind", "path", "")
-    for each in rank["artifacts"]:
-        damage = rank["damaged_artifacts"].get(each["name"], "")
-        row = (each["name"], size_text(each["size_bytes"]), each["kind"], each["path"])
-        _row(table, *row, damage)
-    if rank["artifacts"]:
+    _say(console, f"\nRank {rank['rank']}")
+    table = _table("piece", "size", "")
+    for name, size in sorted(rank["pieces"].items()):
+        _row(table, name, size_text(size), rank["damaged"].get(name, ""))
+    if rank["pieces"]:
         console.print(table)
 
 

@@ -4,7 +4,7 @@ The package itself can be called: `graphrt.compile(module, ...)` is `compile_mod
 
 Its folders, each of which uses those above it only:
 
-    private_torch  what is not public in torch, behind typed functions
+    private_torch  torch's private names, behind typed functions
     trace          a call becomes one graph, by Dynamo
     cache          compiled pieces on disk
     split          the graph becomes pieces, at opaque operators

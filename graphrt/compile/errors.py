@@ -1,4 +1,4 @@
-"""What can go wrong while a module is compiled, or is called in a way it was not compiled for."""
+"""Errors of compiling a module, and of calls that it was not compiled for."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class CompiledModule:
         self._static_sizes: tuple[int, ...] = ()
         self._places = ArgumentPlaces()
         self._weights_held: list[Holding] = []
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._released = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,8 +129,8 @@ class CompiledModule:
         if pieces is not None and pieces.capture is None and pieces.announced:
             # A step that is replayed reads the buffers of its capture, checked then.
             if self._small:
-                given = leaves(self._subject.parameters.bind(args, kwargs))
-                built = self._small.get(built.checker.sizes_needing_own(given), built)
+                arguments = leaves(self._subject.parameters.bind(args, kwargs))
+                built = self._small.get(built.checker.sizes_needing_own(arguments), built)
         else:
             if pieces is not None and pieces.capture is not None:
                 check_traced(built.codes)
@@ -185,7 +185,7 @@ class CompiledModule:
 
     @property
     def provides(self) -> PieceProvider | None:
-        """What cuts it into pieces that are captured one by one; None without a pool."""
+        """Who cuts it into pieces that are captured one by one; None without a pool."""
         if self._pool is None or self.whole_graph:
             return None
         partitioned, _ = partitions(self.options, self._pool.platform.device_type)
@@ -193,7 +193,7 @@ class CompiledModule:
 
     @property
     def figures(self) -> Figures:
-        """What compiling took; all zero before."""
+        """Counts and times of compiling; all zero before."""
         return Figures() if self._built is None else self._built.figures
 
     @property
@@ -208,7 +208,7 @@ class CompiledModule:
 
     @property
     def codes(self) -> tuple[CodeType, ...]:
-        """What Dynamo traced."""
+        """The code that Dynamo traced."""
         return () if self._built is None else self._built.codes
 
     @property
@@ -286,10 +286,10 @@ class CompiledModule:
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors of the module that compiled code reads, as they are now, and the constants of
         that code; nothing before it is compiled."""
-        found: dict[str, torch.Tensor] = {}
+        weights: dict[str, torch.Tensor] = {}
         for built in self._all_built():
-            found.update(built.stitched.in_use(self._subject.weights()))
-        return found
+            weights.update(built.stitched.in_use(self._subject.weights()))
+        return weights
 
     def seal(self) -> None:
         """Compile nothing any more; capture nothing any more in the pieces.
@@ -324,33 +324,33 @@ class CompiledModule:
     def _runs_itself(self, context: ForwardContext, error: RetraceError) -> bool:
         """Whether the module itself runs in a step that compiled code is not right for.
 
-        A trial asks what the forward does without padding, which may take another way. And a sealed
-        runner serves eagerly what its graphs no longer stand for, as it has said.
+        A trial also runs the batch without padding, whose size may take another branch. And a
+        sealed runner runs steps eagerly that its graphs no longer stand for.
         """
         if error.of_sizes and context.compared:
             return True
         if not (error.of_module and self._sealed) or context.capture is not None:
             return False
-        if str(error) not in self._told:
-            self._told.add(str(error))
+        if str(error) not in self._warned:
+            self._warned.add(str(error))
             logger.warning("%s runs uncompiled: %s", type(self.module).__name__, error)
         return True
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
-        """What is right for a call, compiled now if sizes of 0 or 1 need it."""
+        """The code for a call, compiled now if its sizes of 0 or 1 need their own."""
         bound = self._subject.parameters.bind(args, kwargs)
-        found, built = leaves(bound), self._built
+        arguments, built = leaves(bound), self._built
         assert built is not None
-        small = built.checker.check(found)
+        small = built.checker.check(arguments)
         if small:
             built = self._small.get(small) or self._compile_small(bound, small)
-            built.checker.check(found)
+            built.checker.check(arguments)
         built.outside.check_settings()
         built.stitched.check_weights()
         if not self._sealed or self._outdated:
             built.outside.check_state(bound.arguments, args, kwargs)
         if self.options.backend != "eager" and built.overlaps.matter:
-            built.overlaps.check(found, self._subject.weights())
+            built.overlaps.check(arguments, self._subject.weights())
         return built
 
     def _all_built(self) -> list[Built]:
@@ -382,8 +382,8 @@ class CompiledModule:
     ) -> Built:
         wrapping = None
         if self._pool is not None:
-            given = self._wrapper_options or GraphOptions()
-            wrapping = Wrapping(self._pool, given, self._read_context, self._hooks)
+            graph_options = self._wrapper_options or GraphOptions()
+            wrapping = Wrapping(self._pool, graph_options, self._read_context, self._hooks)
         return build(
             subject,
             bound,

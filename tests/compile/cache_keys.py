@@ -1,9 +1,11 @@
-"""Keys of the compile cache, of what a test names, and what is kept for them."""
+"""Keys of the compile cache, of sources that a test names, and pieces that are kept for them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import io
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from graphrt.compile.cache.entry import CacheEntry
@@ -46,8 +48,22 @@ def _digests(sources: TracedSources | Mapping[str, str | Path | bytes]) -> dict[
     return found
 
 
-def bytes_of(entry: CacheEntry, name: str) -> bytes | None:
-    """What was stored as bytes, checked; None for a miss."""
-    artifact = entry.load(name)
-    assert artifact is None or isinstance(artifact.content, bytes)
-    return None if artifact is None else artifact.content
+def saving(*names: str, content: bytes = b"code") -> Callable[[Path], None]:
+    """What writes files to the directory that it is given, as a compiled piece does."""
+
+    def save(directory: Path) -> None:
+        for name in names or ("code",):
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    return save
+
+
+def files_of(entry: CacheEntry, name: str) -> dict[str, bytes] | None:
+    """The files of a piece, checked; None for a miss."""
+    archive = entry.load(name)
+    if archive is None:
+        return None
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        return {each: file.read(each) for each in file.namelist()}

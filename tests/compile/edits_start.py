@@ -48,13 +48,13 @@ class StandInPiece:
     def save(self, path: Path, save_format: str) -> None:
         import torch
 
-        torch.save(self.content, path)
+        torch.save(self.content, path / "code")
 
     @classmethod
     def load(cls, path: Path, returns: int | None, place: str | None = None) -> StandInPiece:
         import torch
 
-        return cls(torch.load(path, weights_only=False))
+        return cls(torch.load(path / "code", weights_only=False))
 
 
 class StandIn:

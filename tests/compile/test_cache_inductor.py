@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from graphrt.compile import CompileOptions
-from graphrt.compile.cache.disk import CompileCache
+from graphrt.compile.cache.entry import CacheEntry
 from graphrt.compile.cache.key.parts import CacheKey, code_settings
 from graphrt.compile.cache.key.sources import TracedSources
-from graphrt.compile.cache.store import CompileCacheWarning
+from graphrt.compile.cache.store import CompileCacheWarning, unpack
 from tests.compile.cache_keys import cache_key
 
 inductor = pytest.importorskip("torch._inductor.standalone_compile")
@@ -37,7 +37,7 @@ def compiled() -> Any:
 @pytest.fixture(scope="module")
 def key() -> CacheKey:
     sources = TracedSources()
-    sources.add(forward)
+    sources.add(forward.__code__)
     return cache_key(code_settings(CompileOptions()), sources)
 
 
@@ -54,25 +54,26 @@ def load(path: Path) -> Any:
 def test_a_compiled_piece_runs_from_a_copied_cache(
     compiled: Any, key: CacheKey, tmp_path: Path, save_format: str
 ):
-    with CompileCache(tmp_path / "here", save_format=save_format).open(key) as entry:
-        entry.store("piece_0", lambda p: compiled.save(path=str(p), format=entry.save_format))
+    entry = CacheEntry(key, tmp_path / "here", save_format=save_format)
+    entry.store("piece_0", lambda p: compiled.save(path=str(p / "code"), format=save_format))
     shutil.move(tmp_path / "here", tmp_path / "there")
-    cache = CompileCache(tmp_path / "there")
-    found = cache.open(key).load("piece_0")
-    assert found is not None
-    path = found.write(tmp_path / "private")
+    later = CacheEntry(key, tmp_path / "there")
+    archive = later.load("piece_0")
+    assert archive is not None
+    unpack(archive, tmp_path / "private")
+    path = tmp_path / "private" / "code"
     assert path.is_dir() == (save_format == "unpacked")
     x, y = torch.randn(8, 8), torch.randn(8, 8)
     torch.testing.assert_close(load(path)(x, y)[0], x @ y)
-    assert cache.open(key).load("piece_0") == found, "what loading adds is elsewhere"
+    assert later.load("piece_0") == archive, "what loading adds is elsewhere"
 
 
 def test_a_damaged_piece_never_reaches_the_compiler(compiled: Any, key: CacheKey, tmp_path: Path):
-    with CompileCache(tmp_path).open(key) as entry:
-        entry.store("piece_0", lambda path: compiled.save(path=str(path), format="binary"))
-    path = next(tmp_path.rglob("run-*/piece_0"))
+    entry = CacheEntry(key, tmp_path)
+    entry.store("piece_0", lambda p: compiled.save(path=str(p / "code"), format="binary"))
+    path = next(tmp_path.rglob("piece_0.piece"))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.warns(CompileCacheWarning, match="checksum"):
-        assert CompileCache(tmp_path).open(key).load("piece_0") is None
+        assert CacheEntry(key, tmp_path).load("piece_0") is None

@@ -9,6 +9,7 @@ import sys
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -50,9 +51,15 @@ def load(directory: Path, name: str) -> ModuleType:
 
 
 def traced(directory: Path) -> CacheKey:
-    sources = TracedSources()
-    sources.add(load(directory, "model").forward, load(directory, "helper").scale)
+    sources = sources_of(load(directory, "model").forward, load(directory, "helper").scale)
     return cache_key({}, sources, versions={}, compiler={})
+
+
+def sources_of(*functions: Any) -> TracedSources:
+    sources = TracedSources()
+    for each in functions:
+        sources.add(each.__code__)
+    return sources
 
 
 @pytest.fixture
@@ -85,9 +92,7 @@ def test_the_same_sources_in_another_place_are_the_same_key(tree: Path, tmp_path
 def test_a_file_edited_after_it_was_imported_does_not_vouch_for_the_old_code(tree: Path):
     old = load(tree, "helper").scale
     write(tree, helper=HELPER.replace("2", "3"))
-    stale, fresh = TracedSources(), TracedSources()
-    stale.add(old)
-    fresh.add(load(tree, "helper").scale)
+    stale, fresh = sources_of(old), sources_of(load(tree, "helper").scale)
     assert stale.digests() != fresh.digests()
 
 
@@ -97,7 +102,8 @@ def test_what_dynamo_traced_can_be_taken_as_it_is(tree: Path):
     sources = TracedSources()
 
     def backend(graph: torch.fx.GraphModule, examples: object) -> object:
-        sources.add(*TracingContext.get().traced_code)
+        for code in TracingContext.get().traced_code:
+            sources.add(code)
         return graph.forward
 
     torch.compile(load(tree, "model").forward, backend=backend)(torch.ones(2))
@@ -106,8 +112,7 @@ def test_what_dynamo_traced_can_be_taken_as_it_is(tree: Path):
 
 
 def test_torch_and_python_are_left_out():
-    sources = TracedSources()
-    sources.add(torch.nn.Linear.forward, Path.exists, json.dumps, pytest.importorskip)
+    sources = sources_of(torch.nn.Linear.forward, Path.exists, json.dumps, pytest.importorskip)
     assert list(sources.digests()) == ["_pytest.outcomes"]
 
 
@@ -115,9 +120,7 @@ def test_code_without_a_file_counts_by_its_bytecode():
     def made(text: str) -> dict[str, str]:
         space: dict[str, object] = {}
         exec(compile(text, f"<eval_with_key>.{len(text)}", "exec"), space)
-        sources = TracedSources()
-        sources.add(space["f"])
-        return sources.digests()
+        return sources_of(space["f"]).digests()
 
     one, other = made("def f(x): return x + 1"), made("def f(x): return x + 22")
     assert list(one) == list(other) == ["<eval_with_key>."]
@@ -126,24 +129,22 @@ def test_code_without_a_file_counts_by_its_bytecode():
 
 
 def test_scripts_of_the_same_name_both_count(tmp_path: Path):
+    functions = {}
     for name in "ab":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.py").write_text(f"# {name}")
-    both, one = TracedSources(), TracedSources()
-    both.add(tmp_path / "b" / "model.py", tmp_path / "a" / "model.py")
-    one.add(tmp_path / "a" / "model.py")
-    assert list(both.digests()) == list(one.digests()) == ["model"]
+        write(tmp_path / name, model=f"def f(x): return x + {ord(name)}")
+        functions[name] = load(tmp_path / name, "model").f
+    both, one = sources_of(functions["b"], functions["a"]), sources_of(functions["a"])
+    assert list(both.digests()) == list(one.digests()) == ["net.model"]
     assert both.digests() != one.digests()
-    turned = TracedSources()
-    turned.add(tmp_path / "a" / "model.py", tmp_path / "b" / "model.py")
-    assert turned.digests() == both.digests()
+    assert sources_of(functions["a"], functions["b"]).digests() == both.digests()
 
 
-def test_what_cannot_be_a_source_is_refused(tmp_path: Path):
-    with pytest.raises(FileNotFoundError):
-        TracedSources().add(tmp_path / "missing.py")
-    with pytest.raises(TypeError, match="a function, code object or path"):
-        TracedSources().add(3)
+def test_a_source_that_is_gone_is_told(tree: Path):
+    function = load(tree, "helper").scale
+    (tree / "net" / "helper.py").unlink()
+    sources = TracedSources()
+    assert not sources.add(function.__code__) and not sources.add(function.__code__)
+    assert [Path(each).name for each in sources.unreadable] == ["helper.py"]
 
 
 def test_module_names(tree: Path):

@@ -220,7 +220,7 @@ def test_a_cell_of_a_notebook_is_readable_though_it_is_no_file(monkeypatch: pyte
     )
     sources = TracedSources()
     sources.add(compile(source, name, "exec"))
-    assert sources.unreadable == []
+    assert not sources.unreadable
 
 
 def test_the_compilers_own_caches_are_held_apart_by_the_key():

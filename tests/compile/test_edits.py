@@ -166,10 +166,6 @@ def told(found: dict[str, Any]) -> str:
     return "\n".join(found["told"])
 
 
-def artifacts(cache: Path) -> list[Path]:
-    return [each for each in cache.rglob("run-*/**/*") if each.is_file()]
-
-
 def test_a_cache_that_was_moved_hits(starts: Starts, tmp_path: Path):
     _, cache = starts.first(PROGRAM)
     shutil.move(cache, tmp_path / "elsewhere")
@@ -186,19 +182,11 @@ def test_a_cache_of_another_owner_is_a_miss(starts: Starts):
 
 def test_a_truncated_piece_is_a_miss_and_mended(starts: Starts):
     _, cache = starts.first(PROGRAM)
-    largest = max(artifacts(cache), key=lambda path: path.stat().st_size)
+    largest = max(cache.rglob("*.piece"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     found = found_in(starts, cache)
     assert outcome(found) == MISS and "compiled again" in told(found)
     assert outcome(found_in(starts, cache)) == HIT
-
-
-def test_a_truncated_manifest_is_a_miss(starts: Starts):
-    _, cache = starts.first(PROGRAM)
-    (manifest,) = cache.rglob("manifest.json")
-    os.truncate(manifest, manifest.stat().st_size // 2)
-    found = found_in(starts, cache)
-    assert outcome(found) == MISS and "manifest" in told(found)
 
 
 FULL = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
@@ -211,12 +199,13 @@ def test_a_full_disk_is_a_miss_that_keeps_nothing(starts: Starts, tmp_path: Path
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({bytes_left}, {bytes_left}))"
     found = found_in(starts, tmp_path / "cache", setup_after=FULL + limit)
     assert outcome(found) == MISS and "cannot be written" in told(found)
-    assert not list((tmp_path / "cache").rglob("manifest.json"))
+    assert not list((tmp_path / "cache").rglob("*.piece"))
     assert outcome(found_in(starts, tmp_path / "cache")) == MISS
     assert outcome(found_in(starts, tmp_path / "cache")) == HIT
 
 
-NOBODY = "import os; os.seteuid(65534)"
+# Names in archives are read by a codec of Python's, whose own files a test's Python may not share.
+NOBODY = "import os, encodings.cp437; os.seteuid(65534)"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root becomes somebody else")

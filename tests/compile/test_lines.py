@@ -86,6 +86,47 @@ def test_what_cannot_be_traced_names_the_line_of_the_forward():
     assert here(decided).replace("at: ", "got: ") in str(caught.value)
 
 
+def six(x: Tensor) -> Tensor:
+    return x.view(6, 2, 2)  # here
+
+
+def printed(x: Tensor) -> Tensor:
+    print(x)  # here
+    return x
+
+
+def mismatched(x: Tensor) -> Tensor:
+    return x @ torch.ones(7, 3)  # here
+
+
+def appended(x: Tensor) -> Tensor:
+    calls: list[int] = []
+
+    def one(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.sin()
+
+    return torch.cond(x.sum() > 0, one, torch.cos, (x,))  # here
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (six, "dimension 0 of x is 6"),
+        (printed, "builtin operator `print`"),
+        (mismatched, "must have same reduction dim"),
+        (appended, "torch.cond: Mutating a variable from outside"),
+    ],
+)
+def test_what_torch_says_is_told_once_and_without_its_settings(function, reason, capfd):
+    with pytest.raises(TraceError) as caught:
+        compile_module(function, ["x"])(torch.ones(6, 4))
+    said = str(caught.value)
+    assert reason in said and (function is appended or here(function)[4:] in said)
+    assert "torch._dynamo" not in said and "TORCH" not in said and "L['x']" not in said
+    assert capfd.readouterr().err == ""
+
+
 def test_lines_are_forgotten_with_their_pieces():
     before = set(source._generated)
     compiled = compile_module(Model(masked), ["x"], in_place=False)

@@ -17,7 +17,7 @@ import torch
 
 import graphrt.compile
 from graphrt.compile.private_torch import patches
-from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.compile.private_torch.names import NAMES, private_attribute
 from graphrt.core.base.errors import MissingTorchNameError
 from graphrt.core.base.private_torch import TESTED
 
@@ -85,7 +85,7 @@ def test_importing_looks_nothing_up():
 
 def test_an_attribute_that_is_missing_is_named():
     with pytest.raises(MissingTorchNameError, match=r"SimpleNamespace .* has no guards") as caught:
-        own(SimpleNamespace(), "guards", "modules cannot be compiled")
+        private_attribute(SimpleNamespace(), "guards", "modules cannot be compiled")
     assert "without it modules cannot be compiled" in str(caught.value)
 
 

@@ -85,7 +85,7 @@ def test_what_is_known_of_sizes_is_bounded():
     for _ in range(2):
         for size in range(4000):
             assert call(size) == ("code" if size <= 3000 else "otherwise")
-            assert len(call._known) <= 1024
+            assert len(call._code_by_sizes) <= 1024
 
 
 @pytest.mark.parametrize("most", [1, 2, 4096])

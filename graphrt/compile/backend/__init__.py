@@ -1,1 +1,1 @@
-"""Backends: what turns one piece into something to call, and loads what it made before."""
+"""Backends: they compile one piece, or load its code."""

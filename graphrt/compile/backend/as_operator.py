@@ -1,4 +1,4 @@
-"""Compiled code as one operator, for who looks at what the dispatcher sees."""
+"""Compiled code as one operator, for captures and watches that see the dispatcher's calls."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class AsOperator:
         return results[0] if self._returns == 1 else tuple(results)
 
     def run(self, kinds: Sequence[Sequence[Any]], order: Sequence[int]) -> list[torch.Tensor]:
-        """What the operator does."""
+        """The body of the operator."""
         of_kind = [iter(each) for each in kinds]
         results = self._run(*(next(of_kind[kind]) for kind in order))
         if self._returns is None:

@@ -1,4 +1,4 @@
-"""What turns a piece into something to call: as it is, or through Inductor."""
+"""Backends: a piece runs as it is, or through Inductor."""
 
 from __future__ import annotations
 

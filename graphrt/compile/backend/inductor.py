@@ -48,9 +48,9 @@ class InductorBackend:
         settings = _SEARCH if static and self._autotune else {}
         graph = _with_tuple(piece)
         select_elements(graph.graph)
-        with compiling() as libraries, size_conditions(inputs) as found:
+        with compiling() as libraries, size_conditions(inputs) as conditions:
             artifact = inductor_compile(graph, inputs, static=static, settings=settings)
-        return CompiledPiece(artifact, returned_count(piece), tuple(found), libraries)
+        return CompiledPiece(artifact, returned_count(piece), tuple(conditions), libraries)
 
 
 class CompiledPiece:
@@ -75,23 +75,22 @@ class CompiledPiece:
         return results[0] if self._returns == 1 else tuple(results)
 
     def save(self, path: Path, save_format: SaveFormat) -> None:
-        """Write the code, and the libraries it calls, to a directory for `load`."""
-        path.mkdir()
+        """Write the code, and the libraries it calls, to an empty directory for `load`."""
         self.artifact.save(path=str(path / _CODE), format=save_format)
         keep_libraries(self._libraries, path / _LIBRARIES)
         (path / _CONDITIONS).write_bytes(pickle.dumps(self.conditions))
 
     @classmethod
-    def load(cls, path: Path, returns: int | None, place: str | None = None) -> CompiledPiece:
+    def load(cls, path: Path, returns: int | None, own_caches: str | None = None) -> CompiledPiece:
         """The code of a piece that another process compiled; compiles and tunes nothing.
 
         It needs no C++ compiler, and nothing of Inductor's or Triton's own caches: what they write
-        goes to `place`, an empty directory.
+        goes to `own_caches`, an empty directory.
         """
         code = path / _CODE
         unpacked = code.is_dir()
         inside = code if unpacked else None
-        with loading(place or new_directory(), path / _LIBRARIES, inside):
+        with loading(own_caches or new_directory(), path / _LIBRARIES, inside):
             artifact = load_artifact(code, "unpacked" if unpacked else "binary")
         return cls(artifact, returns, pickle.loads((path / _CONDITIONS).read_bytes()))
 
@@ -144,9 +143,9 @@ def size_conditions(inputs: Sequence[Any]) -> Iterator[list[Any]]:
     or two for one.
     """
     symbols = _resolved(inputs)
-    found: list[Any] = []
-    yield found
-    found += [each for each in relied_on(inputs) if not _always(each)]
+    conditions: list[Any] = []
+    yield conditions
+    conditions += [each for each in relied_on(inputs) if not _always(each)]
     now = _resolved(inputs)
     if now != symbols:
         changed = next((a, b) for a, b in zip(symbols, now, strict=True) if a != b)

@@ -1,4 +1,4 @@
-"""What Inductor (torch 2.13) gets wrong of a piece, and is rewritten or not compiled."""
+"""Pieces that Inductor (torch 2.13) gets wrong: they are rewritten, or not compiled."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def select_elements(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if name_of(node) != "unbind" or node.op == "placeholder":
             continue
-        given = _arguments(node)
+        arguments = _arguments(node)
         for user in list(node.users):
             index = user.args[1] if name_of(user) == "getitem" else None
-            if given is None or not isinstance(index, int) or user.args[0] is not node:
+            if arguments is None or not isinstance(index, int) or user.args[0] is not node:
                 continue
             with graph.inserting_before(user):
-                tensor, dim = given
+                tensor, dim = arguments
                 element = graph.call_method("select", (tensor, dim, index))
             element.meta = dict(user.meta)
             user.replace_all_uses_with(element)

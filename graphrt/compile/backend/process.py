@@ -1,5 +1,5 @@
-"""What of Inductor and Triton belongs to the whole process: their directories and patches, and the
-C++ libraries that compiled pieces call, kept beside them.
+"""State of Inductor and Triton that the whole process shares: directories, patches, and the C++
+libraries that compiled pieces call.
 """
 
 from __future__ import annotations
@@ -31,32 +31,11 @@ from graphrt.compile.private_torch.patches import (
     one_code_for_sums,
     sizes_of_floats,
 )
+from graphrt.core.base._fork import fork_safe
 
-
-class _Process:
-    """What one process has, and no child that it forks."""
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        self.lock = threading.RLock()
-        self.directory = ""
-
-    def directory_that_is_there(self) -> str:
-        with self.lock:
-            # Others clean the temporary directory, of what is old.
-            if not os.path.isdir(self.directory):
-                self.directory = tempfile.mkdtemp(prefix="graphrt-")
-                # Unlike `atexit` it is for forked workers too, and in each for its own only.
-                Finalize(None, shutil.rmtree, (self.directory, True), exitpriority=0)
-            return self.directory
-
-
-_process = _Process()
-if hasattr(os, "register_at_fork"):
-    # Another thread may hold the lock, which the child does not have and would wait for.
-    os.register_at_fork(after_in_child=_process.begin)
+_lock = fork_safe(threading.RLock())
+_directories: dict[int, str] = {}
+"""By the number of a process: a forked one makes its own."""
 
 _TRITON_VARIABLE = "TRITON_CACHE_DIR"
 
@@ -71,32 +50,32 @@ def compiling() -> Iterator[dict[str, Path]]:
     which then finds the same objects in memory, with every configuration that was tried: saved like
     that, they would be tuned again at every start.
     """
-    found: dict[str, Path] = {}
+    built: dict[str, Path] = {}
 
-    def recording(kind: type, build: Callable[[], Load], digest: str) -> Load:
+    def recording(kind: type, build: Callable[[], Load], args: Any, kwargs: Any) -> Load:
         load = build()
 
         def loaded() -> Any:
             library = load()
-            found[digest] = _path_of(library)
+            built[_digest(kind, args, kwargs)] = _path_of(library)
             return library
 
         return loaded
 
     with (
-        _process.lock,
+        _lock,
         code_forgotten_after_tuning(),
         one_code_for_sums(),
         sizes_of_floats(),
-        library_loads(_by_digest(recording)),
+        library_loads(recording),
     ):
-        yield found
+        yield built
 
 
 @contextlib.contextmanager
-def loading(place: str, libraries: Path, directory: Path | None = None) -> Iterator[None]:
+def loading(own_caches: str, libraries: Path, directory: Path | None = None) -> Iterator[None]:
     """What is loaded in the block needs no C++ compiler and tunes nothing. Inductor's caches are in
-    `directory`, or else in `place`; Triton's are always in `place`, which is of `new_directory`.
+    `directory`, or else in `own_caches`, where Triton's always are; it is of `new_directory`.
 
     C++ libraries are those that `keep_libraries` put into `libraries`: Inductor finds one by its
     compiler's whole command line, for which it runs that compiler several times, and by which no
@@ -107,16 +86,17 @@ def loading(place: str, libraries: Path, directory: Path | None = None) -> Itera
     """
     kept = {path.stem: path for path in libraries.iterdir()} if libraries.is_dir() else {}
 
-    def from_there(kind: type, build: Callable[[], Load], digest: str) -> Load:
+    def from_there(kind: type, build: Callable[[], Load], args: Any, kwargs: Any) -> Load:
+        digest = _digest(kind, args, kwargs)
         path = kept.get(digest)
         return build() if path is None else partial(load_library, kind, path, digest)
 
     _start_triton()
     with (
-        _process.lock,
-        compiler_directory(str(directory or place)),
-        _triton_directory(f"{place}/triton"),
-        library_loads(_by_digest(from_there)),
+        _lock,
+        compiler_directory(str(directory or own_caches)),
+        _triton_directory(f"{own_caches}/triton"),
+        library_loads(from_there),
         kernels_loaded_as_tuned(),
     ):
         yield
@@ -149,7 +129,14 @@ def new_directory() -> str:
 
     Raises `OSError`.
     """
-    return tempfile.mkdtemp(dir=_process.directory_that_is_there())
+    with _lock:
+        top = _directories.get(os.getpid(), "")
+        # Others clean the temporary directory, of what is old.
+        if not os.path.isdir(top):
+            top = _directories[os.getpid()] = tempfile.mkdtemp(prefix="graphrt-")
+            # Unlike `atexit` it is for forked workers too, and in each for its own only.
+            Finalize(None, shutil.rmtree, (top, True), exitpriority=0)
+        return tempfile.mkdtemp(dir=top)
 
 
 def keep_libraries(libraries: Mapping[str, Path], directory: Path) -> None:
@@ -157,17 +144,6 @@ def keep_libraries(libraries: Mapping[str, Path], directory: Path) -> None:
     directory.mkdir()
     for digest, path in libraries.items():
         shutil.copyfile(path, directory / f"{digest}{path.suffix}")
-
-
-def _by_digest(instead: Callable[[type, Callable[[], Load], str], Load]) -> Callable[..., Load]:
-    """Where Inductor asks for a C++ library, of whichever kind."""
-
-    def load_async(
-        kind: type, build: Callable[[], Load], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Load:
-        return instead(kind, build, _digest(kind, args, kwargs))
-
-    return load_async
 
 
 def _digest(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

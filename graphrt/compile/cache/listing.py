@@ -1,4 +1,4 @@
-"""What a directory of the compile cache holds: to list it, to remove from it, to explain a miss."""
+"""A directory of the compile cache: to list it, to remove from it, to explain a miss."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from graphrt.compile.cache.permissions import opened, read_file
 from graphrt.compile.cache.store import (
     KEY_FILE,
     MOST_TEXT_BYTES,
+    SUFFIX,
     TEMP_PREFIX,
     DamagedError,
-    Manifest,
-    read_artifact,
-    read_manifest,
+    read_piece,
     remove_tree,
 )
 from graphrt.core.base.errors import GraphRTError, InvalidOptionError
@@ -32,71 +31,51 @@ _MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
-class StoredRank:
-    """What one rank has of a key. Without a manifest it is unfinished, or `damage` says why."""
-
-    name: str
-    directory: Path
-    manifest: Manifest | None
-    damage: str | None = None
-
-    @property
-    def state(self) -> str:
-        """One word."""
-        if self.damage is not None:
-            return "damaged"
-        return "unfinished" if self.manifest is None else "complete"
-
-    def damaged_artifacts(self) -> dict[str, str]:
-        """Names and reasons, after reading every file."""
-        found = {}
-        for name, record in ({} if self.manifest is None else self.manifest.artifacts).items():
-            try:
-                with opened(*_place(self.directory)) as directory:
-                    read_artifact(directory, record)
-            except (DamagedError, OSError) as error:
-                found[name] = str(error)
-        return found
-
-
-@dataclass(frozen=True)
 class StoredKey:
-    """All ranks of a key. `key` is None if what it was made of cannot be read."""
+    """All ranks of a key. `key` is None if its file cannot be read. `ranks` has the sizes of pieces
+    by rank and name, in bytes."""
 
     name: str
     directory: Path
     key: CacheKey | None
-    ranks: tuple[StoredRank, ...]
+    ranks: dict[str, dict[str, int]]
 
     @property
     def created_s(self) -> float:
         """When it was last added to, in seconds since the epoch."""
-        times = [each.manifest.created_s for each in self.ranks if each.manifest is not None]
-        return max(times, default=self.directory.stat().st_mtime)
+        files = [self.directory, *self.directory.glob(f"*/*{SUFFIX}")]
+        return max(each.stat().st_mtime for each in files)
 
     @property
     def size_bytes(self) -> int:
-        """Of everything in the directory, unfinished or not."""
+        """Of everything in the directory."""
         return sum(_size_bytes(each) for each in self.directory.rglob("*"))
 
     @property
-    def complete(self) -> bool:
-        """Whether a rank can load from it."""
-        return any(each.manifest is not None for each in self.ranks)
-
-    @property
     def pieces(self) -> int:
-        """Artifacts of the rank that has most."""
-        counts = [len(each.manifest.artifacts) for each in self.ranks if each.manifest is not None]
-        return max(counts, default=0)
+        """Pieces of the rank that has most."""
+        return max(map(len, self.ranks.values()), default=0)
+
+    def damaged(self, rank: str) -> dict[str, str]:
+        """Names of pieces that cannot be used, and why, after reading every file."""
+        if self.key is None:
+            return {}
+        reasons = {}
+        for name in self.ranks[rank]:
+            try:
+                with opened(self.directory.parent, self.name, _RANK_PREFIX + rank) as directory:
+                    read_piece(directory, name, self.key.digest)
+            except (DamagedError, OSError) as error:
+                reasons[name] = str(error)
+        return reasons
 
 
 def stored_keys(directory: Path) -> list[StoredKey]:
-    """The latest first; what else lies in the directory is left out."""
+    """The keys of a directory, the latest first; other files are left out."""
     if not directory.is_dir():
         return []
-    found = [_stored_key(each) for each in directory.iterdir() if _is_key(each)]
-    return sorted(found, key=lambda each: -each.created_s)
+    keys = [_stored_key(each) for each in directory.iterdir() if _is_key(each)]
+    return sorted(keys, key=lambda each: -each.created_s)
 
 
 def find_key(directory: Path, prefix: str) -> StoredKey:
@@ -114,7 +93,7 @@ def find_key(directory: Path, prefix: str) -> StoredKey:
 
 
 def remove(keys: Iterable[StoredKey]) -> None:
-    """Remove keys: gone at once for others, and what a killed removal left goes too."""
+    """Remove keys, which are gone at once for others, and leftovers of killed removals."""
     for each in keys:
         root = each.directory.parent
         aside = root / f"{TEMP_PREFIX}{uuid.uuid4().hex[:12]}"
@@ -125,9 +104,9 @@ def remove(keys: Iterable[StoredKey]) -> None:
 
 
 def explain_miss(directory: Path, key: CacheKey) -> str:
-    """What would have to be equal for a hit on the nearest entry of the directory."""
-    stored = [each for each in stored_keys(directory) if each.key is not None and each.complete]
-    differences = {each.name: key.differences(each.key) for each in stored if each.key is not None}
+    """The differences from the nearest key of the directory, as text."""
+    stored = [(each.name, each.key) for each in stored_keys(directory) if each.pieces]
+    differences = {name: key.differences(other) for name, other in stored if other is not None}
     if not differences:
         return f"{directory} holds nothing yet"
     name = min(differences, key=lambda each: len(differences[each]))
@@ -138,43 +117,27 @@ def explain_miss(directory: Path, key: CacheKey) -> str:
     return f"{name} is nearest: {'; '.join(lines[:_MOST_SHOWN])}{more}"
 
 
+def pieces_in(rank: Path) -> dict[str, int]:
+    """The pieces of a rank by name, and their sizes in bytes."""
+    return {each.name[: -len(SUFFIX)]: _size_bytes(each) for each in rank.glob(f"*{SUFFIX}")}
+
+
 def _is_key(path: Path) -> bool:
     return _KEY_NAME.fullmatch(path.name) is not None and path.is_dir()
 
 
 def _stored_key(directory: Path) -> StoredKey:
     ranks = sorted(each for each in directory.glob(f"{_RANK_PREFIX}*") if each.is_dir())
-    return StoredKey(
-        directory.name,
-        directory,
-        _key(directory),
-        tuple(_stored_rank(each, directory.name) for each in ranks),
-    )
-
-
-def _stored_rank(directory: Path, key_name: str) -> StoredRank:
-    name = directory.name.removeprefix(_RANK_PREFIX)
-    try:
-        with opened(*_place(directory)) as place:
-            manifest = read_manifest(place)
-    except (DamagedError, OSError) as error:
-        return StoredRank(name, directory, None, str(error))
-    if manifest is not None and manifest.digest[:16] != key_name:
-        return StoredRank(name, directory, None, f"made for another key, {manifest.digest[:16]}")
-    return StoredRank(name, directory, manifest)
-
-
-def _place(rank: Path) -> tuple[Path, str, str]:
-    """For `opened`: the cache, and what of it a rank has."""
-    return rank.parent.parent, rank.parent.name, rank.name
+    sizes = {each.name.removeprefix(_RANK_PREFIX): pieces_in(each) for each in ranks}
+    return StoredKey(directory.name, directory, _key(directory), sizes)
 
 
 def _key(directory: Path) -> CacheKey | None:
     try:
-        with opened(directory.parent, directory.name) as place:
-            if place is None:
+        with opened(directory.parent, directory.name) as opened_directory:
+            if opened_directory is None:
                 return None
-            text = read_file(place, KEY_FILE, MOST_TEXT_BYTES)
+            text = read_file(opened_directory, KEY_FILE, MOST_TEXT_BYTES)
         key = CacheKey.from_groups(json.loads(text))
     except (OSError, ValueError, AttributeError, TypeError, RecursionError, GraphRTError):
         return None

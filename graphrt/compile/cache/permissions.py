@@ -1,4 +1,4 @@
-"""Who may write the compile cache: nobody but its user. What is judged is what is read.
+"""Only its user and root may write the compile cache, and a file is read as it was judged.
 
 Every directory on the way, and every file, is opened below the one before and judged by its own
 descriptor, and read by it: nothing that is put in its place meanwhile is ever looked at. Judged are
@@ -11,7 +11,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _CAN_JUDGE = os.open in os.supports_dir_fd
@@ -23,7 +23,7 @@ if _CAN_JUDGE:
 
 
 class RefusedError(PermissionError):
-    """Somebody else may decide what is found there, or it is too large; never leaves the cache."""
+    """Others may write it, or it is too large; never leaves the cache."""
 
 
 def make_private(directory: Path) -> None:
@@ -31,13 +31,6 @@ def make_private(directory: Path) -> None:
     missing = [each for each in (directory, *directory.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(mode=0o700, exist_ok=True)
-
-
-def without_write_of_others(path: Path) -> None:
-    """Take from others what a process's umask gave them."""
-    mode = path.stat().st_mode
-    if mode & _OTHERS_WRITE:
-        path.chmod(stat.S_IMODE(mode) & ~_OTHERS_WRITE)
 
 
 @contextlib.contextmanager
@@ -57,7 +50,7 @@ def opened(root: Path, *below: str) -> Iterator[int | None]:
         descriptor = os.open(path, _WALK)
         stack.callback(os.close, descriptor)
         _judge(os.fstat(descriptor), path, above=bool(names))
-        for place, name in enumerate(names):
+        for depth, name in enumerate(names):
             path /= name
             try:
                 descriptor = _directory_in(descriptor, name, path)
@@ -65,36 +58,30 @@ def opened(root: Path, *below: str) -> Iterator[int | None]:
                 yield None
                 return
             stack.callback(os.close, descriptor)
-            _judge(os.fstat(descriptor), path, above=place < len(names) - len(below) - 1)
+            _judge(os.fstat(descriptor), path, above=depth < len(names) - len(below) - 1)
         yield descriptor
 
 
-def read_file(directory: int, relative: str, most_bytes: int) -> bytes:
-    """The content of a file below an opened directory, if nobody else may change it or what it lies
-    in, and it has no more than `most_bytes`.
+def read_file(directory: int, name: str, most_bytes: int) -> bytes:
+    """The content of a file in an opened directory, if nobody else may change it, and it has no
+    more than `most_bytes`.
 
     Raises `RefusedError`, and other `OSError` where there is none, or it cannot be read.
     """
-    *between, name = PurePosixPath(relative).parts
-    path = Path()
-    with contextlib.ExitStack() as stack:
-        for each in between:
-            path /= each
-            directory = _directory_in(directory, each, path)
-            stack.callback(os.close, directory)
-            _judge(os.fstat(directory), path, above=False)
-        _refuse_link(directory, name, path / name)
-        file = os.open(name, _READ, dir_fd=directory)
-        stack.callback(os.close, file)
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise RefusedError(f"{relative} is no file ({stat.filemode(found.st_mode)})")
-        _judge(found, path / name, above=False)
-        if found.st_size > most_bytes:
+    _refuse_link(directory, name, Path(name))
+    file = os.open(name, _READ, dir_fd=directory)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise RefusedError(f"{name} is no file ({stat.filemode(status.st_mode)})")
+        _judge(status, Path(name), above=False)
+        if status.st_size > most_bytes:
             raise RefusedError(
-                f"{relative} has {found.st_size} bytes, expected are at most {most_bytes}"
+                f"{name} has {status.st_size} bytes, expected are at most {most_bytes}"
             )
-        return _read(file, found.st_size)
+        return _read(file, status.st_size)
+    finally:
+        os.close(file)
 
 
 def _directory_in(directory: int, name: str, path: Path) -> int:
@@ -103,13 +90,13 @@ def _directory_in(directory: int, name: str, path: Path) -> int:
 
 
 def _refuse_link(directory: int, name: str, path: Path) -> None:
-    """For the message: what is opened then is no link either."""
+    """For the message: `open` refuses links too."""
     if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
         raise RefusedError(f"{path} is a symbolic link")
 
 
 def _read(file: int, size: int) -> bytes:
-    """No more than what was judged, whatever is added meanwhile."""
+    """At most the judged size, even if the file grows meanwhile."""
     parts = []
     while size > 0:
         part = os.read(file, min(size, 1 << 24))
@@ -120,15 +107,15 @@ def _read(file: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _judge(found: os.stat_result, path: Path, *, above: bool) -> None:
+def _judge(status: os.stat_result, path: Path, *, above: bool) -> None:
     """Raise `RefusedError` if another user owns it or may write it.
 
     In a directory `above`, such as /tmp, others may make things of their own if it is sticky: they
     can neither rename nor replace ours, and what lies below is judged by itself.
     """
-    if found.st_uid not in (os.geteuid(), 0):
-        raise RefusedError(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()} or root")
-    if found.st_mode & _OTHERS_WRITE and not (above and found.st_mode & stat.S_ISVTX):
+    if status.st_uid not in (os.geteuid(), 0):
+        raise RefusedError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()} or root")
+    if status.st_mode & _OTHERS_WRITE and not (above and status.st_mode & stat.S_ISVTX):
         raise RefusedError(
-            f"{path} may be written by others ({stat.filemode(found.st_mode)}): chmod go-w {path}"
+            f"{path} may be written by others ({stat.filemode(status.st_mode)}): chmod go-w {path}"
         )

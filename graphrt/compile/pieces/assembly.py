@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -21,7 +20,12 @@ from graphrt.compile.pieces.compiler import Compiler
 from graphrt.compile.pieces.figures import Figures, compiled_line, readable, traced_line
 from graphrt.compile.pieces.partition import Partitioned, partitions
 from graphrt.compile.pieces.stitch import Stitched, stitch
-from graphrt.compile.pieces.wrapping import Wrapping, nothing_to_wrap, wrapped_pieces
+from graphrt.compile.pieces.wrapping import (
+    RunnablePiece,
+    Wrapping,
+    nothing_to_wrap,
+    wrapped_pieces,
+)
 from graphrt.compile.split.contexts import restoring_settings
 from graphrt.compile.split.graph import Piece, split
 from graphrt.compile.split.groups import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
@@ -134,7 +138,7 @@ def _traced(
 def _backend(
     subject: Subject, seen: TracedCall, options: CompileOptions, figures: Figures
 ) -> tuple[Backend, KeptPieces | None]:
-    """What compiles the pieces of a traced call, and where they are kept."""
+    """The backend for the pieces of a traced call, and their entry in the cache."""
     kept, device = None, seen.device
     if options.backend != "eager":
         traced = seen.traced
@@ -163,47 +167,42 @@ def _stitched(
     graph as Python."""
     graph = seen.traced.graph
     kept = compiler.kept
-    # Nothing of the entry is there for others unless the block ends well.
-    with nullcontext() if kept is None else kept.entry:
-        calls, wrappers = _captured(
-            pieces,
-            [compiler.call_of(piece) for piece in pieces],
-            wrapping,
-            compiler.partitioned,
-            splitting_names(graph.graph, options.splitting_ops),
-            whole_graph=options.whole_graph,
-        )
-        stitched = stitch(seen.around, graph, pieces, calls, subject)
-        text = readable(graph, pieces, compiler.kept_as)
-        if kept is not None:
-            kept.entry.write_text("computation_graph.py", text)
-            kept.entry.write_text("transformed_code.py", stitched.source)
+    compiled = [compiler.compile(piece) for piece in pieces]
+    calls, wrappers = _captured(
+        compiled,
+        wrapping,
+        compiler.partitioned,
+        splitting_names(graph.graph, options.splitting_ops),
+        whole_graph=options.whole_graph,
+    )
+    stitched = stitch(seen.around, graph, pieces, calls, subject)
+    text = readable(graph, compiled)
+    if kept is not None:
+        kept.entry.write_text("computation_graph.py", text)
+        kept.entry.write_text("transformed_code.py", stitched.source)
     return stitched, wrappers, text
 
 
 def _captured(
-    pieces: Sequence[Piece],
-    calls: Sequence[Callable[..., Any]],
+    pieces: Sequence[RunnablePiece],
     wrapping: Wrapping | None,
     partitioned: Sequence[Partitioned],
     splitting: frozenset[str],
     *,
     whole_graph: bool,
 ) -> tuple[list[Callable[..., Any]], list[GraphWrapper]]:
-    """What each piece is called by, and the wrappers that capture it; none without `wrapping`."""
+    """The function that runs each piece, and the wrappers; none without `wrapping`."""
     wrappers: list[GraphWrapper] = []
     if wrapping is None:
         # A runner that captures around all of this finds its breaks there.
-        calls = [
-            eager_break(call) if piece.splitting else call
-            for piece, call in zip(pieces, calls, strict=True)
-        ]
-    elif partitioned:
+        calls = [eager_break(each.run) if each.piece.splitting else each.run for each in pieces]
+    elif partitioned or whole_graph:
+        calls = [each.run for each in pieces]
         for code in partitioned:
             wrappers += code.capture_in(wrapping, splitting)
-    elif not whole_graph:
-        return wrapped_pieces(pieces, calls, wrapping)
-    return [piece.with_views(call) for piece, call in zip(pieces, calls, strict=True)], wrappers
+    else:
+        return wrapped_pieces(pieces, wrapping)
+    return [each.piece.with_views(call) for each, call in zip(pieces, calls, strict=True)], wrappers
 
 
 def _nothing(_: fx.Node) -> bool:

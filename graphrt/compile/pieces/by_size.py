@@ -1,4 +1,4 @@
-"""Sizes of the batch: those that get code of their own, and those that code is right for."""
+"""Sizes of the batch: some get code of their own, and other code holds for some sizes only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wanted_sizes(
 
     Raises `CompileSizeError` for a size that padding would change: no step would ever have it.
     """
-    found: set[int] = set()
+    sizes: set[int] = set()
     for size in compile_sizes:
         if isinstance(size, str):
             if capture_sizes is None:
@@ -42,11 +42,11 @@ def wanted_sizes(
                     expected="capture sizes, or numbers",
                     advice="pass capture_sizes=, or give the module to a GraphRunner first",
                 )
-            found.update(capture_sizes)
+            sizes.update(capture_sizes)
         else:
-            found.add(size)
-    check_sizes(found, capture_sizes)
-    return tuple(sorted(found))
+            sizes.add(size)
+    check_sizes(sizes, capture_sizes)
+    return tuple(sorted(sizes))
 
 
 def check_sizes(sizes: Collection[int], capture_sizes: Collection[int] | None) -> None:
@@ -101,45 +101,45 @@ class BySize:
         self._conditions = conditions
         self._symbol = symbol
         self._static = static
-        wanted = {s.name for each in conditions for s in each.free_symbols}
-        wanted |= {symbol} if static else set()
+        symbols = {s.name for each in conditions for s in each.free_symbols}
+        symbols |= {symbol} if static else set()
         direct = [place for place in places if place[2].is_symbol]
-        self._places = direct if wanted <= {place[2].name for place in direct} else places
+        self._places = direct if symbols <= {place[2].name for place in direct} else places
         self._name = name
         self._axes = axes
-        self._known: dict[tuple[int, ...], Callable[..., Any]] = {}
-        self._told: set[Any] = set()
+        self._code_by_sizes: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._warned: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
         sizes = tuple(
             args[index] if dim is None else args[index].shape[dim] for index, dim, _ in self._places
         )
-        chosen = self._known.get(sizes)
+        chosen = self._code_by_sizes.get(sizes)
         if chosen is None:
             chosen = self._chosen(sizes)
-            if len(self._known) >= _MOST_SIZES:
-                self._known.clear()
-            self._known[sizes] = chosen
+            if len(self._code_by_sizes) >= _MOST_SIZES:
+                self._code_by_sizes.clear()
+            self._code_by_sizes[sizes] = chosen
         return chosen(*args)
 
     def _chosen(self, sizes: Sequence[int]) -> Callable[..., Any]:
-        known = _symbols_at(self._places, sizes)
-        static = self._static.get(known.get(self._symbol, -1))
+        symbols = _symbols_at(self._places, sizes)
+        static = self._static.get(symbols.get(self._symbol, -1))
         if static is not None:
             return static
         for condition in self._conditions:
-            if _with(condition, known) != True:  # noqa: E712
-                if condition not in self._told:
-                    self._told.add(condition)
-                    self._tell(condition, known)
+            if _with(condition, symbols) != True:  # noqa: E712
+                if condition not in self._warned:
+                    self._warned.add(condition)
+                    self._tell(condition, symbols)
                 return self._otherwise
         return self._general
 
-    def _tell(self, condition: Any, known: Mapping[str, int]) -> None:
+    def _tell(self, condition: Any, symbols: Mapping[str, int]) -> None:
         sizes: dict[str, object] = {}
         for symbol in sorted(s.name for s in condition.free_symbols):
             axis, offset = self._axes.get(symbol, (symbol, 0))
-            sizes[axis] = known[symbol] - offset if symbol in known else "unknown"
+            sizes[axis] = symbols[symbol] - offset if symbol in symbols else "unknown"
         logger.warning(
             "%s runs uncompiled at sizes of %s: its code is for %s, as in the example; "
             "compile_sizes, or an example of such a size, give it code",
@@ -151,15 +151,15 @@ class BySize:
 
 def size_places(piece: fx.GraphModule) -> list[_Place]:
     """Where a call of a piece says the sizes that are symbols in it, each once."""
-    found: dict[Any, _Place] = {}
+    by_size: dict[Any, _Place] = {}
     for index, node in enumerate(placeholders(piece)):
         value = value_of(node)
         sizes = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
         for dim, size in sizes:
             if isinstance(size, torch.SymInt):
                 expression = expressions(size)[0]
-                found.setdefault(expression, (index, dim, expression))
-    return list(found.values())
+                by_size.setdefault(expression, (index, dim, expression))
+    return list(by_size.values())
 
 
 def conditions_on(conditions: Sequence[Any], places: Sequence[_Place]) -> list[Any]:
@@ -171,30 +171,30 @@ def conditions_on(conditions: Sequence[Any], places: Sequence[_Place]) -> list[A
 def _symbols_at(places: Sequence[_Place], sizes: Sequence[int]) -> dict[str, int]:
     """The symbols of `places` by name, where these have the values `sizes`; without those that no
     place tells."""
-    known: dict[str, int] = {}
+    symbols: dict[str, int] = {}
     for (*_, expression), size in zip(places, sizes, strict=True):
         if expression.is_symbol:
-            known[expression.name] = size
+            symbols[expression.name] = size
     for (*_, expression), size in zip(places, sizes, strict=True):
-        rest = _with(expression, known)
+        rest = _with(expression, symbols)
         unknown = list(rest.free_symbols)
         if len(unknown) == 1:
             at_0, at_1, at_2 = (rest.subs(unknown[0], n) for n in range(3))
             if at_1 != at_0 and at_2 - at_1 == at_1 - at_0:
-                known[unknown[0].name] = int((size - at_0) / (at_1 - at_0))
-    return known
+                symbols[unknown[0].name] = int((size - at_0) / (at_1 - at_0))
+    return symbols
 
 
-def _with(expression: Any, known: Mapping[str, Any]) -> Any:
+def _with(expression: Any, values: Mapping[str, Any]) -> Any:
     """By name: symbols of another process are not the same objects."""
-    return expression.subs({s: known[s.name] for s in expression.free_symbols if s.name in known})
+    return expression.subs({s: values[s.name] for s in expression.free_symbols if s.name in values})
 
 
 def varies_by(piece: fx.GraphModule, symbol: Any, places: Sequence[_Place]) -> bool:
     """Whether the size `symbol` is all that varies in a piece, and a call says it: what varies in
     two sizes cannot be compiled for one of them alone."""
-    told = any(size == symbol for *_, size in places)
-    return told and all(_symbols(value_of(node)) <= {symbol} for node in placeholders(piece))
+    is_passed = any(size == symbol for *_, size in places)
+    return is_passed and all(_symbols(value_of(node)) <= {symbol} for node in placeholders(piece))
 
 
 def static_inputs(piece: fx.GraphModule, symbol: Any, size: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Compiled pieces that are kept on disk, and what is written beside them for reading."""
+"""Compiled pieces that are kept on disk."""
 
 from __future__ import annotations
 
@@ -6,31 +6,29 @@ import os
 import uuid
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from graphrt.compile.backend.inductor import CompiledPiece
 from graphrt.compile.backend.process import new_directory
-from graphrt.compile.cache.disk import CompileCache
 from graphrt.compile.cache.entry import CacheEntry
 from graphrt.compile.cache.key.parts import Compilation
-from graphrt.compile.cache.store import warn
+from graphrt.compile.cache.store import unpack, warn
 
 
 class KeptPieces:
-    """The pieces of one module in the compile cache; a name says all that a piece is made of."""
+    """The pieces of one module in the compile cache; the name of a piece is a hash of its graph."""
 
     def __init__(self, entry: CacheEntry) -> None:
         self.entry = entry
         self.tag = uuid.uuid4().hex
-        """What the compiler's own caches hold apart, so that nothing is found there: they know less
-        of what is called, and what they find does not say what it takes for granted of sizes."""
+        """Keeps the compiler's own caches apart: they know less about called functions, and a hit
+        there does not say for which sizes the code is right."""
 
     @classmethod
     def open(cls, compilation: Compilation) -> KeptPieces:
-        """The entry for what is compiled; one that keeps nothing where something that the code may
-        depend on cannot be read, which is a warning."""
+        """The entry for a compilation. It keeps nothing, with a warning, if a dependency of the
+        code cannot be read."""
         options, key = compilation.options, compilation.key()
         unknown = compilation.unknown
         if unknown:
@@ -38,34 +36,35 @@ class KeptPieces:
             why = "what it depends on cannot be read"
             warn(f"compiled code is not kept, as {why}: {unknown[0]}{more}")
         return cls(
-            CompileCache(
+            CacheEntry(
+                key,
                 options.cache_dir,
                 rank=_rank(),
                 save_format=options.save_format,
-                enabled=False if unknown else None,
-            ).open(key)
+                enabled=not unknown,
+            )
         )
 
     @property
     def found(self) -> bool:
-        """Whether there is a complete entry; single pieces of it may still be missing."""
+        """Whether pieces were kept before; single ones may still be missing."""
         return self.entry.found
 
     def load(self, name: str, returns: int | None) -> CompiledPiece | None:
         """A piece that was compiled before; None, with a warning, where it cannot be used."""
-        artifact = self.entry.load(name)
-        if artifact is None:
+        archive = self.entry.load(name)
+        if archive is None:
             return None
         try:
             # A copy of what was checked: what lies in the cache may be another by now.
-            path = artifact.write(Path(new_directory()) / "kept")
-            place = new_directory()
+            path, own_caches = Path(new_directory()) / "kept", new_directory()
+            unpack(archive, path)
         except OSError as error:
             # The piece is as good as before.
             warn(f"compiled code is not loaded, as nothing can be unpacked for it: {error}")
             return None
         try:
-            return CompiledPiece.load(path, returns, place)
+            return CompiledPiece.load(path, returns, own_caches)
         except Exception as error:
             # Whatever a compiler says of what it wrote, it is compiled again.
             self.entry.reject(name, f"{type(error).__name__}: {error}")
@@ -73,9 +72,8 @@ class KeptPieces:
 
     def store(self, name: str, compiled: CompiledPiece) -> None:
         """Keep a piece; one that the compiler cannot save is compiled again at every start."""
-        save_format: Any = self.entry.save_format
         try:
-            self.entry.store(name, lambda path: compiled.save(path, save_format))
+            self.entry.store(name, lambda path: compiled.save(path, self.entry.save_format))
         except Exception as error:
             first = str(error).partition("\n")[0]
             warnings.warn(

@@ -1,4 +1,4 @@
-"""From pieces of a graph to what is called for each: those of equal structure compiled once."""
+"""Pieces of a graph become runnable pieces; those of equal structure are compiled once."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from graphrt.compile.pieces.by_size import (
 from graphrt.compile.pieces.cached import KeptPieces
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import Partitioned, collecting
+from graphrt.compile.pieces.wrapping import RunnablePiece
 from graphrt.compile.private_torch.inductor import compiler_caches_apart
 from graphrt.compile.private_torch.operators import storage_identity
 from graphrt.compile.split.graph import Piece, as_it_is, returned_count, written_between
@@ -41,9 +42,8 @@ class Compiler:
     """Compiles the pieces of one traced call, those of equal structure once.
 
     `sizes` of its symbol are compiled for themselves in addition. With `partition_at` the compiler
-    makes partitions between these operators, and `partitioned` is all code that has them. What a
-    compiler made is put into `kept`, and taken from it. `kept_as` has the names of code by those of
-    pieces.
+    makes partitions between these operators, and `partitioned` is all code that has them. Compiled
+    code is put into `kept`, and taken from it.
     """
 
     def __init__(
@@ -64,36 +64,29 @@ class Compiler:
         self._sizes = sizes
         self._partition_at = partition_at
         self.partitioned: list[Partitioned] = []
-        self.kept_as: dict[str, str] = {}
         self._made: dict[str, Callable[..., Any]] = {}
         self.kept = kept
 
-    def call_of(self, piece: Piece) -> Callable[..., Any]:
-        """What runs a piece; a splitting one runs as it is."""
+    def compile(self, piece: Piece) -> RunnablePiece:
+        """A piece and its code; a splitting one runs as it is."""
         if piece.splitting:
             self._figures.splitting_pieces += 1
-            return as_it_is(piece.graph)
+            return RunnablePiece(piece, as_it_is(piece.graph))
         if piece.is_empty:
-            self.kept_as[piece.name] = "nothing"
-            return as_it_is(piece.graph)
+            return RunnablePiece(piece, as_it_is(piece.graph), "nothing")
         self._figures.pieces += 1
-        if self._backend.name != "eager":
-            _check_inputs(piece)
-            if copies_what_it_writes(piece.graph):
-                return self._uncompiled(piece)
-            if self._partition_at is None and _passes_numbers_on(piece):
-                logger.warning("%s passes on numbers of tensors: it runs uncompiled", piece.name)
-                return self._as_it_is(piece)
+        if self._backend.name != "eager" and (why_not := self._why_uncompiled(piece)):
+            logger.warning("%s %s: it runs uncompiled", piece.name, why_not)
+            return RunnablePiece(piece, as_it_is(piece.graph), "nothing, it runs as it is")
         key = fingerprint(piece.graph)
-        self.kept_as[piece.name] = self._name(key)
         if key not in self._made:
             self._figures.distinct_pieces += 1
             call = self._compiled(piece.graph, key)
             self._made[key] = self._as_seen(call, piece)
-        return self._made[key]
+        return RunnablePiece(piece, self._made[key], self._name(key))
 
     def _as_seen(self, call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
-        """A piece whose kernels, which are no operators, are seen by who looks for operators."""
+        """A piece whose kernels are seen by a watch or a capture that looks for operators."""
         if self._backend.name == "eager":
             return call
         if self._partition_at is not None:
@@ -106,23 +99,26 @@ class Compiler:
         always = self._device_type == "cpu"
         return AsOperator(call, returned_count(piece.graph), piece.written, always=always)
 
-    def _uncompiled(self, piece: Piece) -> Callable[..., Any]:
-        """A piece that Inductor would get wrong, as it is; raises `CompileError` where code has to
-        be compiled, as the compiler makes the partitions."""
-        text = f"{piece.name} copies one input into another and writes both"
-        if self._partition_at is not None:
+    def _why_uncompiled(self, piece: Piece) -> str:
+        """Why Inductor would get a piece wrong, which then runs as it is; "" if it would not.
+
+        Raises `AliasError`, and `CompileError` where the compiler makes the partitions.
+        """
+        _check_inputs(piece)
+        copies = copies_what_it_writes(piece.graph)
+        if copies and self._partition_at is not None:
             raise CompileError(
-                f"{text}, which Inductor gets wrong",
+                f"{piece.name} copies one input into another and writes both, which Inductor gets "
+                "wrong",
                 got="use_inductor_graph_partition=True",
                 expected="a new tensor, or one written input",
                 advice="leave use_inductor_graph_partition out: such a piece then runs uncompiled",
             )
-        logger.warning("%s: it runs uncompiled, as Inductor would lose the old value", text)
-        return self._as_it_is(piece)
-
-    def _as_it_is(self, piece: Piece) -> Callable[..., Any]:
-        self.kept_as[piece.name] = "nothing, it runs as it is"
-        return as_it_is(piece.graph)
+        if copies:
+            return "copies one input into another and writes both, of which Inductor loses one"
+        if self._partition_at is None and _passes_numbers_on(piece):
+            return "passes on numbers of tensors"
+        return ""
 
     def _compiled(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
         inputs = [value_of(node) for node in placeholders(graph)]
@@ -152,7 +148,7 @@ class Compiler:
         )
 
     def _otherwise(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """What runs where compiled code is not right: the graph as it is."""
+        """The code for sizes at which the compiled code is wrong: the graph as it is."""
         return as_it_is(graph) if self._partition_at is None else _not_for_this_size
 
     def _name(self, key: str) -> str:
@@ -164,9 +160,9 @@ class Compiler:
     ) -> Callable[..., Any]:
         if self._partition_at is None:
             return self._loaded_or_compiled(graph, inputs, name, static=static)
-        with collecting(self._partition_at) as found:
+        with collecting(self._partition_at) as partitions:
             made = self._loaded_or_compiled(graph, inputs, name, static=static)
-        self.partitioned.append(Partitioned(made, found))
+        self.partitioned.append(Partitioned(made, partitions))
         self._figures.partitions = len(self.partitioned[0].partitions)
         return self.partitioned[-1]
 
@@ -174,10 +170,10 @@ class Compiler:
         self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
     ) -> Callable[..., Any]:
         if self.kept is not None:
-            found = self.kept.load(name, returned_count(graph))
-            if found is not None:
+            loaded = self.kept.load(name, returned_count(graph))
+            if loaded is not None:
                 self._figures.loads += 1
-                return found
+                return loaded
         backend, why_eager = self._backend, ""
         if self.kept is not None and self.kept.found:
             # It was chosen to load what is kept, which was more than there is.
@@ -234,9 +230,9 @@ def _passes_numbers_on(piece: Piece) -> bool:
     """Whether a piece returns a number that it reads from a tensor, or is given one that is no
     size: the operator that stands for compiled code has no such results and arguments."""
     returned = next(iter(reversed(piece.graph.graph.nodes))).all_input_nodes
-    given = map(value_of, placeholders(piece.graph))
+    inputs = map(value_of, placeholders(piece.graph))
     return any(map(is_number, returned)) or any(
-        isinstance(value, float | torch.SymFloat | torch.SymBool) for value in given
+        isinstance(value, float | torch.SymFloat | torch.SymBool) for value in inputs
     )
 
 

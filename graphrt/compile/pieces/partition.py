@@ -31,7 +31,7 @@ from graphrt.core.capture.wrapper import GraphWrapper
 # What Inductor calls for each of its partitions is process-wide.
 _lock = fork_safe(threading.RLock())
 _ALIGNMENT = 16
-"""Bytes; what Inductor's kernels take for granted."""
+"""Bytes; Inductor's kernels rely on it."""
 
 
 class Partition:
@@ -148,18 +148,18 @@ class _Captured:
                 expected=self._numbers[descriptor],
                 advice="keep sizes that depend on data out of code between splitting operators",
             )
-        places = self._places[descriptor]
-        given = [args[index] for index, _ in places]
-        for index, buffer in places:
+        copies = self._places[descriptor]
+        originals = [args[index] for index, _ in copies]
+        for index, buffer in copies:
             _check_shape(args[index], buffer)
             args[index] = buffer.copy_(args[index])
         result = self._wrapper(*args)
-        for original, (_, buffer) in zip(given, places, strict=True):
+        for original, (_, buffer) in zip(originals, copies, strict=True):
             original.copy_(buffer)
         return result
 
     def _bridged(self, args: list[Any]) -> list[tuple[int, torch.Tensor]]:
-        found: list[tuple[int, torch.Tensor]] = []
+        copies: list[tuple[int, torch.Tensor]] = []
         storages: set[int] = set()
         for index, tensor in enumerate(args):
             if not isinstance(tensor, torch.Tensor) or self._is_fixed(tensor):
@@ -174,8 +174,8 @@ class _Captured:
                     "use_inductor_graph_partition out",
                 )
             storages.add(_storage(tensor))
-            found.append((index, self._bridges.buffer((0, index), tensor)))
-        return found
+            copies.append((index, self._bridges.buffer((0, index), tensor)))
+        return copies
 
 
 @contextmanager
@@ -184,19 +184,19 @@ def collecting(splitting_ops: Sequence[str]) -> Iterator[list[Partition]]:
 
     Operators tagged `cudagraph_unsafe` and those in `splitting_ops` stay between them.
     """
-    found: list[Partition] = []
+    collected: list[Partition] = []
     owner = threading.get_ident()
 
     def take(function: PartitionFunction, number: int) -> PartitionFunction:
         if threading.get_ident() != owner:
             return function  # of a torch.compile in another thread
         if number == 0:
-            found.clear()
-        found.append(Partition(function))
-        return found[-1]
+            collected.clear()
+        collected.append(Partition(function))
+        return collected[-1]
 
     with _lock, partitions_taken(take, splitting_ops):
-        yield found
+        yield collected
 
 
 def partitions(options: CompileOptions, device_type: str) -> tuple[bool, str]:

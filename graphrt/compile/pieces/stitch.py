@@ -35,27 +35,27 @@ class Stitched:
         """Let the function use these weights; raises `RetraceError` for one of another kind, and
         where one is gone, or is no longer the same as another one that it was compiled as."""
         namespace = self.function.__globals__
-        found: dict[str, tuple[str, torch.Tensor]] = {}
-        for own, name in self.weights.items():
-            new = weights.get(own)
+        bound: dict[str, tuple[str, torch.Tensor]] = {}
+        for path, name in self.weights.items():
+            new = weights.get(path)
             if new is None:
-                raise _other_weight(own, "nothing", kind_text(self.kinds[name]))
-            self._check(own, name, new)
-            first, other = found.setdefault(name, (own, new))
+                raise _other_weight(path, "nothing", kind_text(self.kinds[name]))
+            self._check(path, name, new)
+            first, other = bound.setdefault(name, (path, new))
             if other is not new:
-                raise _other_weight(own, "a tensor of its own", f"the same as {first}")
-        namespace.update({name: new for name, (_, new) in found.items()})
+                raise _other_weight(path, "a tensor of its own", f"the same as {first}")
+        namespace.update({name: new for name, (_, new) in bound.items()})
 
     def check_weights(self) -> None:
         """Raise `RetraceError` if a weight in use has become one of another kind: code that was
         compiled for float32 would read memory that is not there. 0.5 us a weight."""
         namespace = self.function.__globals__
-        for own, name in self.weights.items():
-            self._check(own, name, namespace[name])
+        for path, name in self.weights.items():
+            self._check(path, name, namespace[name])
 
-    def _check(self, own: str, name: str, weight: torch.Tensor) -> None:
+    def _check(self, path: str, name: str, weight: torch.Tensor) -> None:
         if kind_of(weight) != self.kinds[name]:
-            raise _other_weight(own, kind_text(kind_of(weight)), kind_text(self.kinds[name]))
+            raise _other_weight(path, kind_text(kind_of(weight)), kind_text(self.kinds[name]))
 
     def in_use(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of `weights` that the function reads, and the constants that it has itself."""
@@ -113,7 +113,6 @@ class _Writer:
         self._reserved = {piece.name for piece in pieces}
         self._reserved |= set(parameters.names) if parameters else set()
         self._names: dict[fx.Node, str] = {}
-        self._head: list[str] = []
         self._lines: list[str] = []
         self._signature = ""
         self._last_use = _last_uses(pieces)
@@ -136,17 +135,18 @@ class _Writer:
         parameters: Parameters,
         weights: Mapping[str, torch.Tensor],
     ) -> None:
-        own_names: dict[int, list[str]] = {}
-        for own, weight in weights.items():
-            own_names.setdefault(id(weight), []).append(own)
+        paths_of: dict[int, list[str]] = {}
+        for path, weight in weights.items():
+            paths_of.setdefault(id(weight), []).append(path)
         self._signature = parameters.header()
         self._globals.update(parameters.defaults())
         nodes = placeholders(self._graph)
         for node, source in zip(nodes, interface.inputs, strict=True):
-            if isinstance(source, torch.Tensor):
-                owns = own_names.get(id(source), [])
-                self._names[node] = self._constant(owns[0] if owns else node.name, source)
-                self._weights.update(dict.fromkeys(owns, self._names[node]))
+            if isinstance(source, Weight):
+                paths = paths_of.get(id(source.tensor), [])
+                name = paths[0] if paths else node.name
+                self._names[node] = self._constant(name, source.tensor)
+                self._weights.update(dict.fromkeys(paths, self._names[node]))
             elif not is_number(node):
                 self._names[node] = source
             elif node in self._used_numbers():
@@ -161,10 +161,10 @@ class _Writer:
             self._names[node] = self._fresh(node.name)
         results = ", ".join(self._names[n] for n in piece.outputs)
         self._lines.append(f"{results}{' = ' if results else ''}{piece.name}({arguments})")
-        own = (
+        computed = (
             n for n in (*piece.inputs, *piece.outputs) if n.op not in ("placeholder", "get_attr")
         )
-        done = [n for n in own if self._last_use.get(n) == piece.index and n not in self._kept]
+        done = [n for n in computed if self._last_use.get(n) == piece.index and n not in self._kept]
         if done:
             # Memory that nothing reads any more is free for the pieces that follow.
             self._lines.append(f"del {', '.join(self._names[n] for n in done)}")
@@ -242,9 +242,9 @@ class _Writer:
     def _constant(self, name: str, value: Any) -> str:
         """A global name for a value; the same one for the same value."""
         name = "".join(c if c.isalnum() else "_" for c in name)
-        for known, other in self._globals.items():
-            if other is value and known.startswith(name):
-                return known
+        for taken, other in self._globals.items():
+            if other is value and taken.startswith(name):
+                return taken
         name = self._fresh(name)
         self._globals[name] = value
         return name
@@ -257,7 +257,7 @@ class _Writer:
 
 
 def _last_uses(pieces: Sequence[Piece]) -> dict[fx.Node, int]:
-    found: dict[fx.Node, int] = {}
+    last: dict[fx.Node, int] = {}
     for piece in pieces:
-        found.update(dict.fromkeys((*piece.outputs, *piece.inputs), piece.index))
-    return found
+        last.update(dict.fromkeys((*piece.outputs, *piece.inputs), piece.index))
+    return last

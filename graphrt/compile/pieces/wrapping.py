@@ -50,6 +50,16 @@ class Wrapping:
         )
 
 
+@dataclass(frozen=True)
+class RunnablePiece:
+    """A piece, `run`, which does as its graph, and the name of the code that it was compiled to;
+    `code` is "" for a splitting piece."""
+
+    piece: Piece
+    run: Callable[..., Any]
+    code: str = ""
+
+
 def nothing_to_wrap(pieces: Sequence[Piece], *, whole_graph: bool) -> bool:
     """Whether no piece would be captured: the forward is splitting operators and views alone. A
     wrapper around all of it captures nothing either, in as many steps, and lets them be served."""
@@ -57,9 +67,7 @@ def nothing_to_wrap(pieces: Sequence[Piece], *, whole_graph: bool) -> bool:
 
 
 def wrapped_pieces(
-    pieces: Sequence[Piece],
-    calls: Sequence[Callable[..., Any]],
-    wrapping: Wrapping,
+    pieces: Sequence[RunnablePiece], wrapping: Wrapping
 ) -> tuple[list[Callable[..., Any]], list[GraphWrapper]]:
     """Each compiled piece in a PIECEWISE wrapper of its own, and splitting ones kept in place; the
     wrappers too.
@@ -70,13 +78,11 @@ def wrapped_pieces(
     inner = replace(wrapping.options, outputs="pool")
     wrapped: list[Callable[..., Any]] = []
     wrappers: list[GraphWrapper] = []
-    for piece, call in zip(pieces, calls, strict=True):
-        if piece.splitting:
-            if returned_count(piece.graph) is not None:
+    for each in pieces:
+        piece, call = each.piece, each.run
+        if piece.splitting or piece.is_empty:
+            if piece.splitting and returned_count(piece.graph) is not None:
                 call = BridgedPiece(call, wrapping.read_context)
-            wrapped.append(piece.with_views(call))
-            continue
-        if piece.is_empty:
             wrapped.append(piece.with_views(call))
             continue
         options = wrapping.options if piece.returned else inner
@@ -114,9 +120,9 @@ class BridgedPiece:
         if descriptor is None:
             return result
         if context.capture is not None or descriptor not in self._places:
-            known = {t.untyped_storage().data_ptr() for t in tree.tensors(args)}
+            arguments = {t.untyped_storage().data_ptr() for t in tree.tensors(args)}
             self._places[descriptor] = self._bridges.fix(
-                0, result, stays=lambda _, tensor: tensor.untyped_storage().data_ptr() in known
+                0, result, stays=lambda _, tensor: tensor.untyped_storage().data_ptr() in arguments
             )
         fixed, aliased = self._places[descriptor]
         deliver(fixed, result, self._run, aliased)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.compile.private_torch.names import NAMES, private_attribute
 from graphrt.core.base.errors import MissingTorchNameError
 
 _NO_GUARDS = "what changes outside of the arguments of compiled code is not seen"
@@ -40,7 +40,7 @@ _DEFAULT = re.compile(r"(.+\.__defaults__)\[\d+\]")
 
 
 class GuardEntry(Protocol):
-    """What Dynamo tells of one guard."""
+    """One guard, as Dynamo shows it to a filter."""
 
     @property
     def name(self) -> str: ...
@@ -71,8 +71,8 @@ class GuardFilter:
         for each in entries:
             if each.has_value and type(each.value) is float and each.value == 0:
                 self.zeros[_name(each)] = None
-            if found := _DEFAULT.fullmatch(_name(each)):
-                self.defaults[found[1]] = None
+            if default := _DEFAULT.fullmatch(_name(each)):
+                self.defaults[default[1]] = None
             if each.has_value and isinstance(each.value, _HELD):
                 # A guard knows it by its id, which another one may get when this one is gone.
                 self.held.append(each.value)
@@ -95,17 +95,17 @@ def _name(entry: GuardEntry) -> str:
 
 
 def names_read(graph: fx.GraphModule) -> frozenset[str]:
-    """Dynamo's names of what a graph is given; to be called in the backend."""
-    found = set()
+    """Dynamo's names of a graph's inputs; to be called in the backend."""
+    names = set()
     for node in graph.graph.find_nodes(op="placeholder"):
         source = getattr(node.meta.get("grapharg"), "source", None)
         if source is not None:
-            found.add(str(source.name() if callable(source.name) else source.name))
-    return frozenset(found)
+            names.add(str(source.name() if callable(source.name) else source.name))
+    return frozenset(names)
 
 
 class _More(NamedTuple):
-    """Of a value by Dynamo's name, what its guard leaves open: `look` has to give what it gave."""
+    """A property that a guard leaves open: `look` of the value must return `before` again."""
 
     name: str
     code: CodeType
@@ -118,21 +118,23 @@ class Guards:
     """The guards that `found` has kept of the trace of `function`, whose locals are `arguments`."""
 
     def __init__(
-        self, function: FunctionType, found: GuardFilter, arguments: Mapping[str, Any]
+        self, function: FunctionType, kept: GuardFilter, arguments: Mapping[str, Any]
     ) -> None:
         entries = _ENTRIES.find()(function.__code__)
-        manager = own(entries[0], "guard_manager", _NO_GUARDS)
-        self._root = own(manager, "root", _NO_GUARDS)
-        self._check: Callable[[Mapping[str, Any]], bool] = own(self._root, "check", _NO_GUARDS)
+        manager = private_attribute(entries[0], "guard_manager", _NO_GUARDS)
+        self._root = private_attribute(manager, "root", _NO_GUARDS)
+        self._check: Callable[[Mapping[str, Any]], bool] = private_attribute(
+            self._root, "check", _NO_GUARDS
+        )
         # Dynamo takes its own names out of the globals when it forgets the trace.
         self._globals, self._names = function.__globals__, dict(function.__globals__)
         # Zeros are equal, and torch 2.11 looks at the values of defaults, not at which parameters
         # they are for.
-        self._more = [self._more_of(name, _sign, "{0} == {1}", arguments) for name in found.zeros]
+        self._more = [self._more_of(name, _sign, "{0} == {1}", arguments) for name in kept.zeros]
         self._more += [
-            self._more_of(name, len, "len({0}) == {2}", arguments) for name in found.defaults
+            self._more_of(name, len, "len({0}) == {2}", arguments) for name in kept.defaults
         ]
-        self._kept = (manager, found.held)
+        self._kept = (manager, kept.held)
 
     def hold(self, arguments: Mapping[str, Any]) -> bool:
         """Whether nothing has changed since the trace."""
@@ -146,16 +148,16 @@ class Guards:
 
     def broken(self, arguments: Mapping[str, Any]) -> str:
         """The guard that does not hold, as Dynamo writes it."""
-        found = own(self._root, "check_verbose", _NO_GUARDS)(arguments)
-        if not found.result:
-            parts = [str(part) for part in found.verbose_code_parts]
+        failure = private_attribute(self._root, "check_verbose", _NO_GUARDS)(arguments)
+        if not failure.result:
+            parts = [str(part) for part in failure.verbose_code_parts]
             return parts[0].partition("  #")[0].strip() if parts else "an unnamed guard"
         return self._changed(arguments) or ""
 
     def value_of(self, source: str, arguments: Mapping[str, Any]) -> object:
-        """What Dynamo's name of something stands for now; raises as Python does if it is gone."""
-        found: object = eval(source, {"__builtins__": {}}, {"L": arguments, "G": self._globals})
-        return found
+        """The value of now at Dynamo's name `source`; raises as Python does if it is gone."""
+        value: object = eval(source, {"__builtins__": {}}, {"L": arguments, "G": self._globals})
+        return value
 
     def _more_of(
         self, name: str, look: Callable[[Any], object], text: str, arguments: Mapping[str, Any]
@@ -180,13 +182,13 @@ def _sign(number: float) -> float:
 def all_guarded() -> AbstractContextManager[None]:
     """Traces of the block have guards on all that Python can change, as hooks of modules, and look
     at each of them whenever they are asked."""
-    there = {}
+    settings = {}
     for name, setting in _SHORT_CUTS.items():
         with contextlib.suppress(MissingTorchNameError):
             setting.find()
-            there[name] = False
-    found: AbstractContextManager[None] = _DYNAMO_PATCH.find()(**there)
-    return found
+            settings[name] = False
+    block: AbstractContextManager[None] = _DYNAMO_PATCH.find()(**settings)
+    return block
 
 
 _HOOKS = [

@@ -1,4 +1,4 @@
-"""Private names of Inductor: its settings, and what compiles and loads."""
+"""Private names of Inductor: its settings, and the functions that compile and load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.compiler.config
 from torch import fx
 
-from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.compile.private_torch.names import NAMES, private_attribute
 from graphrt.core.base.errors import MissingTorchNameError
 
 _NO_KEY = "compiled code cannot be kept: use backend='eager'"
@@ -54,7 +54,7 @@ SaveFormat = Literal["binary", "unpacked"]
 
 
 class Artifact(Protocol):
-    """What Inductor makes of a graph; it returns a tuple."""
+    """Inductor's code of a graph; it returns a tuple."""
 
     def __call__(self, *args: Any) -> Any: ...
 
@@ -71,16 +71,16 @@ def portable_settings() -> dict[str, object]:
 
 
 def custom_passes() -> dict[str, object]:
-    """What is added to Inductor's passes over graphs, by the name of its setting."""
-    found: dict[str, object] = {}
+    """Passes that users have added to Inductor's, by the name of the setting."""
+    passes: dict[str, object] = {}
     for name, setting in _PASSES.items():
         try:
             value = setting.find()
         except MissingTorchNameError:
             continue
         if value is not None:
-            found[name] = value
-    return found
+            passes[name] = value
+    return passes
 
 
 def generates_code(device_type: str) -> bool:
@@ -105,19 +105,23 @@ def inductor_compile(
     graph: fx.GraphModule, inputs: Sequence[Any], *, static: bool, settings: Mapping[str, Any]
 ) -> Artifact:
     """Code for the shapes of a graph, or with `static` for those of `inputs`."""
-    modes = [] if static else [own(i, "fake_mode", _NO_INDUCTOR) for i in inputs if _is_fake(i)]
+    modes = (
+        []
+        if static
+        else [private_attribute(i, "fake_mode", _NO_INDUCTOR) for i in inputs if _is_fake(i)]
+    )
     # Inductor looks for the mode in what the graph returns, and takes another one, with symbols of
     # its own, if it returns no tensor.
-    there = _TRACING.find()(_TRACING_CONTEXT.find()(modes[0])) if modes else nullcontext()
+    context = _TRACING.find()(_TRACING_CONTEXT.find()(modes[0])) if modes else nullcontext()
     shapes = "from_tracing_context" if modes else "from_graph"
-    with there:
-        found: Artifact = _COMPILE.find()(
+    with context:
+        artifact: Artifact = _COMPILE.find()(
             graph,
             list(inputs),
             dynamic_shapes="from_example_inputs" if static else shapes,
             options={"config_patches": settings},
         )
-    return found
+    return artifact
 
 
 def _is_fake(value: object) -> bool:
@@ -125,21 +129,21 @@ def _is_fake(value: object) -> bool:
 
 
 def load_artifact(path: Path, save_format: SaveFormat) -> Artifact:
-    """What `Artifact.save` wrote."""
-    found: Artifact = _LOAD.find()(path=str(path), format=save_format)
-    return found
+    """The code that `Artifact.save` wrote."""
+    artifact: Artifact = _LOAD.find()(path=str(path), format=save_format)
+    return artifact
 
 
 def compiler_caches_apart(tag: str) -> AbstractContextManager[Any]:
     """What is compiled in the block is found in the compiler's own caches under this tag only: by
     its graph alone they take an operator for the same whose body is another."""
     config: Any = torch.compiler.config
-    own = config.cache_key_tag
-    found: AbstractContextManager[Any] = config.patch(cache_key_tag=f"{own} graphrt {tag}")
-    return found
+    before = config.cache_key_tag
+    block: AbstractContextManager[Any] = config.patch(cache_key_tag=f"{before} graphrt {tag}")
+    return block
 
 
 def compiler_directory(path: str) -> AbstractContextManager[Any]:
     """Inductor's caches are there in the block; the whole process's."""
-    found: AbstractContextManager[Any] = _DIRECTORY.find()(path)
-    return found
+    block: AbstractContextManager[Any] = _DIRECTORY.find()(path)
+    return block

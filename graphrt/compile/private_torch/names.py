@@ -1,4 +1,4 @@
-"""All private names of torch that `graphrt.compile` uses, and what cannot be declared as one."""
+"""The list of torch's private names that `graphrt.compile` uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphrt.core.base.private_torch import PrivateNames
 NAMES = PrivateNames()
 
 
-def own(value: Any, attribute: str, without: str) -> Any:
+def private_attribute(value: Any, attribute: str, without: str) -> Any:
     """An attribute of an object of torch's own, which no class says to have; raises
     `MissingTorchNameError`."""
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.compile.private_torch.names import NAMES, private_attribute
 
 _NO_SPLIT = "graphs cannot be split"
 _OVERLOAD = NAMES.declare("torch._ops.OpOverload", without=_NO_SPLIT)
@@ -37,16 +37,16 @@ def overload_name(target: object) -> str | None:
     """ "ns::op" for an operator's overload, as a node of a graph calls it; else None."""
     if not isinstance(target, _overload_type()):
         return None
-    return str(own(target, "_schema", _NO_SPLIT).name)
+    return str(private_attribute(target, "_schema", _NO_SPLIT).name)
 
 
 def operator_names(target: object) -> tuple[str, ...]:
     """ "ns::op" and "ns::op.overload", or "ns::op" for all overloads; empty for no operator."""
     name = overload_name(target)
     if name is not None:
-        return (name, f"{name}.{own(target, '_overloadname', _NO_SPLIT)}")
+        return (name, f"{name}.{private_attribute(target, '_overloadname', _NO_SPLIT)}")
     if isinstance(target, _packet_type()):
-        return (str(own(target, "_qualified_op_name", _NO_SPLIT)),)
+        return (str(private_attribute(target, "_qualified_op_name", _NO_SPLIT)),)
     return ()
 
 
@@ -55,12 +55,12 @@ def written_arguments(target: object) -> tuple[tuple[int, str], ...] | None:
     overload where it may be each of them. None for no operator."""
     if not operator_names(target):
         return None
-    found: dict[tuple[int, str], None] = {}
+    arguments: dict[tuple[int, str], None] = {}
     for each in overloads(target):
-        for index, argument in enumerate(own(each, "_schema", _NO_SPLIT).arguments):
+        for index, argument in enumerate(private_attribute(each, "_schema", _NO_SPLIT).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                found[index, argument.name] = None
-    return tuple(found)
+                arguments[index, argument.name] = None
+    return tuple(arguments)
 
 
 def returns(target: object) -> tuple[bool, ...] | None:
@@ -68,7 +68,7 @@ def returns(target: object) -> tuple[bool, ...] | None:
     first overload where it may be each of them. None for no operator."""
     if not operator_names(target):
         return None
-    schema = own(overloads(target)[0], "_schema", _NO_SPLIT)
+    schema = private_attribute(overloads(target)[0], "_schema", _NO_SPLIT)
     return tuple(each.alias_info is not None for each in schema.returns)
 
 
@@ -110,7 +110,7 @@ def held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str
 
 def storage_identity(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones too, as long as they live."""
-    return int(own(tensor.untyped_storage(), "_cdata", _STORAGE.without))
+    return int(private_attribute(tensor.untyped_storage(), "_cdata", _STORAGE.without))
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
@@ -121,32 +121,32 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 
 @cache
 def autocast_calls() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What a traced graph calls to enter autocast, and to leave it."""
+    """The functions by which a traced graph enters autocast, and leaves it."""
     return _AUTOCAST.find(), _NO_AUTOCAST.find()
 
 
 @cache
 def inference_mode_calls() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What a traced graph calls to enter inference mode, and to leave it."""
+    """The functions by which a traced graph enters inference mode, and leaves it."""
     return _INFERENCE.find(), _NO_INFERENCE.find()
 
 
 @cache
 def _overload_type() -> type:
-    found: type = _OVERLOAD.find()
-    return found
+    kind: type = _OVERLOAD.find()
+    return kind
 
 
 @cache
 def _higher_order_type() -> type:
-    found: type = _HIGHER_ORDER.find()
-    return found
+    kind: type = _HIGHER_ORDER.find()
+    return kind
 
 
 @cache
 def _packet_type() -> type:
-    found: type = _PACKET.find()
-    return found
+    kind: type = _PACKET.find()
+    return kind
 
 
 def was_written(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What is replaced in Inductor. It is the whole process's: callers take turns."""
+"""Functions of Inductor that are replaced in blocks, for the whole process: callers take turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.compile.private_torch.names import NAMES, private_attribute
 from graphrt.core.base.errors import MissingTorchNameError
 from graphrt.core.base.log import logger
 from graphrt.core.base.private_torch import PrivateName
@@ -56,17 +56,17 @@ PartitionFunction = Callable[[list[Any]], Any]
 
 
 Replace = Callable[..., Any]
-"""From what torch has, and what the block is given, to what is there in the block."""
+"""From torch's function, and the arguments of the block, to the function of the block."""
 
 
 def _patch(name: PrivateName) -> Callable[[Replace], Callable[..., AbstractContextManager[None]]]:
-    """Make of what replaces an attribute of a class a block in which it is replaced; where this
-    torch has none, only a warning."""
+    """Turn a function that makes a replacement into a block in which the attribute `name` of a
+    class is replaced. A warning where this torch has none."""
 
     def made(replace: Replace) -> Callable[..., AbstractContextManager[None]]:
         @contextmanager
         @wraps(replace)
-        def patched(*given: Any) -> Iterator[None]:
+        def patched(*arguments: Any) -> Iterator[None]:
             path, _, attribute = name.path.rpartition(".")
             with ExitStack() as undo:
                 try:
@@ -74,7 +74,7 @@ def _patch(name: PrivateName) -> Callable[[Replace], Callable[..., AbstractConte
                     owner = PrivateName(path, name.without, name.seen).find()
                     # As it is in the class: a class method with its decorator.
                     original = vars(owner)[attribute]
-                    setattr(owner, attribute, replace(original, *given))
+                    setattr(owner, attribute, replace(original, *arguments))
                     undo.callback(setattr, owner, attribute, original)
                 except (MissingTorchNameError, KeyError) as error:
                     _tell_once(name, str(error))
@@ -95,8 +95,8 @@ def library_loads(
     original: Any,
     instead: Callable[[type, Callable[[], Load], tuple[Any, ...], dict[str, Any]], Load],
 ) -> Any:
-    """Inductor asks `instead(kind, build, args, kwargs)` for a C++ library, of whichever kind; what
-    it has been asked for is in the arguments, and `build` does it as before."""
+    """Inductor asks `instead(kind, build, args, kwargs)` for a C++ library. `kind` is the class of
+    its cache, `args` and `kwargs` are its arguments, and `build` is torch's own way."""
 
     def load_async(cls: type, *args: Any, **kwargs: Any) -> Load:
         build = original.__get__(None, cls)
@@ -107,7 +107,7 @@ def library_loads(
 
 def load_library(kind: type, path: Path, key: str) -> Any:
     """A C++ library as Inductor's cache of that kind has it."""
-    return own(kind, "_load_library", _LOAD_LIBRARY.without)(str(path), key)
+    return private_attribute(kind, "_load_library", _LOAD_LIBRARY.without)(str(path), key)
 
 
 @_patch(_TUNE)
@@ -171,16 +171,16 @@ def sizes_of_floats(original: Any) -> Any:
 
 def _give_symbols(graph: fx.Graph) -> None:
     """Have a node for each symbol that is a size of an argument."""
-    given = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    values = [(node, node.meta.get("val")) for node in given]
-    known = {value.node.expr for _, value in values if isinstance(value, torch.SymInt)}
+    values = [(node, node.meta.get("val")) for node in inputs]
+    symbols = {value.node.expr for _, value in values if isinstance(value, torch.SymInt)}
     for node, value in values:
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            if not isinstance(size, torch.SymInt) or size.node.expr in known:
+            if not isinstance(size, torch.SymInt) or size.node.expr in symbols:
                 continue
             if size.node.expr.is_symbol:
-                known.add(size.node.expr)
+                symbols.add(size.node.expr)
                 with graph.inserting_before(first):
                     made = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
                 made.meta["val"] = size
@@ -200,8 +200,8 @@ def lacks_partitions() -> bool:
 def partitions_taken(
     take: Callable[[PartitionFunction, int], PartitionFunction], splitting_ops: Sequence[str]
 ) -> Iterator[None]:
-    """Inductor splits graphs at `splitting_ops` and calls what `take` gives it for each partition
-    and its number."""
+    """Inductor splits graphs at `splitting_ops`, and calls `take(partition, number)` in place of
+    each partition."""
     hook = _PARTITION_HOOK.find()
     settings = {"graph_partition": True, "custom_should_partition_ops": list(splitting_ops)}
     with _INDUCTOR_PATCH.find()(settings):

@@ -1,4 +1,4 @@
-"""What is registered for an operator: its schema, and the Python functions that stand behind it."""
+"""An operator's registrations: its schema, and the Python functions behind it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.compile.private_torch.names import NAMES, private_attribute
 from graphrt.compile.private_torch.operators import is_higher_order, overload_name
 from graphrt.core.base.errors import MissingTorchNameError
 from graphrt.core.base.private_torch import PrivateName
@@ -48,7 +48,7 @@ _functions: dict[str, tuple[Any, ...]] = {}
 
 
 def remember_functions(operator: str, run: Any, fake: Any) -> None:
-    """Tell what an operator "ns::op" of graphrt's own calls: torch cannot be asked for it."""
+    """Note the functions of graphrt's operator "ns::op": torch cannot be asked for them."""
     _functions[operator] = run, fake
 
 
@@ -60,34 +60,36 @@ def is_torchs_own(operator: Any) -> bool:
 def registrations(operator: Any) -> list[str]:
     """The schema and tags of an overload, and for which dispatch keys it has kernels, each with the
     name of the file that registered it; equal wherever the program lies."""
-    lines = str(_DUMP.find()(str(own(operator, "_name", _NO_KEY)))).splitlines()
-    found = [_PLACE.sub(lambda at: f"registered at {PurePath(at[1]).name}", x) for x in lines]
+    lines = str(_DUMP.find()(str(private_attribute(operator, "_name", _NO_KEY)))).splitlines()
+    kernels = [_PLACE.sub(lambda at: f"registered at {PurePath(at[1]).name}", x) for x in lines]
     tags = sorted(str(tag) for tag in operator.tags)
-    return [str(own(operator, "_schema", _NO_KEY)), *tags, *found]
+    return [str(private_attribute(operator, "_schema", _NO_KEY)), *tags, *kernels]
 
 
 def has_compiled_kernels(operator: Any) -> bool:
     """Whether an overload has kernels that are no Python functions."""
-    lines = str(_DUMP.find()(str(own(operator, "_name", _NO_KEY)))).splitlines()
-    places = (_PLACE.search(line) for line in lines if "::" in line and "[ " in line)
-    return any(found is not None and not found[1].endswith(".py") for found in places)
+    lines = str(_DUMP.find()(str(private_attribute(operator, "_name", _NO_KEY)))).splitlines()
+    matches = (_PLACE.search(line) for line in lines if "::" in line and "[ " in line)
+    return any(match is not None and not match[1].endswith(".py") for match in matches)
 
 
 def python_functions(operator: Any) -> tuple[list[Any], list[Any]]:
-    """What is known of the Python functions behind an overload, and of the Triton kernels: those
-    that a compiler may take into its code, and those that are only called when that runs."""
+    """The Python functions and Triton kernels behind an overload: first those that a compiler may
+    take into its code, then those that are called when the code runs."""
     name = overload_name(operator) or ""
     custom = _CUSTOM.find().get(name)
-    entries = own(_SIMPLE.find(), "_data", _NO_KEY)  # to look it up by name would add it, in 2.11
-    entry = entries.get(str(own(operator, "_name", _NO_KEY)).removesuffix(".default"))
+    entries = private_attribute(
+        _SIMPLE.find(), "_data", _NO_KEY
+    )  # to look it up by name would add it, in 2.11
+    entry = entries.get(str(private_attribute(operator, "_name", _NO_KEY)).removesuffix(".default"))
     run, *baked_in = _functions.get(name, (None,))
     called = [] if run is None else [run]
     if custom is not None:
         called += _callables(vars(custom))
     if entry is not None:
-        baked_in += _callables(vars(own(entry, "fake_impl", _NO_KEY)))
-        baked_in += _callables(vars(own(entry, "torch_dispatch_rules", _NO_KEY)))
-    baked_in += _callables(own(operator, "py_kernels", _NO_KEY))
+        baked_in += _callables(vars(private_attribute(entry, "fake_impl", _NO_KEY)))
+        baked_in += _callables(vars(private_attribute(entry, "torch_dispatch_rules", _NO_KEY)))
+    baked_in += _callables(private_attribute(operator, "py_kernels", _NO_KEY))
     return [*baked_in, *_found(_KERNELS, {}).get(name, ())], called
 
 
@@ -107,34 +109,34 @@ def triton_call(node: fx.Node) -> tuple[dict[str, Any], tuple[Any, Any]] | None:
     stand for something in this process only, and that: the kernel and its constant arguments."""
     if "kernel_idx" not in node.kwargs or not is_higher_order(node.target):
         return None
-    table, given = _SIDE_TABLE.find(), dict(node.kwargs)
-    kernel = table.get_kernel(given.pop("kernel_idx"))
-    return given, (kernel, table.get_constant_args(given.pop("constant_args_idx")))
+    table, arguments = _SIDE_TABLE.find(), dict(node.kwargs)
+    kernel = table.get_kernel(arguments.pop("kernel_idx"))
+    return arguments, (kernel, table.get_constant_args(arguments.pop("constant_args_idx")))
 
 
 def ignoring_new_sizes(fake_mode: Any) -> AbstractContextManager[Any]:
     """Sizes that depend on data and are made in the block belong to nobody."""
-    found: AbstractContextManager[Any] = own(
+    block: AbstractContextManager[Any] = private_attribute(
         fake_mode.shape_env, "ignore_fresh_unbacked_symbols", _NO_KEY
     )()
-    return found
+    return block
 
 
 @contextmanager
 def operators_called() -> Iterator[list[Any]]:
     """The overloads that reach the dispatcher's end in the block."""
-    found: list[Any] = []
+    operators: list[Any] = []
     mode: Any = _MODE.find()
 
     class Collecting(mode):  # type: ignore[misc]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            found.append(func)
+            operators.append(func)
             return func(*args, **(kwargs or {}))
 
     with Collecting():
-        yield found
+        yield operators
 
 
 @contextmanager
@@ -155,16 +157,16 @@ def python_calls(seen: Callable[[FrameType], None]) -> Iterator[None]:
 
 def _callables(held: Any) -> list[Any]:
     """Functions in a dict, and in the dicts and the holders of a function in it."""
-    found = []
+    functions = []
     for value in held.values():
         inner = getattr(value, "func", None)
         if isinstance(value, dict):
-            found += _callables(value)
+            functions += _callables(value)
         elif inner is not None:
-            found.append(inner)
+            functions.append(inner)
         elif callable(value) and not isinstance(value, (type, _OVERLOAD.find())):
-            found.append(value)
-    return found
+            functions.append(value)
+    return functions
 
 
 def _found(name: PrivateName, without: Any) -> Any:

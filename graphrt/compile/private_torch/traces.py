@@ -1,8 +1,10 @@
-"""Private names of Dynamo, and of the sizes in what it traces."""
+"""Private names of Dynamo, and of symbolic sizes."""
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
@@ -11,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch.names import NAMES, own
+from graphrt.compile.private_torch.names import NAMES, private_attribute
+from graphrt.core.base.log import logger
 
 _NO_TRACE = "modules cannot be compiled"
 _MARK_DYNAMIC = NAMES.declare("torch._dynamo.mark_dynamic", without=_NO_TRACE)
@@ -38,7 +41,7 @@ _FAKE_MODE = NAMES.declare(
 torch_check: Callable[..., None] = NAMES.take(
     "torch._check", without="two arguments cannot share a batch axis"
 )
-"""The function itself, as it is what Dynamo knows."""
+"""The function itself: Dynamo knows it by identity."""
 
 
 _SIZE = re.compile(r"(.+)\.size\(\)\[(\d+)\]$")
@@ -76,14 +79,14 @@ def new_code_shown(hook: Callable[[CodeType, CodeType], None]) -> Iterator[None]
 
 def size_oblivious() -> AbstractContextManager[None]:
     """Symbols of the block are never taken for 0 or 1."""
-    found: AbstractContextManager[None] = _SHAPES_PATCH.find()(backed_size_oblivious=True)
-    return found
+    block: AbstractContextManager[None] = _SHAPES_PATCH.find()(backed_size_oblivious=True)
+    return block
 
 
 def side_effects() -> SideEffects:
     """Those of the forward that is being traced; only inside of a backend."""
-    found: SideEffects = own(_TRANSLATOR.find()().output, "side_effects", _NO_TRACE)
-    return found
+    effects: SideEffects = private_attribute(_TRANSLATOR.find()().output, "side_effects", _NO_TRACE)
+    return effects
 
 
 class SoFar(NamedTuple):
@@ -99,17 +102,17 @@ def trace_so_far() -> SoFar:
     """That of the trace of this thread; only inside of a backend."""
     context = _CONTEXT.find()()
     env = context.fake_mode.shape_env
-    codes = tuple(own(context, "traced_code", _NO_TRACE) or ())
+    codes = tuple(private_attribute(context, "traced_code", _NO_TRACE) or ())
     if env is None:
         return SoFar((), {}, codes)
     places: dict[Any, tuple[str, int]] = {}
-    for symbol, sources in own(env, "var_to_sources", _NO_TRACE).items():
+    for symbol, sources in private_attribute(env, "var_to_sources", _NO_TRACE).items():
         for source in sources:
             name = source.name() if callable(source.name) else str(source.name)
             size = _SIZE.match(name)
             if size:
                 places.setdefault(symbol, (size[1], int(size[2])))
-    conditions = tuple(guard.expr for guard in own(env, "guards", _NO_TRACE))
+    conditions = tuple(guard.expr for guard in private_attribute(env, "guards", _NO_TRACE))
     return SoFar(conditions, places, codes)
 
 
@@ -120,24 +123,50 @@ def relied_on(values: Sequence[Any]) -> tuple[Any, ...]:
     symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
     if symbolic is None:
         return ()
-    env = own(symbolic.node, "shape_env", _NO_TRACE)
-    return tuple(guard.expr for guard in own(env, "guards", _NO_TRACE))
+    env = private_attribute(symbolic.node, "shape_env", _NO_TRACE)
+    return tuple(guard.expr for guard in private_attribute(env, "guards", _NO_TRACE))
 
 
 def expressions(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> tuple[Any, Any]:
     """A size as sympy has it: with what the trace found out about its symbols, and without."""
-    return size.node.expr, own(size.node, "_expr", _NO_TRACE)
+    return size.node.expr, private_attribute(size.node, "_expr", _NO_TRACE)
 
 
 def computed(expression: Any, symbols: Mapping[Any, fx.Proxy]) -> fx.Proxy:
     """An expression of sizes as nodes of the graph that the proxies of its symbols are in."""
-    found: fx.Proxy = _INTERPRET.find()(_PYTHON.find(), symbols, expression)
-    return found
+    proxy: fx.Proxy = _INTERPRET.find()(_PYTHON.find(), symbols, expression)
+    return proxy
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
     """Tensors that are made in the block have no memory."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    found: AbstractContextManager[Any] = _FAKE_MODE.find()(shape_env=ShapeEnv())
-    return found
+    mode: AbstractContextManager[Any] = _FAKE_MODE.find()(shape_env=ShapeEnv())
+    return mode
+
+
+_LOGGERS = ("torch._guards", "torch._subclasses.fake_tensor")
+"""They log an error, with the traceback and all that is known of a guard, and raise it too."""
+
+
+@contextmanager
+def errors_told_once() -> Iterator[None]:
+    """Errors that torch logs in the block, before it raises them, are shown with GRAPHRT_LOG=DEBUG
+    only: graphrt raises its own error with the line and the reason."""
+    owner = threading.get_ident()
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR or record.thread != owner:
+            return True
+        logger.debug("torch: %s", record.getMessage())
+        return False
+
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for each in loggers:
+        each.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(is_shown)

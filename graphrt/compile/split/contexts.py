@@ -57,17 +57,19 @@ def close_autocast(
     """
     if not _enters(graph):
         return is_splitting
-    own = _Contexts(graph, is_splitting)
+    contexts = _Contexts(graph, is_splitting)
     free = roles.numbers | roles.views | roles.elements
     for node in list(graph.nodes):
         if node.op == "output":
-            own.close(0)
-        elif not own.notes(node) and node not in free and _computes(node):
-            own.settle(node)
-            own.check({*written(node), *roles.roots(n for n in written(node) if n in free)}, node)
-    for node in reversed(own.replaced):
+            contexts.close(0)
+        elif not contexts.notes(node) and node not in free and _computes(node):
+            contexts.settle(node)
+            contexts.check(
+                {*written(node), *roles.roots(n for n in written(node) if n in free)}, node
+            )
+    for node in reversed(contexts.replaced):
         graph.erase_node(node)
-    return lambda node: own.sides[node] if node in own.sides else is_splitting(node)
+    return lambda node: contexts.sides[node] if node in contexts.sides else is_splitting(node)
 
 
 def check_settings(graph: fx.Graph, is_splitting: Callable[[fx.Node], bool]) -> None:
@@ -75,12 +77,12 @@ def check_settings(graph: fx.Graph, is_splitting: Callable[[fx.Node], bool]) -> 
     around the forward: a replay runs the operator alone."""
     calls = [node for node in graph.nodes if _sets(node)]
     # What a forward sets at last is what it found, if it sets something twice.
-    last = {node.target: _told(node) for node in calls}
+    last = {node.target: _call_text(node) for node in calls}
     times = Counter(node.target for node in calls)
     on: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if _sets(node):
-            if times[node.target] == 1 or _told(node) != last[node.target]:
+            if times[node.target] == 1 or _call_text(node) != last[node.target]:
                 on[node.target] = node
             else:
                 on.pop(node.target, None)
@@ -113,7 +115,7 @@ def restoring_settings(run: Callable[..., Any], graph: fx.Graph) -> Callable[...
 
 
 def _autocast_now(kinds: Collection[str]) -> Callable[[], None]:
-    """What sets autocast as it is now, for these types of devices."""
+    """A function that sets autocast as it is now, for these types of devices."""
     before = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
     ]
@@ -133,7 +135,7 @@ def _autocast_now(kinds: Collection[str]) -> Callable[[], None]:
 
 
 def _settings_now() -> Callable[[], None]:
-    """What sets all else that a forward may set as it is now."""
+    """A function that sets all other settings as they are now."""
     dtype = torch.get_default_dtype()
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -164,17 +166,17 @@ def _sets(node: fx.Node) -> bool:
     )
 
 
-def _told(node: fx.Node) -> str:
+def _call_text(node: fx.Node) -> str:
     """A call as text: its target and its arguments, those that nodes make in full."""
 
-    def told(value: object) -> str:
+    def text(value: object) -> str:
         if isinstance(value, fx.Node):
-            return _told(value)
+            return _call_text(value)
         if isinstance(value, list | tuple):
-            return str([told(each) for each in value])
+            return str([text(each) for each in value])
         return repr(value)
 
-    return f"{node.target}({told(node.args)}, {told([*node.kwargs.items()])})"
+    return f"{node.target}({text(node.args)}, {text([*node.kwargs.items()])})"
 
 
 class _Contexts:
@@ -205,7 +207,7 @@ class _Contexts:
         return True
 
     def settle(self, node: fx.Node) -> None:
-        """Have entered before a node what is wanted there, and nothing else."""
+        """Enter the wanted contexts before a node, and leave all others."""
         side = self._is_splitting(node)
         kept = _shared([each for each, _ in self._entered], self._wanted)
         self.close(kept if side is self._side else 0)

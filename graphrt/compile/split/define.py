@@ -89,13 +89,13 @@ def _define(
             expected="a new name",
             advice="define it once, at the top of a module",
         )
-    known = list(inspect.signature(function).parameters)
+    arguments = list(inspect.signature(function).parameters)
     for argument in mutates:
-        if argument not in known:
+        if argument not in arguments:
             raise OpaqueError(
                 f"{name} has no argument of a name in mutates=",
                 got=shown(argument),
-                expected=", ".join(known),
+                expected=", ".join(arguments),
                 advice="name the tensors that the function writes",
             )
     try:
@@ -127,7 +127,7 @@ def _define(
 
 
 def _defined_right(function: Callable[..., Any]) -> str:
-    """What to do about a function whose signature no operator can have."""
+    """Advice for a function whose signature no operator can have."""
     for parameter in inspect.signature(function).parameters.values():
         name = parameter.name
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

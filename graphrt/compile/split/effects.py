@@ -1,5 +1,5 @@
-"""What a node of a traced graph may write, and which nodes stand for the same memory: views, and
-results of in-place updates.
+"""The tensors that a node of a traced graph may write, and the nodes that stand for one memory:
+views, and results of in-place updates.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_transforms(graph: fx.Graph) -> None:
 
 
 def name_of(node: fx.Node) -> str:
-    """The bare name of what a node calls: "add_", "setitem"."""
+    """The bare name of a node's function: "add_", "setitem"."""
     if isinstance(node.target, str):
         return node.target
     names = operator_names(node.target)
@@ -108,14 +108,14 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
             yield from node.all_input_nodes
         return
     name = name_of(node)
-    given = _bound(node)
+    bound = _bound(node)
     in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    if in_place or given.get("inplace"):
-        yield from nodes_in(node.args[0] if node.args else given.get("input"))
+    if in_place or bound.get("inplace"):
+        yield from nodes_in(node.args[0] if node.args else bound.get("input"))
     flag, state = _STATEFUL.get(name, ("", ()))
-    if given.get(flag) not in (None, False):
+    if bound.get(flag) not in (None, False):
         for argument in state:
-            yield from nodes_in(given.get(argument))
+            yield from nodes_in(bound.get(argument))
 
 
 def _writes_inside(node: fx.Node) -> bool:
@@ -124,15 +124,15 @@ def _writes_inside(node: fx.Node) -> bool:
     root = node.graph.owning_module
     inner = [n for n in node.all_input_nodes if n.op == "get_attr"]
     graphs = [getattr(root, str(n.target), None) for n in inner]
-    found = [graph for graph in graphs if isinstance(graph, fx.GraphModule)]
-    return not found or any(written(n) for graph in found for n in graph.graph.nodes)
+    inside = [graph for graph in graphs if isinstance(graph, fx.GraphModule)]
+    return not inside or any(written(n) for graph in inside for n in graph.graph.nodes)
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
     """The nodes of an argument, which may be a list of them."""
-    found: list[fx.Node] = []
-    fx.node.map_arg(value, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(value, nodes.append)
+    return nodes
 
 
 def _bound(node: fx.Node) -> dict[str, Any]:
@@ -182,13 +182,13 @@ def forward_updates(graph: fx.Graph) -> None:
 
 def elements(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that only take an element of a tuple or list; no indexing of a tensor is one."""
-    found: set[fx.Node] = set()
+    taken: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is operator.getitem and node.op == "call_function":
             producer = node.args[0]
-            if isinstance(producer, fx.Node) and _is_several(producer, found):
-                found.add(node)
-    return found
+            if isinstance(producer, fx.Node) and _is_several(producer, taken):
+                taken.add(node)
+    return taken
 
 
 def views(
@@ -199,17 +199,22 @@ def views(
     They can be made again wherever what they look at is. `of_tuples` are `elements`. Raises
     `AliasError` for an operator that returns what it is given though its schema says otherwise.
     """
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or is_splitting(node):
             continue
         if node in of_tuples:
-            if node.args[0] in found:
-                found.add(node)
+            if node.args[0] in nodes:
+                nodes.add(node)
             continue
-        own = _storages(node)
-        given = {s for n in node.all_input_nodes for s in _storages(n)}
-        if not own or not own <= given or written(node) or is_higher_order(node.target):
+        storages = _storages(node)
+        input_storages = {s for n in node.all_input_nodes for s in _storages(n)}
+        if (
+            not storages
+            or not storages <= input_storages
+            or written(node)
+            or is_higher_order(node.target)
+        ):
             continue
         if returns(node.target) is not None and not _says_so(node):
             raise AliasError(
@@ -218,8 +223,8 @@ def views(
                 expected="new tensors",
                 advice="return a copy, or write into a tensor that it is given",
             )
-        found.add(node)
-    return found
+        nodes.add(node)
+    return nodes
 
 
 def check_roots(graph: fx.Graph, seen: frozenset[fx.Node]) -> None:

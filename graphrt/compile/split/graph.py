@@ -60,7 +60,7 @@ class Piece:
         return all(n.op in ("placeholder", "output") for n in self.graph.graph.nodes)
 
     def with_views(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What takes the inputs and gives the outputs, by a `call` that does as `graph`."""
+        """A function from the inputs to the outputs, around a `call` that does as `graph`."""
         if self.views is None:
             return call  # then it takes all inputs
         make = as_it_is(self.views)
@@ -144,7 +144,7 @@ class _Cut:
     def _piece(self, index: int, group: NodeGroup) -> Piece:
         outputs = tuple(sorted(self._wanted[id(group)], key=self._order.__getitem__))
         steps = [node for node in group.nodes if node not in self._roles.views]
-        given, body = self._needed(steps, group, set())
+        direct, body = self._needed(steps, group, set())
         given_views: list[fx.Node] = []
         views_body: list[fx.Node] = []
         wanted_views = [node for node in outputs if node in self._roles.views]
@@ -152,11 +152,11 @@ class _Cut:
             given_views, views_body = self._needed(wanted_views, group, set(steps))
         read = set(given_views) | set(outputs)
         results = [node for node in steps if node in read]
-        inputs = tuple(dict.fromkeys([*given, *(n for n in given_views if n not in set(steps))]))
+        inputs = tuple(dict.fromkeys([*direct, *(n for n in given_views if n not in set(steps))]))
         self._want(inputs)
         name = f"Piece{index}"
         changed = {n for node in steps for n in _with_roots(written(node), self._roles)}
-        graph = _graph(self._whole, given, body, results, name)
+        graph = _graph(self._whole, direct, body, results, name)
         views = None
         if wanted_views:
             taken = [*inputs, *results]
@@ -167,18 +167,18 @@ class _Cut:
             graph,
             inputs,
             outputs,
-            taken=tuple(inputs.index(n) for n in given),
-            written=tuple(i for i, n in enumerate(given) if n in changed),
+            taken=tuple(inputs.index(n) for n in direct),
+            written=tuple(i for i, n in enumerate(direct) if n in changed),
             views=views,
             returned=not self._returned.isdisjoint(results),
         )
 
     def _needed(
-        self, nodes: Sequence[fx.Node], group: NodeGroup, there: set[fx.Node]
+        self, nodes: Sequence[fx.Node], group: NodeGroup, computed: set[fx.Node]
     ) -> tuple[list[fx.Node], list[fx.Node]]:
-        """What `nodes` of a group take from outside, or of what is `there`, and the nodes that run
-        for them, in order: they themselves, the numbers and views that they need."""
-        own = set(nodes)
+        """The inputs of `nodes` of a group, which come from outside or are `computed` already, and
+        the nodes that run for them, in order: they themselves, the numbers and views they need."""
+        wanted = set(nodes)
         taken: dict[fx.Node, None] = {}
         body: dict[fx.Node, None] = {}
 
@@ -193,7 +193,7 @@ class _Cut:
                     continue
                 stack.append((n, True))
                 for each in reversed(n.all_input_nodes):
-                    if each in own or self._is_made_again(each, group):
+                    if each in wanted or self._is_made_again(each, group):
                         stack.append((each, False))
                     elif not _is_submodule(self._whole, each):
                         taken[each] = None
@@ -252,15 +252,15 @@ def _meta(node: fx.Node) -> dict[str, Any]:
 
 
 def attribute_of(graph: fx.GraphModule, target: str) -> Any:
-    """What a node `get_attr` of this dotted `target` stands for."""
-    found: Any = graph
+    """The value of a node `get_attr` of this dotted `target`."""
+    value: Any = graph
     for part in target.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def as_it_is(graph: fx.GraphModule) -> Callable[..., Any]:
-    """What runs the operators of a graph one by one."""
+    """A function that runs the operators of a graph one by one."""
     forward: Callable[..., Any] = graph.forward
     return forward
 
@@ -277,14 +277,14 @@ def remember_lines(piece: fx.GraphModule) -> None:
     """Let errors that are raised while `piece` runs as it is name the line of the forward."""
     # Not the piece itself, which the function that is kept would keep alive.
     graph = weakref.ref(piece)
-    found: dict[int, Source | None] = {}
+    sources: dict[int, Source | None] = {}
 
     def line_of(line: int) -> Source | None:
-        there = graph()
-        if line not in found and there is not None:
-            first = there.forward.__code__.co_firstlineno
-            found.update({first + each: source for each, source in _lines(there).items()})
-        return found.get(line)
+        module = graph()
+        if line not in sources and module is not None:
+            first = module.forward.__code__.co_firstlineno
+            sources.update({first + each: source for each, source in _lines(module).items()})
+        return sources.get(line)
 
     forget = stands_for(piece.forward.__code__.co_filename, line_of)
     weakref.finalize(piece, forget)
@@ -294,7 +294,7 @@ def _lines(piece: fx.GraphModule) -> dict[int, Source | None]:
     """By the number of a line behind that of `def`."""
     nodes = {node.name: node for node in piece.graph.nodes}
     function = next(n for n in ast.walk(ast.parse(piece.code)) if isinstance(n, ast.FunctionDef))
-    found: dict[int, Source | None] = {}
+    sources: dict[int, Source | None] = {}
     for statement in ast.walk(function):
         if not isinstance(statement, ast.Assign):
             continue
@@ -303,5 +303,5 @@ def _lines(piece: fx.GraphModule) -> dict[int, Source | None]:
             node = nodes.pop(target.id, None) if isinstance(target, ast.Name) else None
             if node is not None:
                 line = statement.lineno - function.lineno
-                found.setdefault(line, innermost_line(node.stack_trace or ""))
-    return found
+                sources.setdefault(line, innermost_line(node.stack_trace or ""))
+    return sources

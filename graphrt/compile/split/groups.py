@@ -48,8 +48,8 @@ class Roles:
         )
 
     def roots(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """What `nodes` take, with what a view looks at in place of the view."""
-        found: set[fx.Node] = set()
+        """The inputs of `nodes`, each view replaced by the tensor behind it."""
+        roots: set[fx.Node] = set()
         seen: set[fx.Node] = set()
         stack = [n for node in nodes for n in node.all_input_nodes]
         while stack:
@@ -60,8 +60,8 @@ class Roles:
             if n in self.views or n in self.numbers:
                 stack += n.all_input_nodes
             else:
-                found.add(n)
-        return found
+                roots.add(n)
+        return roots
 
 
 def partition(
@@ -100,9 +100,9 @@ def _with_light_ones_moved(
         if before is None or group.splitting or not light:
             kept.append(group)
             continue
-        there = set(map(id, kept[: kept.index(before) + 1]))
+        earlier = set(map(id, kept[: kept.index(before) + 1]))
         needed = [n for n in roles.roots(group.nodes) if n in home]
-        if all(id(home[n]) in there or home[n] is group for n in needed):
+        if all(id(home[n]) in earlier or home[n] is group for n in needed):
             before.nodes += group.nodes
             home.update(dict.fromkeys(group.nodes, before))
         else:
@@ -168,10 +168,10 @@ def splits_at(names: Collection[str] | None) -> Callable[[fx.Node], bool]:
     listed = frozenset(DEFAULT_SPLITTING_OPS if names is None else names)
 
     def is_splitting(node: fx.Node) -> bool:
-        found = names_of(node)
-        if not listed.isdisjoint(found):
+        node_names = names_of(node)
+        if not listed.isdisjoint(node_names):
             return True
-        return names is None and bool(found) and _is_unsafe(node)
+        return names is None and bool(node_names) and _is_unsafe(node)
 
     return is_splitting
 
@@ -183,7 +183,7 @@ def splitting_names(graph: fx.Graph, names: Collection[str] | None) -> frozenset
 
 
 def names_of(node: fx.Node) -> tuple[str, ...]:
-    """How an operator may be called in a list; empty for what is none of the dispatcher's."""
+    """The names by which a list may have an operator; empty for a node that calls none."""
     return operator_names(node.target)
 
 

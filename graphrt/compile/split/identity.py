@@ -23,8 +23,8 @@ _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 def fingerprint(graph: fx.GraphModule) -> str:
     """A hash that is equal for pieces that one compiled function can serve.
 
-    What operators a graph has, in which order, with which constants, and what is known of its
-    inputs: shapes, strides, dtypes, devices, and which of them share memory. Names do not matter.
+    It is made of the operators in their order, their constants, and the properties of the inputs:
+    shapes, strides, dtypes, devices, and which of them share memory. Names do not matter.
     """
     return hashlib.sha256("\n".join(normalised(graph)).encode()).hexdigest()
 
@@ -52,7 +52,7 @@ def normalised(graph: fx.GraphModule) -> list[str]:
 
 
 def target_name(target: Any) -> str:
-    """The name of what a node calls, which is the same in every process."""
+    """The name of a node's function, which is the same in every process."""
     if isinstance(target, str):
         return target
     if operator_names(target):
@@ -63,29 +63,29 @@ def target_name(target: Any) -> str:
 
 
 def _body(node: fx.Node, kernel: object) -> str:
-    """What tells functions of one name apart, such as closures, and Triton kernels."""
-    found = kernel if kernel is not None else node.target
-    own = isinstance(found, FunctionType) and not covers(found)
-    return f" {Values(TracedSources()).of(found)}" if own or kernel is not None else ""
+    """The content of a function or kernel, as two of one name may differ."""
+    function = kernel if kernel is not None else node.target
+    needs_body = isinstance(function, FunctionType) and not covers(function)
+    return f" {Values(TracedSources()).of(function)}" if needs_body or kernel is not None else ""
 
 
 def _attribute(graph: fx.GraphModule, target: str) -> str:
-    found = attribute_of(graph, target)
-    if isinstance(found, fx.GraphModule):
-        return f"graph {fingerprint(found)}"
-    return f"attribute {id(found)}"
+    value = attribute_of(graph, target)
+    if isinstance(value, fx.GraphModule):
+        return f"graph {fingerprint(value)}"
+    return f"attribute {id(value)}"
 
 
 def _described(value: Any, storages: dict[int, int]) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value}"
-    place = ""
+    memory = ""
     if value.layout is torch.strided:
         key = storage_identity(value)
-        place = f"{value.stride()} in {storages.setdefault(key, len(storages))}"
-        place += f" at {value.storage_offset()}"
+        memory = f"{value.stride()} in {storages.setdefault(key, len(storages))}"
+        memory += f" at {value.storage_offset()}"
     kind = "Parameter" if isinstance(value, torch.nn.Parameter) else type(value).__name__
-    return f"{kind} {value.dtype} {value.device} {value.layout} {tuple(value.shape)} {place}"
+    return f"{kind} {value.dtype} {value.device} {value.layout} {tuple(value.shape)} {memory}"
 
 
 def _argument(value: Any, numbers: dict[fx.Node, str]) -> str:

@@ -1,4 +1,4 @@
-"""What a forward assigns to while Dynamo traces it."""
+"""The attributes, containers and globals to which a forward assigns while Dynamo traces it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Rewritten:
     _is_attribute: bool
 
     def now(self) -> object:
-        """What is there; "nothing" if the place is gone."""
+        """The value of now; "nothing" if the place is gone."""
         try:
             return getattr(self._owner, self._key) if self._is_attribute else self._owner[self._key]
         except (AttributeError, LookupError):
@@ -53,12 +53,12 @@ def assignments() -> tuple[tuple[str, ...], tuple[Rewritten, ...]]:
 
     Must be called in the backend. In-place operators are no assignments.
     """
-    found = _Assignments(side_effects())
-    return tuple(found.assigned), tuple(found.rewritten)
+    collected = _Assignments(side_effects())
+    return tuple(collected.assigned), tuple(collected.rewritten)
 
 
 class _Assignments:
-    """What the forward has assigned to by the end of a trace, among what was there before."""
+    """The assignments of a traced forward to objects that existed before it."""
 
     def __init__(self, effects: SideEffects) -> None:
         self._effects = effects
@@ -105,8 +105,8 @@ class _Assignments:
 
 
 def _is_restored(effects: SideEffects, owner: Any, attribute: str, stored: Any) -> bool:
-    """Whether what an attribute has in the end is what it had before the call, as far as Dynamo
-    tells: one that is set and restored has no effect that a graph would have to repeat."""
+    """Whether an attribute has its old value again at the end, as far as Dynamo tells: a graph need
+    not repeat a change that the forward itself undoes."""
     instance = getattr(owner, "value", None)
     if instance is None:
         return False
@@ -184,5 +184,5 @@ def readable_name(name: str) -> str:
     """ "module.layers.0" from Dynamo's name of where a value comes from."""
     name = _KEPT.sub(lambda held: f".{held[1]}" if held[1] else "", _MODULE.sub(r".\1", name))
     name = _ARGUMENT.sub(r"\1", _ROOT.sub("module", name))
-    name = _IMPORT.sub(lambda found: found[1].replace("_dot_", "."), name)
+    name = _IMPORT.sub(lambda match: match[1].replace("_dot_", "."), name)
     return _GLOBAL.sub(r"\1", name)

@@ -61,9 +61,9 @@ class TracedCall:
 
 def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: str) -> TracedCall:
     """Trace a call like `bound`; nothing of it is run. Raises `CompileError` and its kinds."""
-    given = leaves(bound)
-    sizes = _sizes(subject, given)
-    probes = [_probe(subject, bound, given, sizes, step) for step in (0, 1)]
+    call = leaves(bound)
+    sizes = _sizes(subject, call)
+    probes = [_probe(subject, bound, call, sizes, step) for step in (0, 1)]
     arguments, example_leaves = probes[0]
     traced = trace(
         subject.call,
@@ -73,7 +73,7 @@ def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: 
         subject.dims,
         dynamic_shapes,
     )
-    calls: list[Probe] = [(found, b.args, dict(b.kwargs)) for b, found in probes]
+    calls: list[Probe] = [(each, b.args, dict(b.kwargs)) for b, each in probes]
     around, why_not = interface(traced, calls)
     paths = argument_paths(traced, calls[0])
     symbols = {
@@ -92,7 +92,7 @@ def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: 
     axis = DEFAULT_AXIS if DEFAULT_AXIS in sizes else next(iter(sizes), None)
     first = next((s for s, place in symbols.items() if place == (axis, 0)), None)
     checker = CallChecker(
-        given,
+        call,
         subject.dims,
         traced.conditions,
         symbols,
@@ -110,16 +110,16 @@ def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: 
         _overlaps(paths, traced),
         first,
         {symbol.name: place for symbol, place in symbols.items()},
-        given,
+        call,
     )
 
 
-def _sizes(subject: Subject, given: Sequence[Leaf]) -> dict[str, int]:
-    sizes = sizes_of(subject.dims, given)
+def _sizes(subject: Subject, call: Sequence[Leaf]) -> dict[str, int]:
+    sizes = sizes_of(subject.dims, call)
     if not sizes and subject.dims and not subject.small:
         raise CompileError(
             "no argument of the call has a batch dimension",
-            got=", ".join(leaf.path for leaf in given),
+            got=", ".join(leaf.path for leaf in call),
             expected="a tensor that dynamic_dims names",
             advice='dynamic_dims={"ids": 0}',
         )
@@ -129,22 +129,23 @@ def _sizes(subject: Subject, given: Sequence[Leaf]) -> dict[str, int]:
 def _probe(
     subject: Subject,
     bound: inspect.BoundArguments,
-    given: Sequence[Leaf],
+    call: Sequence[Leaf],
     sizes: Mapping[str, int],
     step: int,
 ) -> tuple[inspect.BoundArguments, list[Leaf]]:
     """The call with example tensors, of sizes that tell the axes apart; those of each step too."""
     static = {n for weight in subject.weights().values() for n in weight.shape}
-    for leaf in given:
+    for leaf in call:
         if isinstance(leaf.value, torch.Tensor):
             batch = subject.dims.of(leaf)
             static.update(n for dim, n in enumerate(leaf.value.shape) if dim not in batch)
-    found = telling_sizes(sizes, static)
+    probe_sizes = telling_sizes(sizes, static)
     if step:
-        found = telling_sizes(
-            {name: size + 3 * step for name, size in found.items()}, static | {*found.values()}
+        probe_sizes = telling_sizes(
+            {name: size + 3 * step for name, size in probe_sizes.items()},
+            static | {*probe_sizes.values()},
         )
-    example = substitute(bound, examples(subject.dims, given, found))
+    example = substitute(bound, examples(subject.dims, call, probe_sizes))
     return example, leaves(example)
 
 
@@ -152,21 +153,21 @@ def at_size(
     subject: Subject, bound: inspect.BoundArguments, small: Small
 ) -> inspect.BoundArguments:
     """The call with example tensors, of sizes as they are but for those of `small`."""
-    given = leaves(bound)
-    sizes = {**sizes_of(subject.dims, given), **dict(small)}
-    return substitute(bound, examples(subject.dims, given, sizes))
+    call = leaves(bound)
+    sizes = {**sizes_of(subject.dims, call), **dict(small)}
+    return substitute(bound, examples(subject.dims, call, sizes))
 
 
 def _outside(
     subject: Subject, traced: Traced, call: Probe, arguments: set[str], stitched: bool
 ) -> Outside:
     example, args, kwargs = call
-    own = {id(weight) for weight in subject.weights().values()} if stitched else set()
-    own |= {id(leaf.value) for leaf in example}
+    named = {id(weight) for weight in subject.weights().values()} if stitched else set()
+    named |= {id(leaf.value) for leaf in example}
     bound = {
         index: value
         for index, value in enumerate(traced.inputs_of(*args, **kwargs))
-        if isinstance(value, torch.Tensor) and id(value) not in own
+        if isinstance(value, torch.Tensor) and id(value) not in named
     }
     methods = subject.methods(traced.codes)
     return Outside(
@@ -207,28 +208,28 @@ def _overlaps(paths: Mapping[fx.Node, str], traced: Traced) -> Overlaps:
 def _named_symbols(
     places: Mapping[Any, tuple[str, int]],
     arguments: inspect.BoundArguments,
-    given: Sequence[Leaf],
+    call: Sequence[Leaf],
     dims: DynamicDims,
 ) -> dict[Any, tuple[str, int]]:
     """The same for symbols of tensors that the graph does not take, by Dynamo's names of them."""
-    axes = {id(leaf.value): dims.of(leaf) for leaf in given}
-    found: dict[Any, tuple[str, int]] = {}
+    axes = {id(leaf.value): dims.of(leaf) for leaf in call}
+    symbols: dict[Any, tuple[str, int]] = {}
     for symbol, (name, dim) in places.items():
         if not name.startswith("L["):
             continue
         tensor = eval(name, {"__builtins__": {}}, {"L": dict(arguments.arguments)})
         axis = axes.get(id(tensor), {}).get(dim)
         if axis is not None:
-            found[symbol] = (axis.name, axis.extra)
-    return found
+            symbols[symbol] = (axis.name, axis.extra)
+    return symbols
 
 
 def _symbols(
-    paths: Mapping[fx.Node, str], given: Sequence[Leaf], dims: DynamicDims
+    paths: Mapping[fx.Node, str], call: Sequence[Leaf], dims: DynamicDims
 ) -> dict[Any, tuple[str, int]]:
     """The axis, and the offset from it, that each symbol of the trace stands for."""
-    axes = {leaf.path: dims.of(leaf) for leaf in given}
-    found: dict[Any, tuple[str, int]] = {}
+    axes = {leaf.path: dims.of(leaf) for leaf in call}
+    symbols: dict[Any, tuple[str, int]] = {}
     for node, path in paths.items():
         for dim, axis in axes[path].items():
             size = value_of(node).shape[dim]
@@ -236,5 +237,5 @@ def _symbols(
                 continue
             for expression in expressions(size):
                 if expression.is_symbol:
-                    found.setdefault(expression, (axis.name, axis.extra))
-    return found
+                    symbols.setdefault(expression, (axis.name, axis.extra))
+    return symbols

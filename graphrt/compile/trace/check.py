@@ -1,4 +1,4 @@
-"""Whether a call is one that the traced code is right for, and what it writes lies apart."""
+"""Arguments of a call are held against those of the trace, and written ones must lie apart."""
 
 from __future__ import annotations
 
@@ -18,18 +18,26 @@ Small = tuple[tuple[str, int], ...]
 _MOST_SIZES = 4096
 
 
+_LOOKED_AT = (
+    "the type",
+    "the layout",
+    "whether it is conjugated, is negated, or requires gradients",
+    "the dtype",
+    "the device",
+)
+
+
 class _Tensor(NamedTuple):
-    kind: type
-    dtype: torch.dtype
-    device: torch.device
-    layout: torch.layout
+    """A tensor argument of the trace. `looks` is what `_LOOKED_AT` names, `shape` has None for a
+    batch dimension, and `strides` is None for a contiguous one."""
+
+    looks: tuple[object, ...]
     shape: tuple[int | None, ...]
-    strides: tuple[int | None, ...] | None
-    flags: tuple[bool, ...]
+    strides: tuple[int, ...] | None
 
 
 class CallChecker:
-    """What the trace has baked in about its arguments, to hold calls against.
+    """The properties of arguments that the trace has baked in; calls are held against them.
 
     `conditions` are relations between sizes; `symbols` says how each symbol in them follows from
     the sizes of the axes: (axis, offset). `does_the_same` says of sizes of the symbols whether the
@@ -89,7 +97,7 @@ class CallChecker:
         return needed
 
     def sizes_needing_own(self, leaves: Sequence[Leaf]) -> Small:
-        """What `check` returns for a call that it lets pass; looks at sizes only."""
+        """The result of `check` for a call that passes it; looks at sizes only."""
         sizes = sizes_of(self._dims, leaves)
         needed = self._known_sizes.get(tuple(sizes.values()))
         if needed is None:
@@ -99,10 +107,10 @@ class CallChecker:
     def ones_needing_own(self, leaves: Sequence[Leaf]) -> list[Small]:
         """Which axes need code of their own at a size of 1: each by itself, and all at once."""
         axes = list(sizes_of(self._dims, leaves))
-        wanted: list[Small] = [((axis, 1),) for axis in axes]
+        candidates: list[Small] = [((axis, 1),) for axis in axes]
         if len(axes) > 1:
-            wanted.append(tuple((axis, 1) for axis in axes))
-        return [small for small in wanted if not self._serves(small)]
+            candidates.append(tuple((axis, 1) for axis in axes))
+        return [small for small in candidates if not self._serves(small)]
 
     def _needed(self, sizes: Mapping[str, int]) -> Small:
         small = tuple((axis, size) for axis, size in sizes.items() if size < 2)
@@ -133,20 +141,13 @@ class CallChecker:
         dims = self._dims.of(leaf)
         shape = tuple(None if dim in dims else n for dim, n in enumerate(value.shape))
         strided = value.layout is torch.strided and not value.is_contiguous()
-        strides = value.stride() if strided else None
-        return _Tensor(
-            _kind(value),
-            value.dtype,
-            value.device,
-            value.layout,
-            shape,
-            strides,
-            self._flags(value),
-        )
+        return _Tensor(self._looks(value), shape, value.stride() if strided else None)
 
-    def _flags(self, value: torch.Tensor) -> tuple[bool, ...]:
+    def _looks(self, value: torch.Tensor) -> tuple[object, ...]:
+        kind = torch.Tensor if isinstance(value, torch.nn.Parameter) else type(value)
         gradients = self._asks_for_gradients and value.requires_grad
-        return value.is_conj(), value.is_neg(), gradients
+        flags = value.is_conj(), value.is_neg(), gradients
+        return kind, value.layout, flags, value.dtype, value.device
 
     def _check_leaf(self, leaf: Leaf) -> None:
         path, value = leaf.path, leaf.value
@@ -154,18 +155,14 @@ class CallChecker:
         if not isinstance(expected, _Tensor):
             _check_constant(path, value, expected)
             return
-        if not isinstance(value, torch.Tensor) or _kind(value) is not expected.kind:
-            raise _changed(path, "the type", type(value).__name__, expected.kind.__name__)
-        if value.layout is not expected.layout:
-            raise _changed(path, "the layout", value.layout, expected.layout)
-        if (flags := self._flags(value)) != expected.flags:
-            raise _changed(path, _FLAGS, flags, expected.flags)
-        if value.dtype is not expected.dtype:
-            raise _changed(path, "the dtype", value.dtype, expected.dtype)
-        if value.device != expected.device:
-            raise _changed(path, "the device", value.device, expected.device)
+        if not isinstance(value, torch.Tensor):
+            raise _changed(path, "the type", type(value), expected.looks[0])
+        looks = self._looks(value)
+        if looks != expected.looks:
+            both = zip(_LOOKED_AT, looks, expected.looks, strict=True)
+            raise next(_changed(path, *each) for each in both if each[1] != each[2])
         self._check_shape(path, value, expected.shape)
-        if expected.layout is torch.strided:
+        if value.layout is torch.strided:
             self._check_strides(path, value, expected.strides)
 
     def _check_shape(
@@ -173,15 +170,15 @@ class CallChecker:
     ) -> None:
         if value.dim() != len(expected):
             raise _changed(path, "the number of dimensions", value.dim(), len(expected))
-        for dim, (size, wanted) in enumerate(zip(value.shape, expected, strict=True)):
-            if wanted is not None and size != wanted:
+        for dim, (size, expected_size) in enumerate(zip(value.shape, expected, strict=True)):
+            if expected_size is not None and size != expected_size:
                 if not self._dims:
                     raise _another_size(path, dim, tuple(value.shape), expected)
                 what = f"the size of dimension {dim}, which is no batch dimension"
                 raise _changed(path, what, tuple(value.shape), _shape_text(expected))
 
     def _check_strides(
-        self, path: str, value: torch.Tensor, expected: tuple[int | None, ...] | None
+        self, path: str, value: torch.Tensor, expected: tuple[int, ...] | None
     ) -> None:
         strides = value.stride()
         if expected is not None:
@@ -202,7 +199,7 @@ class CallChecker:
         if condition is None:
             return
         names = sorted({self._symbols[s][0] for s in condition.free_symbols})
-        named = condition.subs({s: axis_symbol(place) for s, place in self._symbols.items()})
+        named = condition.subs({s: axis_symbol(axis) for s, axis in self._symbols.items()})
         raise RetraceError(
             f"the number of {' and '.join(names)} is one that the forward decides by, and "
             "the other way was traced",
@@ -220,14 +217,14 @@ class CallChecker:
                 probe = Leaf(
                     path, torch.empty([1] * len(expected.shape), dtype=torch.uint8, device="meta")
                 )
-                if any(found.name == axis for found in self._dims.of(probe).values()):
+                if any(dim.name == axis for dim in self._dims.of(probe).values()):
                     return path
         return axis
 
 
 def _check_constant(path: str, value: object, expected: object) -> None:
     if isinstance(value, torch.Tensor) or (value is None) is not (expected is None):
-        raise _changed(path, "the type", type(value).__name__, type(expected).__name__)
+        raise _changed(path, "the type", type(value), type(expected))
     if value is not expected and not _equal(value, expected):
         raise _changed(path, "a value that the code has baked in", value, expected)
 
@@ -235,22 +232,28 @@ def _check_constant(path: str, value: object, expected: object) -> None:
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a new tensor of that shape. A row that is cut out of wider ones has another
     stride in its dimension of size 1, and counts as contiguous all the same."""
-    found, step = [], 1
+    strides, step = [], 1
     for size in reversed(shape):
-        found.append(step)
+        strides.append(step)
         step *= max(size, 1)
-    return tuple(reversed(found))
+    return tuple(reversed(strides))
 
 
 def _changed(path: str, what: str, got: object, expected: object) -> RetraceError:
     return RetraceError(
         f"argument {path} differs from the compiled call in {what}",
         input=path,
-        got=got if isinstance(got, str) else repr(got),
-        expected=expected if isinstance(expected, str) else repr(expected),
+        got=_text(got),
+        expected=_text(expected),
         advice="pass what was compiled for, name the dimension in dynamic_dims, or compile a "
         "second instance of the module",
     )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, type):
+        return value.__name__
+    return value if isinstance(value, str) else repr(value)
 
 
 def _another_size(
@@ -266,13 +269,6 @@ def _another_size(
         f"sizes=[{expected[dim]}], and compile another instance for each other one",
         of_sizes=True,
     )
-
-
-def _kind(value: torch.Tensor) -> type:
-    return torch.Tensor if isinstance(value, torch.nn.Parameter) else type(value)
-
-
-_FLAGS = "whether it is conjugated, is negated, or requires gradients"
 
 
 def _equal(a: Any, b: Any) -> bool:

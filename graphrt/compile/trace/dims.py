@@ -80,26 +80,26 @@ class DynamicDims:
 
 def sizes_of(dims: DynamicDims, leaves: Iterable[Leaf]) -> dict[str, int]:
     """The size of every axis in a call; raises `RetraceError` where arguments contradict."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     first: dict[str, str] = {}
     for leaf in leaves:
         for dim, axis in dims.of(leaf).items():
             size = leaf.value.shape[dim] - axis.extra
-            known = found.setdefault(axis.name, size)
-            if known != size:
+            expected = sizes.setdefault(axis.name, size)
+            if expected != size:
                 raise RetraceError(
                     f"argument {leaf.path} has another number of {axis.name} than "
                     f"{first[axis.name]}",
                     input=leaf.path,
                     got=f"{leaf.value.shape[dim]} in dimension {dim}",
-                    expected=str(known + axis.extra),
+                    expected=str(expected + axis.extra),
                     advice="pass arguments of one batch, or give the dimension an axis of its own",
                 )
             first.setdefault(axis.name, leaf.path)
-    return found
+    return sizes
 
 
-def telling_sizes(given: Mapping[str, int], avoid: Iterable[int]) -> dict[str, int]:
+def telling_sizes(near_sizes: Mapping[str, int], avoid: Iterable[int]) -> dict[str, int]:
     """A size for every axis, near the given one, that nothing else has.
 
     A size that two things have would be taken for one size of both. None is made as small as 2 or
@@ -107,14 +107,14 @@ def telling_sizes(given: Mapping[str, int], avoid: Iterable[int]) -> dict[str, i
     for a constant.
     """
     taken = {0, 1, *avoid}
-    found: dict[str, int] = {}
-    for name, size in given.items():
+    chosen: dict[str, int] = {}
+    for name, size in near_sizes.items():
         above = range(size + 1, size + len(taken) + 8)
         # Halves of an even size are equal, and the trace may rely on it.
         near = [size, *sorted((*range(size - 1, 3, -1), *above), key=lambda n: (n - size) % 2)]
-        found[name] = next(n for n in near if n not in taken and n + 1 not in taken)
-        taken |= {found[name] - 1, found[name], found[name] + 1}
-    return found
+        chosen[name] = next(n for n in near if n not in taken and n + 1 not in taken)
+        taken |= {chosen[name] - 1, chosen[name], chosen[name] + 1}
+    return chosen
 
 
 def examples(
@@ -124,7 +124,7 @@ def examples(
 
     A leaf without batch dimensions is represented by itself, under an identity of its own.
     """
-    found = {}
+    tensors = {}
     for leaf in leaves:
         value = leaf.value
         if not isinstance(value, torch.Tensor):
@@ -132,7 +132,7 @@ def examples(
         axes = dims.of(leaf)
         if not axes:
             plain = type(value) is torch.Tensor and not value.requires_grad
-            found[leaf.path] = value.detach() if plain else value
+            tensors[leaf.path] = value.detach() if plain else value
             continue
         shape = list(value.shape)
         for dim, axis in axes.items():
@@ -143,8 +143,8 @@ def examples(
             made = torch.empty_strided(
                 shape, value.stride(), dtype=value.dtype, device=value.device
             )
-        found[leaf.path] = made.requires_grad_(value.requires_grad)
-    return found
+        tensors[leaf.path] = made.requires_grad_(value.requires_grad)
+    return tensors
 
 
 def _axis(text: object) -> Axis:

@@ -18,6 +18,7 @@ from torch import fx
 from graphrt.compile.errors import TraceError
 from graphrt.compile.private_torch.guards import GuardFilter, Guards, all_guarded, names_read
 from graphrt.compile.private_torch.traces import (
+    errors_told_once,
     mark_dynamic,
     mark_unbacked,
     new_code_shown,
@@ -28,7 +29,7 @@ from graphrt.compile.private_torch.traces import (
 from graphrt.compile.trace._side_effects import Rewritten, assignments
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
-from graphrt.compile.trace.user_lines import decided_by_unknown, lines_of
+from graphrt.compile.trace.user_lines import explained
 from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import GraphRTError
 
@@ -39,7 +40,7 @@ _traces = 0
 
 @dataclass(frozen=True)
 class Traced:
-    """What one trace found.
+    """The result of one trace.
 
     `graph` takes arguments, sizes and weights, in an order of Dynamo's own. `transformed` is the
     code that Dynamo leaves of the forward: it gathers those, calls the graph, and builds what the
@@ -62,7 +63,7 @@ class Traced:
     _graph_name: str
 
     def inputs_of(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """What the graph is given in such a call, which ends there."""
+        """The graph's inputs in such a call, which ends there."""
         seen: list[Any] = []
 
         def look(*inputs: Any) -> tuple[Any, ...]:
@@ -122,12 +123,12 @@ def trace(
         except GraphRTError:
             raise
         except Exception as error:
-            raise _explained(error, dynamic_shapes, any_size=bool(dims)) from error
+            raise explained(error, dynamic_shapes, any_size=bool(dims)) from error
     return seen.traced(arguments.arguments)
 
 
 class _Backend:
-    """Takes what Dynamo makes of `function` in one trace, and runs none of it."""
+    """Dynamo's backend for one trace of `function`: keeps the graph and runs none of it."""
 
     def __init__(self, function: FunctionType) -> None:
         self.function = function
@@ -147,7 +148,7 @@ class _Backend:
             self._code = new
 
     def traced(self, arguments: Mapping[str, Any]) -> Traced:
-        """What was found, once the trace has ended."""
+        """The result, once the trace has ended."""
         if self._graph is None or self._code is None:
             raise TraceError(
                 "nothing was traced: the forward issues no operator",
@@ -199,9 +200,9 @@ def _mark(leaves: Sequence[Leaf], dims: DynamicDims, *, unbacked: bool) -> list[
                 mark_dynamic(leaf.value, dim)
             offset = f" - {axis.extra}" if axis.extra else ""
             here = f"{leaf.path}.size({dim}){offset}"
-            there = first.setdefault(axis.name, here)
-            if there != here and not shared:
-                equalities.append(f"{here} == {there}")
+            first_one = first.setdefault(axis.name, here)
+            if first_one != here and not shared:
+                equalities.append(f"{here} == {first_one}")
     return equalities
 
 
@@ -235,41 +236,10 @@ def _tracing(hook: Callable[[CodeType, CodeType], None], *, oblivious: bool) -> 
     """`oblivious`: symbols may be 1, so that a branch that asks for it is a condition; operators do
     not ask."""
     with ExitStack() as stack:
+        stack.enter_context(errors_told_once())
         stack.enter_context(new_code_shown(hook))
         stack.enter_context(torch.no_grad())
         stack.enter_context(all_guarded())
         if oblivious:
             stack.enter_context(size_oblivious())
         yield
-
-
-def _explained(error: Exception, dynamic_shapes: str, *, any_size: bool) -> GraphRTError:
-    named: BaseException | None = error
-    while named is not None:
-        if isinstance(named, GraphRTError):
-            return named  # raised by what was traced
-        named = named.__cause__ or named.__context__
-    error = getattr(error, "inner_exception", None) or error
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else type(error).__name__
-    kind = type(error).__name__
-    if "ConstraintViolation" in kind + text:
-        return TraceError(
-            "a batch dimension is a constant in the forward",
-            got=text,
-            expected="a forward that works for every batch size",
-            advice="remove the comparison with a number, or take the dimension out of "
-            "dynamic_dims ({} for none): the code is then for the size of the first call alone",
-        )
-    lines = lines_of(text.partition("from user code:")[2])
-    if "data-dependent" in text:
-        return decided_by_unknown(first, lines, unbacked=dynamic_shapes == "unbacked")
-    advice = "look at the error above; take what cannot be traced into an opaque operator"
-    if any_size and kind == "TorchRuntimeError":
-        advice += ". The trace has other batch sizes than the call: if the forward works for that "
-        advice += "one alone, as with a static cache, write dynamic_dims={}"
-    return TraceError(
-        f"the forward cannot be traced as one graph: {kind}: {first}",
-        got=next(reversed(lines), None),
-        advice=advice,
-    )

@@ -1,4 +1,4 @@
-"""Where a graph's inputs come from in a call, and what of its outputs the call returns."""
+"""The way from a call's arguments to a graph's inputs, and from its outputs to the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Interface:
     a weight. `result` is what the forward returns, with an `Output` for each tensor of the graph.
     """
 
-    inputs: tuple[str | torch.Tensor, ...]
+    inputs: tuple[str | Weight, ...]
     result: Any
 
 
@@ -46,9 +46,12 @@ class Argument:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the module that the forward returns as it is."""
+    """A tensor of the module, which its `repr` tells from any other one."""
 
     tensor: torch.Tensor
+
+    def __repr__(self) -> str:
+        return f"weight {id(self.tensor)}"
 
 
 class _Unclear(Exception):
@@ -68,18 +71,18 @@ def interface(traced: Traced, probes: Sequence[Probe]) -> tuple[Interface | None
     """How the forward calls its graph; None, and why, where only Dynamo's code can do it.
 
     Dynamo's code is run once for each probe with something in place of the graph that only looks.
-    What differs between two probes of other sizes is known to depend on the size.
+    A text that differs between two probes of other sizes depends on the size.
     """
     if traced.assigned:
         return None, f"the forward assigns to {', '.join(traced.assigned)}"
     try:
-        found = [_probe(traced, *probe) for probe in probes]
+        interfaces = [_probe(traced, *probe) for probe in probes]
     except Exception as error:
         # Whatever the forward does with its results, it cannot be done with placeholders.
         return None, f"the forward computes with what its graph returns ({error!r})"
-    first = found[0]
-    if all(_same(first, other) for other in found[1:]):
-        return first, ""
+    # By text, in which True is not 1, and a weight is itself.
+    if len(set(map(repr, interfaces))) == 1:
+        return interfaces[0], ""
     return None, "two example batches do not tell how the forward calls its graph"
 
 
@@ -99,7 +102,7 @@ def _probe(
     nodes = placeholders(traced.graph)
     sizes = _size_texts(nodes, seen, paths)
     inputs = tuple(_source(n, value, paths, sizes) for n, value in zip(nodes, seen, strict=True))
-    weights = {id(value): value for value in inputs if isinstance(value, torch.Tensor)}
+    weights = {id(value.tensor): value for value in inputs if isinstance(value, Weight)}
     return Interface(inputs, _described(returned, paths, weights))
 
 
@@ -111,29 +114,29 @@ def _size_texts(
     nodes: Sequence[fx.Node], values: Sequence[Any], paths: dict[int, str]
 ) -> dict[Any, str]:
     """How to read each symbol off the arguments."""
-    found: dict[Any, str] = {}
+    texts: dict[Any, str] = {}
     for node, tensor in zip(nodes, values, strict=True):
         fake, path = value_of(node), paths.get(id(tensor))
         if path is None or not isinstance(fake, torch.Tensor):
             continue
         for dim, size in enumerate(fake.shape):
             if isinstance(size, torch.SymInt):
-                found.setdefault(expressions(size)[0], f"{path}.size({dim})")
-    return found
+                texts.setdefault(expressions(size)[0], f"{path}.size({dim})")
+    return texts
 
 
 def _source(
     node: fx.Node, value: Any, paths: dict[int, str], sizes: dict[Any, str]
-) -> str | torch.Tensor:
+) -> str | Weight:
     if isinstance(value, torch.Tensor):
-        return paths.get(id(value), value)
+        return paths.get(id(value)) or Weight(value)
     symbolic = value_of(node)
     if isinstance(symbolic, torch.SymInt) and (expression := expressions(symbolic)[0]) in sizes:
         return sizes[expression]
     raise _Unclear(node.name)
 
 
-def _described(value: Any, paths: dict[int, str], weights: dict[int, torch.Tensor]) -> Any:
+def _described(value: Any, paths: dict[int, str], weights: dict[int, Weight]) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_described(v, paths, weights) for v in value)
     if type(value) is dict:
@@ -142,25 +145,8 @@ def _described(value: Any, paths: dict[int, str], weights: dict[int, torch.Tenso
         if id(value) in paths:
             return Argument(paths[id(value)])
         if id(value) in weights:
-            return Weight(value)
+            return weights[id(value)]
         raise _Unclear("a tensor from elsewhere")
     if isinstance(value, Output) or value is None or type(value) in (int, float, str, bool):
         return value
     raise _Unclear(type(value).__name__)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Interface):
-        both = zip(a.inputs, b.inputs, strict=True)
-        return all(_same(x, y) for x, y in both) and _same(a.result, b.result)
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return a is b
-    if isinstance(a, Weight) and isinstance(b, Weight):
-        return a.tensor is b.tensor
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
-    return bool(a == b)

@@ -1,4 +1,4 @@
-"""What a trace has baked in besides its arguments: attributes, globals, hooks, settings."""
+"""Attributes, globals, hooks and settings that a trace has baked in, besides its arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNDER_THE_SAME = "call it under the settings of the trace"
 
 
 class Outside:
-    """What held outside of the arguments at the trace.
+    """The state outside of the arguments at the trace.
 
     `guards` are Dynamo's, which say nothing of the methods of classes, of what the forward only
     writes (`rewritten`), nor of the defaults of `parameters`, as the traced call is given them all.
@@ -70,9 +70,9 @@ class Outside:
     def check_settings(self) -> None:
         """Raise `RetraceError` if a setting of the process that operators depend on has changed; to
         be called without gradients. A fraction of a microsecond."""
-        if not self._ambient.holds() and (found := self._ambient.differences()):
-            text = found[0].replace("capture", "the trace")
-            raise _changed(found[0].partition(":")[0], text, advice=_UNDER_THE_SAME)
+        if not self._ambient.holds() and (changes := self._ambient.differences()):
+            text = changes[0].replace("capture", "the trace")
+            raise _changed(changes[0].partition(":")[0], text, advice=_UNDER_THE_SAME)
         if function_modes() != self._modes:
             text = f"{function_modes()} of them, {self._modes} at the trace"
             raise _changed("torch function modes", text, advice=_UNDER_THE_SAME)
@@ -170,15 +170,15 @@ def _explained(said: str, text_of: Callable[[str], str]) -> _Broken:
         return _Broken("the module", said, _AS_TRACED)
     name, now = readable_name(source.group()), text_of(source.group())
     said = said.replace(source.group(), name)
-    if found := _CONTAINS.search(said):
-        name = f"{name.removesuffix('.__dict__')}.{found[2]}"
-        there = "an attribute of the object", "no attribute of the object"
-        return _Broken(name, *(there if found[1] else there[::-1]))
-    if found := _KIND.search(said):
-        kind = found[2].removeprefix("builtins.")
-        return _Broken(name, now, f"the same {kind}" if found[1] == "obj" else f"a {kind}")
-    if found := _TENSOR.search(said):
-        return _Broken(name, now, f"{found[1]} {found[2]}")
+    if match := _CONTAINS.search(said):
+        name = f"{name.removesuffix('.__dict__')}.{match[2]}"
+        states = "an attribute of the object", "no attribute of the object"
+        return _Broken(name, *(states if match[1] else states[::-1]))
+    if match := _KIND.search(said):
+        kind = match[2].removeprefix("builtins.")
+        return _Broken(name, now, f"the same {kind}" if match[1] == "obj" else f"a {kind}")
+    if match := _TENSOR.search(said):
+        return _Broken(name, now, f"{match[1]} {match[2]}")
     length = _LENGTH.fullmatch(said)
     if length and not now.endswith(f" of {length[2]}"):
         said = f"{length[1]} == {length[2]}"  # some guards say what is wrong

@@ -115,8 +115,8 @@ def substitute(
     """The same arguments with other tensors at the paths of `replacements`."""
     copied = inspect.BoundArguments(bound.signature, bound.arguments.__class__())
     for name, argument in bound.arguments.items():
-        found = [replacements.get(path, leaf) for path, leaf in tree.leaves(argument, name)]
-        in_order = iter(found)
+        values = [replacements.get(path, leaf) for path, leaf in tree.leaves(argument, name)]
+        in_order = iter(values)
         copied.arguments[name] = tree.map_leaves(partial(_next, in_order), argument)
     return copied
 

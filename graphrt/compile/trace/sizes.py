@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.private_torch.traces import computed, expressions, fake_tensors
+from graphrt.compile.private_torch.traces import (
+    computed,
+    errors_told_once,
+    expressions,
+    fake_tensors,
+)
 from graphrt.core.base.log import logger
 
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -28,12 +33,12 @@ def value_of(node: fx.Node) -> Any:
 
 
 def placeholders(graph: fx.GraphModule) -> list[fx.Node]:
-    """What a graph is given."""
+    """The inputs of a graph."""
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
 def results_of(graph: fx.GraphModule) -> Any:
-    """What a graph returns."""
+    """The value that a graph returns."""
     return next(iter(reversed(graph.graph.nodes))).args[0]
 
 
@@ -49,10 +54,10 @@ def sized(value: Any, sizes: Mapping[Any, int]) -> Any:
         )
     if not isinstance(value, torch.SymInt):
         return value
-    found = expressions(value)[0].subs(sizes)
-    if found.free_symbols:
+    expression = expressions(value)[0].subs(sizes)
+    if expression.free_symbols:
         raise LookupError(f"{value} depends on data")
-    return int(found)
+    return int(expression)
 
 
 def is_number(node: fx.Node) -> bool:
@@ -62,32 +67,32 @@ def is_number(node: fx.Node) -> bool:
 
 def floating(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that compute numbers from numbers only: every piece can compute them itself."""
-    found: set[fx.Node] = set()
+    numbers: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or not is_number(node):
             continue
         if all(
-            n in found or (n.op == "placeholder" and is_number(n)) for n in node.all_input_nodes
+            n in numbers or (n.op == "placeholder" and is_number(n)) for n in node.all_input_nodes
         ):
-            found.add(node)
-    return found
+            numbers.add(node)
+    return numbers
 
 
 def resolve_sizes(graph: fx.Graph) -> None:
-    """Rewrite what asks tensors for their sizes into the sizes that the graph is given.
+    """Replace calls that ask tensors for their sizes by the sizes that the graph is given.
 
     `x.size()` becomes a tuple of numbers and its elements those numbers, so that no piece takes a
     tensor only to ask for its size. Static sizes become constants. What depends on data stays.
     """
-    known = _size_placeholders(graph)
+    sizes = _size_placeholders(graph)
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    made: dict[Any, Any] = dict(known)
+    made: dict[Any, Any] = dict(sizes)
     for node in list(graph.nodes):
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        found = _resolved(graph, node, made, first)
-        if found is not None:
-            _replace(node, found)
+        number = _resolved(graph, node, made, first)
+        if number is not None:
+            _replace(node, number)
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op not in ("placeholder", "output") and _asks_only(node):
             graph.erase_node(node)
@@ -111,11 +116,11 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _size_placeholders(graph: fx.Graph) -> dict[Any, fx.Node]:
-    found: dict[Any, fx.Node] = {}
+    by_size: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and isinstance(value_of(node), torch.SymInt):
-            found.setdefault(expressions(value_of(node))[0], node)
-    return found
+            by_size.setdefault(expressions(value_of(node))[0], node)
+    return by_size
 
 
 def _number(graph: fx.Graph, value: Any, made: dict[Any, Any], before: fx.Node) -> Any:
@@ -174,7 +179,7 @@ def does_the_same(graph: fx.GraphModule, sizes: Mapping[Any, int]) -> bool:
     says it has at these `sizes` of its symbols. Runs on tensors without memory; what cannot be
     run so is not the same."""
     try:
-        with fake_tensors(), torch.no_grad():
+        with errors_told_once(), fake_tensors(), torch.no_grad():
             _Rerun(graph, sizes).run()
     except Exception as error:
         # Whatever it is: it was no error at the sizes of the trace. It costs a trace more, no more.

@@ -1,4 +1,4 @@
-"""What is compiled, and where it keeps its weights."""
+"""The compiled module or function, and the places of its weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DEEPEST = 20
 
 
 class Held(Protocol):
-    """What holds objects by keys."""
+    """A container that has objects by keys."""
 
     def get(self, key: Any, /) -> Any:
         """The object, or None."""
 
 
 Holding = tuple[Held, Any, Any]
-"""What holds an object, such as a dict, by which key, and the object."""
+"""A container, such as a dict, a key, and the object that it has there."""
 
 
 Method = tuple[type, str, FunctionType, CodeType]
@@ -37,7 +37,7 @@ Method = tuple[type, str, FunctionType, CodeType]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compiled: a module or a function, and how it is called. `small` are the axes that are
+    """The module or function to compile, and how it is called. `small` are the axes that are
     no batch ones in `dims`, because their size is 0 or 1."""
 
     module: Callable[..., Any]
@@ -53,33 +53,33 @@ class Subject:
     def weights(self) -> dict[str, torch.Tensor]:
         """All tensors of the module by name, those that share a name's tensor too; of a function,
         those of the modules that it refers to."""
-        found: dict[str, torch.Tensor] = {}
+        weights: dict[str, torch.Tensor] = {}
         for prefix, module in self._modules():
-            found.update(_tensors_of(prefix, module))
-        return found
+            weights.update(_tensors_of(prefix, module))
+        return weights
 
     def holdings(self) -> list[Holding]:
-        """Where the module keeps its weights and modules, and what is there now."""
-        found: list[Holding] = []
+        """The containers of the module's weights and submodules, with the objects of now."""
+        holdings: list[Holding] = []
         for _, module in self._modules():
-            own = vars(module)
+            attributes = vars(module)
             for held in held_by(module):
-                found += [(held, name, value) for name, value in held.items()]
-            for name, value in own.items():
+                holdings += [(held, name, value) for name, value in held.items()]
+            for name, value in attributes.items():
                 if name[0] != "_":
-                    found += [(own, name, value), *_inside(value)]
-        return found
+                    holdings += [(attributes, name, value), *_inside(value)]
+        return holdings
 
     def methods(self, codes: Iterable[CodeType]) -> list[Method]:
         """The methods of the modules whose code is among `codes`."""
         traced = set(codes)
-        found: list[Method] = []
+        methods: list[Method] = []
         for kind in {type(module): None for _, module in self._modules()}:
             for name in {name: None for base in kind.__mro__ for name in vars(base)}:
                 function = inspect.getattr_static(kind, name)
                 if isinstance(function, FunctionType) and function.__code__ in traced:
-                    found.append((kind, name, function, function.__code__))
-        return found
+                    methods.append((kind, name, function, function.__code__))
+        return methods
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         roots: Mapping[str, Any] = {"": self.module}
@@ -97,12 +97,12 @@ class _Items:
     def __init__(self, items: list[Any]) -> None:
         self._items = items
 
-    def get(self, place: int, /) -> Any:
-        return self._items[place] if place < len(self._items) else None
+    def get(self, index: int, /) -> Any:
+        return self._items[index] if index < len(self._items) else None
 
 
 def _inside(value: object, depth: int = 0) -> list[Holding]:
-    """Which containers within an attribute lead to tensors, and to what else that does."""
+    """The containers below an attribute that lead to tensors, and their items that do."""
     held: Any
     if isinstance(value, dict):
         held, items = value, [*value.items()]
@@ -115,19 +115,19 @@ def _inside(value: object, depth: int = 0) -> list[Holding]:
         items = [*held.items()]
     else:
         return []
-    found: list[Holding] = []
+    holdings: list[Holding] = []
     for key, item in items if depth < _DEEPEST else ():
         inside = [] if isinstance(item, torch.Tensor) else _inside(item, depth + 1)
         if held is not None and (inside or isinstance(item, torch.Tensor)):
-            found.append((held, key, item))
-        found += inside
-    return found
+            holdings.append((held, key, item))
+        holdings += inside
+    return holdings
 
 
 def _tensors_of(prefix: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    own = {n: v for n, v in vars(module).items() if not n.startswith("_")}
+    attributes = {n: v for n, v in vars(module).items() if not n.startswith("_")}
     parameters, buffers, _ = held_by(module)
-    for name, value in {**parameters, **buffers, **own}.items():
+    for name, value in {**parameters, **buffers, **attributes}.items():
         for path, leaf in tree.leaves(value):
             if isinstance(leaf, torch.Tensor):
                 yield f"{prefix}.{name}{path}".lstrip("."), leaf

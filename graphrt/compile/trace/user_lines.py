@@ -1,5 +1,9 @@
-"""The lines of the forward that Dynamo speaks of, and what to write there where one decides by a
-size that is not known while it is traced."""
+"""Errors of a trace in words of the forward: its line, and the line to write instead.
+
+Dynamo's own text has paragraphs of hints about its settings; of these only the explanation and the
+line of the forward are kept. Where the forward decides by a size that no trace knows, the slices
+before that line say which check is missing.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,77 @@ import re
 from collections.abc import Iterator, Sequence
 
 from graphrt.compile.errors import TraceError
+from graphrt.core.base.errors import GraphRTError
 from graphrt.core.capture.source import Source
 
 _EXPRESSION = re.compile(r"data-dependent expression .*?\(unhinted: (.*?)\)\.")
+_CONSTANT = re.compile(r"L\['(\w+)'\](.*?)\.size\(\)\[(\d+)\].*? constant \((\d+)\)")
+_EXPLANATION = re.compile(r"^ *Explanation: (?:Dynamo failed to run .*: got )?(.*)$", re.MULTILINE)
+_HIGHER_ORDER = re.compile(r"^ *Higher Order Operator: (.*)$", re.MULTILINE)
+_INCOMPLETE = "This higher order operator doesn't work unless"
 _FRAME = re.compile(r'File "([^<].*)", line (\d+), in (.*)')
 _PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
 
 
+def explained(error: Exception, dynamic_shapes: str, *, any_size: bool) -> GraphRTError:
+    """Dynamo's error as one about the forward. An error of graphrt's, which the traced code raised,
+    stays as it is."""
+    named: BaseException | None = error
+    while named is not None:
+        if isinstance(named, GraphRTError):
+            return named  # raised by what was traced
+        named = named.__cause__ or named.__context__
+    error = getattr(error, "inner_exception", None) or error
+    text, kind = str(error).strip(), type(error).__name__
+    lines = lines_of(text.partition("from user code:")[2] or text)
+    if "ConstraintViolation" in kind + text:
+        return _constant_dimension(text, lines)
+    if "data-dependent" in text:
+        return decided_by_unknown(text, lines, unbacked=dynamic_shapes == "unbacked")
+    advice = "take what cannot be traced into an opaque operator"
+    if any_size and kind == "TorchRuntimeError":
+        advice += ". The trace has other batch sizes than the call: if the forward works for that "
+        advice += "one alone, as with a static cache, write dynamic_dims={}"
+    return TraceError(
+        f"the forward cannot be traced as one graph: {_reason(error, text)}",
+        got=next(reversed(lines), None),
+        advice=advice,
+    )
+
+
+def _reason(error: Exception, text: str) -> str:
+    """The sentence in Dynamo's text that says why."""
+    first = text.splitlines()[0] if text else type(error).__name__
+    explanation, operator = _EXPLANATION.search(text), _HIGHER_ORDER.search(text)
+    if explanation is not None:
+        first = explanation[1].replace("this HOP", "it")
+    elif first.startswith(_INCOMPLETE):
+        first = "it does not become one graph"
+    elif not type(error).__module__.startswith("torch."):
+        first = f"{type(error).__name__}: {first}"
+    return first if operator is None else f"{operator[1]}: {first}"
+
+
+def _constant_dimension(text: str, lines: Sequence[Source]) -> TraceError:
+    match = _CONSTANT.search(text)
+    got = text.splitlines()[0]
+    if match is not None:
+        got = f"dimension {match[3]} of {match[1]}{match[2]} is {match[4]}"
+    return TraceError(
+        "a batch dimension is a constant in the forward",
+        got=f"{got}, by {lines[-1]}" if lines else got,
+        expected="a forward that works for every batch size",
+        advice="remove the comparison with a number, or take the dimension out of "
+        "dynamic_dims ({} for none): the code is then for the size of the first call alone",
+    )
+
+
 def decided_by_unknown(said: str, frames: Sequence[Source], *, unbacked: bool) -> TraceError:
-    """Of what Dynamo says of a number that it does not know; `frames` are the forward's lines, the
-    innermost last."""
+    """The error for a branch on a number that Dynamo does not know. `said` is its text, `frames`
+    are the forward's lines, the innermost last."""
     first = said.splitlines()[0]
-    found = _EXPRESSION.search(first)
-    by = found[1] if found else first
+    match = _EXPRESSION.search(first)
+    by = match[1] if match else first
     advice = "compare tensors instead (torch.where), or read what data tell, as item() and "
     advice += "nonzero() do, in an opaque operator"
     if not all(map(_is_own, frames)):
@@ -32,8 +94,8 @@ def decided_by_unknown(said: str, frames: Sequence[Source], *, unbacked: bool) -
         what = f"the forward decides by {by}, which dynamic_shapes='unbacked' refuses"
         advice = "add torch._check for what is always true, or use dynamic_shapes='backed'"
     # Nobody writes a line into a library that is installed.
-    own = filter(_is_own, reversed(frames))
-    checks = next(filter(None, map(_checks, own)), None)
+    users = filter(_is_own, reversed(frames))
+    checks = next(filter(None, map(_checks, users)), None)
     if checks is not None:
         line, calls = checks
         advice = f"a slice may be shorter than it says: write {' and '.join(calls)} before {line}; "
@@ -46,8 +108,8 @@ def _is_own(frame: Source) -> bool:
 
 
 def _checks(frame: Source) -> tuple[str, list[str]] | None:
-    """What has to hold of the slices by sizes that are the last ones up to a line, as calls, and
-    where they are; None where there are none, or it is checked already."""
+    """The line of the last slices by a size before a frame's line, and the `torch._check` calls
+    that it lacks; None if there are none."""
     try:
         tree = ast.parse("".join(linecache.getlines(frame.filename)))
     except SyntaxError:  # what an interactive shell takes is not all Python
@@ -65,7 +127,7 @@ def _checks(frame: Source) -> tuple[str, list[str]] | None:
 
 
 def _bounds_by_line(function: ast.FunctionDef, last: int) -> dict[int, list[str]]:
-    """What has to hold of the slices by sizes in the lines up to `last`."""
+    """The `torch._check` calls for slices by a size, by their lines up to `last`."""
     lines: dict[int, list[str]] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Subscript) and node.lineno <= last:

@@ -1,8 +1,8 @@
-"""What a graph calls that was not traced: operators, functions, Triton kernels.
+"""Untraced code that a graph calls: operators, functions, Triton kernels.
 
 Their Python functions are described as `Values` does. Bodies that only the dispatcher knows, such
 as a composite operator's, are run with the trace's fake tensors, and every function that is called
-meanwhile is described with what its globals, its closure and its arguments hold.
+meanwhile is described with the values of its globals, its closure and its arguments.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from graphrt.compile.private_torch.registered import (
     tables_of_others,
     triton_call,
 )
+from graphrt.compile.private_torch.traces import errors_told_once
 from graphrt.compile.trace.sizes import value_of
 
 _TENSOR = torch.Tensor
@@ -38,11 +39,11 @@ _WATCHING = ("graphrt.core.", "graphrt.compile.")
 
 
 class CalledSources:
-    """`digests` by the names of what `graph` calls; `unknown` is what could not be read of it."""
+    """`digests` of the operators and functions that `graph` calls; `unknown` could not be read."""
 
     def __init__(self, graph: fx.GraphModule, sources: TracedSources) -> None:
         self._values = Values(sources)
-        self._found: dict[str, list[str]] = {}
+        self._digests: dict[str, list[str]] = {}
         self._operators: set[Any] = set()
         self._run: set[Any] = set()
         for each in graph.modules():
@@ -55,15 +56,15 @@ class CalledSources:
     @property
     def digests(self) -> dict[str, list[str]]:
         """In the order of the graph: two functions may share a name."""
-        return self._found
+        return self._digests
 
     @property
     def unknown(self) -> list[str]:
-        """What the graph may depend on and nobody can tell in the next process."""
+        """Dependencies of the graph that cannot be compared in the next process."""
         return self._values.unknown
 
     def _add(self, name: str, *described: str) -> None:
-        self._found.setdefault(name, []).extend(described)
+        self._digests.setdefault(name, []).extend(described)
 
     def _node(self, node: fx.Node, *, outer: bool) -> None:
         target: Any = node.target
@@ -106,31 +107,31 @@ class CalledSources:
         self._add(str(operator), *registrations(operator), *described)
 
     def _libraries(self, operator: Any) -> list[str]:
-        """The extensions that have an operator's name in them, as what registers it must."""
+        """The extensions that contain an operator's name: the one that registers it must."""
         short = str(overload_name(operator)).rpartition("::")[2].encode()
-        found = [
+        described = [
             f"{Path(file).name} {self._values.file(file)}"
             for file in sorted(_extensions())
             if short in Path(file).read_bytes()
         ]
-        if not found:
+        if not described:
             self._values.unknown.append(f"the library of {operator}")
-        return found
+        return described
 
     def _triton(self, node: fx.Node) -> None:
-        found = triton_call(node)
-        if found is not None:
-            kernel, constants = found[1]
+        call = triton_call(node)
+        if call is not None:
+            kernel, constants = call[1]
             name = getattr(kernel, "__name__", type(kernel).__name__)
             self._add(f"triton {name}", self._values.of(kernel), self._values.of(constants))
 
     def _attribute(self, node: fx.Node, *, outer: bool) -> None:
         # The tensors of the graph itself are inputs of pieces; those of inner graphs are not.
-        found: Any = node.graph.owning_module
+        value: Any = node.graph.owning_module
         for name in str(node.target).split("."):
-            found = getattr(found, name)
-        if not isinstance(found, fx.GraphModule) and not (outer and isinstance(found, _TENSOR)):
-            self._add(f"attribute {node.target}", self._values.of(found))
+            value = getattr(value, name)
+        if not isinstance(value, fx.GraphModule) and not (outer and isinstance(value, _TENSOR)):
+            self._add(f"attribute {node.target}", self._values.of(value))
 
     def _arguments(self, node: fx.Node) -> None:
         for value in fx.node.map_arg([*node.args, *node.kwargs.values()], lambda _: None):
@@ -139,9 +140,11 @@ class CalledSources:
                     self._add(f"argument of {node.name}", self._values.of(each))
 
     def _watch(self, node: fx.Node, target: Any) -> None:
-        """Run what the node calls with fake tensors, and take in what is called."""
-        own = all(is_torchs_own(each) for each in overloads(target) if overload_name(each))
-        if target in self._run or (own and any(overload_name(each) for each in overloads(target))):
+        """Run the node's function with fake tensors, and take in every function that it calls."""
+        from_torch = all(is_torchs_own(each) for each in overloads(target) if overload_name(each))
+        if target in self._run or (
+            from_torch and any(overload_name(each) for each in overloads(target))
+        ):
             return
         self._run.add(target)
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
@@ -149,16 +152,17 @@ class CalledSources:
         mode = next((each for each in modes if each is not None), None)
         seen: list[str] = []
 
-        def frame(found: FrameType) -> None:
-            code = found.f_code
+        def frame(running: FrameType) -> None:
+            code = running.f_code
             # What watches operators while a runner warms up decides about no code.
-            module = str(found.f_globals.get("__name__"))
+            module = str(running.f_globals.get("__name__"))
             generated = code.co_filename.startswith("<") and _is_generated_for_others(module)
             if not (generated or is_known(code.co_filename) or module.startswith(_WATCHING)):
-                seen.append(self._values.frame(code, found.f_globals, found.f_locals))
+                seen.append(self._values.frame(code, running.f_globals, running.f_locals))
 
         try:
             with ExitStack() as stack:
+                stack.enter_context(errors_told_once())
                 stack.enter_context(torch.no_grad())
                 if mode is not None:
                     if mode.shape_env is not None:
@@ -178,8 +182,8 @@ class CalledSources:
 def _is_generated_for_others(module: str) -> bool:
     """Whether code without a file is a named tuple's, or of torch's data classes: how often that
     runs depends on what torch has cached."""
-    found = sys.modules.get(module)
-    return module.startswith("namedtuple_") or (found is not None and covers(found))
+    loaded = sys.modules.get(module)
+    return module.startswith("namedtuple_") or (loaded is not None and covers(loaded))
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -196,9 +200,9 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _extensions() -> set[str]:
     """The files of libraries that torch was told to load, and of all extensions of others."""
-    found = set(torch.ops.loaded_libraries)
+    files = set(torch.ops.loaded_libraries)
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
         if file.endswith((".so", ".pyd", ".dylib")) and not covers(module):
-            found.add(file)
-    return {each for each in found if Path(each).is_file()}
+            files.add(file)
+    return {each for each in files if Path(each).is_file()}

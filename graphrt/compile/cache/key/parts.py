@@ -1,4 +1,4 @@
-"""The one list of what is in the key of compiled code, and of what is not, with the reasons."""
+"""The key of compiled code: one list of its parts, and of settings left out, with the reasons."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from torch import fx
 
 from graphrt.compile.cache.key.called import CalledSources
 from graphrt.compile.cache.key.sources import TracedSources
-from graphrt.compile.cache.key.versions import compiler_settings, runtime_versions
+from graphrt.compile.cache.key.versions import (
+    ambient_state,
+    compiler_settings,
+    runtime_versions,
+)
 from graphrt.compile.options import CompileOptions
-from graphrt.compile.private_torch.ambient import ambient_state
 from graphrt.core.base.errors import InvalidOptionError
 
 NOT_IN_KEY = {
@@ -43,7 +46,7 @@ VARIABLES_NOT_IN_KEY = {
 
 @dataclass
 class Compilation:
-    """What is compiled: with which options, from which trace, and for which device."""
+    """One compilation: its options, its trace and its device."""
 
     options: CompileOptions
     codes: Sequence[CodeType]
@@ -53,13 +56,13 @@ class Compilation:
     """The axes of size 0 or 1 that the code is for alone."""
     sources: TracedSources = field(default_factory=TracedSources)
     unknown: list[str] = field(default_factory=list)
-    """What could not be read: code that may depend on it is neither kept nor loaded."""
+    """Dependencies that could not be read: the code is then neither kept nor loaded."""
 
     def key(self) -> CacheKey:
         """The key, of all `PARTS`; `unknown` is complete then."""
-        found = {name: part(self) for name, part in PARTS.items()}
+        groups = {name: part(self) for name, part in PARTS.items()}
         self.unknown += self.sources.unreadable
-        return CacheKey.from_groups(found)
+        return CacheKey.from_groups(groups)
 
 
 def code_settings(options: CompileOptions) -> dict[str, object]:
@@ -98,14 +101,14 @@ Groups = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class CacheKey:
-    """`digest` names an entry of the cache, `groups` are what it was made of."""
+    """`digest` names an entry of the cache; it is a hash of `groups`."""
 
     digest: str
     groups: Groups
 
     @classmethod
     def from_groups(cls, groups: Mapping[str, Mapping[str, object]]) -> CacheKey:
-        """The key of these groups: those of `PARTS`, or what `to_json` wrote."""
+        """The key of these groups, which are those of `PARTS` or of a file that `to_json` wrote."""
         plain = {group: _checked(group, groups.get(group, {})) for group in PARTS}
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
         return cls(hashlib.sha256(text.encode()).hexdigest(), plain)
@@ -115,7 +118,7 @@ class CacheKey:
         return json.dumps(self.groups, indent=1, sort_keys=True) + "\n"
 
     def differences(self, other: CacheKey) -> list[str]:
-        """What `self` has otherwise than `other`, as "versions.torch: 2.12.0 -> 2.13.0"."""
+        """The differences from `other`, as "versions.torch: 2.12.0 -> 2.13.0"."""
         return [
             line
             for group in PARTS
@@ -159,4 +162,4 @@ PARTS: dict[str, Callable[[Compilation], Mapping[str, object]]] = {
     "called": _called,
     "sources": _sources,
 }
-"""Each group of the key, and who fills it in."""
+"""Each group of the key, and the function that fills it in."""

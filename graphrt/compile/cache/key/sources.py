@@ -14,17 +14,14 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import torch
-
 from graphrt.core.base.log import logger
 
-_PACKAGES = ("sympy", "mpmath", "numpy", "networkx", "triton")
-"""What torch itself calls; their versions are in the key."""
+PACKAGES = ("sympy", "mpmath", "numpy", "networkx", "triton")
+"""Packages that torch itself calls; their versions are in the key."""
 Names = frozenset[str]
 _NUMBER = re.compile(r"\d+")
 
@@ -36,69 +33,49 @@ class TracedSources:
     its digest is that of the file's content together with the traced functions' bytecode: a file
     that was edited after it was imported must not vouch for code that never ran.
 
-    torch and the standard library are left out; their versions are in the key.
+    Python, torch and what torch calls are left out; their versions are in the key. `unreadable` are
+    the files of code of which no source is to be had.
     """
 
     def __init__(self) -> None:
+        self.unreadable: dict[str, None] = {}
         self._digests: dict[str, set[str]] = {}
-        self._seen: set[object] = set()
-        self._unreadable: set[str] = set()
+        self._seen: set[CodeType] = set()
 
-    def add(self, *traced: Any) -> None:
-        """Take in functions, code objects or paths; raises `OSError` for an unreadable path."""
-        for each in traced:
-            if isinstance(each, (str, Path)):
-                self._add_file(str(each))
-            else:
-                self._add_code(_code_of(each))
-
-    def add_readable(self, code: CodeType) -> bool:
+    def add(self, code: CodeType) -> bool:
         """Take in a code object; whether its source could be read."""
-        self._add_code(code)
-        return code.co_filename not in self._unreadable
-
-    @property
-    def unreadable(self) -> list[str]:
-        """Files of code that was taken in of which no source is to be had."""
-        return sorted(self._unreadable)
+        path = code.co_filename
+        if code in self._seen or is_known(path):
+            return path not in self.unreadable
+        self._seen.add(code)
+        name, content = module_name(path), _source(path)
+        digests = self._digests.setdefault(name, set())
+        digests.add(f"code {code_digest(code)}")
+        digest = hashlib.sha256(content).hexdigest()
+        if content and f"file {digest}" not in digests:
+            digests.add(f"file {digest}")
+            logger.debug("traced %s (%s)", name, digest[:16])
+        if not content and not path.startswith("<"):
+            self.unreadable[path] = None
+        return path not in self.unreadable
 
     def digests(self) -> dict[str, str]:
         """Module names and digests."""
         return {
-            name: hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
-            for name, found in sorted(self._digests.items())
+            name: hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()
+            for name, digests in sorted(self._digests.items())
         }
 
-    def _add_code(self, code: CodeType) -> None:
-        if code in self._seen or is_covered(code.co_filename):
-            return
-        self._seen.add(code)
-        name = module_name(code.co_filename)
-        self._digests.setdefault(name, set()).add(f"code {code_digest(code)}")
-        try:
-            self._add_file(code.co_filename)
-        except OSError:
-            # A notebook cell or generated code; it may be known to linecache only. Of a file that
-            # is gone linecache has what somebody happened to ask for before: it forgets that.
-            linecache.checkcache(code.co_filename)
-            content = "".join(linecache.getlines(code.co_filename)).encode()
-            if not content and not code.co_filename.startswith("<"):
-                self._unreadable.add(code.co_filename)
-            self._add_content(name, content)
 
-    def _add_file(self, path: str) -> None:
-        if path in self._seen or is_covered(path):
-            return
-        content = Path(path).read_bytes()
-        self._seen.add(path)
-        self._add_content(module_name(path), content)
-
-    def _add_content(self, name: str, content: bytes) -> None:
-        digest = f"file {hashlib.sha256(content).hexdigest()}"
-        found = self._digests.setdefault(name, set())
-        if content and digest not in found:
-            found.add(digest)
-            logger.debug("traced %s (%s)", name, digest[5:21])
+def _source(path: str) -> bytes:
+    """The content of a source file; empty if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        # A notebook cell or generated code; it may be known to linecache only. Of a file that is
+        # gone linecache has what somebody happened to ask for before: it forgets that.
+        linecache.checkcache(path)
+        return "".join(linecache.getlines(path)).encode()
 
 
 def module_name(path: str) -> str:
@@ -123,36 +100,32 @@ def module_name(path: str) -> str:
     return ".".join(parts) or file.stem
 
 
-def is_covered(path: str) -> bool:
-    """Whether the file belongs to torch or to Python itself."""
+@functools.cache
+def is_known(path: str) -> bool:
+    """Whether a file belongs to Python, to torch, or to `PACKAGES`."""
     if path.startswith("<frozen "):
         return True
     real = os.path.realpath(path)
-    if any(real.startswith(root) for root in _torch_roots()):
-        return True
-    return any(
+    return real.startswith(_package_roots()) or any(
         real.startswith(root) and "-packages" + os.sep not in real.removeprefix(root)
         for root in _python_roots()
     )
 
 
-@cache
-def _torch_roots() -> tuple[str, ...]:
-    site = Path(os.path.realpath(torch.__file__)).parent.parent
-    return tuple(str(site / name) + os.sep for name in ("torch", "torchgen", "functorch"))
+@functools.cache
+def _package_roots() -> tuple[str, ...]:
+    specs = map(importlib.util.find_spec, ("torch", "torchgen", "functorch", *PACKAGES))
+    return tuple(
+        str(Path(os.path.realpath(each.origin)).parent) + os.sep
+        for each in specs
+        if each is not None and each.origin is not None
+    )
 
 
-@cache
+@functools.cache
 def _python_roots() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     return tuple({os.path.realpath(paths[name]) + os.sep for name in ("stdlib", "platstdlib")})
-
-
-def _code_of(traced: Any) -> CodeType:
-    code = traced if isinstance(traced, CodeType) else getattr(traced, "__code__", None)
-    if not isinstance(code, CodeType):
-        raise TypeError(f"a function, code object or path is needed, not {traced!r}")
-    return code
 
 
 def code_digest(code: CodeType) -> str:
@@ -184,22 +157,6 @@ def _constant(value: object) -> str:
 def names_in(code: CodeType) -> Names:
     """The names of globals and attributes in code, and in the functions that are made in it."""
     return frozenset(name for each in codes_in(code) for name in each.co_names)
-
-
-@functools.cache
-def is_known(path: str) -> bool:
-    """Whether a file belongs to Python, to torch, or to what torch is made with."""
-    return is_covered(path) or os.path.realpath(path).startswith(_package_roots())
-
-
-@functools.cache
-def _package_roots() -> tuple[str, ...]:
-    found = (importlib.util.find_spec(name) for name in _PACKAGES)
-    return tuple(
-        str(Path(os.path.realpath(each.origin)).parent) + os.sep
-        for each in found
-        if each is not None and each.origin is not None
-    )
 
 
 def covers(value: Any) -> bool:

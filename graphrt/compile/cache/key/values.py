@@ -1,4 +1,4 @@
-"""Functions and what they refer to, as text that is equal in every process with the same program.
+"""Functions and their dependencies, as text that is equal in every process with the same program.
 
 A function is its file and its bytecode, its defaults and closure, and of the globals that its code
 names: constants by their values, functions and Triton kernels like itself, modules, classes and
@@ -44,13 +44,13 @@ _ENVIRONMENT = frozenset({"environ", "getenv"})
 _MOST_BYTES = 1 << 24
 _MOST_ITEMS = 10_000
 _TRITON = ("fn", "kernel", "src", "configs", "keys", "values", "do_not_specialize", "noinline")
-"""What Triton's own objects around a kernel have that decides about its code."""
+"""Attributes of Triton's objects around a kernel that decide about its code."""
 
 
 class Values:
     """Describes values; the files of all code that it meets go to `sources`.
 
-    `unknown` is what it could not read, though compiled code may depend on it.
+    `unknown` are the values that it could not read, though compiled code may depend on them.
     """
 
     def __init__(self, sources: TracedSources) -> None:
@@ -91,10 +91,10 @@ class Values:
             if name in local:
                 parts.append(f"{name} = {self.of(local[name], names)}")
         for name in code.co_varnames[: code.co_argcount]:
-            given = local.get(name)
-            told = hasattr(given, "__dict__") and not covers(type(given))
-            if told or type(given) in _PLAIN:
-                parts.append(f"{name} = {self.of(given, names)}")
+            argument = local.get(name)
+            counts = hasattr(argument, "__dict__") and not covers(type(argument))
+            if counts or type(argument) in _PLAIN:
+                parts.append(f"{name} = {self.of(argument, names)}")
         return _short(parts)
 
     def _parts(self, value: Any, names: Names) -> list[str]:
@@ -159,7 +159,7 @@ class Values:
 
     def _code(self, code: CodeType) -> str:
         generated = code.co_filename.startswith("<")
-        if not generated and not self._sources.add_readable(code):
+        if not generated and not self._sources.add(code):
             self.unknown.append(f"the source of {code.co_name}, {code.co_filename}")
         return f"{module_name(code.co_filename)} {code.co_name} {code_digest(code)}"
 
@@ -217,10 +217,10 @@ class Values:
 
     def _class(self, kind: type, names: Names) -> Iterator[str]:
         for each in kind.__mro__:
-            own = vars(each)
+            attributes = vars(each)
             covered = covers(each)
-            for name in sorted((names | {"__init__", "__new__", "__call__"}) & own.keys()):
-                value = own[name]
+            for name in sorted((names | {"__init__", "__new__", "__call__"}) & attributes.keys()):
+                value = attributes[name]
                 if not covered or (isinstance(value, FunctionType) and not covers(value)):
                     yield f"{_name(each)}.{name} = {self.of(value, names)}"
 
@@ -246,9 +246,9 @@ class Values:
 
     def _kernel(self, value: Any) -> Iterator[str]:
         """A Triton kernel with what tunes it, a configuration, or a constant of Triton's."""
-        own = {name: getattr(value, name, None) for name in _TRITON}
-        if any(each is not None for each in own.values()):
-            for name, each in own.items():
+        parts = {name: getattr(value, name, None) for name in _TRITON}
+        if any(each is not None for each in parts.values()):
+            for name, each in parts.items():
                 yield f"{name} = {self.of(each)}"
         elif hasattr(value, "all_kwargs"):
             yield f"{self.of(value.all_kwargs())} {self.of(getattr(value, 'pre_hook', None))}"
@@ -257,11 +257,11 @@ class Values:
 
 
 def _attributes(value: Any) -> set[str]:
-    found = set(getattr(value, "__dict__", ()))
+    names = set(getattr(value, "__dict__", ()))
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
-        found.update((slots,) if isinstance(slots, str) else slots)
-    return {name for name in found if hasattr(value, name)}
+        names.update((slots,) if isinstance(slots, str) else slots)
+    return {name for name in names if hasattr(value, name)}
 
 
 def _content(cell: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Versions of what makes compiled code and of what runs it, and the settings of the compiler."""
+"""Versions of the software and the device, and the settings of torch and its compilers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import torch
 
-from graphrt.compile.cache.key.sources import code_digest
+from graphrt.compile.cache.key.sources import PACKAGES, code_digest
 from graphrt.compile.private_torch.inductor import custom_passes, portable_settings
+from graphrt.core.replay.eager_part import settings_now
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]:
-    """Versions of what makes or runs compiled code on `device` (the current accelerator, or CPU).
+    """Versions that compiled code on `device` depends on (the current accelerator, or CPU).
 
     The CPU's own features count on a CPU only: its compiled code uses all of them.
     """
-    found = torch.device(device) if device is not None else _accelerator()
+    target = torch.device(device) if device is not None else _accelerator()
     versions = {
         "graphrt": f"{_graphrt_version()}+{_package_digest()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -37,13 +39,10 @@ def runtime_versions(device: torch.device | str | None = None) -> dict[str, str]
         "torch_git": torch.version.git_version,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "triton": _version("triton"),
-        "torch_npu": _version("torch_npu"),
-        "sympy": _version("sympy"),
-        "numpy": _version("numpy"),
-        "device": _device_name(found),
-        "driver": cuda_driver_version() if found.type == "cuda" else None,
-        "cpu": cpu_features() if found.type == "cpu" else None,
+        **{name: _version(name) for name in ("torch_npu", *PACKAGES)},
+        "device": _device_name(target),
+        "driver": cuda_driver_version() if target.type == "cuda" else None,
+        "cpu": cpu_features() if target.type == "cpu" else None,
     }
     return {name: str(value) for name, value in versions.items() if value is not None}
 
@@ -101,7 +100,7 @@ def cuda_driver_version() -> str | None:
 
 @cache
 def cpu_features() -> str:
-    """What compiled code for this CPU may use: torch's name for it, and a digest of its flags."""
+    """The instructions that code for this CPU may use: torch's name, and a digest of its flags."""
     level = torch.backends.cpu.get_cpu_capability()
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -112,15 +111,28 @@ def cpu_features() -> str:
     return f"{level} {hashlib.sha256(features.encode()).hexdigest()[:12]}"
 
 
+def ambient_state(device_type: str) -> dict[str, object]:
+    """The settings of torch around a trace; for a CPU the number of threads, which its code has."""
+    deterministic: Any = torch.utils.deterministic
+    settings = {name: _plain(value) for name, value in settings_now().items()}
+    # A cast is kept for the next use of a tensor only where autocast is on.
+    settings["autocast cache"] = torch.is_autocast_cache_enabled()
+    settings["inference mode"] = torch.is_inference_mode_enabled()
+    settings["fill uninitialized memory"] = deterministic.fill_uninitialized_memory
+    if device_type == "cpu":
+        settings["threads"] = torch.get_num_threads()
+    return settings
+
+
 def compiler_settings() -> dict[str, object]:
     """Every setting of Dynamo, AOTAutograd and Inductor that changes code, custom passes too.
 
     Raises `MissingTorchNameError` where this torch cannot tell them.
     """
-    found = {name: _plain(value) for name, value in portable_settings().items()}
+    settings = {name: _plain(value) for name, value in portable_settings().items()}
     for name, value in custom_passes().items():
-        found[f"inductor.{name}"] = _pass_identity(value)
-    return found
+        settings[f"inductor.{name}"] = _pass_identity(value)
+    return settings
 
 
 def _plain(value: object) -> object:
@@ -141,7 +153,7 @@ def _plain(value: object) -> object:
 
 
 def _pass_identity(value: object) -> object:
-    """A pass says by `uuid` what it is; of another one its bytecode does."""
+    """The `uuid` of a pass; without one, its bytecode."""
     if isinstance(value, (list, tuple)):
         return [_pass_identity(each) for each in value]
     uuid_of: Callable[[], object] | None = getattr(value, "uuid", None)
