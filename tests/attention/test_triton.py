@@ -43,6 +43,9 @@ LONG, ROOM = (600, 640) if ON_GPU else (150, 192)
 BLOCKS = ROOM // 16
 """Of the smallest page."""
 
+CHECKS = None if ON_GPU else GraphOptions(check="off")
+"""The interpreter is spared the trials: these tests compare each step themselves."""
+
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 SHAPES = [
     GroupedShape(8, 2, 64, page_size=16),
@@ -257,7 +260,7 @@ def _runner(
 @pytest.mark.parametrize(
     ("shape", "splits"),
     sampled(
-        {0, 4, 5},
+        {5},
         product(
             [GroupedShape(4, 2, 16, 16), LatentShape(2, 32, 16, 16, 0.1)],
             ["device", "fixed", "task"],
@@ -278,7 +281,7 @@ def test_graphs_equal_eager_for_uniform_and_mixed_batches(
         device=DEVICE,
     )
     base = random_problem(shape, [LONG] * 3, 1, device=DEVICE)
-    runner = _runner(backend, base.caches)
+    runner = _runner(backend, base.caches, options=CHECKS, sizes=(2, 4, 8) if ON_GPU else (2, 8))
     runner.capture()
     modes = []
     for seed, (lengths, query_lens) in enumerate(
@@ -368,7 +371,7 @@ def _two_steps(forward_of: Any, mode: str, lengths: list[int]) -> tuple[Any, Any
     )
     problem = random_problem(SHAPES[0], lengths, 1, max_blocks=BLOCKS, device=DEVICE)
     forward = forward_of(backend, problem.caches)
-    runner = _runner(backend, problem.caches, mode=mode, forward=forward, sizes=[2])
+    runner = _runner(backend, problem.caches, mode=mode, forward=forward, options=CHECKS, sizes=[2])
     runner.capture()
     step = problem.step
     starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=DEVICE)
