@@ -7,7 +7,7 @@ ASCEND_VENV ?= .venv-ascend
 ASCEND_TORCH = 2.13.0
 export PYTHON VENV
 
-.PHONY: demo test test-long lint bench docs demo-ascend test-ascend
+.PHONY: demo test test-long lint bench docs demo-ascend test-ascend test-ascend-long
 .PHONY: setup-demo setup-test setup-dev setup-docs setup-ascend-sim
 
 demo: setup-demo
@@ -21,7 +21,7 @@ test: setup-test
 
 # What takes minutes: random programs, operator samples, long runs; see docs/testing.md.
 test-long: setup-test
-	$(VENV)/bin/python -m pytest -m "long and not cuda and not npu" $(PARALLEL) $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "long and not cuda and not npu" $(PARALLEL) $(ARGS)
 
 lint: setup-dev
 	$(VENV)/bin/python -m ruff check .
@@ -44,6 +44,9 @@ demo-ascend: setup-ascend-sim
 
 test-ascend: setup-ascend-sim
 	$(SIMULATED) $(ASCEND_VENV)/bin/python -m pytest -m npu $(PARALLEL) $(ARGS)
+
+test-ascend-long: setup-ascend-sim
+	$(SIMULATED) $(ASCEND_VENV)/bin/python -m pytest -m "long and npu" $(PARALLEL) $(ARGS)
 
 # Always run: only ci/setup.sh knows whether Python, torch or a list of needs has changed.
 setup-demo setup-test setup-dev setup-docs:

@@ -2,7 +2,7 @@
 # Runs one row of ci/matrix.json on the machine it is meant for: ci/run_row.sh NAME
 #
 # PYTHON overrides the interpreter, which must have the row's version. ARGS goes to pytest. Each
-# row has an environment of its own, .venv-rows/NAME.
+# row has an environment of its own, .venv-rows/NAME, with the C part unless GRAPHRT_NATIVE=0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,6 +26,8 @@ fi
 # ci/setup.sh fails if it cannot provide this torch, tests/conftest.py if it is not the one in use.
 GRAPHRT_TORCH=$(row torch)
 export GRAPHRT_TORCH
+# Without its C part the row would test Python's way alone, and pass.
+export GRAPHRT_NATIVE=${GRAPHRT_NATIVE:-1}
 export VENV=.venv-rows/$name ASCEND_VENV=.venv-rows/$name
 target=$(row target)
 

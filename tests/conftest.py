@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.assertion import util
 
+from graphrt.core.base._native_door import VARIABLE, native_state
 from graphrt.core.base.errors import PlatformUnavailableError, UnknownPlatformError
 from graphrt.core.device.registry import PLATFORM_VARIABLE, get_platform
 from tests import wheels
@@ -31,15 +34,18 @@ if torch.cuda.device_count() == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+ABSENT = [
+    name
+    for name in ("hypothesis", "safetensors", "tokenizers", "rich", "typer")
+    if importlib.util.find_spec(name) is None
+]
+"""Test dependencies that a bare GPU machine may lack."""
+
+
 def _missing_packages(path: Path) -> list[str]:
-    """Test dependencies that a bare GPU machine may lack and that this file imports."""
-    text = path.read_text(encoding="utf-8")
-    return [
-        name
-        for name in ("hypothesis", "safetensors", "tokenizers", "rich", "typer")
-        if importlib.util.find_spec(name) is None
-        and (f"import {name}" in text or f"from {name}" in text)
-    ]
+    """Absent packages that this file imports."""
+    text = path.read_text(encoding="utf-8") if ABSENT else ""
+    return [name for name in ABSENT if f"import {name}" in text or f"from {name}" in text]
 
 
 def pytest_configure() -> None:
@@ -49,6 +55,8 @@ def pytest_configure() -> None:
             f"these tests are for torch {wanted} (GRAPHRT_TORCH); imported was {torch.__version__} "
             f"from {Path(torch.__file__).parent}; see ci/run_row.sh"
         )
+    if os.environ.get(VARIABLE) == "1" and native_state != "in use":
+        raise pytest.UsageError(f"{VARIABLE}=1 asks for graphrt's C part, but {native_state}")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -57,12 +65,48 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without garbage collections: ten of them would look at 700,000 objects, all of which stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+class _Hidden(threading.local):
+    """pytest's comparison in an `assert`; no walk through Python objects looks into a thread's."""
+
+    compare: Callable[..., str | None] | None = None
+
+    def __call__(self, *args: object) -> str | None:
+        return None if self.compare is None else self.compare(*args)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """An `assert` asks globals of pytest's how to compare, and how much to print. By them a forward
+    that reaches an `assert` reaches all 14,000 tests, as state that each run saves and compares.
+    """
+    hidden, config = _Hidden(), util._config
+    hidden.compare, util._reprcompare, util._config = util._reprcompare, hidden, None
+    try:
+        return (yield)
+    finally:
+        util._reprcompare, util._config = hidden.compare, config
+
+
 @pytest.fixture(scope="module")
 def frozen_heap() -> Iterator[None]:
     """What other tests have left is not walked through at each collection of these."""
     gc.collect()
     gc.freeze()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        # Each capture asks, and to count 700,000 objects takes 7 ms.
+        count = gc.get_freeze_count()
+        patch.setattr(gc, "get_freeze_count", lambda: count)
+        yield
     gc.unfreeze()
 
 

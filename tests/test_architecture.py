@@ -1,25 +1,65 @@
-"""docs/architecture.md: its map and walks are what is there; the site has all of the surface."""
+"""docs/architecture.md has the map and the walks of this tree; the site has all of the surface.
+
+A walk of the page is a part of the trace that benchmarks.walk takes, in the trace's order.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.walk import Call, Model, capture_walk, step_walk
+from graphrt.core.base._native_door import NativePath
+from graphrt.core.runner import engine
 from tests.test_layout import LAYERS, UPPER
 from tests.test_surface import PUBLIC, SURFACE
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
-WALKED = [
-    (file, name)
-    for block in BLOCKS[1:]
-    for file, name in re.findall(r"^(\S+\.py) +([\w.]+)", block, re.MULTILINE)
-]
+MAP, STEP, CAPTURE = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
+# The lines of a walk that C does in one call, where it is built.
+IN_C = ["StepEngine.step", "GraphDispatcher.dispatch", "StepEngine.is_clear"]
+# The lines that the forward of benchmarks.walk does not need on the CPU.
+NOT_ON_CPU = ["Constants.run"]
+
+
+def walk_of(block: str) -> list[Call]:
+    """The calls that a walk of the page lists, in order."""
+    return [Call(*line) for line in re.findall(r"^(\S+\.py) +([\w.]+)", block, re.MULTILINE)]
+
+
+def without(walk: list[Call], names: list[str]) -> list[Call]:
+    kept = [call for call in walk if call.function not in names]
+    assert len(kept) == len(walk) - len(names), f"the page has not each of {names} once"
+    return kept
+
+
+def is_call_of(traced: Call, listed: Call) -> bool:
+    """If it is that function, one inside of it, or a method of that class."""
+    return traced.file == listed.file and f"{traced.function}.".startswith(f"{listed.function}.")
+
+
+def not_in_order(walk: list[Call], trace: list[Call]) -> list[Call]:
+    """The listed calls that the trace lacks behind the one listed before."""
+    missing, start = [], 0
+    for listed in walk:
+        behind = (n for n in range(start, len(trace)) if is_call_of(trace[n], listed))
+        at = next(behind, None)
+        if at is None:
+            missing.append(listed)
+        else:
+            start = at + 1
+    return missing
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model()
 
 
 def folders(tree: str) -> list[str]:
@@ -36,26 +76,62 @@ def folders(tree: str) -> list[str]:
 
 def test_the_map_has_every_folder_once():
     real = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "graphrt").rglob("*.py")}
-    mapped = folders(BLOCKS[0])
+    mapped = folders(MAP)
     assert len(mapped) == len(set(mapped))
     assert set(mapped) == real
 
 
 def test_the_map_has_the_layers_in_their_order():
-    inner = [path.removeprefix("graphrt/core/") for path in folders(BLOCKS[0])]
+    inner = [path.removeprefix("graphrt/core/") for path in folders(MAP)]
     assert [name for name in inner if name in LAYERS] == list(LAYERS)
     assert ", ".join(f"`{name}`" for name in UPPER) in PAGE
 
 
-@pytest.mark.parametrize(("file", "name"), WALKED, ids=lambda value: str(value))
-def test_what_the_walks_call_is_there(file, name):
-    body = ast.parse((ROOT / "graphrt" / file).read_text(encoding="utf-8")).body
-    for part in name.split("."):
-        nodes = [
-            n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part
-        ]
-        assert nodes, f"{file} has no {name}"
-        body = nodes[0].body
+# The name of a function inside of another one is not known before.
+needs_qualified_names = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="a code object has its qualified name since Python 3.11"
+)
+
+
+@needs_qualified_names
+def test_a_full_hit_calls_what_the_page_lists(model, monkeypatch):
+    monkeypatch.setattr(engine, "NativePath", None)
+    assert not_in_order(walk_of(STEP), step_walk(model, "FULL")) == []
+
+
+@needs_qualified_names
+@pytest.mark.skipif(NativePath is None, reason="graphrt was built without its C part")
+def test_c_does_three_lines_of_the_step(model):
+    trace = step_walk(model, "FULL")
+    assert not_in_order(without(walk_of(STEP), IN_C), trace) == []
+    assert [call for call in trace if call.function in IN_C] == []
+
+
+@needs_qualified_names
+def test_a_capture_calls_what_the_page_lists(model):
+    trace = capture_walk(model)
+    assert not_in_order(without(walk_of(CAPTURE), NOT_ON_CPU), trace) == []
+    assert [call for call in trace if call.function in NOT_ON_CPU] == []
+
+
+def test_a_walk_in_another_order_is_noticed():
+    first, second = Call("a.py", "One.run"), Call("b.py", "two")
+    inner = Call("b.py", "two.<locals>.three")
+    assert not_in_order([first, second], [first, inner]) == []
+    assert not_in_order([second, first], [first, inner]) == [first]
+    assert not_in_order([first, second], [first, Call("b.py", "two_more")]) == [second]
+    assert not_in_order([first, first], [first]) == [first]
+
+
+def test_what_the_walks_call_is_there():
+    for file, name in walk_of(STEP) + walk_of(CAPTURE):
+        body = ast.parse((ROOT / "graphrt" / file).read_text(encoding="utf-8")).body
+        for part in name.split("."):
+            nodes = [
+                n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part
+            ]
+            assert nodes, f"{file} has no {name}"
+            body = nodes[0].body
 
 
 def test_methods_that_the_page_names_are_there():
@@ -83,7 +159,7 @@ def members(body: ast.ClassDef) -> set[str]:
 
 
 def test_there_are_walks():
-    assert len(WALKED) > 25
+    assert len(walk_of(STEP)) > 8 and len(walk_of(CAPTURE)) > 15
 
 
 @pytest.fixture(scope="module")

@@ -369,6 +369,17 @@ def test_tests_refuse_another_torch_than_the_row_names(monkeypatch: pytest.Monke
         conftest.pytest_configure()
 
 
+def test_tests_of_a_row_refuse_a_build_without_the_c_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "GRAPHRT_NATIVE:-1" in (ROOT / "ci" / "run_row.sh").read_text()
+    conftest = load(ROOT / "tests" / "conftest.py")
+    monkeypatch.setattr(conftest, "native_state", "it was not built")
+    monkeypatch.delenv("GRAPHRT_NATIVE", raising=False)
+    conftest.pytest_configure()
+    monkeypatch.setenv("GRAPHRT_NATIVE", "1")
+    with pytest.raises(pytest.UsageError, match="C part, but it was not built"):
+        conftest.pytest_configure()
+
+
 @pytest.mark.skipif(
     not os.environ.get("GRAPHRT_TEST_SETUP"),
     reason="makes a real environment, minutes on a busy machine: GRAPHRT_TEST_SETUP=1",

@@ -10,6 +10,7 @@ import re
 import textwrap
 import types
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ PUBLIC = (
 """Modules whose `__all__` is the surface; see docs/architecture.md."""
 
 
-def _own_names() -> set[str]:
+@cache
+def own_names() -> set[str]:
     """Classes and type aliases that any module of graphrt defines at its top."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
@@ -51,7 +53,6 @@ def _own_names() -> set[str]:
     return found
 
 
-OWN = _own_names()
 SURFACE = {
     (module, name): getattr(importlib.import_module(module), name)
     for module in PUBLIC
@@ -99,7 +100,7 @@ def named_in(annotation: str) -> set[str]:
         tree = ast.parse(annotation, mode="eval")
     except SyntaxError:
         return set()
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & OWN
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & own_names()
 
 
 @pytest.mark.parametrize("module", PUBLIC)
@@ -133,7 +134,7 @@ def test_what_a_docstring_names_can_be_imported(module: str, name: str) -> None:
         f"{getattr(member, '__qualname__', name)}: {found}"
         for member in members(SURFACE[module, name])
         for found in re.findall(r"`(\w+)[.`(]", inspect.getdoc(member) or "")
-        if found in OWN and found not in NAMES
+        if found in own_names() and found not in NAMES
     }
     assert missing == set()
 

@@ -21,6 +21,7 @@ from graphrt import (
     forward_context,
     wrapper_class,
 )
+from graphrt.ascend.driver import launch_queue
 from graphrt.errors import LaunchQueueError
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 8))}
@@ -48,6 +49,23 @@ def refused(*calls: Callable[[], Any]) -> None:
             call()
 
 
+def stands_still() -> None:
+    """Wait for the queue's thread: where the host waited too, it is on its way to where it hangs,
+    and as long as it uses time the queue counts as alive."""
+    (launching,) = launch_queue._launching
+    before_ns = -1
+    for _ in range(100):
+        try:
+            now_ns = time.clock_gettime_ns(launching._clock)
+        except OSError:  # it has ended
+            return
+        if now_ns == before_ns:
+            return
+        before_ns = now_ns
+        time.sleep(0.1)
+    pytest.fail("the thread goes on")
+
+
 def end_it(*, seen: bool, waits: bool) -> None:
     """Let an operator of the host fail in the queue; the host sees the error and goes on, or has
     not seen it yet. With `waits` it is waiting for the queue when that happens."""
@@ -60,8 +78,7 @@ def end_it(*, seen: bool, waits: bool) -> None:
     if seen:
         with pytest.raises(RuntimeError, match="inner error"):
             torch.npu.synchronize()
-        # Where the host waited, the thread is on its way to where it hangs.
-        time.sleep(0.05)
+        stands_still()
 
 
 def after_an_operator_of_the_host(mode: str, *, seen: bool, waits: bool, on_device: bool) -> None:

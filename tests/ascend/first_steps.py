@@ -1,4 +1,4 @@
-"""First steps after captures, under one schedule of the device: run by `test_first_steps.py`.
+"""First steps after captures, under random schedules of the device: run by `test_first_steps.py`.
 
 Nothing waits for the device between a capture and the steps that follow it.
 """
@@ -6,11 +6,12 @@ Nothing waits for the device between a capture and the steps that follow it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from attention_models import Decoder, Step, differing, eager_outputs, replayed, runner, steps
+from schedules import scheduled
 
 from graphrt import (
     BatchDescriptor,
@@ -124,3 +125,12 @@ def all_of_it() -> list[str]:
         for which in ("same", "other")
         if (wrong := way(kind, which))
     ]
+
+
+def under(seeds: Iterable[int]) -> list[str]:
+    """The same under several random schedules, one after the other."""
+    found = []
+    for seed in seeds:
+        with scheduled(f"random:{seed}"):
+            found += [f"random:{seed}, {wrong}" for wrong in all_of_it()]
+    return found

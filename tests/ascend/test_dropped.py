@@ -12,9 +12,9 @@ pytestmark = pytest.mark.npu
     "call",
     [
         "check('FULL', 2)",
-        "check('PIECEWISE', 4)",
+        pytest.param("check('PIECEWISE', 4)", marks=pytest.mark.long),
         "check('PIECEWISE', 5)",
-        "check('FULL', 4, side=True)",
+        pytest.param("check('FULL', 4, side=True)", marks=pytest.mark.long),
         "check('FULL', 5, side=True)",
     ],
 )

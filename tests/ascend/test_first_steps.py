@@ -8,8 +8,10 @@ from schedules import need_simulator, python
 pytestmark = pytest.mark.npu
 
 
-@pytest.mark.parametrize("schedule", [f"random:{seed}" for seed in range(20)])
-def test_first_steps_are_right_under_random_schedules(schedule):
+@pytest.mark.parametrize("first", range(0, 20, 5))
+def test_first_steps_are_right_under_random_schedules(first):
     need_simulator()
-    out = python("import first_steps; print(first_steps.all_of_it())", schedule=schedule)
+    # To start a process with torch_npu takes longer than the steps under one schedule.
+    code = f"import first_steps; print(first_steps.under(range({first}, {first + 5})))"
+    out = python(code, schedule=f"random:{first}")
     assert out.splitlines()[-1] == "[]"

@@ -129,8 +129,16 @@ def check(kind: str, device: str, options: CompileOptions, *, own_wrappers: bool
             torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "triton"])
-@pytest.mark.parametrize("own_wrappers", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "own_wrappers"),
+    [
+        ("sdpa", True),
+        ("sdpa", False),
+        ("triton", True),
+        # Who wraps the pieces does not depend on the kernels, which are interpreted here.
+        pytest.param("triton", False, marks=pytest.mark.long),
+    ],
+)
 def test_a_compiled_model_has_its_attention_in_the_graph_or_between_pieces(kind, own_wrappers):
     check(kind, "cpu", CompileOptions(), own_wrappers=own_wrappers)
 

@@ -8,11 +8,11 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.testing._internal import common_methods_invocations as torch_samples
 
 from graphrt.core.base import tree
 from tests.operators.buffers import Values, fits, rolled, same
@@ -37,7 +37,7 @@ class Case:
     @property
     def op(self) -> Any:
         """Its OpInfo."""
-        return OPERATORS[self.name]
+        return operators()[self.name]
 
     def __str__(self) -> str:
         return f"{self.name} {dtype_name(self.dtype)}"
@@ -48,22 +48,28 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# A seed that is set in every call would hide whether a replay draws what eager code draws.
-torch_samples.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+@cache
+def operators() -> dict[str, Any]:
+    """Every OpInfo by its name with its variant, such as `max.reduction_with_dim`.
 
-OPERATORS: dict[str, Any] = {op.full_name: op for op in torch_samples.op_db}
-"""Every OpInfo by its name with its variant, such as `max.reduction_with_dim`."""
+    Importing torch's list takes two seconds, which a process that only collects tests is spared.
+    """
+    from torch.testing._internal import common_methods_invocations as torch_samples
+
+    # A seed that is set in every call would hide whether a replay draws what eager code draws.
+    torch_samples.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+    return {op.full_name: op for op in torch_samples.op_db}
 
 
 def cases(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES, only: str = "") -> list[Case]:
     """Every operator with those of `dtypes` that it has; `only` is a part of its name, or, with a
     dot or not, exactly it."""
-    names = [only] if only in OPERATORS else [name for name in OPERATORS if only in name]
+    names = [only] if only in operators() else [name for name in operators() if only in name]
     return [
         Case(name, dtype, device)
         for name in names
         for dtype in dtypes
-        if dtype in OPERATORS[name].supported_dtypes(device)
+        if dtype in operators()[name].supported_dtypes(device)
     ]
 
 
