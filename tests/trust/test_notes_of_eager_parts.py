@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, current_context, eager_break
-from graphrt.errors import GraphQuarantinedWarning, PaddedStateWarning
+from graphrt.errors import GraphQuarantinedWarning, PaddedStateWarning, PythonStateError
 
 WIDTH = 64
 X = InputSpec(torch.float32, ("tokens", 16))
@@ -31,7 +31,7 @@ class Noting(nn.Module):
         self.first, self.last = nn.Linear(16, WIDTH), nn.Linear(WIDTH, 4)
         self.do = do
         self.held = SimpleNamespace(
-            mean=0.0, scale=1.0, calls=0, rows=[], few=deque(maxlen=3), last=np.zeros((1, 1))
+            mean=0.0, scale=1.0, calls=0, rows=[], few=deque(maxlen=3), sizes={}, last=np.zeros(1)
         )
 
     @eager_break
@@ -168,3 +168,77 @@ def test_what_a_captured_piece_goes_by_is_found_beside_a_clock():
     runner.capture()
     with pytest.warns(GraphQuarantinedWarning, match="calls"):
         runner(x=torch.randn(4, 16))
+
+
+# From a warm-up -----------------------------------------------------------------------------------
+
+
+def first_scale(held: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+    if held.scale == 1.0:
+        held.scale = x[:count].abs().max().item() + 2.0
+    return x / held.scale
+
+
+def largest(held: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+    held.scale = max(held.scale, 1 + x[:count].abs().max().item())
+    return x / held.scale
+
+
+def words(held: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+    """Numbers in the order in which values came first."""
+    for row in x[:count]:
+        word = f"{row[0].item():.3f}"
+        if word not in held.rows:
+            held.rows.append(word)
+    return x * len(held.rows)
+
+
+@pytest.mark.parametrize("do", [first_scale, largest, words])
+def test_what_an_eager_part_keeps_of_the_padding_of_a_warm_up_is_named(do):
+    with pytest.raises(PythonStateError, match="warm-up has only padding"):
+        serve(do, "capture")
+
+
+def first_scale_noted(held: Any, x: torch.Tensor, count: int) -> None:
+    if held.scale == 1.0:
+        held.scale = x[:count].abs().max().item() + 2.0
+
+
+def first_shape(held: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+    if not held.rows:
+        held.rows.append(x.shape[1])
+    return x * held.rows[0]
+
+
+def by_size(held: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+    """The warm-ups of several sizes move it, so it is put back."""
+    if count not in held.sizes:
+        held.sizes[count] = 1 + x[:count].abs().max().item()
+    return x / held.sizes[count]
+
+
+def first_time(held: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+    if held.scale == 1.0:
+        held.scale = time.perf_counter()
+    return x + (time.perf_counter() - held.scale) * 1e-6
+
+
+@pytest.mark.parametrize("do", [first_scale_noted, first_shape, by_size, first_time])
+def test_other_values_of_a_first_run_are_nothing(do):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner = serve(do, "capture")
+    assert runner.report().reasons[Reason.HIT] == len(COUNTS)
+
+
+def test_a_real_batch_before_the_capture_gives_the_scale():
+    model, twin = Noting(first_scale).eval(), Noting(first_scale).eval()
+    runner = GraphRunner(model, mode="PIECEWISE", sizes=[4], inputs={"x": X})
+    with torch.no_grad():
+        x = torch.randn(4, 16)
+        assert torch.equal(runner(x=x), twin(x))
+        runner.capture()
+        for _ in range(4):
+            x = torch.randn(4, 16)
+            assert torch.equal(runner(x=x), twin(x))
+    assert runner.last_dispatch.reason is Reason.HIT
