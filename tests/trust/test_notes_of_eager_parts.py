@@ -223,7 +223,17 @@ def first_time(held: Any, x: torch.Tensor, count: int) -> torch.Tensor:
     return x + (time.perf_counter() - held.scale) * 1e-6
 
 
-@pytest.mark.parametrize("do", [first_scale_noted, first_shape, by_size, first_time])
+def first_scale_of_what_is_written(held: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+    """It writes what it is given, which the model goes on with."""
+    first_scale_noted(held, x, count)
+    x.mul_(2)
+    return x
+
+
+@pytest.mark.parametrize(
+    "do",
+    [first_scale_noted, first_shape, by_size, first_time, first_scale_of_what_is_written],
+)
 def test_other_values_of_a_first_run_are_nothing(do):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
