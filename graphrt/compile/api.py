@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -87,7 +88,7 @@ def compile_module(
             expected="dynamic_dims=, or a class with @support_compile",
             advice=f"compile {inside[0]!r}, which is inside of it"
             if inside
-            else 'dynamic_dims={"ids": 0}',
+            else f"dynamic_dims={{{_first_argument(module)!r}: 0}}",
         )
     flag("in_place", in_place)
     compiled = CompiledModule(
@@ -104,6 +105,15 @@ def compile_module(
     if in_place and isinstance(module, nn.Module):
         call_instead(module, compiled)
     return compiled
+
+
+def _first_argument(module: object) -> str:
+    """The name of the first argument of a module's forward; what it may be, if nobody can tell."""
+    call: Any = module.forward if isinstance(module, nn.Module) else module
+    try:
+        return next(iter(inspect.signature(call).parameters), "ids")
+    except (TypeError, ValueError):
+        return "ids"
 
 
 def _supporting(module: object) -> list[str]:

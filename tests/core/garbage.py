@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+import graphrt.attention
 import graphrt.compile
 from graphrt import (
     UNCHANGED,
@@ -300,6 +302,17 @@ def break_of(function: Any) -> Any:
     return eager_break(function)
 
 
+_NUMBERS = itertools.count()
+
+
+def opaque_of(function: Any) -> Any:
+    return graphrt.compile.opaque(f"garbage::of_{next(_NUMBERS)}", mutates=["out"])(function)
+
+
+def written(out: torch.Tensor) -> None:
+    out.zero_()
+
+
 def registry() -> PlatformRegistry:
     return PlatformRegistry({"cpu": "graphrt.cpu.platform:CpuPlatform"}, group=None)
 
@@ -455,6 +468,13 @@ TARGETS: dict[str, Target] = {
     "DynamicDims": constructor(graphrt.compile.DynamicDims, given={"x": 0}),
     "support_compile": constructor(graphrt.compile.support_compile, dynamic_dims={"x": 0}),
     "opaque": constructor(graphrt.compile.opaque, name="garbage::op", mutates=()),
+    "opaque()": constructor(opaque_of, function=written),
+    # Attention.
+    "known_backend": constructor(graphrt.attention.known_backend, name="flashinfer"),
+    "level_of": constructor(graphrt.attention.level_of, name="flashinfer"),
+    "facts_of": constructor(
+        graphrt.attention.facts_of, backend=graphrt.attention.known_backend("flashinfer")
+    ),
 }
 
 

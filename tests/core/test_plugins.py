@@ -102,6 +102,22 @@ def registry(*results: object, built_ins: dict[str, str] | None = None) -> Platf
     return made
 
 
+class Incomparable(Plugin):
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("no comparison")
+
+    def __hash__(self) -> int:
+        raise TypeError("no hash")
+
+
+@pytest.mark.usefixtures("built_ins")
+def test_a_plugin_that_cannot_be_compared_breaks_no_other() -> None:
+    found = registry(StubPlatform("mine"), built_ins=table("cpu"))
+    with pytest.raises(PlatformError, match=r"in its hash\(\) or =="):
+        found.register(Incomparable(StubPlatform("other")))
+    assert found.current().name == "mine"
+
+
 # Choosing ----------------------------------------------------------------------------------------
 
 

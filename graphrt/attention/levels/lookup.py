@@ -8,7 +8,7 @@ from functools import cache
 from graphrt.attention.levels.facts import FACTS, Fact, KnownBackend, Level
 from graphrt.attention.levels.known import FAMILIES
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.option_values import shown
+from graphrt.core.base.option_values import check_kind, shown
 from graphrt.core.batch.modes import AttentionSupport
 
 
@@ -44,6 +44,7 @@ def known_backends() -> tuple[KnownBackend, ...]:
 
 def known_backend(name: str) -> KnownBackend:
     """The backend of a name or alias; raises `InvalidOptionError` if there is none."""
+    check_kind("name", name, str, optional=False, example='"flashinfer"')
     by_name = _by_name()
     plain = _plain(name)
     if plain in by_name:
@@ -61,6 +62,9 @@ def known_backend(name: str) -> KnownBackend:
 
 def facts_of(backend: KnownBackend) -> tuple[Fact, ...]:
     """The facts that a backend's level depends on."""
+    check_kind(
+        "backend", backend, KnownBackend, optional=False, example='known_backend("flashinfer")'
+    )
     used = {condition.fact for level in backend.levels for condition in level.when}
     return tuple(fact for fact in FACTS if fact.name in used)
 

@@ -16,6 +16,7 @@ from graphrt.attention.triton.launch import Workspace, interpreted, room_for
 from graphrt.attention.triton.operators import paged_decode, schedule_spans
 from graphrt.attention.triton.work import SHORT, Splits, fixed_splits, most_splits, scheduled_splits
 from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
+from graphrt.core.base.option_values import count_of, shown
 from graphrt.core.batch.context import current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport
@@ -60,22 +61,21 @@ class TritonAttention(AttentionBackend):
         """
         super().__init__(shape)
         device = torch.device(device)
-        if splits not in _POLICIES or (splits == "task" and max_context is None):
+        if (
+            not isinstance(splits, str)
+            or splits not in _POLICIES
+            or (splits == "task" and max_context is None)
+        ):
             raise InvalidOptionError(
                 "nobody decides how the keys are split",
-                got=f"splits={splits!r}, max_context={max_context}",
+                got=f"splits={shown(splits)}, max_context={shown(max_context)}",
                 expected=f"one of {', '.join(_POLICIES)}; task with max_context",
                 advice='splits="device"',
             )
-        least = min(max_num_reqs, max_query_len, 1 if max_context is None else max_context)
-        if least < 1:
-            raise InvalidOptionError(
-                "there is no room for any batch",
-                got=f"max_num_reqs={max_num_reqs}, max_query_len={max_query_len}, "
-                f"max_context={max_context}",
-                expected="1 or more of each",
-                advice="pass the largest batch of the host",
-            )
+        max_num_reqs = count_of("max_num_reqs", max_num_reqs, least=1)
+        max_query_len = count_of("max_query_len", max_query_len, least=1)
+        if max_context is not None:
+            max_context = count_of("max_context", max_context, least=1)
         if device.type == "cpu" and not interpreted():
             raise InvalidOptionError(
                 "these kernels run on a GPU, or in Triton's interpreter",

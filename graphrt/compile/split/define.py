@@ -89,7 +89,15 @@ def _define(
             expected="a new name",
             advice="define it once, at the top of a module",
         )
-    arguments = list(inspect.signature(function).parameters)
+    try:
+        arguments = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        raise OpaqueError(
+            f"{name} cannot be an operator: nobody can tell its parameters",
+            got=shown(function),
+            expected="a function with annotated parameters",
+            advice="def attention(query: torch.Tensor, out: torch.Tensor) -> None: ...",
+        ) from None
     for argument in mutates:
         if argument not in arguments:
             raise OpaqueError(

@@ -216,6 +216,7 @@ class PlatformRegistry:
         if isinstance(plugin, torch.Tensor) or type(plugin).__hash__ is None:
             # It could not be kept in a table, and would be asked for a great many attributes.
             raise _no_plugin(plugin)
+        _check_comparable(plugin)
         with self._lock:
             taken = self._plugins.get_name(plugin) or name
             if taken is not None and self._plugins.has_plugin(taken):
@@ -343,6 +344,7 @@ class PlatformRegistry:
                     logger.info("importing plugin %s (%s)", name, entry_point.value)
                     with said_if_slow(f"the import of plugin {name} ({entry_point.value})"):
                         plugin = entry_point.load()
+                    _check_comparable(plugin)
                     if not self._plugins.is_registered(plugin):
                         self._installed.add(self._add(plugin, name))
                     continue
@@ -519,6 +521,21 @@ def _no_plugin(plugin: object) -> PlatformError:
         expected="@graphrt.platforms.hookimpl def graphrt_platforms()",
         advice="mark the function with graphrt.platforms.hookimpl",
     )
+
+
+def _check_comparable(plugin: object) -> None:
+    """Raise `PlatformError` for a plugin that cannot be looked up: it would stand in the way of all
+    others."""
+    try:
+        hash(plugin)
+        _ = plugin == _check_comparable
+    except Exception as error:
+        raise PlatformError(
+            "the plugin cannot be kept in a table",
+            got=f"{type(plugin).__name__}: {type(error).__name__} in its hash() or ==",
+            expected="a module, or an object that is compared by identity",
+            advice="leave __eq__ and __hash__ out of the plugin's class",
+        ) from error
 
 
 def _as_platforms(result: object) -> list[Platform]:

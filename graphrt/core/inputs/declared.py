@@ -176,6 +176,9 @@ def _forward_right(signature: inspect.Signature, specs: Mapping[str, Any]) -> st
         and each.name not in specs
     ]
     unknown = [name for name in specs if name not in signature.parameters]
+    rest = [e.name for e in signature.parameters.values() if e.kind is e.VAR_POSITIONAL]
+    if unknown and rest and not needed:
+        return f"a forward that takes {', '.join(unknown)} by name, not in *{rest[0]}"
     advice = [
         f"name it {meant!r} in place of {name!r}" if meant else f"leave {name!r} out of inputs="
         for name, meant in _meant(unknown, needed, [*signature.parameters])

@@ -334,31 +334,54 @@ def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
     return members is not None and all(is_plain(each, depth - 1) for each in members)
 
 
-def only_tensors_differ(ours: Any, theirs: Any) -> bool:
-    """Whether two values that differ are the same but for tensors."""
-    return _alike(ours, theirs, tensors=False)
+def only_tensors_differ(ours: Any, theirs: Any, rounding: float = 0.0) -> bool:
+    """Whether two values that differ are the same but for tensors, and for floats that have been
+    read from tensors of such a `rounding`, over the largest beside them."""
+    return _alike(ours, theirs, tensors=False, rounding=rounding)
 
 
-def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST, *, tensors: bool = True) -> bool:
+def _alike(
+    ours: Any,
+    theirs: Any,
+    depth: int = _DEEPEST,
+    *,
+    tensors: bool = True,
+    rounding: float = 0.0,
+    scale: float = 0.0,
+) -> bool:
     """Whether two runs have left the same; without `tensors`, but for these. Objects of which
-    nothing is known count as the same."""
+    nothing is known count as the same, and so do floats that differ by `rounding`, over the larger
+    one or `scale`."""
     if ours is theirs or depth == 0:
         return True
     if type(ours) is not type(theirs):
         return False
     kind = shape_of(type(ours)).kind
     if kind is Kind.PLAIN:
-        return same_value(ours, theirs)
+        return same_value(ours, theirs) or (
+            isinstance(ours, float)
+            and 0 < abs(ours - theirs) <= rounding * max(abs(ours), abs(theirs), scale)
+        )
     if kind is Kind.TENSOR:
         apart = unseen(lambda: difference(ours, theirs, rounded=True)) if tensors else None
         return apart is None or apart.relative <= _ROUNDED
     if kind in (Kind.SET, Kind.FROZENSET):
         return len(ours) == len(theirs) and bool(ours == theirs)
     if is_array(type(ours)):
-        return same_array(ours, theirs)
+        return same_array(ours, theirs) or _rounded(ours, theirs, rounding)
     mine, other = (_compared(each, tensors) for each in (ours, theirs))
-    inner = partial(_alike, depth=depth - 1, tensors=tensors)
+    if rounding:
+        scale = max([scale, *(abs(each) for each in other if isinstance(each, float))])
+    inner = partial(_alike, depth=depth - 1, tensors=tensors, rounding=rounding, scale=scale)
     return len(mine) == len(other) and all(map(inner, mine, other))
+
+
+def _rounded(ours: Any, theirs: Any, rounding: float) -> bool:
+    """Whether two arrays of floats differ by `rounding` alone."""
+    if not rounding or any(each.dtype.kind != "f" or each.itemsize > 8 for each in (ours, theirs)):
+        return False
+    apart = unseen(lambda: difference(torch.tensor(ours), torch.tensor(theirs)))
+    return apart is None or apart.relative <= rounding
 
 
 def _members(value: Any) -> list[Any] | None:

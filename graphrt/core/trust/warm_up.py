@@ -9,22 +9,38 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base._warnings import StaleTensorWarning, warn_caller
 from graphrt.core.base.errors import PythonStateError
 from graphrt.core.base.thread_mode import without_kept_casts
 from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.guard import side_doors
 from graphrt.core.capture.state import State
-from graphrt.core.trust.compare import listed
+from graphrt.core.trust.compare import difference, listed
+from graphrt.core.trust.parts import ShiftedParts, TriedParts
 from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import Keyed, places_of, with_keys
 from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.snapshot import PythonState, StateSnapshot, is_plain, put_back
+from graphrt.core.trust.snapshot import (
+    PythonState,
+    StateSnapshot,
+    described,
+    is_plain,
+    only_tensors_differ,
+    put_back,
+)
 from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch
 from graphrt.core.trust.watching.watch import Kept, Trace, Use, Watch, storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
+
+_ROUNDING = 2e-4
+"""How far results may be apart, over their root mean square, that count as the same."""
+
+_UNSTEADY = 64
+"""The same over the difference of two equal runs."""
 
 
 class WarmedUp(NamedTuple):
@@ -73,6 +89,8 @@ class WatchedState:
         # The memory that runs after the first one write.
         self._steady: set[int] = set()
         self._is_settled = False
+        # By path, what eager parts have kept of padding, and what they keep of other rows.
+        self._of_padding: dict[str, tuple[Any, Any]] = {}
         self._left = _LeftInPython(is_in_graphs, each_warmed_up=each_warmed_up)
         if reads is not None:
             # Sessions before this one may have watched all that it captures.
@@ -143,6 +161,7 @@ class WatchedState:
         assert self._moves is not None and self._reads is not None
         self._watched.add(kind)
         memory, run = self._snapshot.memory, partial(self._run_watched, own, function)
+        before = self._snapshot.python.take()
         watch, result = run()
         self.inputs_written = watch.own_written
         made = self._made_and_reachable(watch)
@@ -166,6 +185,8 @@ class WatchedState:
                     "every run writes it too",
                 )
             self._steady |= again.written().keys()
+        if self._has_parts:
+            self._note_values_of_padding(before, own, function)
         self._reads.note(watch)
         if kind is not None:
             self._warmed_up[kind] = self._as_warmed_up(kind, tokens, watch)
@@ -267,6 +288,75 @@ class WatchedState:
                 advice="run the forward once on a real batch before the capture",
             )
 
+    def _note_values_of_padding(
+        self, before: Sequence[Any], own: frozenset[int], function: Callable[[], object]
+    ) -> None:
+        """Note the plain values that eager parts keep of what they read when they run first: others
+        where they are given other numbers. Results have to go by them."""
+        python, memory, generators = (
+            self._snapshot.python,
+            self._snapshot.memory,
+            self._snapshot.generators,
+        )
+        left = python.take()
+        new = {path for path, (_, now) in python.changed(before, left).items() if is_plain(now)}
+        if not new:
+            return
+        written = memory.take()
+
+        def again(start: Sequence[Any], parts: TriedParts) -> tuple[Any, list[Any]]:
+            self.restore()
+            generators.restore()
+            python.restore(start)
+            watch = Watch(own, memory, generators=generators)
+            outputs = _beside(parts, partial(watch.around, function))
+            return tree.map_tensors(torch.Tensor.clone, outputs), python.take()
+
+        outputs, later = again(left, TriedParts())
+        # What every run moves is put back, and a clock says something else each time.
+        steady = new - python.changed(left, later).keys()
+        anew = again(before, TriedParts())[1] if steady else left
+        steady -= python.diff(left, anew).keys()
+        other = again(before, ShiftedParts())[1] if steady else left
+        found = {
+            path: both
+            for path, both in python.diff(left, other).items()
+            if path in steady and not only_tensors_differ(*both, _ROUNDING)
+        }
+        if found:
+            mixed = [
+                there if slot.path in found else was
+                for slot, was, there in zip(python.slots, left, other, strict=True)
+            ]
+            spread = difference(again(left, TriedParts())[0], outputs)
+            apart = difference(again(mixed, TriedParts())[0], outputs)
+            least = _ROUNDING if spread is None else max(_ROUNDING, _UNSTEADY * spread.relative)
+            if apart is not None and apart.relative > least:
+                self._of_padding.update(found)
+        self.restore()
+        generators.restore()
+        python.restore(left)
+        memory.restore(written)
+
+    def _refuse_values_of_padding(self) -> None:
+        """Raise `PythonStateError` for what eager parts have kept of padding and go on from; what
+        several runs have moved is put back by now."""
+        if not self._of_padding:
+            return
+        python = self._snapshot.python
+        stays = python.changed(python.was, python.take())
+        found = {path: both for path, both in self._of_padding.items() if path in stays}
+        if not found:
+            return
+        python.restore()
+        raise PythonStateError(
+            "an eager part keeps what it reads when it runs first, and goes on from it: a warm-up "
+            "has only padding",
+            got=described(found, "{path} = {0}, and {1} of other rows"),
+            expected="state that is there before capture()",
+            advice="run the forward once on a real batch before the capture",
+        )
+
     def is_new(self, kind: Hashable) -> bool:
         """Whether no run of this kind was watched yet."""
         return self._reads is not None and kind not in self._warmed_up
@@ -307,6 +397,7 @@ class WatchedState:
             self._left.note(with_keys(self._moves.anew()))
             remade = self._reads.remade
             put_back = self._moves.settle(contents=self._has_parts, remade=remade)
+            self._refuse_values_of_padding()
         self._reads.protected += self._snapshot.memory.check_protected(self._pads)
         self._reads.remade |= self._left.forget_remade(put_back)
         places = self._reads.settle()
@@ -319,6 +410,13 @@ class WatchedState:
             # Or eager steps would read there what no graph has computed yet.
             self._snapshot.python.restore()
             raise
+
+
+@undoing
+def _beside(parts: TriedParts, undo: Undo, function: Callable[[], T]) -> T:
+    """Call `function`, whose eager parts are run by `parts`."""
+    undo.set(side_doors, parts)
+    return function()
 
 
 class _Moves:

@@ -1,0 +1,21 @@
+"""Arguments of attention that are none are named before anything is made of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from graphrt.attention import GroupedShape, TritonAttention
+from graphrt.errors import InvalidOptionError
+
+SHAPE = GroupedShape(num_heads=8, num_kv_heads=2, head_dim=32, page_size=16)
+
+
+@pytest.mark.parametrize("value", [np.array([1, 2]), torch.zeros(2), "x", 0, None], ids=str)
+@pytest.mark.parametrize("name", ["max_num_reqs", "max_query_len", "max_context", "splits"])
+def test_bounds_and_ways_to_split_are_looked_at_first(name, value):
+    if name == "max_context" and value is None:
+        return
+    with pytest.raises(InvalidOptionError, match=r"how the keys are split|must be"):
+        TritonAttention(SHAPE, **{"max_num_reqs": 4, "device": "cpu", name: value})
