@@ -180,11 +180,13 @@ class Place(NamedTuple):
 
 
 def getters(places: Iterable[Place]) -> list[Callable[[], Any]]:
-    """What gets the values of places; of items of dicts and of functions without any Python."""
+    """What gets the values of places; of dicts, classes and functions without any Python."""
     bound: list[Callable[[], Any]] = []
     for _, _, way, holder, key in places:
         if way.get is _item:
             bound.append(functools.partial(dict.get, holder, key, MISSING))
+        elif way is CLASS_ATTRIBUTE:
+            bound.append(functools.partial(namespace_of(holder).get, key, MISSING))
         elif way is FIELD and type(holder) is FunctionType:
             bound.append(functools.partial(key.__get__, holder))
         else:
