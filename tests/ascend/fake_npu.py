@@ -99,7 +99,7 @@ class FakeNpu:
         self.log: list[str] = []
         self.events = itertools.count(1)
         numbers = itertools.count(1000 + 1000 * next(_numbers))
-        self.current = FakeStream(self, "C", next(numbers))
+        self.current = self.first = FakeStream(self, "C", next(numbers))
         self.pool = [FakeStream(self, f"S{place}", next(numbers)) for place in range(streams)]
         self._turn = itertools.cycle(self.pool)
         self._signals = itertools.count()
@@ -113,6 +113,9 @@ class FakeNpu:
 
     def current_stream(self) -> FakeStream:
         return self.current
+
+    def default_stream(self) -> FakeStream:
+        return self.first
 
     def current_device(self) -> int:
         return 0

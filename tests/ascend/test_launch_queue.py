@@ -62,8 +62,8 @@ class Queue:
         monkeypatch.setattr(launch_queue, "_first", [])
         monkeypatch.setattr(launch_queue, "_PATIENCE_S", 0.01)
         monkeypatch.setattr(launch_queue, "_noticed", launch_queue.queue_ended)
-        monkeypatch.setattr(launch_queue, "_wait_for_queue", lambda stream: self.launch())
-        npu = FakeNpu()
+        monkeypatch.setattr(launch_queue, "_wait_for_queue", self._wait)
+        self.npu = npu = FakeNpu()
         npu.Event = lambda: type("Event", (), {"record": lambda self, stream: None})()  # type: ignore[attr-defined]
         assert self.thread.native_id is not None
         self.launching = launch_queue._Launching(npu, self.thread.native_id)
@@ -74,6 +74,11 @@ class Queue:
             self.given.wait()
             self.given.clear()
             self.done.set()
+
+    def _wait(self, stream: object) -> None:
+        # What is issued on other streams goes round the queue, as on torch_npu's SyncLaunchStream.
+        if stream is self.npu.default_stream():
+            self.launch()
 
     def launch(self) -> None:
         if not self.hangs.is_set():
@@ -103,6 +108,14 @@ def test_steps_pass_whether_they_put_something_into_a_queue_that_lives_or_not(qu
         if turn % 3:
             queue.launch()
         launch_queue.check_replayed()
+
+
+def test_a_queue_lives_though_the_current_stream_goes_round_it(queue):
+    """As where a segment is replayed on the stream that captures."""
+    queue.npu.set_stream(queue.npu.Stream())
+    launch_queue.check_queue()
+    launch_queue.check_replayed()
+    assert not launch_queue._first
 
 
 def test_a_step_is_refused_when_the_thread_has_ended(queue):

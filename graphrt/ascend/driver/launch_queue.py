@@ -89,7 +89,8 @@ class _Launching:
         meanwhile. A queue that has ended takes none of any number.
         """
         before_ns = self.used_ns()
-        stream = self._npu.current_stream()
+        # Not the current stream: a capture's may be a direct one, whose events go round the queue.
+        stream = self._npu.default_stream()
         until_s = time.monotonic() + _PATIENCE_S
         events = 0
         while events < _EVENTS or time.monotonic() < until_s:
@@ -188,7 +189,7 @@ def queue_ended() -> LaunchQueueError:
 def _noticed() -> LaunchQueueError:
     """The same, remembered, with torch_npu's own error if that is yet to be raised."""
     try:
-        _wait_for_queue(torch_npu().npu.current_stream())
+        _wait_for_queue(torch_npu().npu.default_stream())
     except RuntimeError as error:
         has_queue_ended(error)
     if not _first:

@@ -139,7 +139,7 @@ _ENTERED: frozenset[type] = frozenset({
 
 _LIBRARIES = sys.stdlib_module_names | {
     "builtins", "torch", "torch_npu", "torchvision", "torchaudio", "numpy", "triton", "cuda",
-    "pluggy", "typing_extensions",
+    "pluggy", "typing_extensions", "pytest", "_pytest",
 }  # fmt: skip
 _USERS_OF_CORE = ("demo", "testing", "attention", "hosts")
 """Parts of graphrt that hold models; the others are the runtime, which nobody's forward is."""
