@@ -380,7 +380,9 @@ def _rounded(ours: Any, theirs: Any, rounding: float) -> bool:
     """Whether two arrays of floats differ by `rounding` alone."""
     if not rounding or any(each.dtype.kind != "f" or each.itemsize > 8 for each in (ours, theirs)):
         return False
-    apart = unseen(lambda: difference(torch.tensor(ours), torch.tensor(theirs)))
+    apart = unseen(
+        lambda: difference(*(torch.tensor(each, device="cpu") for each in (ours, theirs)))
+    )
     return apart is None or apart.relative <= rounding
 
 

@@ -88,16 +88,16 @@ class PoolConformance(ConformanceBase):
                 if self.first(out) != [value + offset] * 4:
                     errors.append((offset, value, self.first(out)))
 
-        errors = []
+        raised: list[Any] = []
         threads = [
-            threading.Thread(target=lambda n=n: errors.append(in_thread(lambda: work(n))))
+            threading.Thread(target=lambda n=n: raised.append(in_thread(lambda: work(n))))
             for n in (1.0, 100.0)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert errors == [None, None]
+        assert raised == [None, None]
         assert errors == []
 
     def test_context_reaches_a_new_thread_only_when_it_is_carried(self, pool: GraphPool) -> None:
