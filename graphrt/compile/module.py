@@ -158,6 +158,7 @@ class CompiledModule:
             options=self.options,
             pool=self._pool,
             graphs=self._graphs,
+            capture_sizes=self._capture_sizes,
             wrapper_options=self._wrapper_options,
             hooks=self._hooks,
             read_context=self._read_context,

@@ -401,6 +401,12 @@ def test_all_capture_sizes_are_compiled_for():
     assert compiled.figures.compilations == 3
 
 
+def test_a_copy_has_the_capture_sizes_of_the_module_that_it_is_of():
+    given = options(compile_sizes=("capture_sizes",))
+    compiled = compile_module(Small(), ["x"], options=given, capture_sizes=[2, 4])
+    assert torch.equal(copy.deepcopy(compiled)(X), compiled(X))
+
+
 def test_options():
     assert CompileOptions.from_dict({"splitting_ops": "ns::op"}).splitting_ops == ("ns::op",)
     assert CompileOptions(splitting_ops=[]).whole_graph
