@@ -257,7 +257,7 @@ class CaptureScheduler:
                 "capture_next(prefer=) names sizes that the plan has no graph of",
                 got=shown(unknown),
                 expected=f"some of {shown(sorted(self._setup.sizes))}",
-                advice="sizes in tokens of graphs, not of batches",
+                advice="pass sizes of the plan (the padded tokens of graphs), not sizes of batches",
             )
         return sizes
 
