@@ -118,7 +118,7 @@ class InputTransport(Protocol):
 
     def give(self, place: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
         """As `fill`, but the rows are in the memory that `take` returned with this `place`. False,
-        with nothing done, if another step has had that memory since."""
+        with nothing done, if that is not the next step's memory any more."""
 
 
 class Sources(NamedTuple):
