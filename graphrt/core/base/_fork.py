@@ -15,7 +15,7 @@ Lock = TypeVar("Lock")
 
 
 class LivesThroughForks(Protocol):
-    """What has state of a thread's that may not exist in a child."""
+    """An object with state of threads, such as a turn, that do not exist in a child."""
 
     def forked(self) -> None:
         """Called in a child, before anything else runs there."""

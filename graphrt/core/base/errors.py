@@ -89,7 +89,7 @@ class InputRingError(GraphRTError):
 
 
 class InputSlotError(InvalidInputError):
-    """A slot for a step's inputs was used twice, or after it was given up."""
+    """A slot for a step's inputs was used twice, after it was given up, or by another runner."""
 
 
 class CopyError(GraphRTError, TypeError):

@@ -24,13 +24,14 @@ _NONE, _PIECEWISE, _FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 class AllowedCapture(Protocol):
     """The capture that a context allows: all wrappers of its step capture, or none has.
 
-    `slot` is where their entries will be found, `fixed` are the addresses of the storages in which
-    every step of the graph finds its inputs, `task_names` collects the tasks of the step, and their
-    groups. `metadata_is_declared` says that the context's metadata is right for every step.
-    `tells_pool` says that a wrapper tells its pool what it captured, else who allowed it does.
-    `lifts_constants` says that what the forward makes on the host may be copied to the device,
-    where that needs page-locked memory. `work` is the `GraphWork` that a warm-up of the same kind
-    issued, or None.
+    - `slot`: where their entries will be found.
+    - `fixed`: the addresses of the storages in which every step of the graph finds its inputs.
+    - `task_names`: collects the tasks of the step, and their groups.
+    - `metadata_is_declared`: the context's metadata is right for every step.
+    - `tells_pool`: a wrapper tells its pool what it captured; else the maker of this object does.
+    - `lifts_constants`: tensors that the forward makes on the host may be kept in page-locked
+      memory, from which every replay copies them.
+    - `work`: the `GraphWork` that a warm-up of the same kind issued, or None.
     """
 
     slot: int
@@ -57,22 +58,24 @@ class Announcer(Protocol):
 class ForwardContext:
     """One step: its runtime mode, the descriptor of its graph, and its task updates.
 
-    `metadata` is the host's, for eager parts that need this step's values; to read it elsewhere
-    while a graph is captured raises `FrozenMetadataError`. `slot` is the
-    dispatcher's index of the graph (-1: look it up by descriptor). `capture` allows wrappers to
-    capture; `enlist` is how a compiled module that runs in a warm-up or capture makes itself known.
-    `num_reqs` is the padded number of requests where the descriptor leaves it open. `query_len` is
-    how many tokens each request of the live batch has, None where they differ or nobody said: a
-    graph of mixed batches serves uniform ones too, which eager parts may run faster; None where a
-    graph is captured. `live` is the batch that the step serves, None where nobody said: what a step
-    brings for its tasks is held against it. `dispatcher` is told by wrappers that have no graph for
-    the step. `compared` says that the step is run on its live rows for a trial, to hold a graph's
-    padded one against it.
+    - `slot`: the dispatcher's index of the graph; -1: look it up by descriptor.
+    - `metadata`: the host's, for eager parts that need this step's values. To read it elsewhere
+      while a graph is captured raises `FrozenMetadataError`.
+    - `num_reqs`: the padded number of requests where the descriptor leaves it open.
+    - `query_len`: the tokens of each request of the live batch; None where they differ, nobody
+      said, or a graph is captured. A graph of mixed batches serves uniform ones too, which eager
+      parts may run faster.
+    - `live`: the batch that the step serves, None where nobody said. Task updates are checked
+      against it.
+    - `dispatcher`: told by wrappers that have no graph for the step.
+    - `capture`: allows wrappers to capture.
+    - `enlist`: called by a compiled module that runs in a warm-up or capture, to be known.
+    - `compared`: the step is run on its live rows for a trial, which compares a padded one with it.
+    - `token`: unique to one step, None outside of one.
 
     Entering it makes it `current_context()` for this thread. It may be entered again after it was
     left, which is another step. A host that has a context of its own, and wrappers that read this
-    one from it, enters nothing and calls `begin_step()`. `token` is unique to one step and None
-    outside of one.
+    one from it, enters nothing and calls `begin_step()`.
     """
 
     __slots__ = (

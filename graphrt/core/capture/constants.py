@@ -170,7 +170,8 @@ class Constants:
         self._arrays |= dict.fromkeys(self._arrays_behind(number))
 
     def _arrays_behind(self, tensor: torch.Tensor) -> Sequence[_Array]:
-        """What the host may write of all that a tensor on the host was computed of."""
+        """The memory behind a host tensor, directly or by way of operators, that the host may still
+        write."""
         if self._is_constant(tensor):
             return self._arrays_of([tensor])
         known = self._computed.get(tensor.untyped_storage()._cdata)
@@ -179,7 +180,7 @@ class Constants:
         return [array for each in known.operands for array in self._arrays_behind(each)]
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note whether results on the host are constants: all that they were made of is."""
+        """Note which results on the host are constants: those whose operands on the host are."""
         results = [each for each in tree.tensors(result) if _is_of_host(each)]
         if not results:
             return
@@ -249,8 +250,8 @@ class Constants:
         return pinned.copy_(tensor.detach())
 
     def _is_copied(self, tensor: object, device: torch.device) -> bool:
-        """Whether a copy of it to a device is one from pageable memory, or from page-locked memory
-        that the forward gives back."""
+        """Whether a copy of it to this device needs page-locked memory that outlives the capture:
+        it is pageable, or a constant, whose memory the forward frees."""
         return (
             isinstance(tensor, torch.Tensor)
             and device.type == self._platform.device_type

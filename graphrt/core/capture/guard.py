@@ -60,10 +60,12 @@ _COPIES = ("aten.copy_.default", "aten._to_copy.default")
 
 class CaptureGuard(ThreadMode):
     """Sees every operator of an open segment: breaks at those of `breaks`, and refuses what no
-    replay would repeat. Of a whole graph it looks at the last alone. With `constants` it has those
-    lifted. Where the operators of a step are `issued` to a list, it notes those of the segment.
+    replay would repeat.
 
-    The mode is only entered where there is something to look at.
+    A FULL graph has no eager parts, so there only the caller's tensors, host random numbers and the
+    context are looked at. With `constants`, tensors that the forward makes on the host are lifted
+    out of the graph. Where a list is `issued`, the operators of segments are noted in it. The mode
+    is only entered where an operator has to be looked at.
     """
 
     supports_higher_order_operators = True
@@ -77,8 +79,8 @@ class CaptureGuard(ThreadMode):
         constants: Constants | None,
         owns: Callable[[torch.Tensor], bool],
     ) -> None:
-        """`owns` says whether a tensor lies in the pool: replays find there the one of the graph
-        that was captured last."""
+        """`owns` says whether a tensor lies in the pool, which graphs of all sizes share: by the
+        time of a replay another one may have written there."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder: Recording | None = recorder
         self.issued = issued.get()
@@ -214,15 +216,16 @@ class CallerTensors:
         self._drew: bool | None = None
 
     def __bool__(self) -> bool:
-        """Whether operators have to be looked at: where other threads run, only they tell whose
-        draws have moved the host's generator."""
+        """Whether operators have to be looked at: for host tensors; and on a device beside other
+        threads, where only operators tell which thread has moved the host's generator."""
         return bool(self._hosts) or (self.on_device and threading.active_count() > 1)
 
     def lift(
         self, is_constant: Callable[[torch.Tensor], bool] | None, *, later: bool = False
     ) -> None:
-        """Leave tensors that are constants to the capture, which lifts them; `later` says that it
-        does not, and that the next try will."""
+        """Do not refuse host tensors that the capture lifts as constants. `later` says that this
+        capture lifts none, but is tried again with lifting: the error that asks for that is
+        `PageableCopyError`."""
         if is_constant is not None:
             self._hosts -= {_address(each) for each in self._on_host if is_constant(each)}
         if later:

@@ -80,7 +80,7 @@ class KeyedGraphs(Uncopied):
                 "a key was captured a second time",
                 got=shown(key),
                 expected="one graph for each key",
-                advice="drop(key) before",
+                advice="call drop(key) before capturing it again",
             )
         transaction = CaptureTransaction(0, metadata_is_declared=True, tells_pool=False)
         context = ForwardContext(

@@ -58,9 +58,9 @@ class GraphOptions:
       every step is. See `docs/trust.md`; `GRAPHRT_CHECK` sets it for a whole process.
     - `eager_after_failed_update` (False): run a step eagerly, once more, whose update of tasks
       raised: for forwards that may run twice on the same inputs.
-    - `host_arguments` ("refuse"): of tensors among the arguments that lie on the host, where graphs
-      are of a device. "refuse" raises where one is read, as every replay would have its numbers of
-      the capture; "bake" has them so, for hosts whose descriptors tell those apart.
+    - `host_arguments` ("refuse"): CPU tensors among the arguments of a device's graph. "refuse"
+      raises where one is read, as every replay would have its numbers of the capture; "bake" keeps
+      those numbers, for hosts with a descriptor for each set of them.
 
     Of runners alone:
 

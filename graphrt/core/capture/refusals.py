@@ -71,7 +71,7 @@ NESTED_CAPTURE = Refusal(
     NestedCaptureError,
     "a capture was begun inside another one",
     expected="one open capture per thread",
-    advice="capture it before, or mark its caller @eager_break",
+    advice="capture it before the outer capture begins, or mark its caller @eager_break",
     has_line=False,
 )
 MODE_STILL_ACTIVE = Refusal(
@@ -109,8 +109,8 @@ HOST_ARGUMENT = Refusal(
     RefusedOpError,
     "an argument lies on the host: every replay would have its numbers of the capture, and none "
     "would write it",
-    advice="give the forward a tensor of the device, or a Python number that is part of what the "
-    "graph is for",
+    advice="give the forward a tensor of the device; or, with a descriptor (variant=) for each of "
+    'its values, a Python number or GraphOptions(host_arguments="bake")',
 )
 HOST_DRAW = Refusal(
     RefusedOpError,
@@ -148,7 +148,8 @@ MISSED_BREAK = Refusal(
 MISSED_OPERATOR = Refusal(
     MissedBreakError,
     "an operator that must run eagerly would be captured",
-    advice="use it as a splitting op, or mark the function around it @eager_break",
+    advice="make the wrapper with breakable=True; or, in a compiled module, name the operator in "
+    "splitting_ops",
     has_line=False,
 )
 TRACED_BREAK = Refusal(

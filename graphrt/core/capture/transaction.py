@@ -19,7 +19,7 @@ from graphrt.core.dispatch.reasons import Reason
 
 @public("graphrt.lowlevel")
 class GraphOwner(Protocol):
-    """What captures graphs, such as a wrapper, as far as who allows it must know it."""
+    """An object that captures graphs, such as a wrapper, as a transaction sees it."""
 
     def seal(self) -> None:
         """Capture nothing any more."""
@@ -41,7 +41,8 @@ class Captured(NamedTuple):
 class CaptureTransaction:
     """Allows wrappers to capture while it is in the context, and takes back what they did.
 
-    A context that captures has no slot itself, so that its calls take the path that looks twice.
+    The `slot` is here and not in the context: without a slot there, a wrapper looks by descriptor,
+    and finds out that it has captured in this step already.
     See `AllowedCapture` for the attributes.
     """
 
@@ -64,7 +65,7 @@ class CaptureTransaction:
         self._captured: list[Captured] = []
 
     def add(self, owner: GraphOwner, undo: Callable[[], None]) -> None:
-        """Note that `owner` captures something, which `undo` takes back, as far as it got."""
+        """Note that `owner` captures something; `undo` takes it back, however far that got."""
         self._captured.append(Captured(owner, undo))
 
     def commit(self) -> list[Captured]:
@@ -106,8 +107,8 @@ class Sealing:
         self.may_capture = self._lazy
 
     def in_session(self, begun: bool) -> None:
-        """A capture session has begun, or ended: what captures lazily may meanwhile, and then no
-        more."""
+        """A capture session has begun, or ended: with `lazy`, capturing is allowed in it, and not
+        after it."""
         if self._lazy:
             (self.open if begun else self.close)()
 

@@ -518,7 +518,8 @@ def _no_slot(slot: object) -> InvalidOptionError:
         "the slot of a context is the dispatcher's number of its graph",
         got=shown(slot),
         expected="an integer, -1 for none",
-        advice="forward_context(found.mode, found.descriptor, slot=found.slot)",
+        advice="dispatch = dispatcher.dispatch(batch); forward_context(dispatch.mode, "
+        "dispatch.descriptor, slot=dispatch.slot)",
     )
 
 

@@ -319,10 +319,12 @@ def reqs_of(inputs: StaticInputs, batch: Batch, values: Mapping[str, Any]) -> in
 
 
 def wrong_requests(reqs: int, most: int) -> InvalidBatchError:
-    """The error for a batch of no requests, or of more than there are rows for."""
+    """The error for a batch of no requests, or of more than the `most` rows of its graph."""
     return InvalidBatchError(
         "the batch has more requests than the runner has rows for, or none",
         got=reqs,
         expected=f"1 to {most}",
-        advice=f"max_num_reqs={max(reqs, 1)}",
+        advice="Batch(num_tokens, num_reqs) with the live requests of the step"
+        if reqs < 1
+        else f"max_num_reqs={reqs}, if each of the requests has a token",
     )

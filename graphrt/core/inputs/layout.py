@@ -237,8 +237,8 @@ class StepMoves:
         self.live = tokens, reqs
         self.fields = [FieldMove(field, tokens, reqs) for field in layout.fields]
         self.fixed = [FieldMove(field, tokens, reqs) for field in layout.fixed]
-        # What is looked at of each packed input at every step, in one tuple. Only complex
-        # arithmetic makes tensors whose bits are not their values.
+        # One tuple for each packed input: what every step checks it against. Only tensors of these
+        # dtypes can have a negation or conjugation pending (the fourth item).
         self.rows = [
             (
                 move.field.name,
@@ -250,16 +250,18 @@ class StepMoves:
             for move in self.fields
         ]
         self.from_host = "h" * len(self.fields)
-        # Where to, and the bytes, if each input is one short copy: they are done at once.
+        # Where to, and how many bytes, if each input is one short copy; else None. They are copied
+        # in one call: see `copy_rows`.
         self.short: tuple[list[int], list[c_size_t]] | None = None
         firsts = [move.copies[0] for move in self.fields if len(move.copies) == 1]
         if len(firsts) == len(self.fields) and all(b <= _FEW_BYTES for _, _, b in firsts):
             self.short = [to for to, _, _ in firsts], [c_size_t(b) for _, _, b in firsts]
         self.padded = [move for move in self.fields if move.pads or move.repeats]
         self.fetch = layout.fetch
-        # What a transport prepared for such steps, and what wrote the last one, if that was
-        # compiled.
+        # A transport keeps here what it prepared for such steps.
         self.prepared: Any = None
+        # The compiled writer of the last such step, which native/replay.c calls first; None where
+        # Python wrote it. It refuses inputs that are unlike those it was made for.
         self.alike: Any = None
         self.whole: tuple[Span, ...] = ((0, layout.nbytes),) if layout.nbytes else ()
         self._spans: dict[str, tuple[Span, ...]] = {}

@@ -300,7 +300,7 @@ def _check_alike(seen: Seen, other: Seen) -> None:
                 f"return that of its padded size{at_path(path)}",
                 got=f"{told(value)} with {seen.tokens} tokens of {seen.reqs} requests",
                 expected=f"{told(other.values.get(path))}, as with {other.tokens} of {other.reqs}",
-                advice="leave it out, and let the caller tell it from its batch",
+                advice="do not return it: its caller can compute it of the batch",
             )
 
 

@@ -82,9 +82,9 @@ class InputSlot(Mapping[str, torch.Tensor], Uncopied):
         moves: Any,
         turn: int,
     ) -> None:
-        """Made by `GraphRunner.slot`, for the `moves` of a `layout`. `place` is what the memory is
-        to who moves it on; without a layout it is memory of its own, for more rows than there are
-        buffers for."""
+        """Made by `GraphRunner.slot`, for the `moves` of a `layout`. `place` is how the transport
+        that lent the memory knows it. Without a layout the slot is memory of its own, for steps
+        with more rows than the buffers have."""
         self._tensors, self.numpy = views
         self.place = place
         self.layout = layout
@@ -93,7 +93,7 @@ class InputSlot(Mapping[str, torch.Tensor], Uncopied):
         self.used = False
         self.batch: Batch
         self.maker: object = None
-        # The dispatch, and what the runner knew of its graph then.
+        # The dispatch, and the `PreparedStep` of its graph, as of the making of the slot.
         self.planned: tuple[Any, object] | None = None
         self.agreed: Agreed | None = None
 

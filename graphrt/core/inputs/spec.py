@@ -64,7 +64,7 @@ class InputSpec:
 
     @property
     def pad_value(self) -> int | float | complex | bool:
-        """What fills rows of which nothing is known: the padding, if it is a value."""
+        """The value of padding rows; 0 with "repeat" and "keep", while no step has left rows."""
         return 0 if self.pad is None or isinstance(self.pad, str) else self.pad
 
     def batch_axis(self) -> tuple[Axis | None, int]:
@@ -93,8 +93,8 @@ _DENSE = {
 
 
 LOWEST_ADDRESS = 1 << 24
-"""Below it there is rarely memory: a tensor whose storage was given back says that its rows begin
-at as many bytes as it skips, and is looked at."""
+"""A smaller address is looked at before it is read: a tensor whose storage was freed has its offset
+as address. Memory rarely lies so low."""
 
 
 @lru_cache(maxsize=64)

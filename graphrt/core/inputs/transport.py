@@ -113,18 +113,20 @@ class InputTransport(Protocol):
         written; raises `InvalidInputError`, or what using a value raises."""
 
     def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
-        """Memory of the host for a step's live rows, packed, which may be written until it is
-        given: what `give` gets, the tensor it is in, and its address."""
+        """Host memory in which the next step's live rows may be written, packed, until `give`: the
+        place to pass to `give`, the tensor that the memory is part of, and its address."""
 
     def give(self, place: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
-        """As `fill`, of rows that were written to what `take` returned; False, with nothing done,
-        if that is not the next step's memory any longer."""
+        """As `fill`, but the rows are in the memory that `take` returned with this `place`. False,
+        with nothing done, if that is not the next step's memory any more."""
 
 
 class Sources(NamedTuple):
-    """The packed inputs of a step: of each the tensor and its address, and in `kinds` "h" if it is
-    the host's, in rows without gaps, "d" if it is somewhere on a device, "k" if it is in place
-    already. They are `plain` if all are tensors of torch with rows, used as they were given."""
+    """The packed inputs of a step, each with its tensor, its address and a letter of `kinds`.
+
+    "h" is contiguous host memory, "d" is device memory, "k" is kept: it lies in the slab already.
+    `plain` says that all are non-empty, of type `torch.Tensor` itself, and used without a copy.
+    """
 
     tensors: list[torch.Tensor]
     addresses: list[int]
@@ -135,8 +137,8 @@ class Sources(NamedTuple):
 def sources_of(
     values: Mapping[str, Any], moves: StepMoves, slab: Slab, busy: tuple[int, int]
 ) -> Sources:
-    """Look at all packed inputs of a step, before any is written: an input may be a view of the
-    slab, or of memory that is written on the way, whose addresses `busy` are. Raises
+    """Look at all packed inputs of a step before any is written. An input may be a view of the
+    slab, or of the memory from `busy[0]` to `busy[1]`, which is written on the way. Raises
     `InvalidInputError`."""
     low, high = slab.low, slab.high
     busy_low, busy_high = busy
@@ -339,7 +341,8 @@ class Staging:
         return start, start and start + self._nbytes
 
     def take(self) -> StagingSlot:
-        """A slot that the host may write now; the oldest one if it is free."""
+        """A slot that the host may write now: the oldest, if its copy is over; else a new one, or
+        at `max_slots` the oldest after a wait."""
         slots = self._slots
         if not slots or not slots[0].free:
             if len(slots) < self._max_slots:

@@ -285,7 +285,7 @@ def _within(
     least = pieces[:fewest]
     taken = _total(costs[key] for key in least)
     if budget.lacks(taken, taken):
-        # More than half of it.
+        # Twice their cost does not fit: they would take more than half of the budget.
         least = []
     kept = _fill(order, costs, budget, least)
     held = sum(key in kept for key in pieces)
@@ -304,13 +304,14 @@ def _within(
 def _fill(
     order: Sequence[CaptureKey], costs: Costs, budget: Budget, least: Sequence[CaptureKey] = ()
 ) -> Kept:
-    """What fits, in order; `least` are pieces that come after one FULL graph."""
+    """What fits, in order; the `least` pieces come right after the first graph of `order`."""
     kept: Kept = {}
     used = nothing = _total(())
     waiting = False
     for key in dict.fromkeys([*order[:1], *least, *order]):
         if waiting and key[0] is GraphMode.PIECEWISE and key not in least:
-            # Or a larger budget, for another FULL graph, would have fewer pieces.
+            # A FULL graph that could fit is still waiting for room. Pieces that take that room now
+            # would go again under a larger budget, which is to keep all that this one holds.
             continue
         if budget.lacks(used, costs[key]) is None:
             kept[key] = None

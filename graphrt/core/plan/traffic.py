@@ -51,7 +51,8 @@ def best_sizes(candidates: Iterable[int], traffic: Traffic, count: int) -> tuple
     """The `count` of `candidates` that pad the batches of `traffic` least, ascending; the largest
     is one of them. Fewer where fewer pad nothing.
 
-    Dynamic programming: of so many sizes, the last of which is this one, what pads least.
+    Dynamic programming: `least` has, for each size, the least padding of as many sizes as there
+    were turns, if that size is the last of them.
     """
     sizes, served = _that_serve(sorted(candidates), traffic)
     if len(sizes) <= count:
@@ -73,7 +74,8 @@ def best_sizes(candidates: Iterable[int], traffic: Traffic, count: int) -> tuple
 
 def fitted_sizes(default: tuple[int, ...], traffic: Traffic, multiple: int = 1) -> tuple[int, ...]:
     """As many sizes as `default` has, up to its largest, that pad the batches of `traffic` least;
-    all of them multiples of a number. Those that no batch of it needs are of `default`."""
+    all of them multiples of a number. If fewer pad nothing, the most valuable of `default` fill the
+    list up."""
     if not default:
         return default
     fitted = set(best_sizes(live_sizes(traffic, default[-1], multiple), traffic, len(default)))
@@ -133,7 +135,8 @@ def _bad_traffic(traffic: object) -> InvalidOptionError:
 
 
 def _by_savings(kept: list[int], fixed: Collection[int], shares: list[Share]) -> list[int]:
-    """`kept`, which ascends, without `fixed`: what saves least of what is left first."""
+    """`kept`, which ascends, without `fixed`, in the order in which to leave sizes out: each time
+    the one that saves least among those that are left."""
     up_to = {size: tuple(share(size) for share in shares) for size in (0, *kept)}
     after = dict(pairwise((0, *kept)))
     before = {high: low for low, high in after.items()}
@@ -143,7 +146,8 @@ def _by_savings(kept: list[int], fixed: Collection[int], shares: list[Share]) ->
         return tuple((share - less) * (after[size] - size) for share, less in pairs)
 
     current = {size: savings(size) for size in kept if size not in fixed}
-    # Of equal savings the smaller size goes first. What is out of date is left in and passed over.
+    # Of equal savings the smaller size goes first. Outdated entries stay in the heap, and are
+    # skipped when they come up.
     heap = [(saved, size) for size, saved in current.items()]
     heapq.heapify(heap)
     order: list[int] = []

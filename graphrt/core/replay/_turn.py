@@ -70,7 +70,7 @@ class Turn:
 
 
 class PoolOwner:
-    """Who owns a pool, by name, for the message of who finds it taken."""
+    """The owner of a pool, with a name for the error of a call that finds the pool taken."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -79,7 +79,10 @@ class PoolOwner:
         return self._name
 
     def refusal(self, pool: OwnedPool) -> GraphRTError | None:
-        """The error for those who find the pool taken, if there is more to say than that."""
+        """A more precise error than `PoolBusyError` for a call that finds the pool taken, or None.
+
+        May end the owner: a step that waits for its updates is ended here, in its own thread.
+        """
         return None
 
 

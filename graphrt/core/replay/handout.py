@@ -35,7 +35,8 @@ HandedOut = list["Shell"]
 
 _Bases = tuple[dict[tuple[int, ...], torch.Tensor], dict[tuple[int, ...], torch.Tensor]]
 _MOST_STEPS = 1024
-"""A storage has a list of the processes that it was sent to, which grows as long as it serves."""
+"""Steps that one storage serves: sent to other processes at each, it would keep a growing list of
+them."""
 
 _CACHED_VIEWS = 256
 """Per output; beyond so many shapes of live rows views are made at each step."""
@@ -196,14 +197,19 @@ class Shell:
         self._empty = _empty(tensor.dtype, tensor.device)
         # The memory itself, wherever `tensor` may be moved to; of pool memory only an alias.
         self._owner = tensor.detach()
-        # What is over the memory that steps hand out, and tensors over it that nobody else has, by
-        # whether they were made in inference mode, and by shape; how many references to the storage
-        # are these, and how many to its Python object, which is one for all; how many a storage
-        # without tensors has, and with the first; and for how many steps it serves yet.
+        # The storage that tensors are handed out over, and its name in torch.
         self._storage: torch.UntypedStorage | None = None
+        self._cdata = 0
+        # Tensors over it that are never handed out themselves, by inference mode and by shape: a
+        # step's tensor is the `data` of one.
         self._bases: _Bases = ({}, {})
-        self._cdata = self._alone = self._references = self._left = 0
+        # The references to the storage, and to its Python object, while nobody else has it; and
+        # what both are in a storage without bases, and with its first one.
+        self._alone = self._references = 0
         self._of_one = self._of_first = 0, 0
+        # For how many steps the storage serves yet.
+        self._left = 0
+        # Whether the last storage was given up: then its host keeps outputs, and no bases are made.
         self._was_held = False
 
     def hand_out(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
@@ -223,8 +229,8 @@ class Shell:
         return self._storage is not None and self._cdata == cdata
 
     def is_held(self) -> bool:
-        """Whether anybody else has the storage: a tensor, a view, or itself. One that is over other
-        memory by now, has been given anything or is watched for its end, is theirs too."""
+        """Whether the caller has the storage still: through a tensor, a view, or itself. A storage
+        that was moved to other memory, has attributes or weak references counts as held too."""
         storage = self._storage
         if storage is None:
             return False
@@ -306,7 +312,8 @@ class View:
         return fresh.set_(self._shell.storage(), self._offset, shape, self._stride)
 
 
-# By the storage that each has. A name is given again once its storage is gone, so a shell is asked.
+# By the `_cdata` of the storage that each has. torch gives that number to another storage once the
+# first is gone, so `Shell.owns` is asked too.
 _shells: WeakValueDictionary[int, Shell] = WeakValueDictionary()
 
 
@@ -402,12 +409,13 @@ class LiveOutputs:
         self._axes = axes
         self._views = views
         self._owned = owned
-        # The outputs that the graph returns at every step; what hands out each tensor of them, in
-        # which shapes by live tokens and requests.
+        # The outputs that the graph returns at every step; what hands out their tensors; and the
+        # live shapes of these, by live tokens and requests.
         self.held: Any = None
         self._prepared = _Prepared()
         self.shapes: dict[tuple[int, int], list[Shape]] = {}
-        # Where what pieces returned last is: often it is there again.
+        # The identity of what pieces returned last, and what hands it out: often they return the
+        # same memory again.
         self._last: tuple[Any, _Prepared] = None, _Prepared()
 
     def see(self, outputs: Any) -> None:

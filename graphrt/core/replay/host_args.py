@@ -157,7 +157,7 @@ def _whole(key: str, value: Any, axis: str) -> list[int]:
             f"host argument {key!r} is on the device, where reading it would wait for it",
             got=str(value.device),
             expected="a list, or a tensor on the host",
-            advice="keep the scheduler's own list of it",
+            advice="pass the list from which the scheduler made that tensor",
         )
     cause = None
     try:

@@ -72,10 +72,11 @@ at."""
 
 
 class PieceSteps:
-    """Which step of several pieces is under way in a pool, by the token of its context.
+    """Which PIECEWISE step is under way in a pool, by the token of its context.
 
-    It begins with the first piece that replays or captures, and ends where its context is left or,
-    where a host only began it, with the next one. A step of one graph is none of them.
+    It begins with the first piece that replays or captures. It ends where its context is left; a
+    step of a host's own context, which nobody leaves, ends where the next one begins. FULL steps
+    are not noted here.
     """
 
     def __init__(self) -> None:
@@ -304,7 +305,7 @@ class GraphPool(Uncopied):
         self.owner: object | None = None
         self.step: object = None
         self.pieces = PieceSteps()
-        # What would put state back at its end: a capture, or a trial. None, mostly.
+        # "a capture" or "a trial" while one is under way, which will put state back at its end.
         self.puts_back: str | None = None
         self.captures = 0
         self.on_capture: OnCapture | None = None
@@ -489,15 +490,17 @@ class GraphPool(Uncopied):
             raise self.busy_error(None)
 
     def busy_error(self, context: object) -> GraphRTError:
-        """Why `context` cannot use the pool. A step of this thread that waits for its updates is
-        ended, so that the next one can."""
+        """The error for `context`, which finds the pool taken. Not without effect: the owner's
+        `refusal` ends a step of this thread that waits for its updates, so that the next can run.
+        """
         refusal = self.owner.refusal(self) if isinstance(self.owner, PoolOwner) else None
         return refusal or PoolBusyError(
             "two steps use one graph pool at the same time",
             got=f"{context!r} in thread {get_ident()} while {self.owner or self.pieces.context!r} "
             "is under way",
             expected="one step at a time, from one thread at a time",
-            advice="give what runs at the same time a GraphPool of its own",
+            advice="let one step end before the next begins; or give what runs at the same time a "
+            "GraphPool of its own",
         )
 
     def _add_holder(self, holder: HoldsGraphs) -> None:

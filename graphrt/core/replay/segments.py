@@ -54,7 +54,7 @@ def check_hooks(name: str, hooks: object) -> None:
 
 
 class HookedSegment:
-    """A segment before whose replays something is called; else the graph stands for itself."""
+    """A segment with calls `before` each replay. Without any, the part is the graph itself."""
 
     __slots__ = ("before", "graph")
 

@@ -140,7 +140,8 @@ class CaptureScheduler:
                 self._finish()
             except Exception:
                 if not graphs.sealing.closed:
-                    # A trial has failed, as it would again: nothing is left, until `release()`.
+                    # A trial has failed, and would fail again: nothing more is captured until
+                    # `release()`.
                     self._leave_out(self._setup.plan.keys)
                 raise
         return CaptureProgress(captured, len(left), self._expected_s(left[0]) if left else None)
@@ -161,7 +162,8 @@ class CaptureScheduler:
             return dispatch, values
         if graphs.checks.glances.changed_settings():
             return dispatch, values
-        # They may live in the buffers that it fills, and be the last step's, on its stream.
+        # The capture fills the buffers, in which inputs may lie; and inputs may be outputs of the
+        # last step, which ran on another stream.
         self._setup.pool.follow_stream()
         values = cloned(dict(values))
         try:
@@ -191,7 +193,7 @@ class CaptureScheduler:
         try:
             self._session().run(left, enough=enough)
         except Exception:
-            # Of an error before the first graph none is to blame.
+            # The last graph that was tried is to blame; before the first one, none is.
             self._leave_out(graphs.missing(tried[-1:]))
             raise
         taken = sum(each.capture_s for each in graphs.records[before:])
@@ -255,7 +257,7 @@ class CaptureScheduler:
                 "capture_next(prefer=) names sizes that the plan has no graph of",
                 got=shown(unknown),
                 expected=f"some of {shown(sorted(self._setup.sizes))}",
-                advice="sizes in tokens of graphs, not of batches",
+                advice="pass sizes of the plan (the padded tokens of graphs), not sizes of batches",
             )
         return sizes
 
@@ -299,8 +301,8 @@ class CaptureSession:
         )
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
         self._doors = SideDoors()
-        # Whether a capture in pieces is still to come. No other asks what eager parts have made,
-        # and to see that takes longer than small operators do.
+        # Whether a PIECEWISE capture is still to come: only those ask what eager parts have made,
+        # and watching for that takes longer than small operators do.
         self._has_doors = False
 
     @undoing
@@ -319,7 +321,8 @@ class CaptureSession:
             graphs.reads.check_named()
             graphs.checks.check_settings()
         if graphs.reads.watched or self._streams.counts or not graphs.records:
-            # State that is found has to be found, and streams to be counted, in every session.
+            # The state that warm-ups find, and the streams that they count, are known in their own
+            # session alone: every kind is warmed up again.
             self._warm_ups.warm.clear()
         for module in setup.compiled:
             module.rebind_weights()
@@ -539,7 +542,8 @@ class CaptureSession:
         """Run one eager step of a size that no graph need have, and note what it returns."""
         query_len = self._setup.query_len
         rows = BatchDescriptor(tokens, reqs, query_len is not None, query_len=query_len)
-        # Once more: it may be what had failed, and who looks for axes goes on after errors.
+        # `_run` may have failed in this very call, and `OutputLayout.resolve` continues after
+        # errors: restore again.
         undo.after_error(self._state.restore)
         self._run(self._graph(GraphMode.NONE, rows))
 
@@ -579,7 +583,7 @@ class StreamLedger:
         self._platform = platform
         self._breaks = frozenset(breaks)
         room = platform.stream_room()
-        # What must stay free is that of the session's beginning.
+        # The platform's reserve as of the session's beginning: it may shrink with what is free.
         self._reserve = 0 if room is None else room.reserve
         self.counts = room is not None
         self._before: StreamRoom | None = None

@@ -24,8 +24,8 @@ _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
 
 _LOOKS = 64
-"""Padded steps of a kind, after its first padded trial, of which inputs are looked at for what that
-trial could not show."""
+"""Padded steps of a kind whose inputs are still compared with their padding, once a trial has had
+an input that differs from it. Inputs that never differ would else be compared for ever."""
 
 _PASSED = 3
 """Trials with other values after which a Python value that is no number counts as harmless."""
@@ -50,8 +50,8 @@ class _Kind:
     """The graphs of one kind, and the steps of them that are still to be tried.
 
     The first step is tried, and the first padded one. A live row that equals the padding shows
-    little there: a softmax over rows of zeros is another one, a mean stays as it is. So each of the
-    `inputs` has to differ from its padding in some trial, as far as it ever does.
+    little there: a mean over equal rows stays as it is, however many of them are padding. So padded
+    steps are tried until each of the `inputs` has differed from its padding in a trial.
     """
 
     def __init__(self, inputs: frozenset[str]) -> None:
@@ -103,7 +103,8 @@ class Glances:
     """The look of a step before it is simply replayed: are the settings those of the capture, and
     does one place still lead to the tensor that graphs read there?
 
-    `looks` has one answer for each step: False where somebody has to look closer.
+    `looks` has one answer for each step: False sends it to `Checks.why_eager`. Places take turns,
+    so a moved weight is found after as many steps as there are places, at the latest.
     """
 
     # C knows where in an object `looks` is, and `pending` in `Checks`.

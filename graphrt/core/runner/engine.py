@@ -6,8 +6,10 @@
    quarantine or the settings are others.
 4. `serve` every other step as it was dispatched: by its graph on padded inputs, or eagerly.
 
-`native/` does the same in C for the steps that are most of a decode: of a batch that was dispatched
-before, to a single graph that fetches its inputs. It leaves every other step to this module.
+`native/path.c` does 1 to 3 in C where the batch was dispatched before and comes without updates or
+`agreed`. `native/replay.c` does 4 where the `PreparedStep` has a `native` step: a single graph that
+fetches its inputs and returns one tensor, without a `bind`. Every other step is left to this
+module: to `step` before anything is done, to `check` or `serve` once it is counted.
 """
 
 from __future__ import annotations
@@ -85,8 +87,8 @@ class StepEngine:
             )
 
     def entrance(self) -> Callable[..., Any]:
-        """`step`, or its twin in C. Kept by the runner: here it would be a cycle, and graphs live
-        until garbage is collected."""
+        """`step`, or its twin in C. The runner keeps it: kept here it would be a reference cycle,
+        and graphs would live until the next garbage collection."""
         if NativePath is None or type(self._pool) is not GraphPool:
             # C reads attributes of a pool in memory; a host's own class may have properties there.
             return self.step
@@ -126,7 +128,8 @@ class StepEngine:
                 return self.step(batch, values, updates, metadata, agreed)
         if under_way and is_inside_capture():
             return self._executor.run_as_part(batch, values, updates, metadata)
-        # A turn, written out: see `Turn`. First, so that nothing is looked up that may go.
+        # A turn, written out: see `Turn`. It comes first: a graph that was looked up before it
+        # might be destroyed by another thread.
         if pool.owner is not None:
             raise pool.busy_error(self._graphs.owner)
         try:
@@ -151,7 +154,8 @@ class StepEngine:
             raise
 
     def is_clear(self, slot: int, tokens: int) -> bool:
-        """Whether the step of a graph, of so many live tokens, is simply replayed."""
+        """Whether the step of a graph, with `tokens` live tokens, is replayed without `check`: no
+        trial is pending for it, and the settings and one tensor are what they were."""
         checks = self._checks
         if not checks.on:
             return True
@@ -169,8 +173,9 @@ class StepEngine:
         """Run a step as it was dispatched: eagerly without a graph, as one replay of a single
         graph, or by the wrapper in a context.
 
-        If an input requires a gradient, the outputs that depend on it are marked; a step that is to
-        find out which do is tried instead.
+        If an input requires a gradient, the outputs that depend on it are marked, so that
+        `backward` raises `GradientError`. Until a trial has found which outputs depend, such a step
+        is tried.
         """
         gradients = self._gradients
         graded = gradients.of_inputs and self._executor.inputs.require_gradients(values)
@@ -244,8 +249,11 @@ class StepEngine:
     def failed(
         self, dispatch: Dispatch, updates: Any = None, not_served: int | None = None
     ) -> None:
-        """Count a step that raised as one that no graph has served. `not_served` is how many such
-        steps there were before it: it may be one of those since."""
+        """Count a step that raised as FAILED, unless it was counted already.
+
+        `not_served` is the dispatcher's count before the step: if it has grown, a wrapper or the
+        checks have counted this step. C passes none, as nothing else counts in its steps.
+        """
         self._executor.updates.step_failed(updates)
         if dispatch.slot >= 0 and not_served in (None, self._dispatcher.not_served):
             self.last_dispatch = self._dispatcher.failed(dispatch)
@@ -307,8 +315,8 @@ class StepEngine:
         return executor.run_padded(step, updates, eager=eager)
 
     def _run_unpadded(self, step: Step) -> Any:
-        """Run a step on its live rows alone; raises `CaptureSealedError` where it should have had
-        a graph, and `strict` says that this is an error."""
+        """Run a step eagerly on its live rows alone. With `strict` raises `CaptureSealedError` for
+        a batch that the plan has graphs for, such as one larger than every size."""
         graphs, executor = self._graphs, self._executor
         if graphs.sealing.refuses and self._should_have_a_graph(step.batch, step.dispatch):
             graphs.sealing.refuse(
@@ -392,7 +400,7 @@ class StepEngine:
                 expected="a slot of this runner",
                 advice="runner.slot(batch) of the runner that is called",
             )
-        # As `use` does, which names what is wrong.
+        # What `use` checks and sets, without a call; it is called for its error alone.
         if slot.used or slot.turn != turn:
             slot.use(turn)
         slot.used = True
@@ -410,8 +418,8 @@ def _no_graph_to_pad_to(reason: Reason) -> InvalidBatchError:
         "there is no graph whose padding the step could have",
         got=reason.name,
         expected="a dispatch with Reason.HIT",
-        advice="capture() before; found = runner.dispatcher.dispatch(batch), and go on where "
-        "found.reason is Reason.HIT",
+        advice="capture() first; dispatch = runner.dispatcher.dispatch(batch), and call this only "
+        "where dispatch.reason is Reason.HIT",
     )
 
 

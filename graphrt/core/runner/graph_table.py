@@ -101,7 +101,7 @@ class PreparedStep:
         layout = self.layout = inputs.layout(descriptor.num_tokens, self.reqs)
         # None too where inputs of this size are too large to be fetched.
         self.ring = None if wrapper is None or layout.fetch is None else setup.ring
-        # For the host: no graph would read another tensor that it puts there.
+        # For the host, read-only: no graph would read a tensor that it puts there.
         self.readable = MappingProxyType(layout.views)
         self.call: Callable[..., Any] = setup.run_forward if wrapper is None else wrapper
         self.task_names: frozenset[str] = frozenset()
@@ -234,7 +234,8 @@ class GraphTable:
         self.checks = Checks(setup, self.reads)
         self.wrappers = setup.wrappers()
         self.setup = setup
-        # By slot. A slot that the dispatcher does not serve is left of an interrupted release.
+        # By slot. If the dispatcher does not serve a slot, an interrupted release has left it here,
+        # and `destroy_leftovers` destroys it.
         self._captured: dict[int, list[Captured]] = {}
 
     # The graphs -----------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ class GraphTable:
         return tuple(graph for graph in self.left_out.values() if graph is not None)
 
     def missing(self, keys: Iterable[CaptureKey]) -> list[CaptureKey]:
-        """Those of the keys that are not captured."""
+        """The `keys` that are not captured, in their order."""
         captured = {(graph.mode, graph.descriptor) for graph in self.dispatcher.published}
         return [key for key in keys if key not in captured]
 
@@ -378,7 +379,8 @@ class GraphTable:
 
 
 def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:
-    """Warn of graphs that did not fit on the device, or raise `ResourceExhaustedError`."""
+    """Warn of graphs that did not fit on the device; with `strict` raise
+    `ResourceExhaustedError`."""
     lines = "".join(f"\n  {line}" for line in dropped_lines(dropped))
     what = f"{len(dropped)} of {planned} graphs did not fit on the device"
     if strict:

@@ -70,19 +70,20 @@ class Gradients:
         self._asked = self._of_weights
 
     def look(self, values: Mapping[str, Any]) -> bool:
-        """Before a step that is given `values`: whether it is to find out what nobody knows yet."""
+        """Before a step that is given `values`: whether it has to find which outputs depend on what
+        requires gradients."""
         if not self._asked and self.of_inputs:
             self._asked = self._inputs.require_gradients(values) and expected()
         return self.wanted
 
     @property
     def wanted(self) -> bool:
-        """Whether the next run is to find out."""
+        """Whether the next run has to find that."""
         return self._on and self._asked and self._sources is None and expected()
 
     @undoing
     def find(self, undo: Undo, call: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
-        """Call the forward, and note which of its outputs are such ones."""
+        """Call the forward, and note which of its outputs depend on what requires gradients."""
         watch = GradientWatch(_by_name(arguments))
         undo.after_error(partial(setattr, self, "_sources", {}))  # not at every step again
         # Code would be compiled anew, for gradients that nobody asks for.
@@ -93,7 +94,8 @@ class Gradients:
         return outputs
 
     def marked(self, outputs: Any, values: Mapping[str, Any]) -> Any:
-        """The outputs of a step that was given `values`, with such ones marked."""
+        """The outputs of a step that was given `values`; those that depend on what requires
+        gradients are marked, and raise where `backward` reaches them."""
         if not self._sources or not expected():
             return outputs
         required = {name: each for name, each in _by_name(values).items() if each.requires_grad}

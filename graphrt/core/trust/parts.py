@@ -55,8 +55,8 @@ class TriedParts(SideDoors):
 
 
 class ShiftedParts(TriedParts):
-    """Eager parts that are given other numbers than the forward has: what they keep of those is
-    otherwise then."""
+    """Eager parts that are given other numbers than the forward has, so that values which they
+    keep of their arguments differ."""
 
     def _call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -70,7 +70,8 @@ class ShiftedParts(TriedParts):
 
 
 class PartResults(TriedParts):
-    """Notes what the eager parts of a run are given and give; after `again()` parts give that."""
+    """Notes the arguments and results of a run's eager parts; after `again()` the parts of the
+    next run return these results."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -130,11 +130,11 @@ class ReadSet:
         self._named = self._named_now()
 
     def note(self, watch: Watch) -> None:
-        """Keep what a run used; what an earlier run has made may be made anew at any time."""
+        """Keep the memory that a run used and somebody else still holds; the rest was temporary."""
         self.saw_compiled_code |= watch.saw_compiled_code
         for key, use in watch.uses.items():
-            # What another runner has handed out to this forward, and has again by now, is a
-            # temporary one, though it is still there.
+            # An output of another runner that this forward calls, handed back by now: a temporary,
+            # though its storage lives on.
             if is_spare(key):
                 continue
             if key in self._held:
@@ -195,10 +195,11 @@ class ReadSet:
     # Whether it has moved ------------------------------------------------------------------------
 
     def glances(self) -> Iterator[bool]:
-        """Without end: whether one slot on the way to what is held has what it had, and whether one
-        tensor is where it was; another one each time.
+        """An endless iterator: each answer looks at the next slot on the way to what is held, and
+        at the next tensor, and says whether the slot holds, and the tensor lies, what and where it
+        did.
 
-        Put together of what runs in C: a step takes one of them.
+        Made of iterators that run in C, as every step takes an answer.
         """
         slots = [link for link in self.links if link.place.way is not FIXED]
         # Code is replaced by hand alone, and takes longer to look at.
@@ -286,7 +287,7 @@ class ReadSet:
             now.setdefault(place.path, []).append(id(value))
         moved = []
         for link in self.links:
-            # Which packed weights operators are given they do not show, so all count as read.
+            # Packed weights are invisible to operators, so all of them count as read.
             is_packed = isinstance(link.held, torch.ScriptObject)
             if is_packed or isinstance(link.held, torch.Tensor):
                 was, path = id(link.held) if is_packed else link.was, link.place.path

@@ -124,9 +124,9 @@ _MOST_ARRAY_BYTES = 1 << 20
 _MOST_BAKED_BYTES = 1 << 16
 _DEEPEST = 8
 _MANY = 100_003
-"""Runs after which a list that gets longer in each counts as long."""
+"""How many runs ahead `much_later` looks: a list that grows in each is long by then."""
 _ROUNDED = 1e-2
-"""How far tensors may be apart, over their root mean square, that count as the same."""
+"""Tensors count as the same up to this difference, relative to their root mean square."""
 
 
 class PythonState:
@@ -135,16 +135,16 @@ class PythonState:
     in the order of `slots`."""
 
     def __init__(self, places: Places, *, baked: bool = False) -> None:
-        """`baked` looks at what a capture may have baked in alone, which is cheap to compare: of
-        containers the length, and no tensors."""
+        """`baked`: only what a capture may have baked in, which is cheap to compare: the lengths of
+        containers in place of their contents, and no tensors."""
         most = _MOST_BAKED_BYTES if baked else _MOST_ARRAY_BYTES
         arrays = [each for each in places.arrays if each[1].nbytes <= most]
-        # Holders first: what is in an old one is found where it was.
+        # Holders first: `restore` puts an old container back before what was in it.
         slots = [place for place, _ in places.objects]
         if baked:
             contents = [Place(place, "", LENGTH, held) for place, held in places.containers]
         else:
-            # What is in an array of objects is looked at by nobody.
+            # Arrays of objects are neither compared nor put back, nor are read-only ones.
             arrays = [(p, a) for p, a in arrays if a.flags.writeable and a.dtype != object]
             slots += [place for place, _ in (*places.arrays, *places.tensors)]
             contents = [
@@ -192,8 +192,8 @@ class PythonState:
                 put_back(slot, values[slot.path])
 
     def much_later(self, now: Sequence[Any]) -> list[Any] | None:
-        """What is there after many runs more like the one that left `now`; None where nobody can
-        tell of any slot."""
+        """What would be there after many more runs like the one that left `now`; None if that can
+        be told of no slot."""
         values = [*now]
         for at, slot in enumerate(self.slots):
             if slot.writable and now[at] is not self.was[at] and not _is_dict(slot):
@@ -265,7 +265,8 @@ class PythonState:
         replaced += [(place, memory) for place, _, memory in self.elsewhere()]
         if not replaced:
             return []
-        # A normalized weight begins as the weight itself, which is read under its own name.
+        # A slot may begin with a tensor that another slot holds too, and still holds: a normalized
+        # weight with the weight itself. The run has read that one, not the replaced slot.
         stays = {storage_key(was) for _, was, value in tensors if value is was}
         keys = [(slot.path, storage_key(held)) for slot, held in replaced]
         return [path for path, key in keys if key in used and key not in stays]

@@ -48,28 +48,29 @@ from graphrt.core.trust.watching.writes import still_there
 T = TypeVar("T")
 
 _SPREADS = 4
-"""A replay may be so many times as far from eager as two eager runs are from one another."""
+"""A replay may differ from eager by this many times the difference of two eager runs."""
 
 _UNSTEADY = 64
-"""The same where eager parts give something else at every call: of numbers drawn anew, three runs
-may be close to one another by chance."""
+"""The same factor where eager parts return other values at every call (a clock, fresh random
+numbers): three runs of those may be close to one another by chance."""
 
 _RUNS = 8
-"""Of a trial, at most, mostly."""
+"""The usual most of runs in a trial, each of which saves rows that index writes touch."""
 
 _STEPS_AFTER = 4
 """Steps after a padded one that may show what it has left in Python: a value may go another way
 round before it reaches an output."""
 
 _NEXT_RUNS = 3
-"""Runs from what the ones before have left in Python: a list may be emptied at every third."""
+"""Runs that each begin with the Python state that the one before left: a list may be emptied at
+every third run."""
 
 _STEPS = (1, 999_983, -999_983)
 """How far Python numbers that a run moves are moved further, in steps of that run."""
 
-_NOBODYS = ("torch", "graphrt")
-"""Who asks for gradients, of which a forward knows nothing: entering `no_grad` does. Where torch's
-own layers take another way for it, they differ by rounding."""
+_IGNORED_CALLERS = ("torch", "graphrt")
+"""Packages whose questions for the gradient mode are no branch of the forward: entering `no_grad`
+asks too. Where torch's own layers branch on it, the results differ by rounding only."""
 
 
 class TriedStep(Protocol):
@@ -111,16 +112,19 @@ class TriedStep(Protocol):
 
 
 class TriedGraph(NamedTuple):
-    """What is known of a graph: what the warm-up of its kind did and the operators that the capture
-    after it `issued`, whether at the `same_size`; whether it may have eager parts; and the Python
-    values that eager steps have `moved` since: what they were, and what they are."""
+    """The facts about a graph that its trial compares with."""
 
     name: str
     captured: Trace | None = None
+    """The operators of the warm-up of its kind."""
     issued: Sequence[Any] | None = None
+    """The operators of the capture after that warm-up."""
     same_size: bool = False
+    """Whether that warm-up had the size of this graph."""
     has_parts: bool = False
+    """Whether it may have eager parts."""
     moved: Changes | None = None
+    """Python values that eager steps have changed since the capture: path -> (then, now)."""
 
 
 class Run(NamedTuple):
@@ -134,9 +138,10 @@ class Run(NamedTuple):
 class Trial:
     """Tries one step of one graph.
 
-    `own` are the addresses of the storages of the step's inputs, `precision` is that of float32 in
-    each use. `mixes_rows` says that live rows may depend on padding. What `pads` address is
-    nobody's. With `strict` a failed trial leaves no effects.
+    `own` are the addresses of the storages of the step's inputs. `precision` gives the precision of
+    float32 for each use. `mixes_rows` says that live rows may depend on padding. `pads` are rows
+    that only padding addresses, so padded and unpadded runs may leave different values there. With
+    `strict` a failed trial leaves no effects.
     """
 
     def __init__(
@@ -188,7 +193,8 @@ class Trial:
         eager = Run(outputs, state.take(), first)
         rebound = state.python.rebound(eager.left.python, first.uses)
         state.restore()
-        # What a run leaves where nobody looks must not be what the replay needs.
+        # A run of padding comes between: if the replay needed something that the eager run left in
+        # memory that is not saved, it would find the padding's instead.
         self._outputs_of(step.of_padding)
         replayed = Run(step.replay(), state.take(), first)
         state.restore()
@@ -201,7 +207,7 @@ class Trial:
             [op.func for op in first.trace],
             self._precision,
         )
-        verdict.asks = asked and self._goes_by_it(eager, rounding)
+        verdict.asks = asked and self._depends_on_modes(eager, rounding)
         if step.finds_gradients:
             self._attempt("with gradients", lambda: step.find_gradients(self._watch()))
         moved = state.python.changed(state.python.was, eager.left.python)
@@ -229,7 +235,8 @@ class Trial:
             )
         self._judge_padding(eager, other, matched, rounding)
         if alone is not None and verdict.failure is not None:
-            # What the step is without graphs; by no run more, which other ranks would not do.
+            # The step as it is without graphs. Not run again: ranks whose trial passed would make
+            # no such run, and a collective in it would wait for them.
             state.restore(alone.left)
             verdict.outputs = alone.outputs
         elif verdict.asks and step.has_gradients:
@@ -310,11 +317,11 @@ class Trial:
             disturbed = self._outputs_of(step.disturbed)
         return alone, matched, disturbed
 
-    def _goes_by_it(self, eager: Run, rounding: float) -> bool:
-        """Whether the forward does something else where gradients are on, of which graphs have
-        none, and where inference mode is as it is not now."""
+    def _depends_on_modes(self, eager: Run, rounding: float) -> bool:
+        """Whether the forward does something else with gradients on (graphs have none) and with
+        inference mode switched."""
         otherwise = not torch.is_inference_mode_enabled()
-        # It may change in place what is none of inference mode's: that is no other way.
+        # With the mode switched torch may refuse to change a tensor in place: that tells nothing.
         run = self._attempt(
             "with inference mode changed",
             lambda: self._once(lambda watch: self._step.where_asked(watch, True, otherwise)),
@@ -427,8 +434,9 @@ class Trial:
         )
 
     def _note_another_way(self, now: Watch) -> None:
-        """Find the first operator that the capture issued otherwise than eager runs do. A graph of
-        another size may have others for that alone: there both sizes must show it."""
+        """Find the first operator that the capture issued otherwise than eager runs do. The capture
+        may have had another size, and other operators for that alone; so then the warm-up of that
+        size must differ from it too."""
         graph = self._graph
         if graph.issued is None:
             return
@@ -510,7 +518,7 @@ class Trial:
     ) -> str | None:
         """How outputs of this step differ where it starts from what a padded step has left, and not
         from what one without padding has; None if they do not."""
-        # What later runs write for the first time is of these runs alone.
+        # Memory that only later runs write is left out of the comparison.
         count = len(self._state.memory.take())
         expected, raised = self._steps_from(alone, {}, count)
         if raised is not None:
@@ -690,7 +698,7 @@ def _asked_in(function: Callable[[], T]) -> tuple[T, bool]:
         nonlocal asked
         if called is torch.is_grad_enabled or called is torch.is_inference_mode_enabled:
             name: str = frame.f_globals.get("__name__", "")
-            asked |= name.partition(".")[0] not in _NOBODYS
+            asked |= name.partition(".")[0] not in _IGNORED_CALLERS
         if outer is not None:
             outer(frame, event, called)
 

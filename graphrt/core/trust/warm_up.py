@@ -37,20 +37,21 @@ from graphrt.core.trust.watching.writes import SavedWrites
 T = TypeVar("T")
 
 _ROUNDING = 2e-4
-"""How far results may be apart, over their root mean square, that count as the same."""
+"""Results count as the same up to this difference, relative to their root mean square."""
 
 _UNSTEADY = 64
-"""The same over the difference of two equal runs."""
+"""Or up to this many times the difference of two runs that should be equal."""
 
 
 class WarmedUp(NamedTuple):
-    """What the warm-up of one kind of graph did, at its largest size, and by mode the operators
-    that a capture of that size issued."""
+    """The watched warm-up of one kind of graph, at its largest size: `tokens`, operators, and
+    whether it `writes` memory from outside."""
 
     tokens: int
     trace: Trace
     writes: bool
     captured: dict[GraphMode, list[Any]]
+    """By mode, the operators that a capture of that size issued."""
 
 
 class WatchedState:
@@ -77,7 +78,7 @@ class WatchedState:
         """`has_parts` says that graphs may have eager parts, `is_in_graphs` whether a tensor lies
         in graph memory, `each_warmed_up` whether no size is captured without a run of its own."""
         self._snapshot = StateSnapshot(device_type, limit_bytes, declared=declared)
-        # What the last run wrote that was not watched: its capture writes it too.
+        # Memory that the last run wrote which was not watched; its capture writes it too.
         self._of_size = SavedWrites(limit_bytes)
         self._forward = forward
         self._reads = reads
@@ -116,7 +117,8 @@ class WatchedState:
         if self._reads is None:
             return function()
         if self._is_settled and self._moves is not None:
-            # A last run leaves other tensors where those of graphs are.
+            # This run puts other tensors in the place of those that graphs left in Python, so the
+            # latter are noted first.
             self._is_settled = False
             self._left.note(places_of(self._forward).keyed)
         if self._moves is None:
@@ -126,9 +128,9 @@ class WatchedState:
         known = self._warmed_up.get(kind)
         # What a forward writes has to be saved in every session.
         is_saved = kind in self._watched or (known is not None and not known.writes)
-        shown = kind is not None and known is not None and known.tokens >= tokens and is_saved
-        run = self._save_writes if shown else self._watch
-        # A weight is read, and named, where a cast of it would be.
+        is_known = kind is not None and known is not None and known.tokens >= tokens and is_saved
+        run = self._save_writes if is_known else self._watch
+        # Autocast would keep its cast of a weight, and the run would read that and not the weight.
         without_kept_casts(undo)
         return run(kind, tokens, own, function)
 
@@ -168,7 +170,8 @@ class WatchedState:
         if made or watch.written():
             left = memory.take()
             self.restore()
-            # A table of indices that the first run has filled may have held anything.
+            # Run again on what the first run left: a table of indices that it filled may have held
+            # anything before.
             memory.restore(left)
             again, result = run()
             self._reads.note(again)
@@ -177,7 +180,8 @@ class WatchedState:
             both = once.keys() & again.written().keys()
             memory.keep(left, once.keys() - both)
             if both:
-                # A cache that is all zeros may be zeroed all the same.
+                # Refused only if the next run leaves other values there than the first did: a cache
+                # of zeros, say, may well be zeroed at the first run.
                 self.restore()
                 run()
                 self._refuse_first_writes(
@@ -228,7 +232,7 @@ class WatchedState:
         made = {}
         for place, tensor, key in places_of(self._forward).keyed:
             if key in kept:
-                # A table that is built once, say: it may be built anew beside the graphs.
+                # A table that is built once, say: graphs read it, whatever takes its place.
                 self._reads.keep(tensor)
                 if kept[key].from_inputs or kept[key].rewritten:
                     made[key] = place.path, kept[key]
@@ -266,11 +270,11 @@ class WatchedState:
             if key not in second or len(use.writes) > len(second[key].writes)
         }
         if not once or second.keys() - first.keys() - watch.kept().keys():
-            # All of them write the same, or one memory after the other.
+            # All runs write the same, or each writes other memory than the one before.
             return {}
         third = run()[0].written()
         if any(key in third and third[key].writes == use.writes for key, use in once.items()):
-            # Every second run does.
+            # Not only the first run: every second one does.
             return {}
         of_inputs = {k: use for k, use in once.items() if use.from_inputs and k not in second}
         self._refuse_first_writes(of_inputs, "a warm-up has only padding")
@@ -291,8 +295,11 @@ class WatchedState:
     def _note_values_of_padding(
         self, before: Sequence[Any], own: frozenset[int], function: Callable[[], object]
     ) -> None:
-        """Note the plain values that eager parts keep of what they read when they run first: others
-        where they are given other numbers. Results have to go by them."""
+        """Note plain values that eager parts keep of what they read when they run first.
+
+        These are values that differ where the parts are given other numbers, and on which results
+        depend: from a warm-up they are values of padding.
+        """
         python, memory, generators = (
             self._snapshot.python,
             self._snapshot.memory,
@@ -313,7 +320,7 @@ class WatchedState:
             return tree.map_tensors(torch.Tensor.clone, outputs), python.take()
 
         outputs, later = again(left, TriedParts())
-        # What every run moves is put back, and a clock says something else each time.
+        # Values that every run moves are put back anyway, and those of a clock differ each time.
         steady = new - python.changed(left, later).keys()
         anew = again(before, TriedParts())[1] if steady else left
         steady -= python.diff(left, anew).keys()
@@ -474,10 +481,12 @@ class _Moves:
 
     def settle(self, *, contents: bool, remade: Collection[str]) -> set[str]:
         """After several runs: put back what more than one of them has moved, or what is `remade` by
-        every run, and leave what was made once, such as a table that the first run builds. So do
-        containers and objects with tensors, which graphs may read. `contents` says that eager parts
-        may go by what is in a container; else it is left, as notes of the host. Returns where
-        something was put back."""
+        every run. Returns the paths at which something was put back.
+
+        What was made once stays, such as a table that the first run builds. So do containers and
+        objects with tensors, which graphs may read. Plain values in containers are put back only
+        with `contents`: eager parts may depend on them; without eager parts they are the host's.
+        """
         python, back = self._python, set()
         for slot, was, count in zip(python.slots, python.was, self._counts, strict=True):
             now = slot.get() if count > 1 or remade else was
@@ -513,17 +522,17 @@ class _LeftInPython:
                 self._paths.append(place.path)
 
     def forget_remade(self, put_back: set[str]) -> set[str]:
-        """Every eager run makes some of these anew, and what is there now is what was there before:
-        returns them, as no graph's."""
+        """Forget paths at which every eager run makes a new tensor and the one of before is back;
+        returns them. No tensor of a graph is there."""
         remade = put_back & self.of_weights
         self._paths = [path for path in self._paths if path not in remade]
         return remade
 
     def check(self, put_back: Collection[str]) -> None:
-        """Warn of them. Where some size was captured without a warm-up raise `PythonStateError`,
-        but for those that were `put_back`: one of them may be a table that was built there, which
-        eager steps would read."""
-        # What every run makes anew, such as a weight that a hook computes, is no table.
+        """Warn of the noted paths. If a size was captured without a warm-up, raise
+        `PythonStateError` for those that were not `put_back`: a tensor there may be a table that
+        was built in the capture, which eager steps would read."""
+        # What was put back is made at every run, such as a weight that a hook computes: no table.
         kept = [path for path in self._paths if path not in put_back]
         if kept and not self._each_warmed_up:
             raise PythonStateError(

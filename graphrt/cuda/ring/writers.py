@@ -22,11 +22,11 @@ from graphrt.cuda.ring.moves import MoveTable, packed
 from graphrt.cuda.ring.slots import SlotRing
 
 MOST_KINDS, MOST_MADE = 4, 16
-"""So many kinds are remembered for one number of rows, and so many made: to try more, or to make
-one at every step, would cost hosts that mix them."""
+"""For one number of rows, so many writers are remembered, and so many are ever made: hosts that mix
+kinds of inputs would pay for trying more, or for making one at every step."""
 
 _UNLIKE = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError)
-"""What looking at inputs raises that are none."""
+"""Raised when something is looked at as an input that is none: the writer then returns False."""
 
 
 class Prepared:
@@ -49,16 +49,20 @@ def learn(
     apart: MoveTable,
     home: MoveTable | None,
 ) -> None:
-    """Remember a writer of inputs like these, if there is such a thing: all the host's, or (with
-    `home`) all on the device of the slab, elsewhere, where `apart` says how they are moved, or in
-    place."""
+    """Remember a writer for inputs like these, if there can be one.
+
+    There can for inputs that are all on the host; and with `home` for inputs that are all on the
+    slab's device, in place in the slab (moved as `home` says) or outside of it (as `apart` says).
+    """
     prepared: Prepared = moves.prepared
     if NativeWriter is None or not tensor_guards or prepared.made >= MOST_MADE:
         return
     if not sources.plain or len(moves.fields) > MOST_INPUTS:
         return
     if any(each.requires_grad for each in sources.tensors):
-        return  # steps that are alike one without a gradient are plain hits
+        # A step in C marks no outputs for gradients. It goes on only with inputs that its writer
+        # accepts, so none may be made that accepts these.
+        return
     writer = None
     if home is not None or (moves.short is not None and not apart.by_host):
         writer = _writer(moves, sources, ring, slab, apart, home)

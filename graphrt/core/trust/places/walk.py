@@ -78,16 +78,19 @@ class Kind(enum.Enum):
 
 
 class Shape(NamedTuple):
-    """A type: its kind, how to get an object's `__dict__` (None if it has none), its slots by
-    name, which of its bases (itself too) are users', whether random numbers are drawn from its
-    objects, and which numbers these bases have as defaults of attributes."""
+    """What a walk knows of a type."""
 
     kind: Kind
     dict_of: Callable[[Any], dict[str, Any]] | None = None
+    """Returns an object's `__dict__`; None if it has none."""
     slots: tuple[tuple[str, Any], ...] = ()
+    """Its `__slots__`, by name, with their descriptors."""
     users: tuple[type, ...] = ()
+    """The classes among itself and its bases that a user wrote."""
     draws: bool = False
+    """Whether random numbers are drawn from its objects."""
     defaults: tuple[str, ...] = ()
+    """The class attributes of `users` that are numbers: defaults of an object's attributes."""
 
 
 _BY_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -107,7 +110,8 @@ _EXACT: dict[type, Kind] = {
     # Of C++: quantized weights, packed for their operators, are such.
     torch.ScriptObject: Kind.PACKED,
 }
-# The first that is a base decides. What is of none of these, and no user's, is passed over.
+# The first that is a base decides. Without one, objects of users' classes are entered, and others
+# are skipped.
 _KINDS: tuple[tuple[type, Kind], ...] = (
     (torch.Tensor, Kind.TENSOR),
     (enum.EnumMeta, Kind.SKIPPED),
@@ -141,8 +145,8 @@ _LIBRARIES = sys.stdlib_module_names | {
     "builtins", "torch", "torch_npu", "torchvision", "torchaudio", "numpy", "triton", "cuda",
     "pluggy", "typing_extensions", "pytest", "_pytest",
 }  # fmt: skip
-_USERS_OF_CORE = ("demo", "testing", "attention", "hosts")
-"""Parts of graphrt that hold models; the others are the runtime, which nobody's forward is."""
+_PARTS_WITH_MODELS = ("demo", "testing", "attention", "hosts")
+"""Parts of graphrt that hold models; the others are the runtime, and no user's forward."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -150,11 +154,12 @@ def is_library(module: str) -> bool:
     """Whether a module of this dotted name holds no code of a user."""
     root, _, rest = module.partition(".")
     if root == "graphrt":
-        return rest.partition(".")[0] not in _USERS_OF_CORE
+        return rest.partition(".")[0] not in _PARTS_WITH_MODELS
     return root in _LIBRARIES
 
 
-# Of what lives as long as its library: a class that a user's program makes may hold tensors.
+# Only types that live as long as their library: kept here, a class that a user's program makes
+# would keep what it holds alive, tensors included.
 _known: dict[type, Shape] = {
     **{of: Shape(kind) for of, kind in _EXACT.items()},
     types.FunctionType: Shape(Kind.FUNCTION, types.FunctionType.__dict__["__dict__"].__get__),
@@ -276,7 +281,10 @@ def hashes_plainly(key: object) -> bool:
 _MOST_PLAIN = 4096
 """A container of more plain values than this is known by its identity and length only."""
 _SAMPLE = 64
+"""Values of a long container that are looked at to see whether all are plain."""
 _MOST_ODD = 64
+"""Items that are read of a dict whose keys may run a user's `__hash__` or `__eq__`: each look at
+one is a search of all."""
 
 _MOST_HOPS = 3
 """Code is read that is so many calls away from the forward, or from a method of what it holds; a
@@ -284,7 +292,8 @@ walk without this end would read all of an installed package."""
 
 _INNER = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 """Attributes of a module that matter to a forward, of those that torch gives to all of them."""
-_EVERY_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
+# The attributes that torch gives to every module: no state of a forward but for `_INNER`.
+_OWN_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 
 _BASES: dict[Kind, Any] = {
     Kind.DICT: dict, Kind.LIST: list, Kind.DEQUE: deque, Kind.SET: set,
@@ -299,10 +308,11 @@ _PLAIN_KEYS = {str, int}
 _CHANGES = (Kind.DICT, Kind.LIST, Kind.DEQUE, Kind.SET)
 _LEAVES = (Kind.ARRAY, Kind.PACKED)
 _CODE = (Kind.FUNCTION, Kind.CLASS, Kind.BOUND, Kind.DESCRIPTOR, Kind.CACHED)
-_PASSED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND)
+_OFTEN_SKIPPED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND)
 _FUNCTION = vars(types.FunctionType)
-_RUN_UNSEEN = frozenset(("__init__", "__new__", "__repr__", "__del__", "__post_init__"))
-"""Methods that are only read where code says their name, though Python runs them unasked."""
+_ONLY_IF_NAMED = frozenset(("__init__", "__new__", "__repr__", "__del__", "__post_init__"))
+"""Special methods that are read only if some code names them; other special methods always are, as
+Python runs them unnamed."""
 
 _ROOTS = {Kind.MODULE: "model", Kind.SCRIPT: "model", Kind.PARTIAL: "partial"}
 
@@ -387,7 +397,7 @@ Keyed = list[tuple[Place, torch.Tensor, int]]
 
 
 def with_keys(tensors: Iterable[tuple[Place, torch.Tensor]]) -> Keyed:
-    """Those of these tensors that have memory."""
+    """The tensors that have memory, with their keys."""
     tensors = [*tensors]
     keyed: Keyed = []
     for (place, held), (_, key, _) in zip(
@@ -509,9 +519,9 @@ class Walk:
         self._hops = 0
         self._queue: deque[tuple[Any, Place, Shape, int]] = deque()
         self._shapes = self.places.shapes
-        # Methods are only read once some code that was read says their name.
-        self._said: set[str] = set()
-        self._unsaid: dict[str, Slots] = {}
+        # Names in code that was read; and by name, methods that wait until one of these is theirs.
+        self._named: set[str] = set()
+        self._unnamed: dict[str, Slots] = {}
         # Names that were looked up in globals, and of modules all names of one function.
         self._looked_up: set[tuple[int, object]] = set()
         self._main_globals: dict[str, Any] | None = None
@@ -532,7 +542,7 @@ class Walk:
         self.places.complete = not queue and self._left > 0
 
     def take(self, entries: Iterable[tuple[Place, Any]]) -> None:
-        """Take note of slots."""
+        """Sort slots by the kind of what is there, and queue objects that were not read yet."""
         places, shapes, first = self.places, self._shapes, self.places.first
         for place, value in entries:
             self._left -= 1
@@ -542,7 +552,7 @@ class Walk:
                 places.generators.append(value)
             if kind is Kind.PLAIN or (kind in (Kind.TUPLE, Kind.FROZENSET) and _is_plain(value)):
                 places.numbers.append(place)
-            elif kind in _PASSED and _is_passed(kind, value):
+            elif kind in _OFTEN_SKIPPED and _is_skipped(kind, value):
                 continue
             elif kind in _LEAVES:
                 (places.packed if kind is Kind.PACKED else places.arrays).append((place, value))
@@ -554,8 +564,8 @@ class Walk:
                     self._queue.append((value, place, shape, self._hops))
 
     def _by_name(self, place: Place, value: Any) -> bool:
-        """Take note of a slot that code names; code there is one hop further away. False if that
-        is too far."""
+        """`take` a slot that code names. Code in it is one hop further away; False, and nothing is
+        taken, if that is too far."""
         further = self._shapes[type(value)].kind in _CODE
         if further and self._hops >= _MOST_HOPS:
             return False
@@ -572,7 +582,7 @@ class Walk:
         held = {} if shape.dict_of is None else shape.dict_of(value)
         skipped: Collection[str] = ()
         if shape.kind is Kind.MODULE:
-            skipped = _EVERY_MODULES
+            skipped = _OWN_OF_MODULES
             attributes = _registered(place, held)
         for name, each in dict.items(held):
             if name not in skipped and type(name) is str:
@@ -673,17 +683,17 @@ class Walk:
             )
         self.take(variables)
         names = _names_in(code)
-        self._say(names)
+        self._read_named(names)
         self._globals(place, value.__globals__, names)
         return []
 
-    def _say(self, names: set[str]) -> None:
-        """Read the methods of these names, which waited for that."""
+    def _read_named(self, names: set[str]) -> None:
+        """Code that was read names these: read the methods that waited for one of them."""
         if self._hops >= _MOST_HOPS:
             return
-        self._said |= names
-        for name in sorted(names & self._unsaid.keys()):
-            for place, value in self._unsaid.pop(name):
+        self._named |= names
+        for name in sorted(names & self._unnamed.keys()):
+            for place, value in self._unnamed.pop(name):
                 self._method(place, value)
 
     def _globals(self, owner: Place, held: dict[str, Any], names: set[str]) -> None:
@@ -691,8 +701,8 @@ class Walk:
         if self._main_globals is None:
             self._main_globals = held
         module = "" if held is self._main_globals else f"{held.get('__name__')}."
-        # Of all functions of a module the globals are one object, for which this place stands: they
-        # grow with every import.
+        # All functions of a module share its globals. They grow with every import, so they are no
+        # container to watch: one fixed place stands for them.
         own = self.places.first.setdefault(id(held), Place(owner, "", FIXED, held))
         self.places.first[id(own)] = own
         self.places.slots += _fixed(owner, [own])
@@ -740,10 +750,12 @@ class Walk:
             if kind is not Kind.FUNCTION and kind is not Kind.DESCRIPTOR and kind is not Kind.CLASS:
                 if not dunder:
                     values.append((slot, each))
-            elif name in self._said or (dunder and name not in _RUN_UNSEEN) or name == "forward":
+            elif (
+                name in self._named or (dunder and name not in _ONLY_IF_NAMED) or name == "forward"
+            ):
                 self._method(slot, each)
             else:
-                self._unsaid.setdefault(name, []).append((slot, each))
+                self._unnamed.setdefault(name, []).append((slot, each))
         return values
 
     def _method(self, place: Place, value: Any) -> None:
@@ -788,8 +800,8 @@ def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
     return [(Place(place, label, FIXED, each), each) for each in values]
 
 
-def _is_passed(kind: Kind, value: Any) -> bool:
-    """Whether no user's: a class of a library, a function of C."""
+def _is_skipped(kind: Kind, value: Any) -> bool:
+    """Whether an object of these kinds is not entered: a class of a library, a function of C."""
     if kind is Kind.CLASS:
         return is_library(module_of(value))
     if kind is Kind.BOUND:

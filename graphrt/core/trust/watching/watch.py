@@ -40,9 +40,9 @@ class Use:
     from_inputs = False
     """Whether what is there by now was computed from the inputs."""
     exposed = False
-    """Whether the run has read what was there before it."""
+    """Whether the run has read values from before it."""
     overwritten = 0
-    """How many elements the run wrote at first."""
+    """How many elements the run wrote before it read any."""
 
     def __init__(self, tensor: torch.Tensor, op: str, source: Source | None = None) -> None:
         self.writes: list[str] = []
@@ -111,15 +111,15 @@ class _Call(NamedTuple):
 
 
 class Watch(ThreadMode):
-    """Sees what one run does with memory from outside; `own` is memory that is no news, by address
-    of its storage. Writes are saved in `saves` before they are done.
+    """Sees what one run does with memory from outside. `own` is the step's own memory, such as its
+    inputs, by address of storages: it does not count. Before memory is written, `saves` saves it.
 
     With `follows`, the trace of an earlier run, the first operator that differs from it is looked
     at: if it could do harm (an operator of the host's own, an index out of bounds) `Deviation` is
     raised before it is done.
 
-    Of a run that is compared with no other one only the writes are seen, and which operators there
-    were: that takes half as long.
+    A run that is not `compared` with another one has only its writes and its operators noted: that
+    takes half as long.
     """
 
     supports_higher_order_operators = True
@@ -143,7 +143,7 @@ class Watch(ThreadMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace(keeps_sources=keeps_sources, rows=rows)
-        # Writes to memory that is no news, by where they begin.
+        # Writes to `own` memory, by the address of the tensor that was written.
         self.own_written: dict[int, Use] = {}
         self.saw_compiled_code = False
         self.deviation = ""
@@ -372,7 +372,7 @@ def _from_compiled_code() -> bool:
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
 """What every tensor made from Python data, or from a NumPy array, goes through."""
 
-_AS_THEY_ARE = (int, bool, str, type(None), torch.dtype)
+_COMPARED_AS_IS = (int, bool, str, type(None), torch.dtype)
 _SHORT = 64
 """A tensor of Python data with at most so many values is described by them, a larger one by a sum
 of its bytes."""
@@ -413,11 +413,12 @@ class Values(NamedTuple):
 
 
 class Trace(list[Op]):
-    """The operators of one run, in their order; the rest is by their places in it.
+    """The operators of one run, in their order; its attributes go by their places in it.
 
-    `constants` are those that made a tensor of Python data that was used, `constants_of_parts` such
-    ones of eager parts, which are made anew at every replay; `sums` are of the live rows of
-    results, where somebody asked for them.
+    - `sources`: the line that issued each operator, if `keeps_sources`.
+    - `constants`: the operators that made a tensor of Python data, if that was used.
+    - `constants_of_parts`: the ones of these in eager parts, which every replay runs again.
+    - `sums`: the sum over the live rows of each result, if `rows` are given.
     """
 
     def __init__(
@@ -476,9 +477,9 @@ class Trace(list[Op]):
         return (end, str(self[end])) if end < len(self) else None
 
     def first_other_data(self, then: Trace, *, has_parts: bool) -> tuple[str, str] | None:
-        """What this run made a tensor of that an earlier one of the same size made of other Python
-        data, and used: the data now, and then. With `has_parts` those of eager parts do not
-        count."""
+        """The first Python data, now and `then`, that a tensor was made of and that differ; `then`
+        is a run of the same size. Tensors that nobody used do not count, with `has_parts` nor do
+        those of eager parts."""
         for place, (ours, theirs) in enumerate(zip(self, then, strict=False)):
             if ours.func is not theirs.func:
                 return None
@@ -498,7 +499,7 @@ def arguments_of(
     `At` or `Of`, by `id`."""
     described = []
     for each in (*args, *kwargs.items()):
-        if type(each) in _AS_THEY_ARE:
+        if type(each) in _COMPARED_AS_IS:
             described.append(each)
         else:
             described.append(tensors.get(id(each)) or _described(each, tensors))
@@ -512,7 +513,7 @@ def _described(value: Any, tensors: Mapping[int, object]) -> object:
         return tuple(_described(each, tensors) for each in value)
     if isinstance(value, float | complex):
         return repr(value)  # nan is not equal to itself, and 0.0 is equal to -0.0
-    return value if isinstance(value, _AS_THEY_ARE) else repr(value)
+    return value if isinstance(value, _COMPARED_AS_IS) else repr(value)
 
 
 def made_of_data(tensor: torch.Tensor) -> object:

@@ -178,9 +178,10 @@ class SavedWrites:
         """The first memory in which a padded run left something else than one without padding, but
         for `rounding`, and what; `padded` and `alone` are what `take` returned after them.
 
-        Rows that `pads` name may differ: they are nobody's. If there are any, so are the rows that
-        padding rows of the step write, where an index has as many entries as the first of one of
-        `sizes`, (padded, live), says. So may memory that runs overwrite before they read it.
+        Some memory may differ. Rows that `pads` name: only padding addresses them. If there are
+        any, also the rows that padding rows of the step write; an index has padding rows if it has
+        as many entries as the first number of one of `sizes`, (padded, live). And memory that runs
+        overwrite before they read it.
         """
 
         def compare() -> tuple[object, str] | None:
