@@ -111,7 +111,8 @@ def test_a_hit_keeps_nothing(asked):
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after - before < 512
+    # An object that each hit kept would take 16 bytes or more; the runner of tests allocates too.
+    assert after - before < 8 * 1000
 
 
 def bounds_of_each(sizes: int) -> GraphDispatcher:
