@@ -202,6 +202,8 @@ def test_an_interrupt_at_any_place_leaves_all_usable(kind, lines):
     interrupt(kind, lambda function: function())  # what the first run caches is no place later
     every = interrupts.Places(lines=lines)
     interrupt(kind, every)
+    if not every.seen:
+        pytest.skip("this Python traces no opcodes of frames, as 3.12.1 does not")
     rng = random.Random(f"{SEED} {kind} {lines}")
     for _ in range(COUNT):
         places = interrupts.Places(rng.randrange(every.seen), lines=lines)

@@ -193,8 +193,11 @@ def test_a_conjugate_beside_its_own_is_refused_by_name(outputs):
 
 def test_what_is_handed_out_is_kept_by_nobody():
     runner = runner_of(Forward("cpu").views, "cpu", "FULL", "pool")
-    kept = [runner(x=torch.randn(4, WIDTH)) for _ in range(4)]
-    storages = {each["all"].untyped_storage().data_ptr() for each in kept}
+    kept, storages = [], set()
+    for _ in range(4):
+        kept.append(runner(x=torch.randn(4, WIDTH))["all"])
+        # Asked before the next step, which makes it unreadable where torch can mark it.
+        storages.add(kept[-1].untyped_storage().data_ptr())
     assert len(storages) == 4
 
 

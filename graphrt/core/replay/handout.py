@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial
-from sys import getrefcount
+from sys import getrefcount, is_finalizing
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary, getweakrefcount
 
@@ -256,8 +256,10 @@ class Shell:
     def _anew(self, shape: tuple[int, ...]) -> torch.Tensor:
         """The first tensor of a shape over a storage."""
         bases = self._bases[is_inference_mode_enabled()]
-        # Nothing is prepared for a host that keeps its outputs till it has the next ones.
-        alone = len(bases) >= _CACHED_VIEWS or (self._storage is None and self._was_held)
+        # Nothing is prepared for a host that keeps its outputs till it has the next ones, nor for a
+        # step in `__del__` at shutdown, when torch cannot import how modes are turned off.
+        keeps = self._storage is None and self._was_held
+        alone = keeps or len(bases) >= _CACHED_VIEWS or is_finalizing()
         self._was_held = False
         if self._storage is None:
             storage = storage_at(self._address, self._device, self._nbytes)
