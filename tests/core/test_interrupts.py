@@ -208,7 +208,8 @@ def test_an_interrupt_at_any_place_leaves_all_usable(kind, lines):
     for _ in range(COUNT):
         places = interrupts.Places(rng.randrange(every.seen), lines=lines)
         try:
-            assert interrupt(kind, places)
+            # A run may have fewer places than the one that was counted: the last is not reached.
+            assert interrupt(kind, places) or places.seen <= places.at
         except BaseException as error:
             raise AssertionError(f"interrupted at {places.where}, place {places.at}") from error
     reads_are_refused()
