@@ -359,10 +359,7 @@ def _alike(
         return False
     kind = shape_of(type(ours)).kind
     if kind is Kind.PLAIN:
-        return same_value(ours, theirs) or (
-            isinstance(ours, float)
-            and 0 < abs(ours - theirs) <= rounding * max(abs(ours), abs(theirs), scale)
-        )
+        return same_value(ours, theirs) or _rounded_float(ours, theirs, rounding, scale)
     if kind is Kind.TENSOR:
         apart = unseen(lambda: difference(ours, theirs, rounded=True)) if tensors else None
         return apart is None or apart.relative <= _ROUNDED
@@ -375,6 +372,16 @@ def _alike(
         scale = max([scale, *(abs(each) for each in other if isinstance(each, float))])
     inner = partial(_alike, depth=depth - 1, tensors=tensors, rounding=rounding, scale=scale)
     return len(mine) == len(other) and all(map(inner, mine, other))
+
+
+def _rounded_float(ours: Any, theirs: Any, rounding: float, scale: float) -> bool:
+    """Whether two plain values are floats that differ by `rounding` of the largest of them and
+    `scale`, and by that alone."""
+    if not isinstance(ours, float):
+        return False
+    apart: float = abs(ours - theirs)
+    largest: float = max(abs(ours), abs(theirs), scale)
+    return 0 < apart <= rounding * largest
 
 
 def _rounded(ours: Any, theirs: Any, rounding: float) -> bool:
