@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import sys
 import threading
@@ -32,6 +33,12 @@ from graphrt.errors import PoolBusyError, PoolLeftBehindError
 RIGHT, NAMED, WRONG, BUSY, HUNG = "right", "named", "wrong", "busy", "hung"
 CODES = {0: RIGHT, 3: NAMED, 4: WRONG, 5: BUSY, -signal.SIGALRM: HUNG}
 LIMIT_S = 10
+
+
+def inputs(rows: int) -> Tensor:
+    """Other ones at each call. Not torch's random numbers: the lock of its generator, held by
+    another thread while the process forks, stays locked in the child."""
+    return torch.full((rows, 4), random.random())
 
 
 class Gate:
@@ -76,7 +83,7 @@ class Served:
     def is_right(self) -> bool:
         """Whether steps with and without a graph are."""
         for rows in (1, 2, 3, 4, 5):
-            x = torch.rand(rows, 4)
+            x = inputs(rows)
             if not torch.equal(self.runner(x=x).cpu(), x * 2 + 1):
                 return False
         return True
@@ -131,7 +138,7 @@ def in_an_eager_step() -> str:
     """Another thread runs a step that no graph serves."""
     served = Served()
     served.runner.capture()
-    return within(served, lambda: served.runner(x=torch.rand(9, 4)), served.is_right)
+    return within(served, lambda: served.runner(x=inputs(9)), served.is_right)
 
 
 def in_a_capture() -> str:
@@ -143,14 +150,14 @@ def in_a_capture() -> str:
 def in_a_lazy_capture() -> str:
     """Another thread's step captures its graph."""
     served = Served(options=GraphOptions(lazy=True))
-    return within(served, lambda: served.runner(x=torch.rand(2, 4)), served.is_right)
+    return within(served, lambda: served.runner(x=inputs(2)), served.is_right)
 
 
 def in_a_trial() -> str:
     """Another thread verifies a step."""
     served = Served()
     served.runner.capture()
-    return within(served, lambda: served.runner.verify(x=torch.rand(2, 4)), served.is_right)
+    return within(served, lambda: served.runner.verify(x=inputs(2)), served.is_right)
 
 
 def in_a_warm_up_elsewhere() -> str:
@@ -226,7 +233,7 @@ def _children_of(device: Platform) -> list[str]:
     calls: list[Callable[[], object]] = [
         served.is_right,
         served.runner.recapture,
-        lambda: served.runner.verify(x=torch.rand(2, 4)),
+        lambda: served.runner.verify(x=inputs(2)),
         lambda: served.runner.slot(Batch(2)),
         lambda: GraphPool(device),
     ]
@@ -254,11 +261,11 @@ def in_the_middle(seconds: float = 2.0) -> dict[str, int]:
 
     def step() -> None:
         while not over.is_set():
-            served.runner(x=torch.rand(3, 4))
+            served.runner(x=inputs(3))
 
     def change() -> None:
         while not over.is_set():
-            other.runner(x=torch.rand(3, 4))
+            other.runner(x=inputs(3))
             other.runner.release()
 
     threads = [threading.Thread(target=each) for each in (step, change)]

@@ -440,11 +440,16 @@ class Places:
         self.first: dict[int, Place] = {}
         """By the id of an object, the place at which it was read."""
         self.shapes = Shapes()
+        self._keyed: Keyed | None = None
 
-    @functools.cached_property
+    @property
     def keyed(self) -> Keyed:
         """The tensors with memory, as it was when this was first asked."""
-        return with_keys(self.tensors)
+        # No `cached_property`: before Python 3.12 it has a lock, which another thread may hold
+        # while the process forks, and then the child waits for ever.
+        if self._keyed is None:
+            self._keyed = with_keys(self.tensors)
+        return self._keyed
 
     def values(self) -> list[object]:
         """The numbers as they are now, in the order of `numbers`; compare with `same_value`."""
