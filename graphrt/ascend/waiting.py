@@ -40,7 +40,7 @@ class WaitingStep(PoolOwner):
         all_tasks: bool,
         was_mixed: bool,
     ) -> None:
-        """`was_mixed` is what `table.mixed` was before the launch."""
+        """`was_mixed` is the value of `table.mixed` before the launch."""
         super().__init__("a step whose updates have not come")
         self._thread = get_ident()
         self._table = table

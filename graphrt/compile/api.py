@@ -108,7 +108,7 @@ def compile_module(
 
 
 def _first_argument(module: object) -> str:
-    """The name of the first argument of a module's forward; what it may be, if nobody can tell."""
+    """The name of the first argument of a module's forward; "ids" if its signature is unknown."""
     call: Any = module.forward if isinstance(module, nn.Module) else module
     try:
         return next(iter(inspect.signature(call).parameters), "ids")

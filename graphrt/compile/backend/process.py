@@ -131,7 +131,7 @@ def new_directory() -> str:
     """
     with _lock:
         top = _directories.get(os.getpid(), "")
-        # Others clean the temporary directory, of what is old.
+        # Cleaners of temporary directories remove old entries while the process lives.
         if not os.path.isdir(top):
             top = _directories[os.getpid()] = tempfile.mkdtemp(prefix="graphrt-")
             # Unlike `atexit` it is for forked workers too, and in each for its own only.

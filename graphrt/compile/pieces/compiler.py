@@ -1,4 +1,4 @@
-"""Pieces of a graph become runnable pieces; those of equal structure are compiled once."""
+"""Compiles the pieces of a graph; pieces of equal structure are compiled once."""
 
 from __future__ import annotations
 

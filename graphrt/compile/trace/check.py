@@ -1,4 +1,4 @@
-"""Arguments of a call are held against those of the trace, and written ones must lie apart."""
+"""Compares a call's arguments with the trace's. Written ones must not share memory."""
 
 from __future__ import annotations
 

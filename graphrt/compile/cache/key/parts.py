@@ -108,7 +108,7 @@ class CacheKey:
 
     @classmethod
     def from_groups(cls, groups: Mapping[str, Mapping[str, object]]) -> CacheKey:
-        """The key of these groups, which are those of `PARTS` or of a file that `to_json` wrote."""
+        """The key of `groups`: the groups of `PARTS`, or of a file that `to_json` wrote."""
         plain = {group: _checked(group, groups.get(group, {})) for group in PARTS}
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
         return cls(hashlib.sha256(text.encode()).hexdigest(), plain)

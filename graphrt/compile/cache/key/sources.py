@@ -72,8 +72,8 @@ def _source(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError:
-        # A notebook cell or generated code; it may be known to linecache only. Of a file that is
-        # gone linecache has what somebody happened to ask for before: it forgets that.
+        # A notebook cell or generated code is in linecache only. checkcache() drops the lines of a
+        # deleted file, which linecache has in some processes and not in others.
         linecache.checkcache(path)
         return "".join(linecache.getlines(path)).encode()
 
