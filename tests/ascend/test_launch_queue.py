@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from fake_npu import FakeNpu
@@ -86,6 +87,13 @@ class Queue:
             self.given.set()
             self.done.wait()
 
+    def rest(self) -> None:
+        """Wait until the thread sleeps: it uses time even after it is done, on the way to that."""
+        stat = Path(f"/proc/self/task/{self.thread.native_id}/stat")
+        used_ns = -1
+        while used_ns != (used_ns := self.launching.used_ns()) or ") S " not in stat.read_text():
+            time.sleep(0.05)
+
     def end(self) -> None:
         self.ends.set()
         self.given.set()
@@ -133,6 +141,7 @@ def test_a_replay_is_refused_when_the_thread_hangs(queue):
     queue.launch()
     launch_queue.check_replayed()
     queue.hangs.set()
+    queue.rest()
     launch_queue.check_queue()
     with pytest.raises(LaunchQueueError):
         launch_queue.check_replayed()
