@@ -22,6 +22,7 @@ from graphrt import (
     Reason,
 )
 from graphrt.core.base import garbage
+from graphrt.core.replay._turn import PoolOwner
 from graphrt.errors import (
     CaptureError,
     CaptureSealedError,
@@ -148,6 +149,24 @@ def test_interleaved_steps_of_two_threads_raise():
     for thread in threads:
         thread.join()
     assert len(errors) == 1
+
+
+def test_a_pool_whose_owner_changes_meanwhile_is_busy():
+    pool, context = GraphPool("cpu"), object()
+
+    class Ending:
+        @property
+        def __class__(self) -> type:
+            # Looked at by isinstance(), after which the next step has the pool.
+            pool.owner = context
+            return PoolOwner
+
+        def refusal(self, pool: GraphPool) -> None:
+            return None
+
+    pool.owner = Ending()
+    assert isinstance(pool.busy_error(context), PoolBusyError)
+    pool.owner = None
 
 
 def test_a_context_that_is_kept_is_found_by_a_number_that_announces_nothing():

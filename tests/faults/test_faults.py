@@ -45,6 +45,13 @@ def test_an_interrupt_while_a_fault_is_undone_leaves_nothing_half_done(name):
     assert found and not [str(each) for each in found if each.wrong]
 
 
+def test_a_copy_without_memory_in_a_capture_leaves_state_as_it_was():
+    harness = Harness(ON_CPU["CaptureFull"], maker_of("cpu"))
+    for at in {fault.at for fault in harness.faults() if fault.kind == "copy"}:
+        found = harness.inject(Fault("copy", at, "memory"))
+        assert not found.wrong, str(found)
+
+
 def test_an_interrupt_while_a_restore_that_failed_is_undone_leaves_state_as_it_was():
     harness = Harness(ON_CPU["CaptureNext"], maker_of("cpu"))
     copies = {fault.at for fault in harness.faults() if fault.kind == "copy"}

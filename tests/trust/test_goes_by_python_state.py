@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrt import Reason
 from tests.trust.test_python_state import WIDTH, served
@@ -245,8 +246,22 @@ def figures_in_a_new_object() -> Forward:
     return forward
 
 
+def notes_beside_memory_of_a_kernel() -> Forward:
+    log: list[int] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        log.append(len(x))
+        # As compiled code allocates: past all operators, and somewhere else in each run.
+        with _disable_current_modes():
+            memory = [torch.empty_like(x), torch.empty_like(x)]
+        return torch.mul(x, 2, out=memory[len(log) % 2]) + 0
+
+    return forward
+
+
 RIGHT = [
     lazy_table_by_none,
+    notes_beside_memory_of_a_kernel,
     lazy_tables_by_shape,
     notes,
     notes_that_are_flushed,

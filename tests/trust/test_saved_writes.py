@@ -128,6 +128,24 @@ def test_what_a_run_left_can_be_written_again(first, second):
     assert bits(base) == left
 
 
+@pytest.mark.parametrize("name", ["add_", "index_copy_"])
+def test_a_run_without_memory_for_the_copy_does_not_stop_the_next_from_saving(name, monkeypatch):
+    base, saves = fresh(), SavedWrites(MUCH)
+    before = bits(base)
+
+    def no_memory(*args: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("graphrt.core.trust.watching.writes._Region", no_memory)
+        with pytest.raises(MemoryError):
+            Watch(saves=saves).around(lambda: WRITES[name](base, 1, 2.0))
+    Watch(saves=saves).around(lambda: WRITES[name](base, 1, 2.0))
+    assert bits(base) != before
+    saves.restore()
+    assert bits(base) == before
+
+
 def test_values_are_copies():
     base, saves = torch.zeros(4), SavedWrites(MUCH)
     Watch(saves=saves).around(lambda: base.add_(1))

@@ -493,10 +493,12 @@ class GraphPool(Uncopied):
         """The error for `context`, which finds the pool taken. Not without effect: the owner's
         `refusal` ends a step of this thread that waits for its updates, so that the next can run.
         """
-        refusal = self.owner.refusal(self) if isinstance(self.owner, PoolOwner) else None
+        # Read once: another thread's next step may own it meanwhile.
+        owner = self.owner
+        refusal = owner.refusal(self) if isinstance(owner, PoolOwner) else None
         return refusal or PoolBusyError(
             "two steps use one graph pool at the same time",
-            got=f"{context!r} in thread {get_ident()} while {self.owner or self.pieces.context!r} "
+            got=f"{context!r} in thread {get_ident()} while {owner or self.pieces.context!r} "
             "is under way",
             expected="one step at a time, from one thread at a time",
             advice="let one step end before the next begins; or give what runs at the same time a "

@@ -103,23 +103,23 @@ class SavedWrites:
     ) -> None:
         key = tensor.untyped_storage()._cdata
         whole = facts.rows is None or tensor is not args[0]
+        held, rows = None, None
         if whole:
             view = tensor.detach()
             if self.bytes + view.numel() * view.element_size() > self.limit:
                 if self._sums:
                     self._protected[place] = Protected(view, str(use))
                 return
-            held = self._whole[place] = _Whole(view)
+            held = _Whole(view)
             access = RowAccess(held.read, held.write)
         else:
             assert facts.rows is not None
             access = facts.rows(args)
             self.row_writes.add((key, facts.name))
             if access.chosen:
-                saved = self._rows.setdefault((*place, access.dim, access.along), [])
-                if any(_are_equal(access.chosen, rows) for rows in saved):
+                rows = self._rows.setdefault((*place, access.dim, access.along), [])
+                if any(_are_equal(access.chosen, each) for each in rows):
                     return
-                saved.append(access.chosen)
         region = _Region(key, access, access.read(), tensor.is_inference(), use, whole)
         self.bytes += region.was.numel() * region.was.element_size()
         if self.bytes > self.limit:
@@ -132,6 +132,11 @@ class SavedWrites:
                 "or raise state_limit_bytes",
             )
         self._regions.append(region)
+        # Known only now: a run after one that had no memory for the copy would not save it.
+        if held is not None:
+            self._whole[place] = held
+        elif rows is not None:
+            rows.append(access.chosen)
 
     def take(self) -> list[torch.Tensor]:
         """Copies of what is there now."""
