@@ -24,6 +24,12 @@ _LIBRARY.define(
 
 _by_name: weakref.WeakValueDictionary[str, OpaqueAttention] = weakref.WeakValueDictionary()
 
+# The step that each has begun last, and whose it is. Not an attribute: it is no state of a model,
+# of which a trial would ask what the model does when it has moved on.
+_begun: weakref.WeakKeyDictionary[OpaqueAttention, tuple[object, AttentionStep]] = (
+    weakref.WeakKeyDictionary()
+)
+
 # In the name, for the operator to see: a compiler cannot trace an error raised around its call.
 _COPY = "\0copy"
 
@@ -53,18 +59,14 @@ class OpaqueAttention:
             )
         self.backend = backend
         self.name = name
-        self._begun: tuple[object, AttentionStep] | None = None
         self._owns_name = True
         _by_name[name] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        # A step belongs to the thread and the process it was begun in.
-        passing = ("_begun", "_owns_name")
-        return {name: each for name, each in vars(self).items() if name not in passing}
+        return {name: each for name, each in vars(self).items() if name != "_owns_name"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._begun = None
         self._owns_name = _by_name.setdefault(self.name, self) is self
 
     def __call__(
@@ -97,11 +99,12 @@ class OpaqueAttention:
         context = current_context()
         token = None if context is None else context.token
         # Read once: another thread may replace it in between.
-        known = self._begun
+        known = _begun.get(self)
         if known is not None and token is not None and known[0] is token:
             return known[1]
         begun = self.backend.begin(block_table, context_lens, query_start_loc=query_start_loc)
-        self._begun = None if token is None else (token, begun)
+        if token is not None:
+            _begun[self] = token, begun
         return begun
 
 

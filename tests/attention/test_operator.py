@@ -119,6 +119,7 @@ def check(kind: str, device: str, options: CompileOptions, *, own_wrappers: bool
     )
     with runner:
         runner.capture()
+        state = dict(vars(attention))
         assert compiled.figures.splitting_pieces == (0 if compiled.figures.partitions else 3)
         for batch, values in STEPS:
             found = runner.verify(batch, **values).clone()
@@ -127,6 +128,8 @@ def check(kind: str, device: str, options: CompileOptions, *, own_wrappers: bool
             with torch.no_grad():
                 eager = model(**{name: each.to(device) for name, each in values.items()})
             torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-4)
+        # A trial asks what a model does when its state has moved on.
+        assert vars(attention) == state
 
 
 @pytest.mark.parametrize(
