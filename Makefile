@@ -7,7 +7,7 @@ ASCEND_VENV ?= .venv-ascend
 ASCEND_TORCH = 2.13.0
 export PYTHON VENV
 
-.PHONY: demo test test-long lint bench docs demo-ascend test-ascend test-ascend-long
+.PHONY: demo test test-long test-sanitized lint bench docs demo-ascend test-ascend test-ascend-long
 .PHONY: setup-demo setup-test setup-dev setup-docs setup-ascend-sim
 
 demo: setup-demo
@@ -22,6 +22,14 @@ test: setup-test
 # What takes minutes: random programs, operator samples, long runs; see docs/testing.md.
 test-long: setup-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "long and not cuda and not npu" $(PARALLEL) $(ARGS)
+
+# The C part, built anew under GCC's sanitizers, against Python. Python itself leaks at its end.
+SANITIZE = -fsanitize=address,undefined
+test-sanitized: setup-test
+	CFLAGS="$(SANITIZE) -fno-sanitize-recover=undefined -g -O1" LDFLAGS="$(SANITIZE)" \
+	ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	$(VENV)/bin/python -m pytest tests/core/test_native.py tests/core/test_native_replay.py $(ARGS)
 
 lint: setup-dev
 	$(VENV)/bin/python -m ruff check .
