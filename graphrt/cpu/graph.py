@@ -231,16 +231,16 @@ class _OpenCapture:
         stack = dispatch_modes()
         if stack and stack[-1] is self.tape:
             return
-        left = (
-            [type(m).__name__ for m in stack[stack.index(self.tape) + 1 :]]
-            if (self.tape in stack)
-            else []
-        )
+        if self.tape not in stack:
+            raise CaptureError(
+                "a segment ends where the capture's dispatch mode is off: inside of an operator's "
+                "kernel, of which the CPU replays all, or where the forward removed the mode",
+                advice="break at the operator, not in its kernel: "
+                'GraphOptions(breaks=("ns::operator",))',
+            )
         raise CaptureError(
-            "the forward left a dispatch mode open at the end of the capture"
-            if left
-            else "the forward removed the dispatch mode of the capture",
-            got=", ".join(left) or None,
+            "the forward left a dispatch mode open at the end of the capture",
+            got=", ".join(type(mode).__name__ for mode in stack[stack.index(self.tape) + 1 :]),
             advice="close the mode before the capture, or the segment, ends",
         )
 

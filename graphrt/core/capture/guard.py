@@ -148,9 +148,14 @@ class CaptureGuard(ThreadMode):
             self.check_written(func, args, kwargs)
         if self._caller.on_device:
             self._caller.check(func, args, kwargs)
-        if self.constants is not None:
-            return self.constants.run(func, args, kwargs)
-        return func(*args, **kwargs)
+        # An operator's own kernel may break, as those of vLLM do.
+        self._handling = True
+        try:
+            if self.constants is not None:
+                return self.constants.run(func, args, kwargs)
+            return func(*args, **kwargs)
+        finally:
+            self._handling = False
 
     def _break_at(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = self.recorder

@@ -7,12 +7,34 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.base.errors import BakedScalarError, BreakError, BreakShapeError, MissedBreakError
+from graphrt.core.base.errors import (
+    BakedScalarError,
+    BreakError,
+    BreakShapeError,
+    CaptureError,
+    MissedBreakError,
+)
 from graphrt.core.batch.context import current_context
 from graphrt.core.capture.breaks import eager_break
 from graphrt.core.device._contract import Capability
 from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import D2, FULL, PIECEWISE, ConformanceBase, Counting
+
+
+@eager_break
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+_LIBRARY: Any = torch.library.Library("graphrt_conformance", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("attend(Tensor x, Tensor(a!) out) -> ()")
+
+
+def _attend(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(doubled(x))
+
+
+_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 
 
 class BreakConformance(ConformanceBase):
@@ -230,6 +252,32 @@ class BreakConformance(ConformanceBase):
         x.copy_(self.tensor(-1, 0, 1, 2))
         expected = self.host(torch.sigmoid(x + 1) * 2)
         assert torch.equal(self.host(self.step(wrapper, PIECEWISE, x)), expected)
+
+    @pytest.mark.parametrize("listed", [False, True])
+    def test_an_operator_whose_kernel_breaks_is_replayed_or_refused(
+        self, pool: GraphPool, listed: bool
+    ) -> None:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                out = torch.empty_like(x)
+                torch.ops.graphrt_conformance.attend(x + 1, out)
+                x = out - 1
+            return x
+
+        breaks = frozenset({"graphrt_conformance::attend"} if listed else ())
+        wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True, breaks=breaks)
+        x = self.tensor(1, 2, 3, 4)
+        refusal = None
+        try:
+            self.capture(wrapper, PIECEWISE, x)
+        except CaptureError as error:
+            refusal = str(error)
+        if refusal is not None:
+            assert not listed and "breaks=" in refusal
+            return
+        x.copy_(self.tensor(0, 1, 2, 3))
+        expected = self.first(forward(x.clone()))
+        assert self.first(self.step(wrapper, PIECEWISE, x)) == expected
 
     @pytest.mark.parametrize("check", ["off", "capture", "always"])
     @pytest.mark.parametrize("strict", [False, True])
