@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 # First: it imports torch, and explains what makes that fail.
 from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt._version import __version__
-from graphrt.core.base.log import set_up_logging
+from graphrt.core.base.log import set_up_logging as _set_up_logging
 
 if TYPE_CHECKING:
     from graphrt import errors as errors
@@ -155,7 +155,7 @@ _DEFINED_IN = {
 }
 """The modules of names that are loaded when they are asked for: a name costs what it needs."""
 
-set_up_logging()
+_set_up_logging()
 
 
 # Hidden from type checkers, which take any name of a module that has it.

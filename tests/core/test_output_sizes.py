@@ -97,6 +97,17 @@ def test_a_forward_that_does_not_run_at_few_tokens_is_served_at_others(sizes):
         assert run(x=rows(count)).shape == (3,)
 
 
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_lack_of_memory_at_a_size_that_is_only_looked_at_is_no_property_of_the_size(error):
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] != 4:
+            raise error("no room")
+        return x + 1
+
+    with pytest.raises(error):
+        captured(forward, [4])
+
+
 @pytest.mark.parametrize("query_len", [2, 3])
 def test_uniform_batches_are_compared_at_whole_requests(query_len):
     seen = []

@@ -271,10 +271,11 @@ class OutputLayout:
 
 
 def _failed(probe: Probe, size: tuple[int, int]) -> Exception | None:
-    """What a forward raised at another size; an `OutputError` is of what it returned there."""
+    """What a forward raised at another size; an `OutputError` is of what it returned there, and a
+    lack of memory is of no size."""
     try:
         probe(*size)
-    except OutputError:
+    except (OutputError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         return error

@@ -296,7 +296,7 @@ class Protected:
                 got=f"rows {listed(other)}",
                 expected=f"rows of the padding of index inputs ({sorted(set(pads)) or 'none'})",
                 advice="give the inputs that address it InputSpec(index=True, pad=a dummy row), or "
-                "declare it: Host(state=[State(tensor, rows=...)])",
+                "declare it: Host(state=[State(tensor, rows=...)]); or raise state_limit_bytes",
             )
         return f"{self._name}: rows {listed(changed) if changed else 'none'} written by padding"
 
