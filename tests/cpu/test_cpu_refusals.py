@@ -7,6 +7,7 @@ import pytest
 import torch
 from cpu_capturing import capture, modes_left
 
+from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
 from graphrt.core.base.errors import (
     CaptureError,
     CaptureSyncError,
@@ -207,3 +208,37 @@ def test_growing_a_tensor_in_the_arena_is_refused():
 def test_a_sparse_output_is_refused():
     with pytest.raises(RefusedOpError, match="sparse"):
         capture(lambda: torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2,)))
+
+
+_library = torch.library.Library("graphrt_cpu_refusals", "FRAGMENT")
+_library.define("attend(Tensor x, Tensor(a!) out) -> Tensor(a!)")
+_doubled = eager_break(lambda x: x * 2)
+_library.impl("attend", lambda x, out: out.copy_(_doubled(x)), "CompositeExplicitAutograd")
+
+
+def test_an_operator_whose_kernel_breaks_is_refused_with_where_to_break():
+    def forward(x):
+        out = torch.empty_like(x)
+        torch.ops.graphrt_cpu_refusals.attend(x + 1, out)
+        return out - 1
+
+    def captured(breaks):
+        runner = GraphRunner(
+            forward,
+            mode="PIECEWISE",
+            sizes=[2, 4],
+            inputs={"x": InputSpec(torch.float32, ("tokens", 2))},
+            outputs=("tokens", 2),
+            options=GraphOptions(breaks=breaks),
+        )
+        runner.capture()
+        return runner
+
+    with pytest.raises(CaptureError, match=r'GraphOptions\(breaks=\("ns::operator",\)\)'):
+        captured(())
+    assert modes_left() == 0
+    runner = captured(("graphrt_cpu_refusals::attend",))
+    for rows in (4, 1, 2, 3):
+        x = torch.randn(rows, 2)
+        assert torch.equal(runner(x=x), x * 2 + 1)
+        assert runner.last_dispatch.reason is Reason.HIT

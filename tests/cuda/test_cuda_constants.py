@@ -99,9 +99,11 @@ def test_what_is_no_constant_is_refused_and_named() -> None:
 def test_two_threads_capture_and_the_flag_is_put_back() -> None:
     failed: list[BaseException] = []
 
+    # Not drawn in the threads: torch refuses random numbers of a device while any thread captures.
+    x = torch.randn(8, 4, device="cuda")
+
     def work() -> None:
         try:
-            x = torch.randn(8, 4, device="cuda")
             mask = x > 0
             graphs = KeyedGraphs()
             for key in range(20):

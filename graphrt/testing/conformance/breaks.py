@@ -11,7 +11,6 @@ from graphrt.core.base.errors import (
     BakedScalarError,
     BreakError,
     BreakShapeError,
-    CaptureError,
     MissedBreakError,
 )
 from graphrt.core.batch.context import current_context
@@ -254,9 +253,12 @@ class BreakConformance(ConformanceBase):
         assert torch.equal(self.host(self.step(wrapper, PIECEWISE, x)), expected)
 
     @pytest.mark.parametrize("listed", [False, True])
-    def test_an_operator_whose_kernel_breaks_is_replayed_or_refused(
+    def test_an_operator_whose_kernel_breaks_is_replayed(
         self, pool: GraphPool, listed: bool
     ) -> None:
+        if self.platform.capture_executes and not listed:
+            pytest.skip("captures may note operators, of which they replay all")
+
         def forward(x: torch.Tensor) -> torch.Tensor:
             for _ in range(3):
                 out = torch.empty_like(x)
@@ -267,14 +269,7 @@ class BreakConformance(ConformanceBase):
         breaks = frozenset({"graphrt_conformance::attend"} if listed else ())
         wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True, breaks=breaks)
         x = self.tensor(1, 2, 3, 4)
-        refusal = None
-        try:
-            self.capture(wrapper, PIECEWISE, x)
-        except CaptureError as error:
-            refusal = str(error)
-        if refusal is not None:
-            assert not listed and "breaks=" in refusal
-            return
+        self.capture(wrapper, PIECEWISE, x)
         x.copy_(self.tensor(0, 1, 2, 3))
         expected = self.first(forward(x.clone()))
         assert self.first(self.step(wrapper, PIECEWISE, x)) == expected
