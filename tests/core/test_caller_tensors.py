@@ -97,3 +97,13 @@ def test_draws_of_the_capture_are_refused_beside_other_threads(monkeypatch):
     torch.rand(1)
     with pytest.raises(RefusedOpError, match="drawn on the host"):
         watched.end()
+
+
+def test_a_draw_in_the_kernel_of_an_operator_is_refused_too(alone):
+    watched = CallerTensors((), "cuda")
+    watched.begin()
+    # Looked at as one that draws nothing; what its kernel does nobody sees.
+    watched.check(ADD, (torch.ones(1), torch.ones(1)), {})
+    torch.rand(1)
+    with pytest.raises(RefusedOpError):
+        watched.end()
