@@ -24,6 +24,8 @@ from graphrt.testing.conformance.base import D2, D4, FULL, PIECEWISE, Conformanc
 class TestConformance(PlatformConformance):
     """With strong references, as on a device that cannot tell whose memory is."""
 
+    notes_operators = True  # a tape of the CPU stands for the device
+
     @pytest.fixture(autouse=True)
     def _available(self, device: StubDevice) -> None:
         self.platform = AcceleratorPlatform()
@@ -33,6 +35,8 @@ class TestConformance(PlatformConformance):
 
 class TestConformanceWithSnapshots(PlatformConformance):
     """With weak references, as on a device whose module tells which memory a pool has."""
+
+    notes_operators = True  # a tape of the CPU stands for the device
 
     @pytest.fixture(autouse=True)
     def _available(self, device: StubDevice) -> None:

@@ -458,10 +458,6 @@ class Trial:
         if not text and graph.captured is not None:
             other = first_difference(now.trace, graph.captured, same_size=graph.same_size)
             text = now.trace.at_source(other)
-            # At another size a constant may be another one rightly: not where the replay differs.
-            data = now.trace.first_other_data(graph.captured, has_parts=graph.has_parts)
-            if not text and data is not None:
-                return f"\n    it makes a tensor of other Python data now: {data[0]}"
         return text and f"\n    the first operator that is another one now is {text}"
 
     def _judge_padding(self, eager: Run, other: Any, alone: Run | None, rounding: float) -> None:

@@ -36,6 +36,12 @@ class ConformanceBase:
         if not availability.available:
             pytest.skip(f"platform {self.platform.name} is not available: {availability.reason}")
 
+    @property
+    def notes_operators(self) -> bool:
+        """Whether captures note operators, and replays run each as a whole: then nothing can break
+        in the kernel of one."""
+        return self.platform.capture_executes
+
     @pytest.fixture
     def pool(self) -> Iterator[GraphPool]:
         pool = GraphPool(self.platform)
