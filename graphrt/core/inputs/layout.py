@@ -110,7 +110,7 @@ class FieldMove:
     kept has neither.
     """
 
-    __slots__ = ("_live_rows", "_views", "copies", "field", "pads", "repeats", "shape")
+    __slots__ = ("_live_rows", "_views", "copies", "field", "one_block", "pads", "repeats", "shape")
 
     def __init__(self, field: Field, tokens: int, reqs: int) -> None:
         spec = field.spec
@@ -123,6 +123,8 @@ class FieldMove:
         if size == block:
             starts, size = [field.offset], field.nbytes
         self.copies = [(start, index * size, size) for index, start in enumerate(starts) if size]
+        # Whether the live rows lie in one piece.
+        self.one_block = len(self.copies) <= 1
         rest = block - live_rows * field.row_bytes
         tails = [start + size for start in starts] if rest and spec.pad != "keep" else []
         self.pads: list[Span] = []
@@ -133,11 +135,6 @@ class FieldMove:
             self.pads = [(tail, rest) for tail in tails]
         self._live_rows = None if axis is None else live_rows
         self._views: tuple[torch.Tensor, torch.Tensor | None] | None = None
-
-    @property
-    def one_block(self) -> bool:
-        """Whether the live rows lie in one piece."""
-        return len(self.copies) <= 1
 
     @property
     def views(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -162,8 +159,9 @@ class FieldMove:
 
     def lies_in(self, value: torch.Tensor) -> bool:
         """Whether `value`, which starts where this input starts, is laid out like it."""
-        laid_out_alike = value.stride() == self.field.view.stride()
-        return laid_out_alike or (self.one_block and value.is_contiguous())
+        if self.one_block and value.is_contiguous():
+            return True
+        return bool(value.stride() == self.field.view.stride())
 
     def check(self, value: Any) -> None:
         """Raise `InvalidInputError` unless `value` can fill the live rows."""

@@ -151,11 +151,15 @@ def sources_of(
             check_value(name, move.field.spec, value, tuple(shape))
             plain = False
         address = value.data_ptr()
-        if (
+        # The bits of a lazily negated tensor are not its values.
+        altered = may_negate and (value.is_neg() or value.is_conj())
+        if address == low + move.field.offset and not altered and move.lies_in(value):
+            kind = "k"
+        elif (
             address < LOWEST_ADDRESS
             or low <= address < high
             or busy_low <= address < busy_high
-            or (may_negate and (value.is_neg() or value.is_conj()))
+            or altered
         ):
             readable, kind = _apart(value, move, slab, busy)
             plain &= readable is value and address >= LOWEST_ADDRESS
@@ -175,17 +179,14 @@ def sources_of(
 def _apart(
     value: torch.Tensor, move: FieldMove, slab: Slab, busy: tuple[int, int]
 ) -> tuple[torch.Tensor, str]:
-    """An input whose memory cannot be read as it is, or may be written before it is read: its
-    values elsewhere, or itself where it is in place already. And its kind."""
+    """The values of an input whose memory cannot be read as it is, or may be written before it is
+    read, elsewhere; and their kind."""
     if value.data_ptr() < LOWEST_ADDRESS:
         # To read there would end the process. An empty one has no address.
         check_value(move.field.name, move.field.spec, value, tuple(move.shape))
     if value.is_neg() or value.is_conj():
-        # Its bits are not its values.
         value = value.detach().resolve_conj().resolve_neg()
     address = value.data_ptr()
-    if address == slab.low + move.field.offset and move.lies_in(value):
-        return value, "k"
     if slab.low <= address < slab.high or busy[0] <= address < busy[1]:
         value = value.detach().clone()
     return value, "h" if value.is_cpu else "d"
@@ -237,11 +238,11 @@ class StagedCopy:
                 copy_rows(moves, base, sources.addresses)
                 if moves.padded:
                     moves.pad_at(base)
-            else:
+            elif moves.padded or "h" in kinds:
                 self._write(moves, sources, base)
         if slot is not None:
             slot.copy_to(slab.window, spans, stream)
-        if "d" in kinds or (staging is not None and "k" in kinds):
+        if "d" in kinds or (staging is not None and "k" in kinds and moves.padded):
             self._write_on_device(moves, sources)
 
     def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
