@@ -16,7 +16,7 @@ ADD, VIEW = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
 def test_a_tensor_of_the_host_is_not_read_by_a_graph_of_a_device():
     given, other = torch.ones(4), torch.ones(4)
     watched = CallerTensors((given,), "cuda")
-    assert watched
+    assert watched.needs_operators()
     watched.check(ADD, (other, other), {})
     watched.check(VIEW, (given, [2, 2]), {})
     with pytest.raises(RefusedOpError, match="lies on the host"):
@@ -32,7 +32,7 @@ def alone(monkeypatch):
 def test_a_host_that_tells_them_apart_has_numbers_of_the_capture(alone):
     given = torch.ones(4)
     watched = CallerTensors((given,), "cuda", bake=True)
-    assert not watched
+    assert not watched.needs_operators()
     watched.check(ADD, (given, given), {})
     watched.begin()
     given.unsqueeze_(0)
@@ -42,7 +42,7 @@ def test_a_host_that_tells_them_apart_has_numbers_of_the_capture(alone):
 
 def test_an_empty_tensor_of_the_host_has_nothing_to_read(alone):
     watched = CallerTensors((torch.ones(0),), "cuda")
-    assert not watched
+    assert not watched.needs_operators()
     watched.check(ADD, (torch.ones(0), torch.ones(0)), {})
 
 
@@ -77,9 +77,9 @@ RAND = torch.ops.aten.rand.default
 def test_draws_of_other_threads_are_none_of_a_captures(monkeypatch, others):
     monkeypatch.setattr(threading, "active_count", lambda: others)
     watched = CallerTensors((), "cuda")
-    assert bool(watched) == (others > 1)
+    assert watched.needs_operators() == (others > 1)
     watched.begin()
-    if watched:
+    if watched.needs_operators():
         watched.check(ADD, (torch.ones(1), torch.ones(1)), {})
     torch.rand(1)
     if others > 1:

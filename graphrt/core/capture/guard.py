@@ -103,7 +103,7 @@ class CaptureGuard(ThreadMode):
             self.constants.begin(graph)
         self._caller.begin()
         in_pieces = self._in_pieces and (self._breaks or self.doors.made or self._copies)
-        wanted = in_pieces or self._caller or self.constants is not None
+        wanted = in_pieces or self._caller.needs_operators() or self.constants is not None
         # While an operator is being handled torch has taken this mode off its stack already.
         wanted = wanted or self.issued is not None
         if not self._handling and not self._entered and wanted:
@@ -220,7 +220,7 @@ class CallerTensors:
         # Whether an operator drew on the host; None: nobody looked at operators.
         self._drew: bool | None = None
 
-    def __bool__(self) -> bool:
+    def needs_operators(self) -> bool:
         """Whether operators have to be looked at: for host tensors; and on a device beside other
         threads, where only operators tell which thread has moved the host's generator."""
         return bool(self._hosts) or (self.on_device and threading.active_count() > 1)
