@@ -86,6 +86,13 @@ def test_all_else_is_one_between_sizes_too(ours, theirs, place):
     assert (None if found is None else found[0]) == place
 
 
+def test_between_sizes_what_follows_from_the_size_is_not_named():
+    found = first_difference(
+        traced(lambda: rows(2) * 2.5), traced(lambda: rows(3) * 2.0), same_size=False
+    )
+    assert found is not None and found[1].endswith("mul.Tensor: 2.5 where the graph has 2.0")
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "text"),
     [
