@@ -209,3 +209,8 @@ def test_a_step_down_is_logged_once(caplog):
 def test_an_unknown_setting_is_told_all_that_there_are():
     with pytest.raises(InvalidOptionError, match=r"sizes, .*outputs"):
         runner_settings(["nonsense=1"])
+
+
+def test_settings_of_a_command_line_are_those_of_a_plan_and_options():
+    arguments, options = runner_settings(["sizes=[1,2]", "mode=FULL", "check=off"])
+    assert arguments == {"sizes": [1, 2], "mode": "FULL"} and options.check == "off"

@@ -81,6 +81,8 @@ def test_results_of_one_place_share_memory_of_the_largest():
     bridges, large = Bridges(), torch.ones(3, 8)
     first = bridges.buffer((0, 0), large)
     assert first.untyped_storage().nbytes() == large.nbytes
+    turned = bridges.buffer((1, 0), large.t())
+    assert turned.stride() == (1, 8) and turned.untyped_storage().nbytes() == large.nbytes
     assert bridges.buffer((0, 0), torch.ones(3, 4)).data_ptr() == first.data_ptr()
     assert bridges.buffer((0, 1), large).data_ptr() != first.data_ptr()
     assert bridges.buffer((0, 0), torch.ones(4, 8)).data_ptr() != first.data_ptr()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from operator import is_
 from typing import Any
 
 import pytest
 import torch
 
 from graphrt import Batch, GraphMode, GraphRunner, InputSpec
+from graphrt.core.inputs.transport import sources_of
 
 
 def spec(*, fixed: bool = False) -> InputSpec:
@@ -73,3 +75,17 @@ def test_an_eager_step_that_returns_its_inputs_does_not_hand_out_the_buffers(
         assert run.last_dispatch.slot < 0
     for outputs, expected in kept:
         assert all(torch.equal(outputs[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("rows", [8, 4, 3])
+def test_inputs_that_lie_where_the_graph_reads_them_are_not_copied(rows: int) -> None:
+    captured = runner(both, False, False)
+    inputs = captured.inputs
+    layout = inputs.layout(max(4, rows), max(4, rows))
+    values = {name: view[:rows] for name, view in layout.views.items()}
+    slab = inputs.transport.slab
+    sources = sources_of(values, layout.moves(rows, rows), slab, (0, 0))
+    assert sources.kinds == "kk" and all(map(is_, sources.tensors, values.values()))
+    # The bits of a lazily negated one are not its values.
+    values["x"] = torch._neg_view(values["x"])
+    assert sources_of(values, layout.moves(rows, rows), slab, (0, 0)).kinds == "hk"

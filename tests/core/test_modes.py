@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from graphrt import AttentionSupport, GraphMode
-from graphrt.core.base.errors import InvalidModeError, ModeNotSupportedError
-from graphrt.core.plan.resolution import resolve_mode
+from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, ModeNotSupportedError
+from graphrt.core.batch.modes import PieceProvider
+from graphrt.core.plan.resolution import provider_of, resolve_mode
 
 P, F, N = "PIECEWISE", "FULL", "NONE"
 FDO, FAP = "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"
@@ -106,3 +109,14 @@ def test_an_unknown_mode_is_a_named_error_that_lists_the_known_ones(text):
 
 def test_only_none_piecewise_and_full_are_runtime_modes():
     assert [mode.name for mode in GraphMode if mode.is_runtime_mode] == [N, P, F]
+
+
+@pytest.mark.parametrize(
+    ("asked", "provider"),
+    [("auto", PieceProvider.FX), ("fx", PieceProvider.FX), ("inductor", PieceProvider.INDUCTOR)],
+)
+def test_pieces_that_a_module_brings_are_what_auto_stands_for(asked, provider):
+    brings = SimpleNamespace(graphs=True, provides=PieceProvider.FX, whole_graph=False)
+    assert provider_of([brings], asked) == (provider, False)
+    with pytest.raises(InvalidOptionError, match="one by one"):
+        provider_of([brings], "breakable")

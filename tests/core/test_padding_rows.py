@@ -105,3 +105,8 @@ def test_a_disturbance_stays_inside_of_the_graphs_own_size():
     inputs.padding.disturb(inputs.layout(4, 3), 3, 2, only_kept=True)
     assert inputs.buffers["kept"].flatten().tolist() == [0, 1, 2, 3, 4, 5, 0, 1, *range(8, 16)]
     assert inputs.buffers["reqs"].tolist() == [0, 1, 0, 3, 4, 5]
+
+
+def test_what_no_input_has_differs_from_no_padding():
+    values = {"table": torch.tensor([[5, 5]], dtype=torch.int32), "unknown": torch.ones(1)}
+    assert static(SPECS).padding.differing(values) == {"table"}

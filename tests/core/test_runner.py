@@ -45,6 +45,7 @@ from graphrt.core.base.errors import (
     VerificationError,
 )
 from graphrt.core.device.figures import MemoryFigures
+from graphrt.core.replay.recording import current_capture
 from graphrt.cpu import CpuPlatform
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}
@@ -559,3 +560,25 @@ def test_a_report_says_that_nothing_broke_in_pieces():
         report = made.report()
         assert report.unbroken == unbroken
         assert ("2 PIECEWISE without an eager break" in str(report)) == bool(unbroken)
+
+
+def test_a_verified_step_is_the_last_dispatch():
+    captured = runner()
+    captured.capture()
+    captured(x=rows(4))
+    captured.verify(x=rows(2))
+    assert captured.last_dispatch.descriptor.num_tokens == 2
+
+
+def test_a_capture_that_fails_behind_its_first_warm_up_is_not_tried_again():
+    calls = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        calls.append(current_capture() is not None)
+        if calls.count(True) == 1 and calls[-1]:
+            raise ValueError("once")
+        return x + 1
+
+    with pytest.raises(ValueError, match="once"):
+        runner(forward, sizes=[4]).capture()
+    assert calls.count(True) == 1

@@ -9,7 +9,7 @@ import torch
 
 from graphrt import BatchDescriptor, GraphMode, GraphPool, forward_context
 from graphrt.core.base.errors import GraphRTError
-from graphrt.core.capture.source import source_of, user_source
+from graphrt.core.capture.source import Source, source_of, stands_for, user_source
 from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.cpu import CPUGraphWrapper
 
@@ -48,3 +48,14 @@ def test_a_failed_capture_names_the_line():
     # The forward's own error, by its own traceback.
     assert not isinstance(caught.value, GraphRTError)
     assert "fails" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_generated_code_whose_lines_are_forgotten_stands_for_nothing():
+    made = compile("def made():\n    return user_source()\n", "<generated>", "exec")
+    names = {"user_source": user_source}
+    exec(made, names)
+    forget = stands_for("<generated>", lambda line: Source("model.py", line + 10, "forward"))
+    assert names["made"]() == Source("model.py", 12, "forward")
+    forget()
+    source = names["made"]()
+    assert source is None or source.filename != "model.py"
