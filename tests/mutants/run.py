@@ -90,6 +90,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/core/test_following.py",
         "tests/core/test_garbage.py",
         "tests/core/test_host_mistakes.py",
+        "tests/test_cli.py",
         "tests/trust/test_levels.py",
         "tests/trust/test_report.py",
         "tests/trust/test_trial.py",
