@@ -286,16 +286,16 @@ def test_graphs_equal_eager_for_uniform_and_mixed_batches(
     base = random_problem(shape, [LONG] * 3, 1, device=DEVICE)
     runner = _runner(backend, base.caches, sizes=(2, 4, 8) if ON_GPU else (2, 8))
     runner.capture()
-    modes = []
-    for seed, (lengths, query_lens) in enumerate(
-        [
-            ([5, LONG], [1, 1]),
-            ([LONG - 10, 3, 7], [2, 2, 2]),
-            ([40, 9], [5, 1]),
-            ([1], [1]),
-            ([LONG], [2]),
-        ]
-    ):
+    steps = [
+        ([5, LONG], [1, 1]),
+        ([LONG - 10, 3, 7], [2, 2, 2]),
+        ([40, 9], [5, 1]),
+        ([1], [1]),
+        ([LONG], [2]),
+    ]
+    # The last ones take kernels that the first ones took: seconds where these are interpreted.
+    steps, modes = steps if ON_GPU else steps[:3], []
+    for seed, (lengths, query_lens) in enumerate(steps):
         problem = random_problem(
             shape, lengths, query_lens=query_lens, max_blocks=BLOCKS, device=DEVICE, seed=seed
         )
@@ -312,13 +312,16 @@ def test_graphs_equal_eager_for_uniform_and_mixed_batches(
         found = runner.verify(batch, updates=updates, **inputs)
         assert found.shape[0] == batch.num_tokens and found.any()
         modes.append(runner.last_dispatch.mode if runner.last_dispatch else None)
-    assert modes == [
-        GraphMode.FULL,
-        GraphMode.FULL,
-        GraphMode.PIECEWISE,
-        GraphMode.FULL,
-        GraphMode.FULL,
-    ]
+    assert (
+        modes
+        == [
+            GraphMode.FULL,
+            GraphMode.FULL,
+            GraphMode.PIECEWISE,
+            GraphMode.FULL,
+            GraphMode.FULL,
+        ][: len(steps)]
+    )
 
 
 def test_uniform_batches_by_pieces_take_the_decode_kernels_and_plan_once_a_step(
