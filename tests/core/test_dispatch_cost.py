@@ -72,7 +72,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("sizes", [10, 430])
+@pytest.mark.parametrize("sizes", [10, 120])
 def test_a_dispatch_makes_a_few_calls_whatever_the_number_of_graphs(sizes, asked):
     batch, limits, reason = ASKED[asked]
     dispatcher = ladder(sizes)
@@ -83,7 +83,7 @@ def test_a_dispatch_makes_a_few_calls_whatever_the_number_of_graphs(sizes, asked
 
 
 @pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("sizes", [10, 430])
+@pytest.mark.parametrize("sizes", [10, 120])
 def test_another_batch_of_a_known_kind_takes_few_calls_the_first_time(sizes, asked):
     batch, limits, reason = ASKED[asked]
     dispatcher = ladder(sizes)
