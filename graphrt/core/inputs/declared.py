@@ -125,7 +125,7 @@ def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputS
     if not specs:
         raise _wrong_inputs(where, specs, "at least one input")
     for name, spec in specs.items():
-        if not isinstance(name, str) or "." in name:
+        if not isinstance(name, str) or not name or "." in name:
             raise _wrong_inputs(where, name, "names of arguments, without a dot")
         if not prefix and name in _RESERVED:
             raise _wrong_inputs(where, name, f"other names than {sorted(_RESERVED)}")
