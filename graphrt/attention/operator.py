@@ -24,8 +24,8 @@ _LIBRARY.define(
 
 _by_name: weakref.WeakValueDictionary[str, OpaqueAttention] = weakref.WeakValueDictionary()
 
-# The step that each has begun last, and whose it is. Not an attribute: it is no state of a model,
-# of which a trial would ask what the model does when it has moved on.
+# The step that each has begun last, and the token of its context. As an attribute it would count as
+# state that the model's calls move, and trials refused models for it.
 _begun: weakref.WeakKeyDictionary[OpaqueAttention, tuple[object, AttentionStep]] = (
     weakref.WeakKeyDictionary()
 )

@@ -259,6 +259,23 @@ def notes_beside_memory_of_a_kernel() -> Forward:
     return forward
 
 
+def test_a_buffer_that_only_every_second_call_returns_is_named():
+    # Its results are right; whoever reads the buffer would find an old one.
+    def make() -> Forward:
+        state, buffer = SimpleNamespace(calls=0), torch.zeros(8, WIDTH)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            state.calls += 1
+            if state.calls % 2:
+                return torch.mul(x, 2)
+            return torch.mul(x, 2, out=buffer[: len(x)])
+
+        return forward
+
+    right, _, said, _ = served(make, STEPS)
+    assert right and any("writes other memory" in str(each) for each in said)
+
+
 RIGHT = [
     lazy_table_by_none,
     notes_beside_memory_of_a_kernel,

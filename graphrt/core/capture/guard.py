@@ -148,7 +148,8 @@ class CaptureGuard(ThreadMode):
             self.check_written(func, args, kwargs)
         if self._caller.on_device:
             self._caller.check(func, args, kwargs)
-        # An operator's own kernel may break, as those of vLLM do.
+        # Its kernel may end the segment (vLLM's breakable attention), while torch has this mode off
+        # its stack: without the flag `end` finds no mode to leave.
         self._handling = True
         try:
             if self.constants is not None:

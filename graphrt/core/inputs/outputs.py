@@ -271,8 +271,8 @@ class OutputLayout:
 
 
 def _failed(probe: Probe, size: tuple[int, int]) -> Exception | None:
-    """What a forward raised at another size; an `OutputError` is of what it returned there, and a
-    lack of memory is of no size."""
+    """The error that a forward raised at another size, or None. Errors about what it returned there
+    are raised, and a lack of memory, which says nothing about the size."""
     try:
         probe(*size)
     except (OutputError, MemoryError, torch.OutOfMemoryError):

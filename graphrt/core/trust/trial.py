@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.tree import leaves
 from graphrt.core.trust.compare import Difference, difference, differs, rounding_of
 from graphrt.core.trust.generators import Draws, of_python
 from graphrt.core.trust.parts import PartResults
@@ -43,14 +42,7 @@ from graphrt.core.trust.verdict import (
     Failure,
     Verdict,
 )
-from graphrt.core.trust.watching.watch import (
-    Deviation,
-    Trace,
-    Watch,
-    first_difference,
-    first_other,
-    storage_key,
-)
+from graphrt.core.trust.watching.watch import Deviation, Trace, Watch, first_difference, first_other
 from graphrt.core.trust.watching.writes import still_there
 
 T = TypeVar("T")
@@ -666,7 +658,7 @@ class Trial:
         apart = difference(result, eager.outputs)
         # Rows of an index are saved anew in each run.
         apart = apart or difference(*still_there(left[: len(then)], then))
-        if apart is None and not _writes_elsewhere(watch, result, eager):
+        if apart is None and not _writes_elsewhere(watch, eager):
             return None
         if self._graph.has_parts:
             # Eager parts go by what is in Python at the replay.
@@ -688,14 +680,11 @@ def _memory(*runs: Run) -> list[list[torch.Tensor]]:
     return still_there(*[run.left.memory[:count] for run in runs])
 
 
-def _writes_elsewhere(watch: Watch, result: Any, eager: Run) -> bool:
-    """Whether a run has written memory that `eager` has not. What is gone after it, or is its
-    result, is none: compiled code allocates past all operators, somewhere else in each run."""
-    elsewhere = {
-        key: watch.uses[key] for key in watch.written().keys() - eager.watch.written().keys()
-    }
-    made = {storage_key(each) for _, each in leaves(result) if isinstance(each, torch.Tensor)}
-    return any(key not in made and use.storage() is not None for key, use in elsewhere.items())
+def _writes_elsewhere(watch: Watch, eager: Run) -> bool:
+    """Whether a run has written memory that `eager` has not, and that is still there. Compiled code
+    allocates past all operators, somewhere else in each run: that is gone."""
+    elsewhere = watch.written().keys() - eager.watch.written().keys()
+    return any(watch.uses[key].storage() is not None for key in elsewhere)
 
 
 def _differ(ours: Run, theirs: Run, rounding: float, *, rounded: bool = False) -> bool:
