@@ -1,7 +1,7 @@
-"""The table of docs/trust.md, by group of seeded defects: `python -m tests.trust.page --write`.
+"""The table of defects.md, by group of seeded defects: `python -m tests.trust.page --write`.
 
 It is made from what each defect is expected to give at the level "capture", which
-`test_defects.py` compares with what it gives.
+`test_defects.py` compares with what it gives. docs/trust.md has its last row in words.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from pathlib import Path
 from tests.trust.defects import DEFECTS
 from tests.trust.scenario import Defect
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "trust.md"
-BEGIN, END = "<!-- made by tests/trust/page.py -->\n", "<!-- end -->\n"
+PAGE = Path(__file__).resolve().parent / "defects.md"
+_TITLE = """# Seeded defects, at the level "capture"
+
+Made by `python -m tests.trust.page --write`. docs/trust.md says what the columns mean.
+
+"""
 
 GROUPS = {
     "closure": "a number, list, function or tensor replaced",
@@ -51,6 +55,8 @@ GROUPS = {
 }
 """What the programs of each group do, in the order of the page."""
 
+MISTAKES = [each for each in DEFECTS if not each.clean]
+
 _HEAD = ("mistake", "programs", "right or named", "late", "not by default", "otherwise on CUDA")
 
 
@@ -61,17 +67,20 @@ def table() -> str:
         "|---" * len(_HEAD) + "|",
     ]
     for group, text in GROUPS.items():
-        counts = _counts([each for each in DEFECTS if each.group == group])
-        lines.append(f"| {group}: {text} | {counts} | {_on_cuda(group)} |")
-    wrong = _counts([each for each in DEFECTS if not each.clean])
-    lines.append(f"| **all but clean** | {wrong} | |")
+        cells = _cells([each for each in DEFECTS if each.group == group])
+        lines.append(f"| {group}: {text} | {cells} | {_on_cuda(group)} |")
+    lines.append(f"| **all but clean** | {_cells(MISTAKES)} | |")
     return "\n".join(lines) + "\n"
 
 
-def _counts(defects: list[Defect]) -> str:
+def counts(defects: list[Defect]) -> tuple[int, int, int, int]:
+    """How many there are: all, right or named, late, not found by default."""
     words = Counter(each.expected for each in defects)
-    numbers = [len(defects), words["right"] + words["named"], words["late"], words["silent"]]
-    return " | ".join(str(number or "") for number in numbers)
+    return len(defects), words["right"] + words["named"], words["late"], words["silent"]
+
+
+def _cells(defects: list[Defect]) -> str:
+    return " | ".join(str(number or "") for number in counts(defects))
 
 
 def _on_cuda(group: str) -> str:
@@ -87,19 +96,17 @@ def _on_cuda(group: str) -> str:
     return "; ".join(parts)
 
 
-def written(page: str) -> str:
-    """The page with the table of now in it."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+def page() -> str:
+    """The text of defects.md."""
+    return _TITLE + table()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table, or write it into the page."""
+    """Print the table, or write the page."""
     parser = argparse.ArgumentParser(prog="python -m tests.trust.page", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"into docs/{PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"as tests/trust/{PAGE.name}")
     if parser.parse_args(arguments).write:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(page(), encoding="utf-8")
     else:
         print(table(), end="")
     return 0
