@@ -149,7 +149,7 @@ def _backend(
         options.backend,
         device.type,
         autotune=options.autotune,
-        compiles=kept is None or not kept.found,
+        compiles=kept is None or not kept.had_pieces,
     )
     figures.backend = backend.name
     return backend, None if backend.name == "eager" else kept
