@@ -32,14 +32,14 @@ PUBLIC = (
 def homes() -> dict[str, dict[str, str]]:
     """By module and public name, the module on whose page the object is described: the first."""
     described: dict[int, str] = {}
-    found: dict[str, dict[str, str]] = {}
+    pages: dict[str, dict[str, str]] = {}
     for module in PUBLIC:
         exported = importlib.import_module(module)
-        found[module] = {
+        pages[module] = {
             name: described.setdefault(id(getattr(exported, name)), module)
             for name in exported.__all__
         }
-    return found
+    return pages
 
 
 def page_of(module: str) -> str:
@@ -95,7 +95,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     top = "../" * page.url.count("/")
     parts = _UNTOUCHED.split(html)
     # What the pattern matched, to be left as it is, stands at the odd places.
-    parts[::2] = [_NAME.sub(lambda found: _linked(found, top), part) for part in parts[::2]]
+    parts[::2] = [_NAME.sub(lambda match: _linked(match, top), part) for part in parts[::2]]
     return "".join(parts)
 
 
@@ -106,14 +106,14 @@ _NAME = re.compile(r"<code>(graphrt\.\w+|\w+)([.(][^<]*)?</code>")
 @functools.cache
 def _anchors() -> dict[str, str]:
     """Where a name is described, for those that can mean nothing else."""
-    found = {module: page_of(module).replace(".md", ".html") for module in PUBLIC}
+    anchors = {module: page_of(module).replace(".md", ".html") for module in PUBLIC}
     for names in homes().values():
         for name, home in names.items():
             if name[0].isupper() or "_" in name.strip("_"):
-                found[name] = f"{found[home]}#{home}.{name}"
-    return found
+                anchors[name] = f"{anchors[home]}#{home}.{name}"
+    return anchors
 
 
-def _linked(found: re.Match[str], top: str) -> str:
-    anchor = _anchors().get(found[1])
-    return found[0] if anchor is None else f'<a href="{top}{anchor}">{found[0]}</a>'
+def _linked(match: re.Match[str], top: str) -> str:
+    anchor = _anchors().get(match[1])
+    return match[0] if anchor is None else f'<a href="{top}{anchor}">{match[0]}</a>'

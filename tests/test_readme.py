@@ -75,7 +75,7 @@ def test_without_lazy_capture_the_same_host_is_told_that_nothing_is_replayed():
 
 
 def test_the_compiled_model_runs_as_it_stands(capsys, tmp_path):
-    code, _ = examples("docs/compile.md")  # the other one: tests/compile/test_recipe.py
+    (code,) = examples("docs/compile.md")
     script = tmp_path / "walk.py"
     script.write_text(code)
     runpy.run_path(str(script))

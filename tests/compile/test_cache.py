@@ -40,12 +40,12 @@ def fill(root: Path, key: CacheKey, *names: str, content: bytes = b"code", **giv
 
 def test_what_was_stored_is_loaded_by_the_next_process(root: Path):
     entry = CacheEntry(key_of(), root)
-    assert not entry.found and entry.load("piece_0") is None
+    assert not entry.had_pieces and entry.load("piece_0") is None
     entry.store("piece_0", saving("fxgraph/ab/graph", "code.py"))
     for later in (entry, CacheEntry(key_of(), root)):
         assert files_of(later, "piece_0") == {"code.py": b"code", "fxgraph/ab/graph": b"code"}
         assert later.load("piece_1") is None
-    assert later.found
+    assert later.had_pieces
 
 
 def test_it_is_written_for_the_compiler_as_it_was_saved(root: Path, tmp_path: Path):
@@ -58,9 +58,9 @@ def test_it_is_written_for_the_compiler_as_it_was_saved(root: Path, tmp_path: Pa
 
 def test_another_key_misses(root: Path):
     fill(root, key_of(backend="inductor"))
-    assert CacheEntry(key_of(backend="inductor"), root).found
-    assert not CacheEntry(key_of(backend="eager"), root).found
-    assert not CacheEntry(key_of(b"edited", backend="inductor"), root).found
+    assert CacheEntry(key_of(backend="inductor"), root).had_pieces
+    assert not CacheEntry(key_of(backend="eager"), root).had_pieces
+    assert not CacheEntry(key_of(b"edited", backend="inductor"), root).had_pieces
 
 
 def test_a_miss_is_explained_by_the_nearest_entry(root: Path):
@@ -170,12 +170,12 @@ def test_the_cache_can_be_switched_off(root: Path, monkeypatch: pytest.MonkeyPat
     fill(root, key_of())
     monkeypatch.setenv("GRAPHRT_DISABLE_COMPILE_CACHE", "1")
     for entry in (CacheEntry(key_of(), root), CacheEntry(key_of(), root, enabled=False)):
-        assert not entry.found and entry.load("piece_0") is None
+        assert not entry.had_pieces and entry.load("piece_0") is None
         entry.store("piece_1", lambda path: pytest.fail("nothing is to be saved"))
         entry.write_text("computation_graph.py", "")
         assert not list(root.rglob("computation_graph.py"))
         monkeypatch.setenv("GRAPHRT_DISABLE_COMPILE_CACHE", "0")
-    assert CacheEntry(key_of(), root).found
+    assert CacheEntry(key_of(), root).had_pieces
     monkeypatch.setenv("GRAPHRT_DISABLE_COMPILE_CACHE", "maybe")
     with pytest.raises(InvalidOptionError, match="GRAPHRT_DISABLE_COMPILE_CACHE"):
         CacheEntry(key_of(), root)
@@ -214,7 +214,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path: Path):
     with pytest.warns(CompileCacheWarning, match="cannot be written"):
         entry.store("piece_0", saving())
     entry.store("piece_1", lambda path: pytest.fail("given up already"))
-    assert not entry.found
+    assert not entry.had_pieces
 
 
 def test_a_full_disk_leaves_no_half_piece(root: Path):
@@ -236,7 +236,7 @@ def test_a_directory_removed_meanwhile_is_a_warning(root: Path):
     with pytest.warns(CompileCacheWarning, match="cannot be written"):
         entry.store("piece_1", saving())
     fill(root, key_of())
-    assert CacheEntry(key_of(), root).found
+    assert CacheEntry(key_of(), root).had_pieces
 
 
 def test_old_leftovers_are_swept_and_young_ones_are_not(root: Path):

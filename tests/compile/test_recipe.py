@@ -1,15 +1,12 @@
-"""The recipe of docs/compile.md for transformers, as it stands, decodes what eager decodes."""
+"""examples/compiled_transformers.py decodes what eager decodes."""
 
 from __future__ import annotations
 
 import importlib
-import re
 import shutil
-import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -42,19 +39,9 @@ PADDED = {"padded": 3, "not padded": 0}
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The block that registers attention as a module: Dynamo imports what it traces. It is run
-    once, as it defines an operator."""
-    page = Path(__file__).parents[2] / "docs" / "compile.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    (block,) = [block for block in blocks if "AttentionInterface" in block]
-    folder = tmp_path_factory.mktemp("recipe")
-    (folder / "recipe_of_the_docs.py").write_text(block, encoding="utf-8")
-    sys.path.insert(0, str(folder))
-    try:
-        yield importlib.import_module("recipe_of_the_docs")
-    finally:
-        sys.path.remove(str(folder))
+def recipe() -> Any:
+    """The example as a module: Dynamo imports what it traces, and the operator is defined once."""
+    return importlib.import_module("examples.compiled_transformers")
 
 
 def model_of(family: Family, attention: str | None = None) -> Any:

@@ -1,7 +1,7 @@
-"""The table of docs/trust.md, by group of seeded defects: `python -m tests.trust.page --write`.
+"""The table of defects.md, by group of seeded defects: `python -m tests.trust.page --write`.
 
 It is made from what each defect is expected to give at the level "capture", which
-`test_defects.py` compares with what it gives.
+`test_defects.py` compares with what it gives. docs/trust.md has its last row in words.
 """
 
 from __future__ import annotations
@@ -14,47 +14,50 @@ from pathlib import Path
 from tests.trust.defects import DEFECTS
 from tests.trust.scenario import Defect
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "trust.md"
-BEGIN, END = "<!-- made by tests/trust/page.py -->\n", "<!-- end -->\n"
+PAGE = Path(__file__).resolve().parent / "defects.md"
+_TITLE = """# Seeded defects, at the level "capture"
+
+Made by `python -m tests.trust.page --write`. docs/trust.md says what the columns mean.
+
+"""
 
 GROUPS = {
-    "closure": "a number, list, function or tensor of a closure is replaced",
-    "global": "the same in a global",
-    "default argument": "the same in a default argument",
-    "environment": "an environment variable, a number that another thread has or changes",
-    "attribute": "a number, flag, text or tensor in an attribute changes",
-    "class attribute": "the same in a class, a method of a class patched",
-    "replaced method": "`model.forward = ...`, a method of one instance replaced",
-    "counter": "the forward counts its calls in Python and goes by it: a position in a cache",
-    "cache": "results or tables that are kept by shape, by a setting or for ever",
-    "hook": "a hook registered, removed, or with a memory",
+    "closure": "a number, list, function or tensor replaced",
+    "global": "the same",
+    "default argument": "the same",
+    "environment": "a variable, a number that another thread has or changes",
+    "attribute": "a number, flag, text or tensor changes",
+    "class attribute": "the same, a method of a class patched",
+    "replaced method": "`model.forward = ...`, a method of one instance",
+    "counter": "calls counted in Python decide: a position in a cache",
+    "cache": "results or tables kept by shape, by a setting or for ever",
+    "hook": "registered, removed, or with a memory",
     "train and eval": "`train()` after capture",
     "replaced part": "a submodule or layer replaced, appended, in another order",
     "moved weight": "`load_state_dict(assign=True)`, `.data =`, `.to()`, `set_()`, weights untied",
     "parametrized weight": "weight norm removed, a parametrization added, a scale in Python",
-    "autocast": "turned on or off, or another dtype",
+    "autocast": "on, off, or another dtype",
     "default dtype": "changed",
     "numerics": "deterministic algorithms, TF32",
     "random": "seeds and generators made in the forward, `random`, NumPy, the clock",
-    "thread": "operators of another thread, a forward that asks which thread it is in",
-    "host read": "values read by the host: `item()`, branches, masks, NumPy, `ctypes`",
-    "operator": "custom operators and autograd functions with Python state or hidden writes",
-    "rows mixed": "mean, softmax, sort, last row, batch norm ... over rows with padding",
+    "thread": "operators of another thread, a forward that asks for its thread",
+    "host read": "`item()`, branches, masks, NumPy, `ctypes`",
+    "operator": "Python state or hidden writes in custom operators and autograd functions",
+    "rows mixed": "mean, softmax, sort, last row, batch norm ... over padding too",
     "index padding": "padding of an index input that points at a live row",
     "state": "tensors that the forward advances, undeclared",
-    "output": "outputs that are state, numbers, or of another structure later",
-    "metadata": "a step's metadata, or a tensor of the host that is new at each step",
+    "output": "state, numbers, or another structure later",
+    "metadata": "a step's metadata, or a host's tensor that is new at each step",
     "pieces": "the same in pieces and between them",
     "kinds": "what only one kind of batch does, lazy captures",
     "compiled": "compiled modules",
-    "clean": "nothing is wrong: counters, logging, lazy tables, dropout, declared mixing ...",
+    "clean": "no mistake: counters, logging, lazy tables, dropout, declared mixing ...",
 }
 """What the programs of each group do, in the order of the page."""
 
-_HEAD = (
-    *("group", "what happens", "programs", "right", "named", "some steps late", "not by default"),
-    "otherwise on CUDA",
-)
+MISTAKES = [each for each in DEFECTS if not each.clean]
+
+_HEAD = ("mistake", "programs", "right or named", "late", "not by default", "otherwise on CUDA")
 
 
 def table() -> str:
@@ -64,21 +67,24 @@ def table() -> str:
         "|---" * len(_HEAD) + "|",
     ]
     for group, text in GROUPS.items():
-        counts = _counts([each for each in DEFECTS if each.group == group])
-        lines.append(f"| {group} | {text} | {counts} | {_on_cuda(group)} |")
-    wrong = _counts([each for each in DEFECTS if not each.clean])
-    lines.append(f"| **all but clean** | | {wrong} | |")
+        cells = _cells([each for each in DEFECTS if each.group == group])
+        lines.append(f"| {group}: {text} | {cells} | {_on_cuda(group)} |")
+    lines.append(f"| **all but clean** | {_cells(MISTAKES)} | |")
     return "\n".join(lines) + "\n"
 
 
-def _counts(defects: list[Defect]) -> str:
+def counts(defects: list[Defect]) -> tuple[int, int, int, int]:
+    """How many there are: all, right or named, late, not found by default."""
     words = Counter(each.expected for each in defects)
-    numbers = [len(defects), *(words[word] for word in ("right", "named", "late", "silent"))]
-    return " | ".join(str(number or "") for number in numbers)
+    return len(defects), words["right"] + words["named"], words["late"], words["silent"]
+
+
+def _cells(defects: list[Defect]) -> str:
+    return " | ".join(str(number or "") for number in counts(defects))
 
 
 def _on_cuda(group: str) -> str:
-    words = {"silent": "not by default", "late": "some steps late"}
+    words = {"silent": "not by default"}
     parts = []
     for each in DEFECTS:
         expected = each.expected_on("cuda")
@@ -90,19 +96,17 @@ def _on_cuda(group: str) -> str:
     return "; ".join(parts)
 
 
-def written(page: str) -> str:
-    """The page with the table of now in it."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+def page() -> str:
+    """The text of defects.md."""
+    return _TITLE + table()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table, or write it into the page."""
+    """Print the table, or write the page."""
     parser = argparse.ArgumentParser(prog="python -m tests.trust.page", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"into docs/{PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"as tests/trust/{PAGE.name}")
     if parser.parse_args(arguments).write:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(page(), encoding="utf-8")
     else:
         print(table(), end="")
     return 0

@@ -1,8 +1,9 @@
-"""docs/trust.md says what the table of seeded defects says."""
+"""defects.md and docs/trust.md say what the table of seeded defects says."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -10,15 +11,25 @@ import pytest
 from graphrt.core.capture.options import CHECK_LEVELS
 from graphrt.errors import PythonStateError
 from tests.trust.defects import DEFECTS
-from tests.trust.page import BEGIN, END, GROUPS, PAGE, main, table, written
+from tests.trust.page import GROUPS, MISTAKES, PAGE, counts, main, page, table
 from tests.trust.scenario import Word
 
-TEXT = PAGE.read_text(encoding="utf-8")
+TRUST = Path(__file__).resolve().parents[2] / "docs" / "trust.md"
+TEXT = TRUST.read_text(encoding="utf-8")
 
 
 def test_the_page_has_the_table_of_now():
-    assert TEXT.count(BEGIN) == TEXT.count(END) == 1
-    assert written(TEXT) == TEXT, "python -m tests.trust.page --write"
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.trust.page --write"
+
+
+def test_the_document_has_the_counts_of_now():
+    programs, right, late, silent = counts(MISTAKES)
+    clean, all_right, *others = counts([each for each in DEFECTS if each.clean])
+    assert f"\n- {right} of {programs} are right, or named before a wrong value.\n" in TEXT
+    assert f"\n- {late} are named late" in TEXT
+    assert f"\n- {silent} are not found by default" in TEXT
+    assert f" {all_right} programs without a mistake are all right.\n" in TEXT
+    assert (clean, others) == (all_right, [0, 0])
 
 
 def test_every_group_is_described_once_and_no_program_is_left_out():
@@ -40,4 +51,4 @@ def test_every_level_is_on_the_page():
 def test_the_example_is_refused_by_the_name_that_the_page_says():
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     with pytest.raises(PythonStateError, match="calls"):
-        exec(compile(code, PAGE.name, "exec"), {})
+        exec(compile(code, TRUST.name, "exec"), {})

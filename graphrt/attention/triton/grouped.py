@@ -113,6 +113,6 @@ def attend_grouped(
             out + out_at[:, None] + dims[None, :], mixed.to(out.dtype.element_ty), mask=rows_in
         )
     else:
-        place = item.to(tl.int64) * (HEADS * QUERY_LEN) + token * HEADS + head
-        tl.store(partial + place[:, None] * DIM + dims[None, :], mixed, mask=rows_in)
-        tl.store(sums + place, highest + tl.log2(total), mask=live)
+        part_at = item.to(tl.int64) * (HEADS * QUERY_LEN) + token * HEADS + head
+        tl.store(partial + part_at[:, None] * DIM + dims[None, :], mixed, mask=rows_in)
+        tl.store(sums + part_at, highest + tl.log2(total), mask=live)

@@ -117,6 +117,6 @@ def attend_latent(
         out_at = (request * QUERY_LEN + token).to(tl.int64) * out_token + head * out_head
         tl.store(out + out_at[:, None] + dims[None, :], mixed.to(out.dtype.element_ty), mask=kept)
     else:
-        place = item.to(tl.int64) * (HEADS * QUERY_LEN) + rows
-        tl.store(partial + place[:, None] * RANK + dims[None, :], mixed, mask=kept)
-        tl.store(sums + place, highest + tl.log2(total), mask=live)
+        part_at = item.to(tl.int64) * (HEADS * QUERY_LEN) + rows
+        tl.store(partial + part_at[:, None] * RANK + dims[None, :], mixed, mask=kept)
+        tl.store(sums + part_at, highest + tl.log2(total), mask=live)

@@ -72,5 +72,5 @@ def merge_spans(
             highest = above
         merged = merged / tl.where(total == 0.0, 1.0, total)
         token, head = row // HEADS, row % HEADS
-        place = (request * QUERY_LEN + token).to(tl.int64) * out_token + head * out_head
-        tl.store(out + place + dims, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+        out_at = (request * QUERY_LEN + token).to(tl.int64) * out_token + head * out_head
+        tl.store(out + out_at + dims, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)

@@ -75,11 +75,11 @@ class CacheEntry:
         self.key = key
         self.save_format = _save_format(save_format)
         self._root = default_directory() if directory is None else Path(directory).expanduser()
-        self._place = key.digest[:16], f"rank_{rank}"
-        self.directory = self._root.joinpath(*self._place)
+        self._folders = key.digest[:16], f"rank_{rank}"
+        self.directory = self._root.joinpath(*self._folders)
         self._made = False
         self._readable = self._writable = enabled and not _is_disabled()
-        self.found = self._readable and self._has_pieces()
+        self.had_pieces = self._readable and self._has_pieces()
         """Whether any piece was there when the entry was opened."""
 
     def load(self, name: str) -> bytes | None:
@@ -87,7 +87,7 @@ class CacheEntry:
         if not self._readable:
             return None
         try:
-            with opened(self._root, *self._place) as directory:
+            with opened(self._root, *self._folders) as directory:
                 archive = read_piece(directory, name, self.key.digest)
         except (DamagedError, OSError) as error:
             self.reject(name, error)
@@ -143,7 +143,7 @@ class CacheEntry:
 
     def _has_pieces(self) -> bool:
         try:
-            with opened(self._root, *self._place):
+            with opened(self._root, *self._folders):
                 pieces = bool(pieces_in(self.directory))
         except RefusedError as error:
             self._readable = self._writable = False
@@ -164,7 +164,7 @@ class CacheEntry:
         """Once; raises `OSError`, also where others may write the entry."""
         if not self._made:
             make_private(self.directory)
-            with opened(self._root, *self._place):
+            with opened(self._root, *self._folders):
                 write_atomic(self.directory.parent / KEY_FILE, self.key.to_json().encode())
             sweep(self.directory)
             self._made = True

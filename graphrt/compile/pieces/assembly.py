@@ -149,7 +149,7 @@ def _backend(
         options.backend,
         device.type,
         autotune=options.autotune,
-        compiles=kept is None or not kept.found,
+        compiles=kept is None or not kept.had_pieces,
     )
     figures.backend = backend.name
     return backend, None if backend.name == "eager" else kept
@@ -217,6 +217,6 @@ def _reassigned(names: tuple[str, ...]) -> ReassignedStateError:
         expected="in-place updates, such as self.count.add_(1) or self.buffer.copy_(new)",
         advice="write into a tensor that is there before the first call and has room for all that "
         "comes, a count too; a cache of transformers does so with Cache(layers=[StaticLayer("
-        "max_cache_len=...) for each layer]), see docs/compile.md. Or compile with graphs=False, "
-        "for calls that no graph replays",
+        "max_cache_len=...) for each layer]), see examples/compiled_transformers.py. Or compile "
+        "with graphs=False, for calls that no graph replays",
     )

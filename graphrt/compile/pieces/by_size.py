@@ -16,7 +16,7 @@ from graphrt.compile.trace.sizes import placeholders, sized, value_of
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
 
-_Place = tuple[int, int | None, Any]
+_SizeSource = tuple[int, int | None, Any]
 """The number of an argument, the dimension if that is a tensor, and the size as sympy has it."""
 
 _NO_AXES: Mapping[str, tuple[str, int]] = MappingProxyType({})
@@ -77,7 +77,7 @@ def check_one_size(compile_sizes: Sequence[int | str]) -> None:
 
 
 class BySize:
-    """The code of a piece for the sizes of a call, which `places` of its arguments say.
+    """The code of a piece for the sizes of a call, which `sources` of its arguments say.
 
     `static` is code for single sizes of `symbol`. Others get `general` where all `conditions` hold,
     else `otherwise`. The first call that does not fulfil a condition is a warning, which says sizes
@@ -89,7 +89,7 @@ class BySize:
         general: Callable[..., Any],
         otherwise: Callable[..., Any],
         conditions: Sequence[Any],
-        places: Sequence[_Place],
+        sources: Sequence[_SizeSource],
         name: str,
         axes: Mapping[str, tuple[str, int]] = _NO_AXES,
         *,
@@ -103,8 +103,8 @@ class BySize:
         self._static = static
         symbols = {s.name for each in conditions for s in each.free_symbols}
         symbols |= {symbol} if static else set()
-        direct = [place for place in places if place[2].is_symbol]
-        self._places = direct if symbols <= {place[2].name for place in direct} else places
+        direct = [source for source in sources if source[2].is_symbol]
+        self._sources = direct if symbols <= {source[2].name for source in direct} else sources
         self._name = name
         self._axes = axes
         self._code_by_sizes: dict[tuple[int, ...], Callable[..., Any]] = {}
@@ -112,7 +112,8 @@ class BySize:
 
     def __call__(self, *args: Any) -> Any:
         sizes = tuple(
-            args[index] if dim is None else args[index].shape[dim] for index, dim, _ in self._places
+            args[index] if dim is None else args[index].shape[dim]
+            for index, dim, _ in self._sources
         )
         chosen = self._code_by_sizes.get(sizes)
         if chosen is None:
@@ -123,7 +124,7 @@ class BySize:
         return chosen(*args)
 
     def _chosen(self, sizes: Sequence[int]) -> Callable[..., Any]:
-        symbols = _symbols_at(self._places, sizes)
+        symbols = _symbols_at(self._sources, sizes)
         static = self._static.get(symbols.get(self._symbol, -1))
         if static is not None:
             return static
@@ -149,9 +150,9 @@ class BySize:
         )
 
 
-def size_places(piece: fx.GraphModule) -> list[_Place]:
+def size_sources(piece: fx.GraphModule) -> list[_SizeSource]:
     """Where a call of a piece says the sizes that are symbols in it, each once."""
-    by_size: dict[Any, _Place] = {}
+    by_size: dict[Any, _SizeSource] = {}
     for index, node in enumerate(placeholders(piece)):
         value = value_of(node)
         sizes = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
@@ -162,20 +163,20 @@ def size_places(piece: fx.GraphModule) -> list[_Place]:
     return list(by_size.values())
 
 
-def conditions_on(conditions: Sequence[Any], places: Sequence[_Place]) -> list[Any]:
-    """Those of `conditions` that are about sizes of `places` only: a piece knows of no others."""
-    names = {symbol.name for *_, size in places for symbol in size.free_symbols}
+def conditions_on(conditions: Sequence[Any], sources: Sequence[_SizeSource]) -> list[Any]:
+    """Those of `conditions` that are about sizes of `sources` only: a piece knows of no others."""
+    names = {symbol.name for *_, size in sources for symbol in size.free_symbols}
     return [each for each in conditions if {s.name for s in each.free_symbols} <= names]
 
 
-def _symbols_at(places: Sequence[_Place], sizes: Sequence[int]) -> dict[str, int]:
-    """The symbols of `places` by name, where these have the values `sizes`; without those that no
-    place tells."""
+def _symbols_at(sources: Sequence[_SizeSource], sizes: Sequence[int]) -> dict[str, int]:
+    """The symbols of `sources` by name, where these have the values `sizes`; without those that no
+    source tells."""
     symbols: dict[str, int] = {}
-    for (*_, expression), size in zip(places, sizes, strict=True):
+    for (*_, expression), size in zip(sources, sizes, strict=True):
         if expression.is_symbol:
             symbols[expression.name] = size
-    for (*_, expression), size in zip(places, sizes, strict=True):
+    for (*_, expression), size in zip(sources, sizes, strict=True):
         rest = _with(expression, symbols)
         unknown = list(rest.free_symbols)
         if len(unknown) == 1:
@@ -190,10 +191,10 @@ def _with(expression: Any, values: Mapping[str, Any]) -> Any:
     return expression.subs({s: values[s.name] for s in expression.free_symbols if s.name in values})
 
 
-def varies_by(piece: fx.GraphModule, symbol: Any, places: Sequence[_Place]) -> bool:
+def varies_by(piece: fx.GraphModule, symbol: Any, sources: Sequence[_SizeSource]) -> bool:
     """Whether the size `symbol` is all that varies in a piece, and a call says it: what varies in
     two sizes cannot be compiled for one of them alone."""
-    is_passed = any(size == symbol for *_, size in places)
+    is_passed = any(size == symbol for *_, size in sources)
     return is_passed and all(_symbols(value_of(node)) <= {symbol} for node in placeholders(piece))
 
 

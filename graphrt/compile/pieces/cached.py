@@ -46,9 +46,9 @@ class KeptPieces:
         )
 
     @property
-    def found(self) -> bool:
+    def had_pieces(self) -> bool:
         """Whether pieces were kept before; single ones may still be missing."""
-        return self.entry.found
+        return self.entry.had_pieces
 
     def load(self, name: str, returns: int | None) -> CompiledPiece | None:
         """A piece that was compiled before; None, with a warning, where it cannot be used."""

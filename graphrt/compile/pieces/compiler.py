@@ -16,7 +16,7 @@ from graphrt.compile.errors import AliasError, CompileError
 from graphrt.compile.pieces.by_size import (
     BySize,
     conditions_on,
-    size_places,
+    size_sources,
     static_inputs,
     varies_by,
 )
@@ -123,11 +123,11 @@ class Compiler:
     def _compiled(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
         inputs = [value_of(node) for node in placeholders(graph)]
         name, symbol = self._name(key), self._symbol
-        places = size_places(graph)
+        sources = size_sources(graph)
         general = self._one(graph, inputs, name, static=False)
-        conditions = conditions_on(getattr(general, "conditions", ()), places)
+        conditions = conditions_on(getattr(general, "conditions", ()), sources)
         static: dict[int, Callable[..., Any]] = {}
-        if self._sizes and varies_by(graph, symbol, places):
+        if self._sizes and varies_by(graph, symbol, sources):
             static = {
                 size: self._one(
                     graph, static_inputs(graph, symbol, size), f"{name}_{size}", static=True
@@ -140,7 +140,7 @@ class Compiler:
             general,
             self._otherwise(graph),
             conditions,
-            places,
+            sources,
             name,
             self._axes,
             symbol=str(symbol),
@@ -175,7 +175,7 @@ class Compiler:
                 self._figures.loads += 1
                 return loaded
         backend, why_eager = self._backend, ""
-        if self.kept is not None and self.kept.found:
+        if self.kept is not None and self.kept.had_pieces:
             # It was chosen to load what is kept, which was more than there is.
             other, why_eager = backend_for(backend.name, self._device_type, compiles=True)
             if why_eager:

@@ -60,12 +60,12 @@ class Stitched:
     def in_use(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of `weights` that the function reads, and the constants that it has itself."""
         bound = set(self.weights.values())
-        own = {
+        constants = {
             f"constant {name}": value
             for name, value in self.function.__globals__.items()
             if name not in bound and isinstance(value, torch.Tensor)
         }
-        return {**own, **{name: weights[name] for name in self.weights if name in weights}}
+        return {**constants, **{name: weights[name] for name in self.weights if name in weights}}
 
 
 def _other_weight(name: str, got: str, expected: str) -> RetraceError:

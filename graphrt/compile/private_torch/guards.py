@@ -115,7 +115,7 @@ class _More(NamedTuple):
 
 
 class Guards:
-    """The guards that `found` has kept of the trace of `function`, whose locals are `arguments`."""
+    """The guards that `kept` has of the trace of `function`, whose locals are `arguments`."""
 
     def __init__(
         self, function: FunctionType, kept: GuardFilter, arguments: Mapping[str, Any]

@@ -90,7 +90,7 @@ def python_functions(operator: Any) -> tuple[list[Any], list[Any]]:
         baked_in += _callables(vars(private_attribute(entry, "fake_impl", _NO_KEY)))
         baked_in += _callables(vars(private_attribute(entry, "torch_dispatch_rules", _NO_KEY)))
     baked_in += _callables(private_attribute(operator, "py_kernels", _NO_KEY))
-    return [*baked_in, *_found(_KERNELS, {}).get(name, ())], called
+    return [*baked_in, *_value_of(_KERNELS, {}).get(name, ())], called
 
 
 def tables_of_others() -> Iterator[tuple[str, Any]]:
@@ -98,7 +98,7 @@ def tables_of_others() -> Iterator[tuple[str, Any]]:
     for kind, table in _TABLES.items():
         if table.path.rpartition(".")[0] not in sys.modules:
             continue  # nobody can have added to it
-        for target, function in _found(table, {}).items():
+        for target, function in _value_of(table, {}).items():
             module = getattr(function, "__module__", None) or "torch"
             if module.partition(".")[0] not in _NOT_OTHERS:
                 yield f"{kind} {target}", function
@@ -169,7 +169,7 @@ def _callables(held: Any) -> list[Any]:
     return functions
 
 
-def _found(name: PrivateName, without: Any) -> Any:
+def _value_of(name: PrivateName, without: Any) -> Any:
     try:
         return name.find()
     except MissingTorchNameError:

@@ -42,7 +42,7 @@ class TracedCall:
     overlaps: Overlaps
     symbol: Any
     axes: Mapping[str, tuple[str, int]]
-    _given: Sequence[Leaf]
+    _leaves: Sequence[Leaf]
 
     @property
     def device(self) -> torch.device:
@@ -52,11 +52,11 @@ class TracedCall:
     def check(self) -> None:
         """Raise `RetraceError` if the trace is not right for the very call that it was made of, but
         for sizes of 0 and 1."""
-        self.checker.check(self._given)
+        self.checker.check(self._leaves)
 
     def ones_needing_own(self) -> list[Small]:
         """Axes that need code of their own at a size of 1."""
-        return self.checker.ones_needing_own(self._given)
+        return self.checker.ones_needing_own(self._leaves)
 
 
 def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: str) -> TracedCall:
@@ -90,7 +90,7 @@ def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: 
     resolve_sizes(traced.graph.graph)
     # Capture sizes are numbers of tokens, whatever the first argument counts.
     axis = DEFAULT_AXIS if DEFAULT_AXIS in sizes else next(iter(sizes), None)
-    first = next((s for s, place in symbols.items() if place == (axis, 0)), None)
+    first = next((s for s, of_axis in symbols.items() if of_axis == (axis, 0)), None)
     checker = CallChecker(
         call,
         subject.dims,
@@ -109,7 +109,7 @@ def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: 
         outside,
         _overlaps(paths, traced),
         first,
-        {symbol.name: place for symbol, place in symbols.items()},
+        {symbol.name: of_axis for symbol, of_axis in symbols.items()},
         call,
     )
 

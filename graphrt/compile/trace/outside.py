@@ -89,9 +89,9 @@ class Outside:
                 self._guards.broken(arguments), lambda source: self._text_of(source, arguments)
             )
             raise _changed(broken.name, broken.got, broken.expected)
-        for place in self._rewritten:
-            if not place.holds():
-                raise _changed(place.name, _text(place.now()), _text(place.value))
+        for value in self._rewritten:
+            if not value.holds():
+                raise _changed(value.name, _text(value.now()), _text(value.value))
         if hooks_of_all_modules() != self._hooks:
             raise _changed("what is hooked into all modules", "other hooks")
         self._check_methods()

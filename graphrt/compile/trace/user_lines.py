@@ -86,7 +86,7 @@ def decided_by_unknown(said: str, frames: Sequence[Source], *, unbacked: bool) -
     by = match[1] if match else first
     advice = "compare tensors instead (torch.where), or read what data tell, as item() and "
     advice += "nonzero() do, in an opaque operator"
-    if not all(map(_is_own, frames)):
+    if not all(map(_is_editable, frames)):
         advice += "; a model of transformers that counts by its cache takes what it would make of "
         advice += "that number: pass attention_mask= of the cache's length, and position_ids="
     what = f"the forward cannot be traced as one graph: it decides by what no trace knows, {by}"
@@ -94,7 +94,7 @@ def decided_by_unknown(said: str, frames: Sequence[Source], *, unbacked: bool) -
         what = f"the forward decides by {by}, which dynamic_shapes='unbacked' refuses"
         advice = "add torch._check for what is always true, or use dynamic_shapes='backed'"
     # Nobody writes a line into a library that is installed.
-    users = filter(_is_own, reversed(frames))
+    users = filter(_is_editable, reversed(frames))
     checks = next(filter(None, map(_checks, users)), None)
     if checks is not None:
         line, calls = checks
@@ -103,7 +103,7 @@ def decided_by_unknown(said: str, frames: Sequence[Source], *, unbacked: bool) -
     return TraceError(what, got=frames[-1] if frames else first, advice=advice)
 
 
-def _is_own(frame: Source) -> bool:
+def _is_editable(frame: Source) -> bool:
     return "site-packages" not in frame.filename
 
 

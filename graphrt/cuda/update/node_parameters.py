@@ -72,7 +72,8 @@ class WholeSetting:
 
 
 class SharedSetting(WholeSetting):
-    """What layers are patched from: all but the `own` words (of four bytes) of each.
+    """What layers are patched from: all but the `unshared` words (of four bytes), which
+    each layer has for itself.
 
     `pieces` are the shared bytes of arguments that also have words of the layer's own, and `mixed`
     says which arguments those are.
@@ -136,7 +137,7 @@ class PatchedSetting:
 
 
 def _runs(first: int, end: int, unshared: frozenset[int]) -> list[slice]:
-    """The bytes of the words from `first` to `end` that are not `own`, in as few pieces."""
+    """The bytes of the words from `first` to `end` that are not `unshared`, in as few pieces."""
     runs: list[slice] = []
     for word in range(first, end):
         if word in unshared:

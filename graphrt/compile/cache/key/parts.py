@@ -82,6 +82,10 @@ def compiler_variables(environment: Mapping[str, str] = os.environ) -> dict[str,
     }
 
 
+def _settings(compilation: Compilation) -> dict[str, object]:
+    return {**code_settings(compilation.options), "small": list(compilation.small)}
+
+
 def _called(compilation: Compilation) -> dict[str, object]:
     called = CalledSources(compilation.graph, compilation.sources)
     compilation.unknown += called.unknown
@@ -153,11 +157,11 @@ def _differences(group: str, old: Mapping[str, object], new: Mapping[str, object
 
 
 PARTS: dict[str, Callable[[Compilation], Mapping[str, object]]] = {
-    "versions": lambda given: runtime_versions(given.device),
-    "settings": lambda given: {**code_settings(given.options), "small": list(given.small)},
-    "compiler": lambda given: compiler_settings(),
-    "ambient": lambda given: ambient_state(given.device.type),
-    "environment": lambda given: compiler_variables(),
+    "versions": lambda compilation: runtime_versions(compilation.device),
+    "settings": _settings,
+    "compiler": lambda _: compiler_settings(),
+    "ambient": lambda compilation: ambient_state(compilation.device.type),
+    "environment": lambda _: compiler_variables(),
     # Before the sources, as the files of what is called are among them.
     "called": _called,
     "sources": _sources,
