@@ -87,7 +87,7 @@ def test_arguments_beside_a_plan_are_refused() -> None:
 def test_arguments_that_no_plan_has_say_where_they_belong() -> None:
     with pytest.raises(InvalidOptionError, match=r"host=Host"):
         runner(sizes=[1], bind=print)
-    with pytest.raises(InvalidOptionError, match="no such argument"):
+    with pytest.raises(InvalidOptionError, match="no argument 'size'"):
         Plan(sizes=[1], platform="cpu").replace(size=[2])
 
 
@@ -272,7 +272,7 @@ def test_a_plan_for_another_device_is_resolved_again_and_says_what_changed(tmp_p
     "damage",
     [
         lambda text: text.replace('"max_num_reqs": 8', '"max_num_reqs": 9'),
-        lambda text: text.replace('"graphrt_plan": 2', '"graphrt_plan": 3'),
+        lambda text: text.replace('"graphrt_plan": 3', '"graphrt_plan": 4'),
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
         lambda text: "{}",
@@ -315,19 +315,3 @@ def test_sizes_of_a_plan_are_those_of_its_mode():
     assert "decode" not in str(Plan(mode="FULL", sizes=[1, 2]))
     assert "any batch    2: 1 2" in str(Plan(mode="FULL", sizes=[1, 2]))
     assert "decode, query length 1" in str(Plan(mode="FULL_DECODE_ONLY", sizes=[1, 2]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "remedy"),
-    [
-        ({"mode": "FULL", "sizes": [1, 2]}, {"sizes": [1, 2, 1024]}),
-        ({"mode": "PIECEWISE", "sizes": [1, 2]}, {"sizes": [1, 2, 1024]}),
-        ({"mode": "FULL_DECODE_ONLY", "sizes": [1, 2]}, {"max_size": 1024}),
-        ({"mode": "FULL"}, {"max_size": 1024}),
-    ],
-)
-def test_what_a_plan_advises_for_decode_that_is_too_large_captures_it(arguments, remedy):
-    plan = Plan(**arguments, max_num_reqs=1024, max_num_tokens=2048)
-    advised = "1024 in sizes" if "sizes" in remedy else "max_size=1024"
-    assert f"{advised} captures them" in str(plan)
-    assert "captures them" not in str(plan.replace(**remedy))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from graphrt.core.base.errors import InvalidOptionError
@@ -17,7 +18,7 @@ from graphrt.core.plan.sizes import check_query_lens, check_sizes, positive
 from graphrt.core.plan.traffic import Traffic, check_traffic
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack  # in typing from Python 3.11 on
+    pass  # in typing from Python 3.11 on
 
 
 @public("graphrt.types")
@@ -40,51 +41,70 @@ class PlanArguments(TypedDict, total=False):
     traffic: Traffic | None
 
 
-def checked_arguments(**arguments: Unpack[PlanArguments]) -> PlanArguments:
+def _attention(value: Any) -> AttentionSupport | dict[str, AttentionSupport]:
+    levels = levels_of(value)
+    return levels if isinstance(value, Mapping) else levels[UNNAMED]
+
+
+def _pieces(value: Any) -> PieceProvider | str | None:
+    auto = isinstance(value, str) and value.strip().lower() == AUTO
+    return AUTO if auto else PieceProvider.parse(value)
+
+
+def _budget(value: Any) -> Budget:
+    check_kind("budget", value, Budget)
+    return value  # type: ignore[no-any-return]
+
+
+def _cases(name: str, example: str, check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def check_all(value: Any) -> tuple[Any, ...]:
+        return tuple(map(check, items_of(name, value, example, empty=f"leave {name} out")))
+
+    return check_all
+
+
+def _loras(active: Any) -> int | None:
+    return None if active is None else count_of("a number of active LoRAs", active, least=0)
+
+
+def _bounds(case: Any) -> tuple[int, ...]:
+    return tuple(count_of("a bound", each, least=0) for each in items_of("bounds", case, "(4096,)"))
+
+
+_MAY_BE_NONE = ("mode", "sizes", "max_size", "max_num_tokens", "max_num_reqs", "budget", "traffic")
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "mode": GraphMode.parse,
+    "sizes": check_sizes,
+    "max_size": partial(positive, "max_size"),
+    "max_num_tokens": partial(positive, "max_num_tokens"),
+    "max_num_reqs": partial(positive, "max_num_reqs"),
+    "query_lens": check_query_lens,
+    "attention": _attention,
+    "pieces": _pieces,
+    "compiled": all_compiled,
+    "loras": _cases("loras", "(0, 4)", _loras),
+    "bounds": _cases("bounds", "[(4096,)]", _bounds),
+    "variants": _cases("variants", '["draft"]', checked_variant),
+    "budget": _budget,
+    "traffic": check_traffic,
+}
+
+
+def checked_arguments(given: Mapping[str, Any]) -> PlanArguments:
     """All arguments of a plan, each a copy in its own type: what the caller changes later, or can
     be read only once, is not the plan's.
 
     Raises `InvalidSizesError` for sizes and counts, `InvalidOptionError` for the others and
     `InvalidBatchError` for variants that cannot be hashed.
     """
-    check_kind("budget", arguments["budget"], Budget)
-    mode, sizes = arguments["mode"], arguments["sizes"]
-    attention, pieces, traffic = arguments["attention"], arguments["pieces"], arguments["traffic"]
-    levels = levels_of(attention)
-    variants = items_of("variants", arguments["variants"], '["draft"]', empty="leave variants out")
-    auto = isinstance(pieces, str) and pieces.strip().lower() == AUTO
-    return {
-        "mode": None if mode is None else GraphMode.parse(mode),
-        "sizes": None if sizes is None else check_sizes(sizes),
-        "max_size": _limit("max_size", arguments["max_size"]),
-        "max_num_tokens": _limit("max_num_tokens", arguments["max_num_tokens"]),
-        "max_num_reqs": _limit("max_num_reqs", arguments["max_num_reqs"]),
-        "query_lens": check_query_lens(arguments["query_lens"]),
-        "attention": levels if isinstance(attention, Mapping) else levels[UNNAMED],
-        "pieces": AUTO if auto else PieceProvider.parse(pieces),
-        "compiled": all_compiled(arguments["compiled"]),
-        "loras": tuple(
-            None if each is None else count_of("a number of active LoRAs", each, least=0)
-            for each in items_of("loras", arguments["loras"], "(0, 4)", empty="leave loras out")
-        ),
-        "bounds": tuple(
-            tuple(
-                count_of("a bound", bound, least=0)
-                for bound in items_of("each of bounds", case, "(4096,)")
-            )
-            for case in items_of(
-                "bounds", arguments["bounds"], "[(4096,)]", empty="leave bounds out"
-            )
-        ),
-        "variants": tuple(map(checked_variant, variants)),
-        "budget": arguments["budget"],
-        "traffic": None if traffic is None else check_traffic(traffic),
+    checked: Any = {
+        name: None if given[name] is None and name in _MAY_BE_NONE else check(given[name])
+        for name, check in _CHECKS.items()
     }
+    return checked  # type: ignore[no-any-return]
 
 
-def check_plan_arguments(
-    names: Collection[str], beside: object = None, homes: Mapping[str, type] | None = None
-) -> None:
+def check_plan_arguments(names: Collection[str], beside: object, homes: Mapping[str, type]) -> None:
     """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan.
 
     `homes` are arguments that take a dataclass, whose fields are often given in their place.
@@ -96,25 +116,17 @@ def check_plan_arguments(
             expected="either",
             advice="plan.replace(...), or leave plan out",
         )
-    unknown = sorted(set(names) - PlanArguments.__annotations__.keys())
-    if unknown:
+    for name in sorted(set(names) - _CHECKS.keys()):
+        owners = {
+            f"{argument}={owner.__name__}({name}=...)"
+            for argument, owner in homes.items()
+            if name in (field.name for field in fields(owner))
+        }
         raise InvalidOptionError(
             "a plan has no such argument",
-            got=", ".join(unknown),
-            expected=", ".join(PlanArguments.__annotations__),
-            advice=_home_of(unknown[0], homes or {})
-            or nearest(unknown[0], list(PlanArguments.__annotations__))
+            got=name,
+            expected=", ".join(_CHECKS),
+            advice=next(iter(owners), nearest(name, list(_CHECKS)))
             or "what a host hooks in goes into host=Host(...), how graphs are captured into "
             "options=GraphOptions(...)",
         )
-
-
-def _home_of(name: str, homes: Mapping[str, type]) -> str | None:
-    for argument, owner in homes.items():
-        if name in (field.name for field in fields(owner)):
-            return f"{argument}={owner.__name__}({name}=...)"
-    return None
-
-
-def _limit(name: str, value: object) -> int | None:
-    return None if value is None else positive(name, value)

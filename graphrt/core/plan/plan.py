@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from graphrt.core.base.errors import InvalidSizesError, ResourceExhaustedError
+from graphrt.core.base.errors import ResourceExhaustedError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, flag, items_of, only_known
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -15,11 +15,7 @@ from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PiecePro
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import given_platform
 from graphrt.core.plan import saved
-from graphrt.core.plan.arguments import (
-    PlanArguments,
-    check_plan_arguments,
-    checked_arguments,
-)
+from graphrt.core.plan.arguments import checked_arguments
 from graphrt.core.plan.budget import (
     Budget,
     Fitted,
@@ -46,7 +42,6 @@ from graphrt.core.plan.sizes import (
     check_decode,
     descriptors_for,
     eager_decode,
-    eager_range,
 )
 from graphrt.core.plan.traffic import Traffic
 
@@ -105,21 +100,19 @@ class Plan:
         """Raises the named errors of bad modes, sizes, options and platforms."""
         # All that are the plan's: `platform` is no argument of what is saved.
         given = locals()
-        arguments = self.arguments = checked_arguments(
-            **{name: given[name] for name in PlanArguments.__annotations__}
-        )
+        self.arguments = checked_arguments(given)
         self.platform = given_platform(platform)
-        self.compiled = arguments["compiled"]
+        self.compiled = self.arguments["compiled"]
         self.pieces, resolution = self._resolved()
-        self.sizes: CaptureSizes = self._sizes_of(arguments)
+        cap = self.platform.default_max_size()
+        self.sizes: CaptureSizes = capture_sizes(**self.arguments, cap=cap)
         check_decode(resolution.mode, self.sizes)
         self._fitted: Fitted = fit(
-            self._keys_of(resolution.mode, self.sizes),
+            descriptors_for(resolution.mode, self.sizes, **self.arguments),
             budget or Budget(),
             mode=resolution,
-            traffic=arguments["traffic"],
+            traffic=self.arguments["traffic"],
             landmarks=self._landmarks,
-            own=arguments["sizes"] is not None,
         )
         self.resolution: ModeResolution = self._fitted.resolution
         self.resolution.log_steps()
@@ -159,46 +152,6 @@ class Plan:
         """The sizes of full decode batches, in tokens."""
         return [self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode]
 
-    def _sizes_of(self, arguments: PlanArguments) -> CaptureSizes:
-        return capture_sizes(
-            max_num_tokens=arguments["max_num_tokens"],
-            max_num_reqs=arguments["max_num_reqs"],
-            query_lens=arguments["query_lens"],
-            sizes=arguments["sizes"],
-            max_size=arguments["max_size"],
-            cap=self.platform.default_max_size(),
-            traffic=arguments["traffic"],
-        )
-
-    def _keys_of(self, mode: GraphMode, sizes: CaptureSizes) -> tuple[CaptureKey, ...]:
-        arguments = self.arguments
-        return descriptors_for(
-            mode,
-            sizes,
-            loras=arguments["loras"],
-            bounds=arguments["bounds"],
-            variants=arguments["variants"],
-        )
-
-    def _remedy(self, query_len: int, most: int) -> str | None:
-        """What would capture decode batches of up to `most` tokens: the first that does."""
-        limit: PlanArguments = {**self.arguments, "max_size": most}
-        remedies = {"a larger budget": self.arguments, f"max_size={most}": limit}
-        if self.arguments["sizes"] is not None:
-            listed = sorted({*self.arguments["sizes"], most})
-            remedies[f"{most} in sizes"] = {**self.arguments, "sizes": listed}
-            remedies[f"max_size={most}, with {most} in sizes,"] = {**limit, "sizes": listed}
-        for remedy, arguments in remedies.items():
-            try:
-                sizes = self._sizes_of(arguments)
-            except InvalidSizesError:
-                # A second size above the largest batch.
-                continue
-            first, last = eager_range(sizes, self._keys_of(self.mode, sizes), query_len)
-            if first > last:
-                return remedy
-        return None
-
     @property
     def attention(self) -> Mapping[str, AttentionSupport]:
         """What each attention backend supports, by name."""
@@ -206,7 +159,6 @@ class Plan:
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""
-        check_plan_arguments(changes)
         arguments: Any = {**self.arguments, **changes}
         return Plan(**arguments, platform=self.platform if platform is None else platform)
 
@@ -238,9 +190,7 @@ class Plan:
         if platform.name == self.platform.name and same_modules and same_switch:
             return self
         plan = self.replace(platform=platform, compiled=compiled)
-        changed = self.differences(plan)
-        if changed:
-            saved.warn_changed(f"{self!r}", changed)
+        saved.warn_changed(f"{self!r}", self.differences(plan))
         return plan
 
     def differences(self, other: Plan) -> list[str]:
@@ -261,7 +211,7 @@ class Plan:
         counts = Counter(mode.name for mode, _ in self.keys)
         total = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
         lines.append(f"Graphs to capture, largest first: {len(self.keys)} ({total})")
-        lines += [f"Note: {each}" for each in eager_decode(self.sizes, self.keys, self._remedy)]
+        lines += eager_decode(self.sizes, self.keys)
         if self.arguments["budget"] is not None:
             lines += self._fitted.lines()
         return lines
@@ -322,15 +272,14 @@ class Plan:
         what the file knows of them holds. Raises `PlanFileError` for a file that is damaged or no
         plan.
         """
-        content, made_with = saved.read(path)
         where = given_platform(platform)
-        with saved.of_a_plan(path):
-            plan = cls(**saved.given_arguments(content["arguments"]), platform=where)
+        plan, printed, made_with = saved.read(
+            path, lambda arguments: cls(**arguments, platform=where)
+        )
         if compiled is not None:
             plan = plan.replace(compiled=compiled)
-        changed = saved.differences(content["printed"], plan._printed())
-        if changed:
-            saved.warn_changed(f"{os.fspath(path)}, made with {made_with},", changed)
+        changed = saved.differences(printed, plan._printed())
+        saved.warn_changed(f"{os.fspath(path)}, made with {made_with},", changed)
         return plan
 
 

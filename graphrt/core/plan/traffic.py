@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import accumulate, pairwise
-
-import torch
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import count_of, number_of, shown
@@ -19,8 +17,6 @@ Traffic = Mapping[int, float]
 Share = Callable[[int], float]
 """The share of all steps whose batch is not larger than so many tokens."""
 
-_EXACT = 1024
-"""The most sizes that are compared; more are thinned out evenly."""
 _EULER_GAMMA = 0.5772156649015329
 
 
@@ -31,9 +27,10 @@ def by_worth(
 
     The largest comes first (without it the largest batches run eagerly). The others follow so that
     what is left after any cut adds little padding: what a size saves is the share of the steps that
-    it serves, times the tokens to the next larger size. Without `traffic` every doubling of the
-    batch is as likely as the next; then the smallest and those of `landmarks`, largest first, come
-    before the others.
+    it serves, times the tokens to the next larger size. Sizes are left out one by one, so a longer
+    list holds a shorter one: the best list of each length would pad a few percent less. Without
+    `traffic` every doubling of the batch is as likely as the next; then the smallest and those of
+    `landmarks`, largest first, come before the others.
     """
     kept = sorted(set(sizes))
     fixed = dict.fromkeys(kept[-1:])
@@ -47,91 +44,32 @@ def by_worth(
     return (*fixed, *reversed(_by_savings(kept, fixed, shares)))
 
 
-def best_sizes(candidates: Iterable[int], traffic: Traffic, count: int) -> tuple[int, ...]:
-    """The `count` of `candidates` that pad the batches of `traffic` least, ascending; the largest
-    is one of them. Fewer where fewer pad nothing.
-
-    Dynamic programming: `least` has, for each size, the least padding of as many sizes as there
-    were turns, if that size is the last of them.
-    """
-    sizes, served = _that_serve(sorted(candidates), traffic)
-    if len(sizes) <= count:
-        return tuple(sizes)
-    padded_to = torch.tensor(sizes, dtype=torch.float64, device="cpu")
-    weights, tokens = torch.tensor(served, dtype=torch.float64, device="cpu").cumsum(0).unbind(1)
-    # A row for each size, a column for the next smaller one: the padding of batches between them.
-    padding = (weights[:, None] - weights) * padded_to[:, None] - (tokens[:, None] - tokens)
-    padding.masked_fill_(torch.ones_like(padding, dtype=torch.bool).triu_(), math.inf)
-    least, before = weights * padded_to - tokens, []
-    for _ in range(count - 1):
-        least, chosen = (least + padding).min(dim=1)
-        before.append(chosen.tolist())
-    places = [len(sizes) - 1]
-    for chosen in reversed(before):
-        places.append(chosen[places[-1]])
-    return tuple(sizes[at] for at in reversed(places))
-
-
 def fitted_sizes(default: tuple[int, ...], traffic: Traffic, multiple: int = 1) -> tuple[int, ...]:
-    """As many sizes as `default` has, up to its largest, that pad the batches of `traffic` least;
-    all of them multiples of a number. If fewer pad nothing, the most valuable of `default` fill the
-    list up."""
-    if not default:
-        return default
-    fitted = set(best_sizes(live_sizes(traffic, default[-1], multiple), traffic, len(default)))
-    for size in by_worth(default):
-        if len(fitted) < len(default):
-            fitted.add(size)
-    return tuple(sorted(fitted))
-
-
-def live_sizes(traffic: Traffic, largest: int, multiple: int = 1) -> set[int]:
-    """The sizes of the batches, in multiples of a number, and the `largest`."""
+    """As many sizes as `default` has, up to its largest: the most valuable of these and of those
+    of the batches, all of them multiples of a number."""
     live = {-(-size // multiple) * multiple for size, share in traffic.items() if share > 0}
-    return {size for size in live if size < largest} | {largest}
-
-
-def _that_serve(
-    candidates: list[int], traffic: Traffic
-) -> tuple[list[int], list[tuple[float, float]]]:
-    """The sizes that are the next one for some batch, and the last; the weight of each one's
-    batches, and their tokens."""
-    served: dict[int, tuple[float, float]] = {candidates[-1]: (0.0, 0.0)}
-    for live, share in traffic.items():
-        place = bisect_left(candidates, live)
-        if share > 0 and place < len(candidates):
-            weight, tokens = served.get(candidates[place], (0.0, 0.0))
-            served[candidates[place]] = weight + share, tokens + share * live
-    sizes = sorted(served)
-    if len(sizes) > _EXACT:
-        # Thinned out evenly, from the largest down, which has to stay.
-        step = -(-len(sizes) // _EXACT)
-        return _that_serve(sizes[::-1][::step][::-1], traffic)
-    return sizes, [served[size] for size in sizes]
+    candidates = {*default, *(size for size in live if size <= max(default, default=0))}
+    return tuple(sorted(by_worth(candidates, traffic)[: len(default)]))
 
 
 def check_traffic(traffic: Traffic) -> dict[int, float]:
     """Traffic as a dict of numbers; raises `InvalidOptionError` if it cannot weigh sizes."""
-    shares: dict[int, float] = {}
+    cause = None
     try:
-        for size, share in dict(traffic).items():
-            shares[count_of("a size", size, least=1)] = number_of(
-                f"traffic[{size}]", share, "a share"
-            )
+        shares = {
+            count_of("a size", size, least=1): number_of(f"traffic[{size}]", share, "a share")
+            for size, share in dict(traffic).items()
+        }
+        if any(shares.values()) and max(shares.values()) < 1e300:
+            return shares
     except (TypeError, ValueError) as error:
-        raise _bad_traffic(traffic) from error
-    if not any(shares.values()) or not max(shares.values()) < 1e300:
-        raise _bad_traffic(traffic)
-    return shares
-
-
-def _bad_traffic(traffic: object) -> InvalidOptionError:
-    return InvalidOptionError(
+        cause = error
+    raise InvalidOptionError(
         "traffic does not say how often batches of a size occur",
         got=shown(traffic),
         expected="positive sizes in tokens, shares >= 0, one of them above 0",
         advice="traffic={1: 0.5, 64: 0.5}",
-    )
+    ) from cause
 
 
 def _by_savings(kept: list[int], fixed: Collection[int], shares: list[Share]) -> list[int]:
