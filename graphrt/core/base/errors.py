@@ -26,19 +26,17 @@ class GraphRTError(Exception):
         expected: object = None,
         advice: str | None = None,
     ) -> None:
-        advice = self.usual_advice if advice is None else advice
         self.what = what
         self.got = got
         self.expected = expected
-        self.advice = advice
-        parts = [what]
-        if got is not None:
-            parts.append(f"got: {_text(got)}")
-        if expected is not None:
-            parts.append(f"expected: {_text(expected)}")
-        if advice is not None:
-            parts.append(f"try: {advice}")
-        super().__init__("\n  ".join(parts))
+        self.advice = self.usual_advice if advice is None else advice
+        super().__init__(self._message())
+
+    def _message(self, **more: object) -> str:
+        """What happened, and below it each part that is known."""
+        parts = {**more, "got": self.got, "expected": self.expected, "try": self.advice}
+        known = (f"{name}: {_text(part)}" for name, part in parts.items() if part is not None)
+        return "\n  ".join((self.what, *known))
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -180,37 +178,21 @@ class CaptureError(GraphRTError):
     """
 
     def __init__(
-        self,
-        what: str,
-        *,
-        op: str | None = None,
-        source: str | None = None,
-        got: object = None,
-        expected: object = None,
-        advice: str | None = None,
+        self, what: str, *, op: str | None = None, source: str | None = None, **parts: Any
     ) -> None:
         self.op = op
         self.source = source
-        lines = what
-        if op is not None:
-            lines = f"{lines}\n  operator: {op}"
-        if source is not None:
-            lines = f"{lines}\n  at: {source}"
-        super().__init__(lines, got=got, expected=expected, advice=advice)
-        self.what = what
+        super().__init__(what, **parts)
+
+    def _message(self, **more: object) -> str:
+        return super()._message(operator=self.op, at=self.source, **more)
 
     def at(self, source: object) -> CaptureError:
-        """The same error with a source line, unless it has one or there is none."""
-        if self.source is not None or source is None:
-            return self
-        return type(self)(
-            self.what,
-            op=self.op,
-            source=str(source),
-            got=self.got,
-            expected=self.expected,
-            advice=self.advice,
-        )
+        """The error itself, with a source line, unless it has one or there is none."""
+        if self.source is None and source is not None:
+            self.source = str(source)
+            self.args = (self._message(),)
+        return self
 
 
 class CaptureSyncError(CaptureError):

@@ -209,22 +209,9 @@ class PlatformRegistry:
                     "a plugin of that name is registered already",
                     got=f"{taken!r}: {plugin!r}",
                     expected=f"another one than {self._plugins.get_plugin(taken)!r}",
-                    advice="register(plugin, name=...) with another name, or unregister the first",
+                    advice="register(plugin, name=...) with another name",
                 )
             return self._add(plugin, name)
-
-    def unregister(self, name: str) -> None:
-        """Forget the plugin that `register` called `name`, with its platforms."""
-        with self._lock:
-            if self._plugins.unregister(name=name) is None:
-                known = ", ".join(each for each, _ in self._plugins.list_name_plugin())
-                raise UnknownPlatformError(
-                    "no plugin of that name is registered",
-                    got=shown(name),
-                    expected=known or "none",
-                    advice="the name that register() returned",
-                )
-            self._of_plugins.pop(name, None)
 
     def platforms(self) -> tuple[FoundPlatform, ...]:
         """All that was found, plugins first; broken ones have an `error`, those that may not be
