@@ -74,8 +74,7 @@ def test_a_plan_says_what_a_runner_with_its_arguments_captures() -> None:
 
 
 def test_the_keywords_of_a_plan_are_those_that_a_runner_takes() -> None:
-    parameters = set(inspect.signature(Plan).parameters) - {"platform"}
-    assert parameters == set(PlanArguments.__annotations__)
+    assert set(Plan(sizes=[1], platform="cpu").arguments) == set(PlanArguments.__annotations__)
     assert len(inspect.signature(GraphRunner).parameters) <= 10
 
 
@@ -87,7 +86,7 @@ def test_arguments_beside_a_plan_are_refused() -> None:
 def test_arguments_that_no_plan_has_say_where_they_belong() -> None:
     with pytest.raises(InvalidOptionError, match=r"host=Host"):
         runner(sizes=[1], bind=print)
-    with pytest.raises(InvalidOptionError, match="no argument 'size'"):
+    with pytest.raises(InvalidOptionError, match="no such argument"):
         Plan(sizes=[1], platform="cpu").replace(size=[2])
 
 

@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     pass  # in typing from Python 3.11 on
 
 
-@public("graphrt.types")
-class PlanArguments(TypedDict, total=False):
-    """The keywords of `Plan`, which `GraphRunner` takes too."""
+class _AllButMode(TypedDict, total=False):
+    """The keywords of `Plan` but the mode, which needs no name there."""
 
-    mode: Mode | None
     sizes: Sequence[int] | None
     max_size: int | None
     max_num_tokens: int | None
@@ -39,6 +37,13 @@ class PlanArguments(TypedDict, total=False):
     variants: Sequence[Hashable]
     budget: Budget | None
     traffic: Traffic | None
+
+
+@public("graphrt.types")
+class PlanArguments(_AllButMode, total=False):
+    """The keywords of `Plan`, which `GraphRunner` takes too."""
+
+    mode: Mode | None
 
 
 def _attention(value: Any) -> AttentionSupport | dict[str, AttentionSupport]:
@@ -71,23 +76,24 @@ def _bounds(case: Any) -> tuple[int, ...]:
     return tuple(count_of("a bound", each, least=0) for each in items_of("bounds", case, "(4096,)"))
 
 
-_MAY_BE_NONE = ("mode", "sizes", "max_size", "max_num_tokens", "max_num_reqs", "budget", "traffic")
-_CHECKS: Mapping[str, Callable[[Any], Any]] = {
-    "mode": GraphMode.parse,
-    "sizes": check_sizes,
-    "max_size": partial(positive, "max_size"),
-    "max_num_tokens": partial(positive, "max_num_tokens"),
-    "max_num_reqs": partial(positive, "max_num_reqs"),
-    "query_lens": check_query_lens,
-    "attention": _attention,
-    "pieces": _pieces,
-    "compiled": all_compiled,
-    "loras": _cases("loras", "(0, 4)", _loras),
-    "bounds": _cases("bounds", "[(4096,)]", _bounds),
-    "variants": _cases("variants", '["draft"]', checked_variant),
-    "budget": _budget,
-    "traffic": check_traffic,
+_ARGUMENTS: Mapping[str, tuple[Any, Callable[[Any], Any]]] = {
+    "mode": (None, GraphMode.parse),
+    "sizes": (None, check_sizes),
+    "max_size": (None, partial(positive, "max_size")),
+    "max_num_tokens": (None, partial(positive, "max_num_tokens")),
+    "max_num_reqs": (None, partial(positive, "max_num_reqs")),
+    "query_lens": ((1,), check_query_lens),
+    "attention": (AttentionSupport.ALWAYS, _attention),
+    "pieces": (AUTO, _pieces),
+    "compiled": ((), all_compiled),
+    "loras": ((0,), _cases("loras", "(0, 4)", _loras)),
+    "bounds": (((),), _cases("bounds", "[(4096,)]", _bounds)),
+    "variants": ((None,), _cases("variants", '["draft"]', checked_variant)),
+    "budget": (None, _budget),
+    "traffic": (None, check_traffic),
 }
+"""By the name of an argument: its default, and what makes a copy of it in its own type, or raises.
+Where the default is None, None stays None."""
 
 
 def checked_arguments(given: Mapping[str, Any]) -> PlanArguments:
@@ -97,14 +103,16 @@ def checked_arguments(given: Mapping[str, Any]) -> PlanArguments:
     Raises `InvalidSizesError` for sizes and counts, `InvalidOptionError` for the others and
     `InvalidBatchError` for variants that cannot be hashed.
     """
-    checked: Any = {
-        name: None if given[name] is None and name in _MAY_BE_NONE else check(given[name])
-        for name, check in _CHECKS.items()
-    }
+    checked: Any = {}
+    for name, (default, check) in _ARGUMENTS.items():
+        value = given.get(name, default)
+        checked[name] = None if value is None is default else check(value)
     return checked  # type: ignore[no-any-return]
 
 
-def check_plan_arguments(names: Collection[str], beside: object, homes: Mapping[str, type]) -> None:
+def check_plan_arguments(
+    names: Collection[str], beside: object = None, homes: Mapping[str, type] | None = None
+) -> None:
     """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan.
 
     `homes` are arguments that take a dataclass, whose fields are often given in their place.
@@ -116,17 +124,17 @@ def check_plan_arguments(names: Collection[str], beside: object, homes: Mapping[
             expected="either",
             advice="plan.replace(...), or leave plan out",
         )
-    for name in sorted(set(names) - _CHECKS.keys()):
+    for name in sorted(set(names) - _ARGUMENTS.keys()):
         owners = {
             f"{argument}={owner.__name__}({name}=...)"
-            for argument, owner in homes.items()
+            for argument, owner in (homes or {}).items()
             if name in (field.name for field in fields(owner))
         }
         raise InvalidOptionError(
             "a plan has no such argument",
             got=name,
-            expected=", ".join(_CHECKS),
-            advice=next(iter(owners), nearest(name, list(_CHECKS)))
+            expected=", ".join(_ARGUMENTS),
+            advice=next(iter(owners), nearest(name, list(_ARGUMENTS)))
             or "what a host hooks in goes into host=Host(...), how graphs are captured into "
             "options=GraphOptions(...)",
         )

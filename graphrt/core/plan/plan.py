@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from graphrt.core.base.errors import ResourceExhaustedError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_kind, flag, items_of, only_known
+from graphrt.core.base.option_values import check_kind, flag, items_of
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import given_platform
 from graphrt.core.plan import saved
-from graphrt.core.plan.arguments import checked_arguments
+from graphrt.core.plan.arguments import _AllButMode, check_plan_arguments, checked_arguments
 from graphrt.core.plan.budget import (
     Budget,
     Fitted,
@@ -26,7 +26,6 @@ from graphrt.core.plan.budget import (
     fit,
 )
 from graphrt.core.plan.resolution import (
-    AUTO,
     SWITCHED_OFF,
     UNNAMED,
     ModeResolution,
@@ -43,11 +42,12 @@ from graphrt.core.plan.sizes import (
     descriptors_for,
     eager_decode,
 )
-from graphrt.core.plan.traffic import Traffic
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
 @public("graphrt")
-@only_known
 class Plan:
     """Which graphs a host's batches need: the mode, the sizes, the keys, and what a budget holds.
 
@@ -59,18 +59,19 @@ class Plan:
 
     `max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by
     default the largest of `sizes` (in tokens); one of the three is needed. `max_size` is the
-    largest size to capture. `query_lens` are the tokens of a request in a decode step.
-    `attention` is what the attention of the model can be captured in (a level or its name), or
-    that of each backend by name. `pieces` is what cuts the forward; "auto" stands for pieces
-    that a compiled module brings along, else for breakable capture. `compiled` are the compiled
-    modules of the forward (`graphrt.compile`), which must all be named unless the forward is
-    one itself.
+    largest size to capture. `query_lens` are the tokens of a request in a decode step, (1,) by
+    default. `attention` is what the attention of the model can be captured in (a level or its
+    name, ALWAYS by default), or that of each backend by name. `pieces` is what cuts the forward;
+    "auto", the default, stands for pieces that a compiled module brings along, else for breakable
+    capture. `compiled` are the compiled modules of the forward (`graphrt.compile`), which must all
+    be named unless the forward is one itself.
 
-    There is a graph for each of `loras` (active adapters, None for any number), `variants` and,
-    for FULL, `bounds`. `budget` limits what is captured. `traffic` (size in tokens: share of
-    the steps) says what is padded least: the default lists have as many sizes as without it,
-    and a budget keeps as many as it holds. `platform` is where the graphs will be,
-    by default the current one; it says the largest size that is captured by default.
+    There is a graph for each of `loras` (active adapters, None for any number; (0,) by default),
+    `variants` (None alone) and, for FULL, `bounds` (none). `budget` limits what is captured.
+    `traffic` (size in tokens: share of the steps) says which sizes pad little: the default lists
+    have as many as without it, and a budget keeps those that are worth most. `platform` is where
+    the graphs will be, by default the current one; it says the largest size that is captured by
+    default.
 
     No size may be so large that no batch needs it. `GRAPHRT_MODE=NONE` in the environment makes
     every plan one without graphs.
@@ -80,27 +81,12 @@ class Plan:
         self,
         mode: Mode | None = None,
         *,
-        sizes: Sequence[int] | None = None,
-        max_size: int | None = None,
-        max_num_tokens: int | None = None,
-        max_num_reqs: int | None = None,
-        query_lens: Sequence[int] = (1,),
-        attention: AttentionSupport
-        | str
-        | Mapping[str, AttentionSupport | str] = AttentionSupport.ALWAYS,
-        pieces: PieceProvider | str | None = AUTO,
-        compiled: Sequence[Any] = (),
-        loras: Sequence[int | None] = (0,),
-        bounds: Sequence[tuple[int, ...]] = ((),),
-        variants: Sequence[Hashable] = (None,),
-        budget: Budget | None = None,
-        traffic: Traffic | None = None,
         platform: Platform | str | None = None,
+        **arguments: Unpack[_AllButMode],
     ) -> None:
         """Raises the named errors of bad modes, sizes, options and platforms."""
-        # All that are the plan's: `platform` is no argument of what is saved.
-        given = locals()
-        self.arguments = checked_arguments(given)
+        check_plan_arguments(arguments)
+        self.arguments = checked_arguments({**arguments, "mode": mode})
         self.platform = given_platform(platform)
         self.compiled = self.arguments["compiled"]
         self.pieces, resolution = self._resolved()
@@ -109,7 +95,7 @@ class Plan:
         check_decode(resolution.mode, self.sizes)
         self._fitted: Fitted = fit(
             descriptors_for(resolution.mode, self.sizes, **self.arguments),
-            budget or Budget(),
+            self.arguments["budget"] or Budget(),
             mode=resolution,
             traffic=self.arguments["traffic"],
             landmarks=self._landmarks,
