@@ -340,7 +340,7 @@ def file_content() -> dict[str, Any]:
     planned = plan(
         "FULL",
         attention={"flash": AttentionSupport.UNIFORM_BATCH},
-        budget=Budget(graphs=6, cost=lambda mode, descriptor: GraphCost()),
+        budget=Budget(graphs=6, cost={"FULL": GraphCost()}),
         traffic={1: 0.5, 8: 0.5},
         variants=[("a", 1)],
         bounds=[(16,)],

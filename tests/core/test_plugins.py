@@ -177,7 +177,7 @@ def test_unavailable_forced_platform_says_why() -> None:
     found = registry([StubPlatform("off", False, "driver too old"), StubPlatform("on")])
     with pytest.raises(PlatformUnavailableError, match="driver too old") as caught:
         found.current({"GRAPHRT_PLATFORM": "off"})
-    assert caught.value.advice == "on, by name or GRAPHRT_PLATFORM"
+    assert "doctor" in str(caught.value.advice)
     assert found.get("off", must_be_available=False).name == "off"
 
 

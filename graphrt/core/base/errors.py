@@ -364,20 +364,14 @@ class Uncopied:
         "without what was made of them"
     )
 
-    def __copy__(self) -> NoReturn:
-        self._refuse("copied")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._refuse("copied")
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse("pickled")
-
-    def _refuse(self, how: str) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         kind = next(c.__name__ for c in type(self).__mro__ if Uncopied in c.__bases__)
         raise CopyError(
-            f"a {kind} holds {self._holds}, which cannot be {how}",
+            f"a {kind} holds {self._holds}, which cannot be copied or pickled",
             got=type(self).__name__,
             expected="one owner of each graph and its memory",
             advice=self._instead,
         )
+
+    # Each, as a wrapper hands on to its forward what it has not itself.
+    __copy__ = __deepcopy__ = __reduce_ex__ = _refuse

@@ -241,19 +241,10 @@ class PlatformRegistry:
         _refuse_two_of_a_name(named)
         if not named:
             raise self._unknown(name)
-        found, platform = named[0], _platform_of(named[0])
+        platform = _platform_of(named[0])
         if not must_be_available:
             return platform
-        if not found.availability.available:
-            names = [str(each.name) for each in self._usable() if each.availability.available]
-            others = f"{' or '.join(names)}, by name or {PLATFORM_VARIABLE}"
-            raise PlatformUnavailableError(
-                f"platform {name!r} of {found.plugin} is not available here",
-                got=found.availability.reason or "no reason given",
-                expected="a machine that can run it",
-                advice=others if names else "graphrt doctor",
-            )
-        platform.start()
+        _start(platform, named[0].availability)
         if platform.by_name_only:
             self._stood_in_for.add(platform.device_type)
         return platform
@@ -450,14 +441,7 @@ def resolve_platform(platform: Platform | str | None) -> Platform:
         return _default.get(platform)
     check_kind("platform", platform, Platform, optional=False, example='get_platform("cpu")')
     check_contract(platform)
-    found = platform.availability()
-    if not found.available:
-        raise PlatformUnavailableError(
-            f"platform {platform.name!r} is not available on this machine",
-            got=found.reason,
-            advice="run `graphrt doctor`, or choose another platform",
-        )
-    platform.start()
+    _start(platform, platform.availability())
     return platform
 
 
@@ -467,6 +451,18 @@ def given_platform(platform: Platform | str | None) -> Platform:
         return resolve_platform(platform)
     check_contract(platform)
     return platform
+
+
+def _start(platform: Platform, found: Availability) -> None:
+    """Start a platform that a host has asked for."""
+    if not found.available:
+        raise PlatformUnavailableError(
+            f"platform {platform.name!r} is not available on this machine",
+            got=found.reason or "no reason given",
+            expected="a machine that can run it",
+            advice="`graphrt doctor` shows which platforms are",
+        )
+    platform.start()
 
 
 def _platform_of(found: FoundPlatform) -> Platform:

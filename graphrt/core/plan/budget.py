@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
@@ -61,9 +61,9 @@ class Budget:
     """What the graphs of one plan may take together, in the units of `GraphCost`; None is no limit.
 
     `cost` says what each graph takes: one cost for each runtime mode, or a function of mode and
-    descriptor; what it leaves out takes one graph and nothing else. With fewer than `min_piecewise`
-    piecewise sizes only decode is captured. `notes` are lines that a plan prints with the budget,
-    such as where its limits come from.
+    descriptor (of which no plan can be saved); what it leaves out takes one graph and nothing else.
+    With fewer than `min_piecewise` piecewise sizes only decode is captured. `notes` are lines that
+    a plan prints with the budget, such as where its limits come from.
 
     Raises `InvalidOptionError` for a limit that is no number, or negative, and for costs that are
     none.
@@ -86,12 +86,9 @@ class Budget:
         object.__setattr__(self, "notes", lines)
         cost = self.cost
         if isinstance(cost, Mapping):
-            # Looked up by mode, whose name may be given. A saved plan has single graphs too.
-            costs = {
-                key if isinstance(key, tuple) else GraphMode.parse(key): _checked_cost(each)
-                for key, each in cost.items()
-            }
-            object.__setattr__(self, "cost", costs)
+            # Looked up by mode, whose name may be given.
+            by_mode = {GraphMode.parse(mode): _checked_cost(each) for mode, each in cost.items()}
+            object.__setattr__(self, "cost", by_mode)
         elif callable(cost):
             check_takes("cost", cost, "cost(mode, descriptor)")
         elif cost is not None:
@@ -106,8 +103,7 @@ class Budget:
         """What the graph of a key takes; raises `InvalidOptionError` if `cost` cannot say."""
         if callable(self.cost):
             return _checked_cost(self.cost(mode, descriptor))
-        costs: Mapping[Any, GraphCost] = self.cost or {}
-        return costs.get((mode, descriptor)) or costs.get(GraphMode.parse(mode)) or GraphCost()
+        return (self.cost or {}).get(GraphMode.parse(mode), GraphCost())
 
     def lacks(self, used: GraphCost, more: GraphCost) -> str | None:
         """The first resource that `more` does not fit into beside `used`, or None."""

@@ -216,7 +216,8 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The arguments and all that follows from them, in JSON's types.
 
-        Raises `InvalidOptionError` for variants that are no strings, ints or tuples of them.
+        Raises `InvalidOptionError` for variants that are no strings, ints or tuples of them, and
+        for a budget whose costs are a function.
         """
         results = {
             "platform": self.platform.name,
@@ -232,8 +233,7 @@ class Plan:
 
     def _content(self) -> dict[str, Any]:
         """What a file of the plan holds."""
-        arguments = saved.plain_arguments(self.arguments, (*self.captured, *self.left_out))
-        return {"arguments": arguments, "printed": self._printed()}
+        return {"arguments": saved.plain_arguments(self.arguments), "printed": self._printed()}
 
     def _printed(self) -> list[str]:
         return [f"Platform: {self.platform.name}", *self.lines()]

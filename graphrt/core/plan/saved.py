@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +24,9 @@ from graphrt.core.base._warnings import PlanChangedWarning, warn_caller
 from graphrt.core.base.errors import InvalidOptionError, PlanFileError
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.settings import read_bounded
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode, PieceProvider
+from graphrt.core.batch.modes import PieceProvider
 from graphrt.core.plan.arguments import PlanArguments
-from graphrt.core.plan.budget import RESOURCES, Budget, GraphCost, LeftOut, PlannedCapture
+from graphrt.core.plan.budget import Budget, GraphCost
 from graphrt.core.plan.resolution import SavedFacts
 
 T = TypeVar("T")
@@ -39,39 +38,26 @@ _MOST_BYTES = 1 << 26
 """Of a file, which is more than the largest plan takes."""
 
 
-def plain_arguments(
-    arguments: PlanArguments, graphs: Sequence[PlannedCapture | LeftOut]
-) -> dict[str, Any]:
-    """What a plan was made from, in JSON's types; `graphs` are all that its budget was asked of.
+def plain_arguments(arguments: PlanArguments) -> dict[str, Any]:
+    """What a plan was made from, in JSON's types.
 
-    Raises `InvalidOptionError` for variants that Python has no literal of.
+    Raises `InvalidOptionError` for variants that Python has no literal of, and for a function that
+    says what graphs cost.
     """
     compiled, budget = arguments["compiled"], arguments["budget"]
+    if budget is not None and callable(budget.cost):
+        raise InvalidOptionError(
+            "a plan whose costs are a function cannot be saved",
+            got=f"cost={shown(budget.cost)}",
+            expected="a GraphCost for each runtime mode",
+            advice="cost={GraphMode.FULL: GraphCost(streams=1)}",
+        )
     plain: dict[str, Any] = {
         **arguments,
         "compiled": [SavedFacts(each.graphs, each.provides, each.whole_graph) for each in compiled],
         "variants": [_literal(variant) for variant in arguments["variants"]],
     }
-    if budget is not None:
-        plain["budget"] = {**vars(budget), "cost": list(_plain_costs(budget, graphs))}
     return in_json(plain)  # type: ignore[no-any-return]
-
-
-def _plain_costs(budget: Budget, graphs: Sequence[PlannedCapture | LeftOut]) -> Iterator[Any]:
-    costs: Any = budget.cost or {}
-    if callable(costs):
-        # A function cannot be saved, but what it said can. Of a graph that it was not asked about
-        # nobody knows better than that it takes no more than any of these of its mode.
-        costs = {(each.mode, each.descriptor): each.cost for each in graphs}
-        for mode in dict.fromkeys(each.mode for each in graphs):
-            told = [each.cost for each in graphs if each.mode is mode]
-            costs[mode] = GraphCost(*(max(getattr(c, name) for c in told) for name in RESOURCES))
-    for key, cost in costs.items():
-        if isinstance(key, tuple):
-            mode, descriptor = key
-            yield mode, {**descriptor._asdict(), "variant": _literal(descriptor.variant)}, cost
-        else:
-            yield key, None, cost
 
 
 def in_json(value: Any) -> Any:
@@ -88,6 +74,10 @@ def in_json(value: Any) -> Any:
 def given_arguments(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `Plan` from those of `plain_arguments`."""
     budget, traffic = plain["budget"], plain["traffic"]
+    if budget is not None:
+        cost = budget["cost"]
+        costs = cost and {mode: GraphCost(**each) for mode, each in cost.items()}
+        budget = Budget(**{**budget, "cost": costs})
     return {
         **plain,
         "compiled": [
@@ -95,20 +85,9 @@ def given_arguments(plain: Mapping[str, Any]) -> dict[str, Any]:
             for each in plain["compiled"]
         ],
         "variants": [ast.literal_eval(variant) for variant in plain["variants"]],
-        "budget": budget and Budget(**{**budget, "cost": _given_costs(budget["cost"])}),
+        "budget": budget,
         "traffic": traffic and {int(size): share for size, share in traffic.items()},
     }
-
-
-def _given_costs(plain: Any) -> dict[Any, GraphCost] | None:
-    costs: dict[Any, GraphCost] = {}
-    for name, graph, cost in plain:
-        key: Any = GraphMode[name]
-        if graph is not None:
-            variant, bounds = ast.literal_eval(graph["variant"]), tuple(graph["bounds"])
-            key = key, BatchDescriptor(**{**graph, "variant": variant, "bounds": bounds})
-        costs[key] = GraphCost(**cost)
-    return costs or None
 
 
 def _literal(variant: Hashable) -> str:
