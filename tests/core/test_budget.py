@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from graphrt.core.plan.budget import Budget, CostModel, Fitted, GraphCost, fit
 from graphrt.core.plan.plan import Plan
 from graphrt.core.plan.resolution import ModeResolution, resolve_mode
 from graphrt.core.plan.sizes import CaptureKey, capture_sizes, descriptors_for, mixed_sizes
-from graphrt.core.plan.traffic import by_worth, check_traffic
+from graphrt.core.plan.traffic import best_sizes, by_worth, check_traffic
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 BOTH = GraphMode.FULL_AND_PIECEWISE
@@ -229,31 +229,46 @@ def padding(kept: list[int], traffic: dict[int, float]) -> float:
     )
 
 
-def best(candidates: Iterable[int], largest: int, count: int, traffic: dict[int, float]) -> float:
-    """The tokens of all steps, padding included, with the best choice of so many sizes."""
-    live = sum(share * size for size, share in traffic.items())
-    return live + min(
-        padding(sorted({largest, *others}), traffic)
-        for others in itertools.combinations(candidates, count - 1)
+TRAFFIC = st.dictionaries(st.integers(1, 60), st.integers(0, 9), min_size=1, max_size=9).filter(
+    lambda traffic: any(traffic.values())
+)
+
+
+@given(st.sets(st.integers(1, 60), min_size=1, max_size=9), TRAFFIC, st.integers(1, 9))
+def test_the_choice_by_traffic_is_the_best_one(
+    sizes: set[int], traffic: dict[int, float], count: int
+) -> None:
+    got = best_sizes(sizes, traffic, count)
+    largest, count = max(sizes), min(count, len(sizes))
+    served = {live: share for live, share in traffic.items() if live <= largest}
+    best = min(
+        padding(sorted({largest, *others}), served)
+        for others in itertools.combinations(sizes, count - 1)
     )
+    assert padding(list(got), served) == best
+    assert got[-1] == largest and set(got) <= sizes and len(got) <= count
+    assert list(got) == sorted(set(got))
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_a_choice_by_worth_is_nearly_the_best_one(seed: int, count: int) -> None:
-    drawn = random.Random(seed)
-    traffic = {drawn.randint(1, 64): drawn.random() ** 2 for _ in range(12)}
-    sizes = {*traffic, 64}
-    got = by_worth(sizes, traffic)[:count]
-    tokens = sum(share * size for size, share in traffic.items())
-    all_tokens = tokens + padding(sorted(got), traffic)
-    assert 64 in got and all_tokens <= 1.15 * best(sizes, 64, count, traffic)
+@pytest.mark.parametrize("count", [2, 4, 7])
+def test_the_choice_by_traffic_is_the_best_one_among_many(count: int) -> None:
+    drawn = random.Random(count)
+    traffic = {size: drawn.random() ** 4 for size in range(1, 300)}
+    got = best_sizes(range(1, 301), traffic, count)
+    # Each size is the best one between its neighbours.
+    for at in range(len(got) - 1):
+        before, after = (0, *got)[at], got[at + 1]
+        served = {live: share for live, share in traffic.items() if before < live <= after}
+        best = min(padding([size, after], served) for size in range(before + 1, after))
+        assert padding([got[at], after], served) == pytest.approx(best)
+    assert len(got) == count
 
 
 def test_the_sizes_of_many_batches_are_found_in_no_time() -> None:
-    traffic = dict.fromkeys(range(1, 60_000), 1.0)
+    traffic = {size: 1 / size for size in range(1, 8193)}
     started = time.process_time()
-    assert len(by_worth(traffic, traffic)) == 59_999
+    assert len(best_sizes(traffic, traffic, 51)) == 51
+    assert len(best_sizes(range(1, 60_000), dict.fromkeys(range(1, 60_000), 1), 10)) == 10
     assert time.process_time() - started < 5
 
 
@@ -285,8 +300,12 @@ def test_traffic_alone_gives_as_many_sizes_as_the_default_ladder_has() -> None:
 def test_a_budget_keeps_the_sizes_that_pad_the_traffic_least(count: int) -> None:
     plan = planned(traffic=BIMODAL, budget=Budget(graphs=count))
     kept = sizes_of(plan)
-    tokens = sum(share * size for size, share in BIMODAL.items()) + padding(kept, BIMODAL)
-    assert tokens <= 1.03 * best([*BIMODAL, 256], 256, min(count, 5), BIMODAL)
+    candidates = [*BIMODAL, 256]
+    best = min(
+        padding(sorted({256, *others}), BIMODAL)
+        for others in itertools.combinations(candidates, min(count, 5) - 1)
+    )
+    assert padding(kept, BIMODAL) == pytest.approx(best)
     assert (len(kept), kept[-1], plan.total.graphs) == (count, 256, count)
     assert all(each.padded_to for each in plan.left_out)
 

@@ -22,7 +22,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.plan.traffic import Traffic, by_worth
+from graphrt.core.plan.traffic import Traffic, best_sizes, by_worth
 
 RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
 
@@ -216,7 +216,8 @@ def fit(
     smallest, then those of `landmarks` (a full decode batch), then the most valuable (see
     `by_worth`); what does not fit is left out, and smaller graphs after it may still fit. Where the
     graphs of a mode cost alike, a larger budget keeps what a smaller one held, and more, as long as
-    both end in the same mode.
+    both end in the same mode. With `traffic` as many sizes of each kind as fit are those that pad
+    its batches least (`best_sizes`); a larger budget may then keep others.
 
     Fewer than `budget.min_piecewise` PIECEWISE sizes (or than were asked for) turn
     FULL_AND_PIECEWISE into FULL_DECODE_ONLY, no FULL graph turns it into PIECEWISE; where no graph
@@ -226,6 +227,8 @@ def fit(
     unlimited = all(getattr(budget, name) is None for name in RESOURCES)
     order = list(keys) if unlimited else by_priority(keys, traffic, landmarks)
     kept, mode = _within(order, costs, budget, mode)
+    if traffic is not None:
+        kept = _refitted(keys, kept, costs, budget, traffic)
     captured = tuple(PlannedCapture(*key, costs[key]) for key in keys if key in kept)
     left_out = tuple(_left_out(keys, kept, costs, budget, mode.mode))
     return Fitted(mode, captured, left_out, budget)
@@ -305,6 +308,22 @@ def _fill(
             used += costs[key]
         elif key[0] is GraphMode.FULL and budget.lacks(nothing, costs[key]) is None:
             waiting = True
+    return kept
+
+
+def _refitted(
+    keys: Iterable[CaptureKey], kept: Kept, costs: Costs, budget: Budget, traffic: Traffic
+) -> Kept:
+    """`kept`, with the sizes of each kind that pad least, where these fit as well."""
+    for alike in _by_kind(keys).values():
+        held = [key for key in alike if key in kept]
+        if 0 < len(held) < len(alike):
+            largest = max(map(_tokens, held))
+            by_size = {_tokens(key): key for key in alike if _tokens(key) <= largest}
+            best = [by_size[size] for size in best_sizes(by_size, traffic, len(held))]
+            swapped = dict.fromkeys([*(key for key in kept if key not in held), *best])
+            if not budget.lacks(_total(()), _total(costs[key] for key in swapped)):
+                kept = swapped
     return kept
 
 

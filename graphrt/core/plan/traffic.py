@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import accumulate, pairwise
+
+import torch
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import count_of, number_of, shown
@@ -17,6 +19,8 @@ Traffic = Mapping[int, float]
 Share = Callable[[int], float]
 """The share of all steps whose batch is not larger than so many tokens."""
 
+_EXACT = 1024
+"""The most sizes that are compared; more are thinned out evenly."""
 _EULER_GAMMA = 0.5772156649015329
 
 
@@ -27,10 +31,9 @@ def by_worth(
 
     The largest comes first (without it the largest batches run eagerly). The others follow so that
     what is left after any cut adds little padding: what a size saves is the share of the steps that
-    it serves, times the tokens to the next larger size. Sizes are left out one by one, so a longer
-    list holds a shorter one: the best list of each length would pad a few percent less. Without
-    `traffic` every doubling of the batch is as likely as the next; then the smallest and those of
-    `landmarks`, largest first, come before the others.
+    it serves, times the tokens to the next larger size. Without `traffic` every doubling of the
+    batch is as likely as the next; then the smallest and those of `landmarks`, largest first, come
+    before the others.
     """
     kept = sorted(set(sizes))
     fixed = dict.fromkeys(kept[-1:])
@@ -44,12 +47,60 @@ def by_worth(
     return (*fixed, *reversed(_by_savings(kept, fixed, shares)))
 
 
+def best_sizes(candidates: Iterable[int], traffic: Traffic, count: int) -> tuple[int, ...]:
+    """The `count` of `candidates` that pad the batches of `traffic` least, ascending; the largest
+    is one of them. Where fewer pad nothing, the most valuable others are added.
+
+    Dynamic programming: `least` has, for each size, the least padding of as many sizes as there
+    were turns, if that size is the last of them.
+    """
+    candidates = sorted(candidates)
+    sizes, served = _that_serve(candidates, traffic)
+    if len(sizes) > count:
+        padded_to = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+        weights, tokens = (
+            torch.tensor(served, dtype=torch.float64, device="cpu").cumsum(0).unbind(1)
+        )
+        # A row for each size, a column for the next smaller one: the padding of batches between.
+        padding = (weights[:, None] - weights) * padded_to[:, None] - (tokens[:, None] - tokens)
+        padding.masked_fill_(torch.ones_like(padding, dtype=torch.bool).triu_(), math.inf)
+        least, before = weights * padded_to - tokens, []
+        for _ in range(count - 1):
+            least, chosen = (least + padding).min(dim=1)
+            before.append(chosen.tolist())
+        places = [len(sizes) - 1]
+        for chosen in reversed(before):
+            places.append(chosen[places[-1]])
+        sizes = [sizes[at] for at in places]
+    others = (size for size in by_worth(candidates) if size not in sizes)
+    return tuple(sorted([*sizes, *itertools.islice(others, count - len(sizes))]))
+
+
 def fitted_sizes(default: tuple[int, ...], traffic: Traffic, multiple: int = 1) -> tuple[int, ...]:
-    """As many sizes as `default` has, up to its largest: the most valuable of these and of those
-    of the batches, all of them multiples of a number."""
+    """As many sizes as `default` has, up to its largest, that pad the batches of `traffic` least;
+    all of them multiples of a number."""
     live = {-(-size // multiple) * multiple for size, share in traffic.items() if share > 0}
     candidates = {*default, *(size for size in live if size <= max(default, default=0))}
-    return tuple(sorted(by_worth(candidates, traffic)[: len(default)]))
+    return best_sizes(candidates, traffic, len(default)) if default else default
+
+
+def _that_serve(
+    candidates: list[int], traffic: Traffic
+) -> tuple[list[int], list[tuple[float, float]]]:
+    """The sizes that are the next one for some batch, and the last; the weight of each one's
+    batches, and their tokens."""
+    served: dict[int, tuple[float, float]] = {candidates[-1]: (0.0, 0.0)}
+    for live, share in traffic.items():
+        place = bisect_left(candidates, live)
+        if share > 0 and place < len(candidates):
+            weight, tokens = served.get(candidates[place], (0.0, 0.0))
+            served[candidates[place]] = weight + share, tokens + share * live
+    sizes = sorted(served)
+    if len(sizes) > _EXACT:
+        # Thinned out evenly, from the largest down, which has to stay.
+        step = -(-len(sizes) // _EXACT)
+        return _that_serve(sizes[::-1][::step][::-1], traffic)
+    return sizes, [served[size] for size in sizes]
 
 
 def check_traffic(traffic: Traffic) -> dict[int, float]:
@@ -76,7 +127,7 @@ def _by_savings(kept: list[int], fixed: Collection[int], shares: list[Share]) ->
     """`kept`, which ascends, without `fixed`, in the order in which to leave sizes out: each time
     the one that saves least among those that are left."""
     up_to = {size: tuple(share(size) for share in shares) for size in (0, *kept)}
-    after = dict(pairwise((0, *kept)))
+    after = dict(itertools.pairwise((0, *kept)))
     before = {high: low for low, high in after.items()}
 
     def savings(size: int) -> tuple[float, ...]:
@@ -113,5 +164,5 @@ def _even(size: int) -> float:
 
 def _cumulative(traffic: Traffic) -> Share:
     sizes = sorted(traffic)
-    sums = [0.0, *accumulate(float(traffic[size]) for size in sizes)]
+    sums = [0.0, *itertools.accumulate(float(traffic[size]) for size in sizes)]
     return lambda size: sums[bisect_right(sizes, size)]
