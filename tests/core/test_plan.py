@@ -36,7 +36,7 @@ from graphrt.core.base.errors import (
     ModeNotSupportedError,
     PlanFileError,
 )
-from graphrt.core.plan.arguments import PlanArguments
+from graphrt.core.plan.plan import PlanArguments
 from graphrt.cpu import CPUGraphWrapper, CpuPlatform
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}

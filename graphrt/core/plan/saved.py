@@ -25,7 +25,6 @@ from graphrt.core.base.errors import InvalidOptionError, PlanFileError
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.settings import read_bounded
 from graphrt.core.batch.modes import PieceProvider
-from graphrt.core.plan.arguments import PlanArguments
 from graphrt.core.plan.budget import Budget, GraphCost
 from graphrt.core.plan.resolution import SavedFacts
 
@@ -38,7 +37,7 @@ _MOST_BYTES = 1 << 26
 """Of a file, which is more than the largest plan takes."""
 
 
-def plain_arguments(arguments: PlanArguments) -> dict[str, Any]:
+def plain_arguments(arguments: Any) -> dict[str, Any]:
     """What a plan was made from, in JSON's types.
 
     Raises `InvalidOptionError` for variants that Python has no literal of, and for a function that
