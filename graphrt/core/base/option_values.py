@@ -283,7 +283,12 @@ def number_of(
 
 def padding_ratio(key: str, value: object) -> object:
     """A ratio of a graph's tokens to the batch's, which has no more."""
-    return float(number_of(key, value, f"option {key!r}", least=1, most=MOST))
+    # Not by `number_of`, whose calls every new batch with a limit of its own would pay for.
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # In this order: an int can be too large to ask whether it is finite.
+    if not number or not 1 <= value <= MOST:  # type: ignore[operator]
+        raise wrong_type(key, value, "a number >= 1, as a graph has no fewer tokens", f"{key}=1.5")
+    return float(value)  # type: ignore[arg-type]
 
 
 def choice(*choices: str) -> Check:

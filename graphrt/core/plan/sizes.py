@@ -280,13 +280,12 @@ def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
             expected=f"a largest size of {min(empty)} or more",
             advice=f"max_size={min(max(empty) * sizes.max_num_reqs, sizes.max_num_tokens)}",
         )
-    for query_len in empty:
+    if empty:
         logger.warning(
-            "decode batches of query length %d get no FULL graph: not one request fits under %d "
-            "tokens; max_size=%d captures them",
-            query_len,
+            "decode batches of query length %s get no FULL graph: not one request fits under %d "
+            "tokens, which max_size says",
+            " and ".join(map(str, empty)),
             sizes.limit,
-            min(query_len * sizes.max_num_reqs, sizes.max_num_tokens),
         )
 
 
