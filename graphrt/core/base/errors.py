@@ -188,11 +188,21 @@ class CaptureError(GraphRTError):
         return super()._message(operator=self.op, at=self.source, **more)
 
     def at(self, source: object) -> CaptureError:
-        """The error itself, with a source line, unless it has one or there is none."""
-        if self.source is None and source is not None:
-            self.source = str(source)
-            self.args = (self._message(),)
-        return self
+        """The same error with a source line, unless it has one or there is none.
+
+        Another object: the frame that raises it holds this one. If it raised what it holds, frame
+        and error would keep each other, and graph memory, until garbage is collected.
+        """
+        if self.source is not None or source is None:
+            return self
+        return type(self)(
+            self.what,
+            op=self.op,
+            source=str(source),
+            got=self.got,
+            expected=self.expected,
+            advice=self.advice,
+        )
 
 
 class CaptureSyncError(CaptureError):

@@ -321,6 +321,7 @@ def _refitted(
             largest = max(map(_tokens, held))
             by_size = {_tokens(key): key for key in alike if _tokens(key) <= largest}
             best = [by_size[size] for size in best_sizes(by_size, traffic, len(held))]
+            best += [key for key in held if key not in best][: len(held) - len(best)]
             swapped = dict.fromkeys([*(key for key in kept if key not in held), *best])
             if not budget.lacks(_total(()), _total(costs[key] for key in swapped)):
                 kept = swapped

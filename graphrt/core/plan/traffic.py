@@ -49,39 +49,38 @@ def by_worth(
 
 def best_sizes(candidates: Iterable[int], traffic: Traffic, count: int) -> tuple[int, ...]:
     """The `count` of `candidates` that pad the batches of `traffic` least, ascending; the largest
-    is one of them. Where fewer pad nothing, the most valuable others are added.
+    is one of them. Fewer where fewer pad nothing.
 
     Dynamic programming: `least` has, for each size, the least padding of as many sizes as there
     were turns, if that size is the last of them.
     """
-    candidates = sorted(candidates)
-    sizes, served = _that_serve(candidates, traffic)
-    if len(sizes) > count:
-        padded_to = torch.tensor(sizes, dtype=torch.float64, device="cpu")
-        weights, tokens = (
-            torch.tensor(served, dtype=torch.float64, device="cpu").cumsum(0).unbind(1)
-        )
-        # A row for each size, a column for the next smaller one: the padding of batches between.
-        padding = (weights[:, None] - weights) * padded_to[:, None] - (tokens[:, None] - tokens)
-        padding.masked_fill_(torch.ones_like(padding, dtype=torch.bool).triu_(), math.inf)
-        least, before = weights * padded_to - tokens, []
-        for _ in range(count - 1):
-            least, chosen = (least + padding).min(dim=1)
-            before.append(chosen.tolist())
-        places = [len(sizes) - 1]
-        for chosen in reversed(before):
-            places.append(chosen[places[-1]])
-        sizes = [sizes[at] for at in places]
-    others = (size for size in by_worth(candidates) if size not in sizes)
-    return tuple(sorted([*sizes, *itertools.islice(others, count - len(sizes))]))
+    sizes, served = _that_serve(sorted(candidates), traffic)
+    if len(sizes) <= count:
+        return tuple(sizes)
+    padded_to = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+    weights, tokens = torch.tensor(served, dtype=torch.float64, device="cpu").cumsum(0).unbind(1)
+    # A row for each size, a column for the next smaller one: the padding of batches between.
+    padding = (weights[:, None] - weights) * padded_to[:, None] - (tokens[:, None] - tokens)
+    padding.masked_fill_(torch.ones_like(padding, dtype=torch.bool).triu_(), math.inf)
+    least, before = weights * padded_to - tokens, []
+    for _ in range(count - 1):
+        least, chosen = (least + padding).min(dim=1)
+        before.append(chosen.tolist())
+    places = [len(sizes) - 1]
+    for chosen in reversed(before):
+        places.append(chosen[places[-1]])
+    return tuple(sizes[at] for at in reversed(places))
 
 
 def fitted_sizes(default: tuple[int, ...], traffic: Traffic, multiple: int = 1) -> tuple[int, ...]:
     """As many sizes as `default` has, up to its largest, that pad the batches of `traffic` least;
-    all of them multiples of a number."""
+    all of them multiples of a number. If fewer pad nothing, the most valuable of `default` fill the
+    list up."""
     live = {-(-size // multiple) * multiple for size, share in traffic.items() if share > 0}
     candidates = {*default, *(size for size in live if size <= max(default, default=0))}
-    return best_sizes(candidates, traffic, len(default)) if default else default
+    fitted = best_sizes(candidates, traffic, len(default)) if default else default
+    others = [size for size in by_worth(default) if size not in fitted]
+    return tuple(sorted([*fitted, *others[: len(default) - len(fitted)]]))
 
 
 def _that_serve(
