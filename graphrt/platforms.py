@@ -13,7 +13,7 @@ from graphrt.core.device._allowed import AllowedPlugins
 from graphrt.core.device._contract import CONTRACT_VERSION, Capability
 from graphrt.core.device.captures import Captures, Memory
 from graphrt.core.device.error_chain import error_chain
-from graphrt.core.device.figures import GraphWork, Limits, MemoryFigures, StreamRoom, UpdateFigures
+from graphrt.core.device.figures import GraphWork, MemoryFigures, StreamRoom, UpdateFigures
 from graphrt.core.device.graph import (
     DeviceEvent,
     DeviceGraph,
@@ -52,7 +52,6 @@ __all__ = [
     "GraphRead",
     "GraphWork",
     "GraphWrapper",
-    "Limits",
     "Memory",
     "MemoryBlock",
     "MemoryFigures",

@@ -7,8 +7,8 @@ from graphrt.core.batch.context import AllowedCapture, Announcer
 from graphrt.core.batch.modes import Mode
 from graphrt.core.dispatch.reasons import Agreed
 from graphrt.core.inputs.outputs import OutputAxes
-from graphrt.core.plan.arguments import PlanArguments
 from graphrt.core.plan.budget import CostModel, LeftOut, PlannedCapture
+from graphrt.core.plan.plan import PlanArguments
 from graphrt.core.plan.resolution import ModeResolution, ResolutionStep
 from graphrt.core.plan.sizes import CaptureSizes
 from graphrt.core.plan.traffic import Traffic

@@ -18,7 +18,6 @@ from graphrt.ascend.driver.library import (
     availability,
     available_streams,
     device_name,
-    limits,
     torch_npu,
     versions,
 )
@@ -41,7 +40,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device._contract import CONTRACT_VERSION, Capability
 from graphrt.core.device._devices import no_other_capture
-from graphrt.core.device.figures import GraphWork, Limits, MemoryFigures, StreamRoom
+from graphrt.core.device.figures import GraphWork, MemoryFigures, StreamRoom
 from graphrt.core.device.graph import TaskUpdate
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.pool_memory import PoolHandle, pool_handle
@@ -194,9 +193,6 @@ class AscendPlatform(Platform):
             if alone:
                 self._npu.empty_cache()
 
-    def debug_dump(self, graph: Any, path: str) -> None:
-        graph.debug_dump(path)
-
     # Streams ---------------------------------------------------------------------------------
 
     def new_stream(self) -> Any:
@@ -300,9 +296,6 @@ class AscendPlatform(Platform):
     def memory_figures(self) -> MemoryFigures:
         free, total = self._npu.mem_get_info()
         return MemoryFigures(free, total)
-
-    def limits(self) -> Limits:
-        return limits()
 
     def stream_room(self) -> StreamRoom | None:
         free = available_streams()

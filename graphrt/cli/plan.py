@@ -14,8 +14,7 @@ from graphrt.core.base.option_values import shown
 from graphrt.core.batch.modes import AttentionSupport
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import get_platform, resolve_platform
-from graphrt.core.plan.arguments import PlanArguments
-from graphrt.core.plan.plan import Plan
+from graphrt.core.plan.plan import Plan, PlanArguments
 from graphrt.core.plan.resolution import UNNAMED
 
 

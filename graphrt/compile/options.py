@@ -13,10 +13,10 @@ from graphrt.core.base.option_values import (
     check_keys,
     choice,
     flag,
+    items_of,
     only_known,
     operators,
     optional,
-    sequence,
     text,
     wrong_type,
 )
@@ -68,12 +68,13 @@ class CompileOptions:
 
 
 def _sizes(key: str, value: object) -> object:
-    expected, example = 'positive integers or "capture_sizes"', f'{key}=[1,8,"capture_sizes"]'
-    sizes = sequence(key, value, expected, example)
+    example = '[1,8,"capture_sizes"]'
+    sizes = items_of(key, value, example)
     for size in sizes:
         positive = isinstance(size, int) and not isinstance(size, bool) and size > 0
         if not positive and not (isinstance(size, str) and size == "capture_sizes"):
-            raise wrong_type(key, size, expected, example)
+            expected = 'positive integers or "capture_sizes"'
+            raise wrong_type(key, size, expected, f"{key}={example}")
     return sizes
 
 

@@ -108,9 +108,6 @@ class CpuPlatform(Platform):
             )
         return super().explain(error)
 
-    def debug_dump(self, graph: TapeGraph, path: str) -> None:
-        graph.debug_dump(path)
-
     def reads(self, graph: TapeGraph) -> Sequence[GraphRead]:
         return graph.reads()
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from graphrt import BatchDescriptor, GraphMode, GraphOptions, get_platform
 from graphrt.core.base.errors import InvalidInputError
-from graphrt.core.plan.arguments import PlanArguments
+from graphrt.core.plan.plan import PlanArguments
 from graphrt.core.runner.command_line import runner_settings
 from graphrt.demo.checkpoint import load_checkpoint, seeded_checkpoint
 from graphrt.demo.engine import EngineLimits

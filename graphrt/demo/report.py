@@ -23,7 +23,7 @@ from graphrt import (
     Plan,
     Platform,
 )
-from graphrt.core.plan.arguments import PlanArguments
+from graphrt.core.plan.plan import PlanArguments
 from graphrt.demo.engine import Engine, EngineLimits, StepRecord, inputs_of, random_step
 from graphrt.demo.model import Decoder, new_cache
 

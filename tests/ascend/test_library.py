@@ -77,13 +77,6 @@ def test_a_package_that_is_found_in_a_broken_way(monkeypatch: pytest.MonkeyPatch
     assert "__spec__" in library.availability().reason
 
 
-def test_limits_are_those_of_the_device(imports: Any) -> None:
-    for name, streams in (("Ascend910B3", 1984), ("Ascend310P3", 1024)):
-        npu = SimpleNamespace(get_device_name=lambda name=name: name)
-        imports(SimpleNamespace(npu=npu))
-        assert library.limits().streams == streams
-
-
 def test_streams_cannot_be_asked_for_without_cann(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> object:
         raise OSError(NO_CANN)

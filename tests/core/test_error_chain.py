@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from graphrt.core.base.errors import CaptureError
 from graphrt.core.device.error_chain import error_chain
 
 
@@ -26,3 +27,12 @@ def test_what_is_left_out_hides_what_is_behind_it() -> None:
     cause.__context__ = None
     assert list(error_chain(first, leave_out=ValueError)) == [first, cause]
     assert list(error_chain(explained, leave_out=ValueError)) == [explained, context]
+
+
+def test_an_error_with_a_source_line_is_another_object() -> None:
+    """A frame that raised an object of its own would keep the memory of a failed capture."""
+    bare = CaptureError("no room", op="aten::mm", got=1, expected=2, advice="less")
+    told = bare.at("model.py:3")
+    assert told is not bare and (bare.source, told.source) == (None, "model.py:3")
+    assert str(told) == str(bare).replace("aten::mm", "aten::mm\n  at: model.py:3")
+    assert told.at("other.py:1") is told and bare.at(None) is bare

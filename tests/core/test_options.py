@@ -177,7 +177,6 @@ WRONG_COMPILE = [
     ("compile_sizes", ["all"]),
     ("compile_sizes", [True]),
     ("dynamic_shapes", "backd"),
-    ("splitting_ops", {"a::b": 1}),
     ("use_inductor_graph_partition", 1),
     ("save_format", "zip"),
     ("autotune", "yes"),

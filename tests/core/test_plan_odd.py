@@ -340,7 +340,7 @@ def file_content() -> dict[str, Any]:
     planned = plan(
         "FULL",
         attention={"flash": AttentionSupport.UNIFORM_BATCH},
-        budget=Budget(graphs=6, cost=lambda mode, descriptor: GraphCost()),
+        budget=Budget(graphs=6, cost={"FULL": GraphCost()}),
         traffic={1: 0.5, 8: 0.5},
         variants=[("a", 1)],
         bounds=[(16,)],
@@ -395,7 +395,7 @@ def test_a_file_with_something_more_is_no_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\xfe", b"[" * 100_000, b"", b"null", b'{"graphrt_plan": 2}', b"\x00"]
+    "content", [b"\xff\xfe", b"[" * 100_000, b"", b"null", b'{"graphrt_plan": 3}', b"\x00"]
 )
 def test_what_is_no_plan_at_all_is_a_named_error(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
@@ -428,9 +428,7 @@ def eager_notes(found: Plan) -> list[str]:
     st.none() | st.integers(1, 64),
     st.sampled_from(["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"]),
 )
-def test_a_note_of_eager_decode_is_true_and_what_it_advises_works(
-    reqs, tokens, query_lens, own, max_size, mode
-):
+def test_a_note_of_eager_decode_is_true(reqs, tokens, query_lens, own, max_size, mode):
     arguments = {
         "max_num_reqs": reqs,
         "max_num_tokens": max(tokens, *query_lens),
@@ -453,19 +451,8 @@ def test_a_note_of_eager_decode_is_true_and_what_it_advises_works(
             if dispatcher.peek(Batch(n * q, n, q)).slot < 0
         ]
         assert bool(eager) is (q in notes)
-        if not eager:
-            continue
-        assert f"of {eager[0]} to {eager[-1]} tokens" in notes[q]
-        changed = dict(arguments)
-        if wanted := re.search(r"max_size=(\d+)", notes[q]):
-            changed["max_size"] = int(wanted[1])
-        if wanted := re.search(r"(\d+) in sizes", notes[q]):
-            changed["sizes"] = sorted({*own, int(wanted[1])})
-        if "captures them" in notes[q]:
-            assert changed != arguments
-            assert not any(
-                f"query length {q})" in note for note in eager_notes(plan(mode, **changed))
-            )
+        if eager:
+            assert f"of {eager[0]} to {eager[-1]} tokens" in notes[q]
 
 
 def test_a_note_of_one_query_length_is_not_silenced_by_the_graphs_of_another():
@@ -473,15 +460,4 @@ def test_a_note_of_one_query_length_is_not_silenced_by_the_graphs_of_another():
         "FULL_DECODE_ONLY", max_num_reqs=200, max_num_tokens=8192, query_lens=(1, 4), max_size=256
     )
     (note,) = eager_notes(found)
-    assert "of 260 to 800 tokens (query length 4)" in note and "max_size=800 captures" in note
-
-
-def test_a_note_of_eager_decode_that_a_budget_causes_says_so():
-    found = plan(
-        "FULL_DECODE_ONLY",
-        sizes=[8, 64],
-        budget=Budget(
-            device_bytes=9, cost=lambda mode, each: GraphCost(device_bytes=each.num_tokens)
-        ),
-    )
-    assert "a larger budget captures them" in eager_notes(found)[0]
+    assert "of 260 to 800 tokens (query length 4)" in note

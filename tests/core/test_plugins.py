@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
 import pytest
+import torch
 
 from graphrt.core.base.errors import (
     PlatformConflictError,
@@ -113,7 +114,7 @@ class Incomparable(Plugin):
 @pytest.mark.usefixtures("built_ins")
 def test_a_plugin_that_cannot_be_compared_breaks_no_other() -> None:
     found = registry(StubPlatform("mine"), built_ins=table("cpu"))
-    with pytest.raises(PlatformError, match=r"in its hash\(\) or =="):
+    with pytest.raises(PlatformError, match="compared by value"):
         found.register(Incomparable(StubPlatform("other")))
     assert found.current().name == "mine"
 
@@ -176,7 +177,7 @@ def test_unavailable_forced_platform_says_why() -> None:
     found = registry([StubPlatform("off", False, "driver too old"), StubPlatform("on")])
     with pytest.raises(PlatformUnavailableError, match="driver too old") as caught:
         found.current({"GRAPHRT_PLATFORM": "off"})
-    assert caught.value.advice == "on, by name or GRAPHRT_PLATFORM"
+    assert "doctor" in str(caught.value.advice)
     assert found.get("off", must_be_available=False).name == "off"
 
 
@@ -235,16 +236,9 @@ def test_a_plugin_can_come_after_the_first_look() -> None:
     found = registry()
     assert found.platforms() == ()
     plugin = Plugin(iter([StubPlatform("late"), StubPlatform("later", False)]))
-    name = found.register(plugin)
+    found.register(plugin)
     assert [each.name for each in found.platforms()] == ["late", "later"]
     assert found.current({}).name == "late" and plugin.calls == 1
-    found.unregister(name)
-    assert found.platforms() == ()
-
-
-def test_unregistering_an_unknown_plugin() -> None:
-    with pytest.raises(UnknownPlatformError, match="plugin0"):
-        registry(StubPlatform("one")).unregister("nobody")
 
 
 def test_registering_twice() -> None:
@@ -260,7 +254,10 @@ def test_registering_twice() -> None:
 def test_registering_something_without_the_hook() -> None:
     found = registry()
     with pytest.raises(PlatformError, match="no graphrt hook"):
-        found.register(types.SimpleNamespace())
+        found.register(types.ModuleType("empty"))
+    for by_value in (types.SimpleNamespace(), torch.zeros(2), None):
+        with pytest.raises(PlatformError, match="compared by value"):
+            found.register(by_value)
     assert found.platforms() == ()
 
 
@@ -269,7 +266,7 @@ def test_registering_a_hook_of_the_wrong_signature() -> None:
         @hookimpl
         def graphrt_platforms(self, config: object) -> None: ...
 
-    with pytest.raises(PlatformError, match="as specified"):
+    with pytest.raises(PlatformError, match="not be found in the hookspec"):
         registry().register(Wrong())
 
 
@@ -544,8 +541,6 @@ def test_a_default_that_cannot_start_is_left_out_and_said() -> None:
         raise PlatformUnavailableError("no driver")
 
     found = registry(Wrong(start=start), StubPlatform("slow", False))
-    found.register(Plugin(StubPlatform("good")), "last")
-    found.unregister("last")
     with (
         pytest.warns(PluginWarning, match="no driver"),
         pytest.raises(PlatformUnavailableError, match=r"none|no such device"),

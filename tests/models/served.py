@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphrt import Batch, Dispatch, GraphMode, GraphOptions, GraphRunner, Platform, Reason
-from graphrt.core.plan.arguments import PlanArguments
+from graphrt.core.plan.plan import PlanArguments
 from graphrt.demo import (
     Decoder,
     DecoderConfig,

@@ -30,7 +30,7 @@ from graphrt import (
 )
 from graphrt.compile import CompiledModule, CompileError, CompileOptions
 from graphrt.errors import GraphRTError, InvalidOptionError
-from graphrt.platforms import Capability, Platform, hookimpl
+from graphrt.platforms import Platform, hookimpl
 from graphrt.types import Phase, PlanArguments
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 2))}
@@ -147,7 +147,6 @@ wrapper_class(platform)(forward, "FULL", pool=runner.pool, options=options)
 wrapper_class(platform)(forward)  # refused: call-arg, reportCallIssue
 assert_type(wrapper_class("cpu"), type[GraphWrapper])
 wrapper_class(7)  # refused: arg-type, reportArgumentType
-platform.require(Capability.TASK_UPDATE, "my engine")
 
 
 @hookimpl

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from graphrt.ascend.budget.streams import device_of
-from graphrt.core.device.figures import Limits
 from graphrt.core.device.platform import Availability
 
 _LIBRARY = re.compile(r"(lib[\w.+-]+?\.so[\w.]*): cannot open shared object file")
@@ -76,11 +74,6 @@ def environment_notes(environ: Mapping[str, str] | None = None) -> tuple[str, ..
 
 def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "torch_npu": importlib.metadata.version("torch_npu")}
-
-
-def limits() -> Limits:
-    """The documented streams of this device, which all processes on it share."""
-    return Limits(streams=device_of(device_name()).streams)
 
 
 def device_name() -> str:

@@ -26,19 +26,17 @@ class GraphRTError(Exception):
         expected: object = None,
         advice: str | None = None,
     ) -> None:
-        advice = self.usual_advice if advice is None else advice
         self.what = what
         self.got = got
         self.expected = expected
-        self.advice = advice
-        parts = [what]
-        if got is not None:
-            parts.append(f"got: {_text(got)}")
-        if expected is not None:
-            parts.append(f"expected: {_text(expected)}")
-        if advice is not None:
-            parts.append(f"try: {advice}")
-        super().__init__("\n  ".join(parts))
+        self.advice = self.usual_advice if advice is None else advice
+        super().__init__(self._message())
+
+    def _message(self, **more: object) -> str:
+        """What happened, and below it each part that is known."""
+        parts = {**more, "got": self.got, "expected": self.expected, "try": self.advice}
+        known = (f"{name}: {_text(part)}" for name, part in parts.items() if part is not None)
+        return "\n  ".join((self.what, *known))
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -180,27 +178,21 @@ class CaptureError(GraphRTError):
     """
 
     def __init__(
-        self,
-        what: str,
-        *,
-        op: str | None = None,
-        source: str | None = None,
-        got: object = None,
-        expected: object = None,
-        advice: str | None = None,
+        self, what: str, *, op: str | None = None, source: str | None = None, **parts: Any
     ) -> None:
         self.op = op
         self.source = source
-        lines = what
-        if op is not None:
-            lines = f"{lines}\n  operator: {op}"
-        if source is not None:
-            lines = f"{lines}\n  at: {source}"
-        super().__init__(lines, got=got, expected=expected, advice=advice)
-        self.what = what
+        super().__init__(what, **parts)
+
+    def _message(self, **more: object) -> str:
+        return super()._message(operator=self.op, at=self.source, **more)
 
     def at(self, source: object) -> CaptureError:
-        """The same error with a source line, unless it has one or there is none."""
+        """The same error with a source line, unless it has one or there is none.
+
+        Another object: the frame that raises it holds this one. If it raised what it holds, frame
+        and error would keep each other, and graph memory, until garbage is collected.
+        """
         if self.source is not None or source is None:
             return self
         return type(self)(
@@ -382,20 +374,14 @@ class Uncopied:
         "without what was made of them"
     )
 
-    def __copy__(self) -> NoReturn:
-        self._refuse("copied")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._refuse("copied")
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse("pickled")
-
-    def _refuse(self, how: str) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         kind = next(c.__name__ for c in type(self).__mro__ if Uncopied in c.__bases__)
         raise CopyError(
-            f"a {kind} holds {self._holds}, which cannot be {how}",
+            f"a {kind} holds {self._holds}, which cannot be copied or pickled",
             got=type(self).__name__,
             expected="one owner of each graph and its memory",
             advice=self._instead,
         )
+
+    # Each, as a wrapper hands on to its forward what it has not itself.
+    __copy__ = __deepcopy__ = __reduce_ex__ = _refuse

@@ -283,6 +283,7 @@ def number_of(
 
 def padding_ratio(key: str, value: object) -> object:
     """A ratio of a graph's tokens to the batch's, which has no more."""
+    # Not by `number_of`, whose calls every new batch with a limit of its own would pay for.
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # In this order: an int can be too large to ask whether it is finite.
     if not number or not 1 <= value <= MOST:  # type: ignore[operator]
@@ -306,18 +307,13 @@ def optional(check: Check) -> Check:
     return lambda key, value: None if value is None else check(key, value)
 
 
-def sequence(key: str, value: object, expected: str, example: str) -> tuple[object, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise wrong_type(key, value, expected, example)
-    return tuple(value)
-
-
 def operators(key: str, value: object) -> object:
-    expected, example = "operator names: ns::op or ns::op.overload", f'{key}=["aten::mm"]'
+    example = '["aten::mm"]'
     if isinstance(value, set | frozenset):
         value = sorted(value, key=str)
-    names = sequence(key, [value] if isinstance(value, str) else value, expected, example)
+    names = items_of(key, [value] if isinstance(value, str) else value, example)
     for name in names:
         if not isinstance(name, str) or not _OPERATOR.fullmatch(name):
-            raise wrong_type(key, name, expected, example)
+            expected = "operator names: ns::op or ns::op.overload"
+            raise wrong_type(key, name, expected, f"{key}={example}")
     return names

@@ -11,8 +11,8 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -45,19 +45,34 @@ class PrivateName:
 
     def find(self) -> Any:
         """The object, importing what it is in; raises `MissingTorchNameError`."""
+        parts = self.path.split(".")
+        # First among the modules that are loaded: to look for modules that are none costs far more.
+        for load in (sys.modules.get, _imported):
+            for count in range(len(parts) - 1, 0, -1):
+                module = load(".".join(parts[:count]))
+                if module is None:
+                    continue
+                try:
+                    return reduce(getattr, parts[count:], module)
+                except AttributeError:
+                    break  # it may be in a module that nobody has imported yet
+        raise MissingTorchNameError(
+            f"this torch has no {self.path}",
+            got=f"torch {torch.__version__}",
+            expected=f"torch {', '.join(self.seen)}",
+            advice=f"without it {self.without}",
+        )
+
+    def __bool__(self) -> bool:
+        """Whether this torch has it."""
         try:
-            return _loaded(self.path)
-        except AttributeError:
-            pass  # it may be in a module that nobody has imported yet
-        try:
-            return _imported(self.path)
-        except AttributeError as error:
-            raise MissingTorchNameError(
-                f"this torch has no {self.path}",
-                got=f"torch {torch.__version__}",
-                expected=f"torch {', '.join(self.seen)}",
-                advice=f"without it {self.without}",
-            ) from error
+            self.find()
+        except MissingTorchNameError:
+            return False
+        return True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.find()(*args, **kwargs)
 
 
 class PrivateNames:
@@ -76,26 +91,10 @@ class PrivateNames:
     def take(
         self, path: str, *, without: str, seen: tuple[str, ...] = TESTED, build: str = ""
     ) -> Any:
-        """Declare a function and return it; where it is missing, what raises when it is called, so
-        that no import fails."""
+        """Declare a function and return it; where it is missing its name, which is false and raises
+        when it is called, so that no import fails."""
         name = self.declare(path, without=without, seen=seen, build=build)
-        try:
-            return name.find()
-        except MissingTorchNameError:
-            return _Missing(name)
-
-
-class _Missing:
-    """Stands for a function that this torch has not; false, as nothing is there."""
-
-    def __init__(self, name: PrivateName) -> None:
-        self._name = name
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._name.find()
+        return name.find() if name else name
 
 
 def warn_if_untested(version: str = torch.__version__) -> None:
@@ -114,32 +113,12 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def _loaded(path: str) -> Any:
-    """The object, if all it is in is loaded: to look for modules that are none costs far more."""
-    parts = path.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        module = sys.modules.get(".".join(parts[:count]))
-        if module is not None:
-            return _attribute(module, parts[count:])
-    raise AttributeError(path)
-
-
 def _imported(path: str) -> Any:
-    """The object, in the longest part of `path` that can be imported."""
-    parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            module = importlib.import_module(".".join(parts[:count]))
-        except ModuleNotFoundError as error:
-            # Only a missing part of this path: another one is a broken module, and says so itself.
-            if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-                raise
-        else:
-            return _attribute(module, parts[count:])
-    raise AssertionError(f"{path} does not start with a module")
-
-
-def _attribute(found: Any, names: Iterable[str]) -> Any:
-    for name in names:
-        found = getattr(found, name)
-    return found
+    """The module of that path, None if there is none."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        # Only a missing part of this path: another one is a broken module, and says so itself.
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise
+        return None

@@ -20,10 +20,17 @@ _MOST_BYTES = 1 << 20
 def read_json(text_or_path: str | os.PathLike[str]) -> Any:
     """What a JSON object, or the file of that path, says; raises `InvalidOptionError`."""
     text = text_or_path
-    if not isinstance(text, str | os.PathLike):
-        raise _no_json(shown(text))
-    if not isinstance(text, str) or not text.lstrip().startswith("{"):
-        text = _read(Path(text))
+    try:
+        if not isinstance(text, str) or not text.lstrip().startswith("{"):
+            text = read_bounded(Path(text), _MOST_BYTES)
+    except (OSError, TypeError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InvalidOptionError(
+            "the options file cannot be read",
+            got=f"{shown(text_or_path)} ({why})",
+            expected="a path, or a JSON object that starts with '{'",
+            advice="check the path",
+        ) from error
     try:
         return _parsed(text)
     except json.JSONDecodeError as error:
@@ -97,16 +104,3 @@ def _unrepeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
             )
         found[key] = value
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_bounded(path, _MOST_BYTES)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InvalidOptionError(
-            "the options file cannot be read",
-            got=f"{str(path)[:200]!r} ({why})",
-            expected="a path, or a JSON object that starts with '{'",
-            advice="check the path",
-        ) from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import partial
 from sys import modules
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +17,25 @@ from graphrt.core.base.private_torch import PrivateNames
 
 NAMES = PrivateNames()
 
-_NO_MODES = "captures on the CPU, and captures with breaks, fail"
-_NO_BREAKS = "GraphOptions.breaks cannot be checked, so a capture with some fails"
+_mode = partial(NAMES.take, without="captures on the CPU, and captures with breaks, fail")
+_break = partial(
+    NAMES.take, without="GraphOptions.breaks cannot be checked, so a capture with some fails"
+)
+_attention = partial(
+    NAMES.take,
+    without="sdpa_kernel() entered around an eager part is not on in it at replay",
+    seen=("2.11", "2.13"),
+)
+_lifting = partial(
+    NAMES.take, without="a forward that makes tensors of Python data cannot be captured on a GPU"
+)
 
 # Dispatch modes ----------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
-    TorchDispatchMode = NAMES.take(
-        "torch.utils._python_dispatch.TorchDispatchMode", without=_NO_MODES
-    )
+    TorchDispatchMode = _mode("torch.utils._python_dispatch.TorchDispatchMode")
     if not TorchDispatchMode:
 
         class TorchDispatchMode:
@@ -39,21 +47,17 @@ else:
                 self._missing.find()
 
 
-count_dispatch_modes: Callable[[], int] = NAMES.take(
-    "torch._C._len_torch_dispatch_stack", without=_NO_MODES
+count_dispatch_modes: Callable[[], int] = _mode("torch._C._len_torch_dispatch_stack")
+without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _mode(
+    "torch.utils._python_dispatch._disable_current_modes"
 )
-without_dispatch_modes: Callable[[], AbstractContextManager[object]] = NAMES.take(
-    "torch.utils._python_dispatch._disable_current_modes", without=_NO_MODES
+dispatch_mode_stack: Callable[[], list[TorchDispatchMode]] = _mode(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
 )
-dispatch_mode_stack: Callable[[], list[TorchDispatchMode]] = NAMES.take(
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", without=_NO_MODES
+push_dispatch_mode: Callable[[TorchDispatchMode], None] = _mode(
+    "torch.utils._python_dispatch._push_mode"
 )
-push_dispatch_mode: Callable[[TorchDispatchMode], None] = NAMES.take(
-    "torch.utils._python_dispatch._push_mode", without=_NO_MODES
-)
-pop_dispatch_mode: Callable[[], TorchDispatchMode] = NAMES.take(
-    "torch.utils._python_dispatch._pop_mode", without=_NO_MODES
-)
+pop_dispatch_mode: Callable[[], TorchDispatchMode] = _mode("torch.utils._python_dispatch._pop_mode")
 
 # Left in C, which no interrupt prevents; what `torch.inference_mode` leaves undone comes back
 # when the traceback that holds it is dropped.
@@ -81,21 +85,14 @@ def uncompiled() -> AbstractContextManager[object]:
 
 # Dispatch keys -----------------------------------------------------------------------------------
 
-included_keys: Callable[[], Any] = NAMES.take(
-    "torch._C._dispatch_tls_local_include_set", without=_NO_MODES
+included_keys: Callable[[], Any] = _mode("torch._C._dispatch_tls_local_include_set")
+excluded_keys: Callable[[], Any] = _mode("torch._C._dispatch_tls_local_exclude_set")
+_python_keys, _put_off_keys = (
+    [_mode(f"torch._C.DispatchKey.{key}") for key in keys]
+    for keys in (("Python", "PythonTLSSnapshot"), ("Conjugate", "Negative"))
 )
-excluded_keys: Callable[[], Any] = NAMES.take(
-    "torch._C._dispatch_tls_local_exclude_set", without=_NO_MODES
-)
-_KEY = "torch._C.DispatchKey"
-_python_keys = [
-    NAMES.declare(f"{_KEY}.{key}", without=_NO_MODES) for key in ("Python", "PythonTLSSnapshot")
-]
-_put_off_keys = [
-    NAMES.declare(f"{_KEY}.{key}", without=_NO_MODES) for key in ("Conjugate", "Negative")
-]
-dispatch_keys: Callable[[Any, Any], AbstractContextManager[object]] = NAMES.take(
-    "torch._C._ForceDispatchKeyGuard", without=_NO_MODES
+dispatch_keys: Callable[[Any, Any], AbstractContextManager[object]] = _mode(
+    "torch._C._ForceDispatchKeyGuard"
 )
 """Dispatches by these sets of keys, as `dispatch_keys_now` gives them."""
 
@@ -103,21 +100,16 @@ dispatch_keys: Callable[[Any, Any], AbstractContextManager[object]] = NAMES.take
 def dispatch_keys_now() -> tuple[Any, Any]:
     """The dispatch keys that are included and excluded in this thread, without dispatch modes."""
     included = included_keys()
-    for key in _keys_of_modes():
+    for key in _python_keys:
         included = included.remove(key)
     return included, excluded_keys()
-
-
-@cache
-def _keys_of_modes() -> list[Any]:
-    return [key.find() for key in _python_keys]
 
 
 class _ConjugationResolved(dict[int, Any]):
     def __missing__(self, key: int) -> Any:
         resolved = excluded_keys()
         for put_off in _put_off_keys:
-            resolved = resolved.remove(put_off.find())
+            resolved = resolved.remove(put_off)
         self[key] = resolved
         return resolved
 
@@ -133,19 +125,10 @@ together takes longer than finding it."""
 
 # Settings ----------------------------------------------------------------------------------------
 
-_NO_ATTENTION = "sdpa_kernel() entered around an eager part is not on in it at replay"
-attention_kernels: Any = NAMES.take(
-    "torch.nn.attention._cur_sdpa_kernel_backends", without=_NO_ATTENTION, seen=("2.11", "2.13")
-)
-set_attention_kernels: Any = NAMES.take(
-    "torch.nn.attention._sdpa_kernel", without=_NO_ATTENTION, seen=("2.11", "2.13")
-)
-attention_order: Any = NAMES.take(
-    "torch._C._get_sdp_priority_order", without=_NO_ATTENTION, seen=("2.11", "2.13")
-)
-set_attention_order: Any = NAMES.take(
-    "torch._C._set_sdp_priority_order", without=_NO_ATTENTION, seen=("2.11", "2.13")
-)
+attention_kernels: Any = _attention("torch.nn.attention._cur_sdpa_kernel_backends")
+set_attention_kernels: Any = _attention("torch.nn.attention._sdpa_kernel")
+attention_order: Any = _attention("torch._C._get_sdp_priority_order")
+set_attention_order: Any = _attention("torch._C._set_sdp_priority_order")
 _NO_FUNCTION_MODES = "a torch function mode around an eager part is not on in it at replay"
 _function_modes: Any = NAMES.take(
     "torch.overrides._get_current_function_mode_stack",
@@ -189,12 +172,8 @@ def in_transform() -> bool:
     return bool(_innermost_transform) and _innermost_transform() is not None
 
 
-schemas_of_operator: Callable[[str], list[Any]] = NAMES.take(
-    "torch._C._jit_get_schemas_for_operator", without=_NO_BREAKS
-)
-has_kernel: Callable[[str, str], bool] = NAMES.take(
-    "torch._C._dispatch_has_kernel_for_dispatch_key", without=_NO_BREAKS
-)
+schemas_of_operator: Callable[[str], list[Any]] = _break("torch._C._jit_get_schemas_for_operator")
+has_kernel: Callable[[str, str], bool] = _break("torch._C._dispatch_has_kernel_for_dispatch_key")
 
 _composite = NAMES.declare(
     "torch._C.DispatchKey.CompositeImplicitAutograd", without="nothing can be captured"
@@ -213,15 +192,10 @@ def run_composite(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 # Constants ---------------------------------------------------------------------------------------
 
-_NO_LIFTING = "a forward that makes tensors of Python data cannot be captured on a GPU"
-make_on_host: Callable[[bool], object] = NAMES.take(
-    "torch._C._set_only_lift_cpu_tensors", without=_NO_LIFTING
-)
+make_on_host: Callable[[bool], object] = _lifting("torch._C._set_only_lift_cpu_tensors")
 """Says whether torch makes every tensor of Python data on the host, and copies it to its device by
 an operator that modes see."""
-is_made_on_host: Callable[[], bool] = NAMES.take(
-    "torch._C._only_lift_cpu_tensors", without=_NO_LIFTING
-)
+is_made_on_host: Callable[[], bool] = _lifting("torch._C._only_lift_cpu_tensors")
 
 # Memory ------------------------------------------------------------------------------------------
 

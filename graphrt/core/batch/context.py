@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from contextvars import ContextVar, Token, copy_context
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from graphrt.core.base.errors import InvalidOptionError
@@ -55,6 +56,7 @@ class Announcer(Protocol):
 
 
 @public("graphrt")
+@dataclass(slots=True, eq=False, repr=False)
 class ForwardContext:
     """One step: its runtime mode, the descriptor of its graph, and its task updates.
 
@@ -73,60 +75,33 @@ class ForwardContext:
     - `compared`: the step is run on its live rows for a trial, which compares a padded one with it.
     - `token`: unique to one step, None outside of one.
 
+    `mode` is NONE, PIECEWISE or FULL, or its name; others raise `InvalidModeError`.
+
     Entering it makes it `current_context()` for this thread. It may be entered again after it was
     left, which is another step. A host that has a context of its own, and wrappers that read this
     one from it, enters nothing and calls `begin_step()`.
     """
 
-    __slots__ = (
-        "capture",
-        "compared",
-        "descriptor",
-        "dispatcher",
-        "enlist",
-        "live",
-        "metadata",
-        "mode",
-        "num_reqs",
-        "numbered",
-        "query_len",
-        "slot",
-        "token",
-        "updates",
-    )
+    mode: GraphMode
+    descriptor: BatchDescriptor | None = None
+    slot: int = -1
+    updates: Any = None
+    metadata: Any = None
+    num_reqs: int | None = None
+    query_len: int | None = None
+    dispatcher: Announcer | None = None
+    live: Batch | None = None
+    capture: AllowedCapture | None = None
+    compared: bool = False
+    enlist: Callable[[Any], None] | None = field(default=None, init=False)
+    numbered: bool = field(default=False, init=False)
+    token: object = field(default=None, init=False)
 
-    def __init__(
-        self,
-        mode: GraphMode | str,
-        descriptor: BatchDescriptor | None = None,
-        slot: int = -1,
-        updates: Any = None,
-        metadata: Any = None,
-        capture: AllowedCapture | None = None,
-        num_reqs: int | None = None,
-        query_len: int | None = None,
-        dispatcher: Announcer | None = None,
-        compared: bool = False,
-        live: Batch | None = None,
-    ) -> None:
-        """`mode` is NONE, PIECEWISE or FULL, or its name; others raise `InvalidModeError`."""
+    def __post_init__(self) -> None:
         # One is made for every step: these are all that a right mode costs.
+        mode = self.mode
         if mode is not _FULL and mode is not _PIECEWISE and mode is not _NONE:
-            mode = GraphMode.parse_runtime(mode, "a step runs in one runtime mode")
-        self.compared = compared
-        self.live = live
-        self.dispatcher = dispatcher
-        self.num_reqs = num_reqs
-        self.query_len = query_len
-        self.mode: GraphMode = mode
-        self.descriptor = descriptor
-        self.slot = slot
-        self.numbered = False
-        self.updates = updates
-        self.metadata = metadata
-        self.capture = capture
-        self.enlist: Callable[[Any], None] | None = None
-        self.token: object = None
+            self.mode = GraphMode.parse_runtime(mode, "a step runs in one runtime mode")
 
     def begin_step(self) -> None:
         """Say that another step of this context begins: the calls of PIECEWISE wrappers that read
@@ -215,16 +190,9 @@ def forward_context(
     is served: updates of tasks that leave out some of its requests are refused then.
     Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL.
     """
+    what: Any = mode  # or its name
     return ForwardContext(
-        mode,
-        descriptor,
-        slot,
-        updates,
-        metadata,
-        num_reqs=num_reqs,
-        query_len=query_len,
-        dispatcher=dispatcher,
-        live=live,
+        what, descriptor, slot, updates, metadata, num_reqs, query_len, dispatcher, live
     )
 
 

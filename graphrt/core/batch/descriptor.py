@@ -65,23 +65,16 @@ class BatchDescriptor(_Named):
         bounds, variant = checked_bounds(bounds), checked_variant(variant)
         uniform = _checked_flag("uniform", uniform)
         has_lora = _checked_flag("has_lora", has_lora) or num_active_loras > 0
-        if uniform and query_len is None:
-            if num_reqs is None or num_tokens % num_reqs:
+        if uniform:
+            if query_len is None and num_reqs is not None and num_tokens % num_reqs == 0:
+                query_len = num_tokens // num_reqs
+            if query_len is None or num_tokens % query_len:
                 raise InvalidBatchError(
-                    "a uniform descriptor needs its query length",
-                    got=f"{num_tokens} tokens, {num_reqs} reqs",
-                    expected="query_len, or num_tokens divisible by num_reqs",
+                    "a uniform descriptor holds whole requests",
+                    got=f"{num_tokens} tokens, {num_reqs} reqs, query length {query_len}",
+                    expected="a query length that num_tokens is a multiple of",
                     advice="query_len=1, or uniform=False for requests of any length",
                 )
-            query_len = num_tokens // num_reqs
-        elif uniform and query_len is not None and num_tokens % query_len:
-            raise InvalidBatchError(
-                "a uniform descriptor holds whole requests",
-                got=f"{num_tokens} tokens, query length {query_len}",
-                expected="num_tokens divisible by query_len",
-                advice=f"num_tokens={max(num_tokens // query_len, 1) * query_len}, or a descriptor "
-                "without query_len, uniform=False",
-            )
         fields = num_tokens, num_reqs, uniform, has_lora, num_active_loras, query_len
         return _new_tuple(cls, (*fields, bounds, variant))
 
@@ -194,7 +187,7 @@ def checked_batch(batch: object) -> Batch:
             expected="a Batch, or nothing where the inputs' shapes say everything",
             advice="runner(Batch(num_tokens, num_reqs), input_ids=...): inputs are passed by name",
         )
-    tokens, reqs, query_len, bounds, loras, variant, exclude = batch
+    tokens, reqs, query_len, bounds, loras, variant, _ = batch
     if variant is not None and type(variant) is not str:
         checked_variant(variant)
     if not (
@@ -204,9 +197,8 @@ def checked_batch(batch: object) -> Batch:
         and (bounds is _NO_BOUNDS or _are_ints(bounds))
         and type(loras) is int
     ):
-        bounds = checked_bounds(bounds)
         loras = count_of("num_active_loras", loras, error=InvalidBatchError)
-        batch = Batch(tokens, reqs, query_len, bounds, loras, variant, exclude)
+        batch = batch._replace(bounds=checked_bounds(bounds), num_active_loras=loras)
     if batch.num_tokens < 1:
         raise InvalidBatchError(
             "a batch needs at least one token",

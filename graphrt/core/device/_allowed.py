@@ -64,12 +64,15 @@ class AllowedPlugins:
         return tuple(sorted({*found, *(set(self.only or ()) - plain)}))
 
 
+def plugin_name(entry_point: EntryPoint) -> str:
+    """What errors and `graphrt doctor` call a plugin."""
+    distribution = "" if entry_point.dist is None else f"{entry_point.dist.name}:"
+    return f"{distribution}{entry_point.name}"
+
+
 def names_of(entry_point: EntryPoint) -> set[str]:
     """What a plugin may be called in a list."""
-    found = {entry_point.name}
-    if entry_point.dist is not None:
-        found.add(f"{entry_point.dist.name}:{entry_point.name}")
-    return found
+    return {entry_point.name, plugin_name(entry_point)}
 
 
 def normalized(name: str) -> str:

@@ -1,19 +1,10 @@
-"""Figures of a device: its limits, streams and memory, and what updating tasks took."""
+"""Figures of a device: its streams and memory, and what updating tasks took."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from graphrt.core.base.homes import public
-
-
-@public("graphrt.platforms")
-@dataclass(frozen=True)
-class Limits:
-    """What the device runs out of; None means no limit that matters."""
-
-    streams: int | None = None
-    graphs: int | None = None
 
 
 @public("graphrt.platforms")

@@ -16,7 +16,6 @@ from graphrt.core.device._contract import Capability
 from graphrt.core.device.error_chain import Unexplained
 from graphrt.core.device.figures import (
     GraphWork,
-    Limits,
     MemoryFigures,
     StreamRoom,
     UpdateFigures,
@@ -82,20 +81,6 @@ class Platform(ABC):
     @abstractmethod
     def get_static_graph_wrapper_cls(self) -> str:
         """Dotted path of the `GraphWrapper` subclass of this platform."""
-
-    def support_static_graph_mode(self) -> bool:
-        """Whether hosts may use graphs here at all (the name engines ask by)."""
-        return Capability.CAPTURE in self.capabilities
-
-    def require(self, capability: Capability, option: str) -> None:
-        """Raise `MissingCapabilityError` if `option` asks for what the platform cannot do."""
-        if capability not in self.capabilities:
-            raise MissingCapabilityError(
-                f"platform {self.name!r} lacks what {option} needs",
-                got=f"{option}=True",
-                expected=f"a platform with {capability.name}",
-                advice=f"leave {option} out",
-            )
 
     def versions(self) -> dict[str, str]:
         """Versions worth printing in `graphrt doctor`, by library name."""
@@ -195,11 +180,6 @@ class Platform(ABC):
         capture lock, because an allocator must not return memory while another capture is open."""
         return None
 
-    def debug_dump(self, graph: Any, path: str) -> None:
-        """Write a readable form of `graph` to `path`; raises `MissingCapabilityError` where the
-        device has none."""
-        raise MissingCapabilityError(f"platform {self.name!r} cannot dump graphs")
-
     def reads(self, graph: Any) -> Sequence[GraphRead] | None:
         """Every tensor outside of graph memory that a replay of `graph` reads or writes, or None
         if that cannot be told. Asked for when weights were changed."""
@@ -279,7 +259,7 @@ class Platform(ABC):
         copy, which moves them before each launch. The interface is graphrt's own: it may change."""
         return None
 
-    # Figures, limits, errors -----------------------------------------------------------------
+    # Figures and errors - -----------------------------------------------------------------
 
     def memory_figures(self) -> MemoryFigures | None:
         """Free and total device memory, or None."""
@@ -288,10 +268,6 @@ class Platform(ABC):
     def default_max_size(self) -> int:
         """The largest capture size, in tokens, that is worth it by default."""
         return 512
-
-    def limits(self) -> Limits:
-        """The limits that a plan must keep."""
-        return Limits()
 
     def stream_room(self) -> StreamRoom | None:
         """The streams that graphs may take now, and those that must stay free; None where graphs

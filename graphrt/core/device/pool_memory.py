@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NewType
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 
@@ -80,7 +80,6 @@ class PoolMemory:
         self._handles = [self._new_handle() if adopted is None else adopted]
         self._share: Any = None
         self._graphs: WeakSet[Any] = WeakSet()
-        self._keeper: ref[Any] | None = None
         self._used = False
         self._ranges: list[tuple[int, int]] = []
         self._foreign: set[int] = set()
@@ -186,16 +185,7 @@ class PoolMemory:
             self._share = None
 
     def _alive(self) -> bool:
-        if self._share is not None:
-            return True
-        keeper = None if self._keeper is None else self._keeper()
-        if keeper is not None and captured_pool(keeper) is not None:
-            return True
-        for graph in self._graphs:
-            if captured_pool(graph) is not None:
-                self._keeper = ref(graph)
-                return True
-        return False
+        return self._share is not None or any(map(captured_pool, self._graphs))
 
     def _renew(self) -> None:
         self._give_share()

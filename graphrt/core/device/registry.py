@@ -11,20 +11,17 @@ Nothing is looked for before it is asked for, and no built-in's name imports a p
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import entry_points
-from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pluggy
-import torch
 
 from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import (
@@ -37,7 +34,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_kind, flag, shown
-from graphrt.core.device._allowed import AllowedPlugins, normalized
+from graphrt.core.device._allowed import AllowedPlugins, normalized, plugin_name
 from graphrt.core.device._contract import Capability, check_contract
 from graphrt.core.device.platform import Availability, Platform
 
@@ -45,9 +42,10 @@ FAILURES = (Exception, SystemExit)
 """What a plugin may raise and is left out for: a library that calls `sys.exit()` when it is
 imported must not end the host. Ctrl-C is the user's."""
 
-
 SLOW_S = 5.0
 """So many seconds nothing of a plugin should take."""
+
+T = TypeVar("T")
 
 
 @public("graphrt.errors")
@@ -76,9 +74,9 @@ class FoundPlatform:
     def availability(self) -> Availability:
         """Whether this machine can run the platform; asked once, then kept."""
         if self._availability is None and self.platform is not None:
+            what = f"availability() of platform {self.name!r} of {self.plugin}"
             try:
-                with said_if_slow(f"availability() of platform {self.name!r} of {self.plugin}"):
-                    self._availability = _checked(self.platform.availability())
+                self._availability = _checked(said_if_slow(what, self.platform.availability))
             except FAILURES as error:
                 self.failed("failed availability()", error)
         return self._availability or Availability(False, self.blocked or "")
@@ -100,8 +98,9 @@ class FoundPlatform:
 
 
 def _checked(answer: object) -> Availability:
-    fields = (getattr(answer, "available", None), getattr(answer, "reason", None))
-    if not isinstance(answer, Availability) or [type(each) for each in fields] != [bool, str]:
+    if not isinstance(answer, Availability) or not (
+        isinstance(answer.available, bool) and isinstance(answer.reason, str)
+    ):
         raise PlatformError(
             "availability() returned something else than whether the platform is available",
             got=shown(answer),
@@ -111,10 +110,9 @@ def _checked(answer: object) -> Availability:
     return answer
 
 
-@contextmanager
-def said_if_slow(what: str) -> Iterator[None]:
-    """Log what a host waits for, if it takes long: a plugin that hangs hangs its host, for nothing
-    can end what it does, but not without being named."""
+def said_if_slow(what: str, call: Callable[[], T]) -> T:
+    """What `call` gives. If it takes long the log says so: a plugin that hangs hangs its host, for
+    nothing can end what it does, but not without being named."""
     advice = f"{what} has taken {SLOW_S:g} s and is not done; if it hangs, leave its plugin out"
     timer = threading.Timer(
         SLOW_S, logger.warning, (f"{advice} (GRAPHRT_BLOCK_PLUGINS, or GRAPHRT_PLATFORM=cpu)",)
@@ -122,19 +120,9 @@ def said_if_slow(what: str) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        return call()
     finally:
         timer.cancel()
-
-
-def _has_module(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError as error:
-        # Only a missing package of this path means "not there"; else its own import is broken.
-        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
-            return False
-        raise
 
 
 def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
@@ -213,10 +201,7 @@ class PlatformRegistry:
         `PlatformError` for one that does not implement the hook as specified.
         """
         check_kind("name", name, str)
-        if isinstance(plugin, torch.Tensor) or type(plugin).__hash__ is None:
-            # It could not be kept in a table, and would be asked for a great many attributes.
-            raise _no_plugin(plugin)
-        _check_comparable(plugin)
+        _check_plugin(plugin)
         with self._lock:
             taken = self._plugins.get_name(plugin) or name
             if taken is not None and self._plugins.has_plugin(taken):
@@ -224,22 +209,9 @@ class PlatformRegistry:
                     "a plugin of that name is registered already",
                     got=f"{taken!r}: {plugin!r}",
                     expected=f"another one than {self._plugins.get_plugin(taken)!r}",
-                    advice="register(plugin, name=...) with another name, or unregister the first",
+                    advice="register(plugin, name=...) with another name",
                 )
             return self._add(plugin, name)
-
-    def unregister(self, name: str) -> None:
-        """Forget the plugin that `register` called `name`, with its platforms."""
-        with self._lock:
-            if self._plugins.unregister(name=name) is None:
-                known = ", ".join(each for each, _ in self._plugins.list_name_plugin())
-                raise UnknownPlatformError(
-                    "no plugin of that name is registered",
-                    got=shown(name),
-                    expected=known or "none",
-                    advice="the name that register() returned",
-                )
-            self._of_plugins.pop(name, None)
 
     def platforms(self) -> tuple[FoundPlatform, ...]:
         """All that was found, plugins first; broken ones have an `error`, those that may not be
@@ -249,8 +221,10 @@ class PlatformRegistry:
                 self._load_installed()
                 self._discovered = True
             self._ask_plugins()
-            built_in = [self._built_in(name) for name in self._built_ins]
-            return tuple(chain(*self._of_plugins.values(), *built_in))
+            found = [each for of_plugin in self._of_plugins.values() for each in of_plugin]
+            for name in self._built_ins:
+                found += self._built_in(name)
+            return tuple(found)
 
     def get(self, name: str, *, must_be_available: bool = True) -> Platform:
         """The platform of that name. For one of graphrt's own no installed plugin is imported.
@@ -267,17 +241,10 @@ class PlatformRegistry:
         _refuse_two_of_a_name(named)
         if not named:
             raise self._unknown(name)
-        found, platform = named[0], _platform_of(named[0])
+        platform = _platform_of(named[0])
         if not must_be_available:
             return platform
-        if not found.availability.available:
-            raise PlatformUnavailableError(
-                f"platform {name!r} of {found.plugin} is not available here",
-                got=found.availability.reason or "no reason given",
-                expected="a machine that can run it",
-                advice=self._choices(),
-            )
-        platform.start()
+        _start(platform, named[0].availability)
         if platform.by_name_only:
             self._stood_in_for.add(platform.device_type)
         return platform
@@ -336,15 +303,14 @@ class PlatformRegistry:
         """Import the plugins that are installed, and may be."""
         allowed = AllowedPlugins.from_environment() if self._allowed is None else self._allowed
         for entry_point in [] if self._group is None else entry_points(group=self._group):
-            distribution = "" if entry_point.dist is None else f"{entry_point.dist.name}:"
-            name = f"{distribution}{entry_point.name}"
+            name = plugin_name(entry_point)
             found = FoundPlatform(name, "plugin", blocked=allowed.refusal(entry_point))
             if found.blocked is None:
                 try:
                     logger.info("importing plugin %s (%s)", name, entry_point.value)
-                    with said_if_slow(f"the import of plugin {name} ({entry_point.value})"):
-                        plugin = entry_point.load()
-                    _check_comparable(plugin)
+                    what = f"the import of plugin {name} ({entry_point.value})"
+                    plugin = said_if_slow(what, entry_point.load)
+                    _check_plugin(plugin)
                     if not self._plugins.is_registered(plugin):
                         self._installed.add(self._add(plugin, name))
                     continue
@@ -354,34 +320,26 @@ class PlatformRegistry:
             self._of_plugins[f"entry point {name}"] = [found]
 
     def _add(self, plugin: object, name: str | None) -> str:
-        if plugin is None:
-            raise _no_plugin(plugin)  # pluggy takes it for a name that nobody may use
         try:
             added = self._plugins.register(plugin, name)
         except pluggy.PluginValidationError as error:
-            raise PlatformError(
-                "the plugin does not implement the hook as specified",
-                got=str(error),
-                expected="@graphrt.platforms.hookimpl def graphrt_platforms()",
-                advice="examples/platform_plugin is a plugin that works",
-            ) from error
+            raise _no_plugin(plugin, str(error)) from error
         assert added is not None, "no name is blocked in pluggy"
         if not self._plugins.get_hookcallers(plugin):
             self._plugins.unregister(name=added)
-            raise _no_plugin(plugin)
+            raise _no_plugin(plugin, "it has no graphrt hook")
         return added
 
     def _ask_plugins(self) -> None:
-        """Ask each plugin for its platforms, once."""
-        for name, plugin in self._plugins.list_name_plugin():
+        """Ask each plugin for its platforms, once; by itself, as pluggy stops calling the others
+        when one of them raises."""
+        for implementation in self._plugins.hook.graphrt_platforms.get_hookimpls():
+            name = implementation.plugin_name
             if name in self._of_plugins:
                 continue
-            # One plugin at a time: pluggy stops calling the others when one of them raises.
-            others = [each for each in self._plugins.get_plugins() if each is not plugin]
-            hook = self._plugins.subset_hook_caller("graphrt_platforms", others)
+            ask = partial(_as_platforms, implementation)
             try:
-                with said_if_slow(f"graphrt_platforms() of plugin {name}"):
-                    platforms = [each for result in hook() for each in _as_platforms(result)]
+                platforms = said_if_slow(f"graphrt_platforms() of plugin {name}", ask)
                 found = [FoundPlatform(name, "plugin", each.name, each) for each in platforms]
             except FAILURES as error:
                 found = [
@@ -395,11 +353,15 @@ class PlatformRegistry:
             found: list[FoundPlatform] = []
             module, _, attribute = self._built_ins[name].partition(":")
             try:
-                if _has_module(module):
-                    platform = getattr(importlib.import_module(module), attribute)()
-                    found = [FoundPlatform("graphrt", "built-in", platform.name, platform)]
+                platform = getattr(importlib.import_module(module), attribute)()
+                found = [FoundPlatform("graphrt", "built-in", platform.name, platform)]
             except FAILURES as error:
-                found = [FoundPlatform("graphrt", "built-in", name).failed("failed to load", error)]
+                # Only a missing part of this path means "not there"; else its import is broken.
+                missing = error.name if isinstance(error, ModuleNotFoundError) else None
+                if missing is None or not f"{module}.".startswith(f"{missing}."):
+                    found = [
+                        FoundPlatform("graphrt", "built-in", name).failed("failed to load", error)
+                    ]
             self._of_built_ins[name] = found
         return self._of_built_ins[name]
 
@@ -410,40 +372,29 @@ class PlatformRegistry:
             return []
         with self._lock:
             built_in = [each for each in self._built_in(name) if each.platform is not None]
-            if built_in:
-                self._ask_plugins()
-                for plugin, found in self._of_plugins.items():
-                    if plugin not in self._installed:
-                        built_in += [each for each in found if each.name == name]
-            return built_in[::-1]
+            if not built_in:
+                return []
+            self._ask_plugins()
+            registered = [
+                self._of_plugins[each] for each in self._of_plugins.keys() - self._installed
+            ]
+            return [each for found in registered for each in found if each.name == name] + built_in
 
     def _unknown(self, name: str) -> UnknownPlatformError:
         found = self.platforms()
-        known = ", ".join(sorted(str(each.name) for each in self._usable())) or "none is known"
-        for each in found:
-            if each.blocked and normalized(each.plugin.rpartition(":")[2]) == normalized(name):
-                return PluginBlockedError(
-                    f"the plugin of platform {name!r} is not imported in this process",
-                    got=f"{each.plugin}: {each.blocked}",
-                    expected=known,
-                    advice="change the variable where the process starts, or use one of those",
-                )
-        missing = [
+        blocked = [normalized(each.plugin.rpartition(":")[2]) for each in found if each.blocked]
+        kind = PluginBlockedError if normalized(name) in blocked else UnknownPlatformError
+        left_out = [
             f"; {each.plugin} is {each.blocked or 'broken (graphrt doctor shows why)'}"
             for each in found
             if each.blocked or each.error
         ]
-        return UnknownPlatformError(
-            "no platform of that name is installed",
+        return kind(
+            "no platform of that name is installed, or its plugin is not imported in this process",
             got=shown(name),
-            expected=known,
-            advice=f"install the plugin of {name!r}, or use one of those{''.join(missing)}",
-        )
-
-    def _choices(self) -> str:
-        names = [str(each.name) for each in self._usable() if each.availability.available]
-        return (
-            f"{' or '.join(names)}, by name or {PLATFORM_VARIABLE}" if names else "graphrt doctor"
+            expected=", ".join(sorted(str(each.name) for each in self._usable()))
+            or "none is known",
+            advice=f"install the plugin of {name!r}, or use one of those{''.join(left_out)}",
         )
 
 
@@ -490,14 +441,7 @@ def resolve_platform(platform: Platform | str | None) -> Platform:
         return _default.get(platform)
     check_kind("platform", platform, Platform, optional=False, example='get_platform("cpu")')
     check_contract(platform)
-    found = platform.availability()
-    if not found.available:
-        raise PlatformUnavailableError(
-            f"platform {platform.name!r} is not available on this machine",
-            got=found.reason,
-            advice="run `graphrt doctor`, or choose another platform",
-        )
-    platform.start()
+    _start(platform, platform.availability())
     return platform
 
 
@@ -509,66 +453,66 @@ def given_platform(platform: Platform | str | None) -> Platform:
     return platform
 
 
+def _start(platform: Platform, found: Availability) -> None:
+    """Start a platform that a host has asked for."""
+    if not found.available:
+        raise PlatformUnavailableError(
+            f"platform {platform.name!r} is not available on this machine",
+            got=found.reason or "no reason given",
+            expected="a machine that can run it",
+            advice="`graphrt doctor` shows which platforms are",
+        )
+    platform.start()
+
+
 def _platform_of(found: FoundPlatform) -> Platform:
     assert found.platform is not None, "only usable platforms are selected"
     return found.platform
 
 
-def _no_plugin(plugin: object) -> PlatformError:
+def _check_plugin(plugin: object) -> None:
+    """Raise `PlatformError` for a plugin that is compared by value: pluggy looks it up by `==`, and
+    a tensor, or what raises there, would stand in the way of all others."""
+    if plugin is None or type(plugin).__eq__ is not object.__eq__:
+        raise _no_plugin(plugin, "it is compared by value")
+
+
+def _no_plugin(plugin: object, why: str) -> PlatformError:
     return PlatformError(
-        "the plugin implements no graphrt hook",
+        f"this is no plugin: {why}",
         got=shown(plugin),
-        expected="@graphrt.platforms.hookimpl def graphrt_platforms()",
-        advice="mark the function with graphrt.platforms.hookimpl",
+        expected="a module, or an object compared by identity, with @graphrt.platforms.hookimpl "
+        "def graphrt_platforms()",
+        advice="examples/platform_plugin is a plugin that works",
     )
 
 
-def _check_comparable(plugin: object) -> None:
-    """Raise `PlatformError` for a plugin that cannot be looked up: it would stand in the way of all
-    others."""
-    try:
-        hash(plugin)
-        _ = plugin == _check_comparable
-    except Exception as error:
-        raise PlatformError(
-            "the plugin cannot be kept in a table",
-            got=f"{type(plugin).__name__}: {type(error).__name__} in its hash() or ==",
-            expected="a module, or an object that is compared by identity",
-            advice="leave __eq__ and __hash__ out of the plugin's class",
-        ) from error
-
-
-def _as_platforms(result: object) -> list[Platform]:
+def _as_platforms(implementation: pluggy.HookImpl) -> list[Platform]:
+    """The platforms that a plugin gives."""
+    result: Any = implementation.function()
     platforms: list[Any] = list(result) if isinstance(result, Iterable) else [result]
     for each in platforms:
-        if not isinstance(each, Platform):
+        if isinstance(each, Platform):
+            check_contract(each)
+        wrong = _wrong_in(each)
+        if wrong is not None:
             raise PlatformError(
-                "graphrt_platforms() returned something that is no platform",
-                got=shown(each),
+                "graphrt_platforms() returned something that is no platform, or a wrong one",
+                got=wrong,
                 expected="an instance of a Platform subclass, or several",
-                advice="return MyPlatform(), not MyPlatform",
+                advice='name = "mynpu", device_type = "npu", by_name_only = False, '
+                "capabilities = frozenset({Capability.CAPTURE})",
             )
-        check_contract(each)
-        _check_fields(each)
     return platforms
 
 
-def _check_fields(platform: Platform) -> None:
-    """Raise `PlatformError` for what the registry, or who lists platforms, would fail at."""
+def _wrong_in(platform: object) -> str | None:
+    """What the registry, or who lists platforms, would fail at."""
+    if not isinstance(platform, Platform):
+        return shown(platform)
     for name, kind in (("name", str), ("device_type", str), ("by_name_only", bool)):
         value = getattr(platform, name)
         if not isinstance(value, kind) or value == "":
-            raise _wrong_field(platform, name, value, f"a {kind.__name__}")
-    for each in platform.capabilities:
-        if not isinstance(each, Capability):
-            raise _wrong_field(platform, "capabilities", each, "members of Capability")
-
-
-def _wrong_field(platform: Platform, name: str, value: object, expected: str) -> PlatformError:
-    return PlatformError(
-        f"{name} of a platform is of a wrong type",
-        got=f"{shown(value)} of a {type(platform).__name__}",
-        expected=expected,
-        advice='name = "mynpu", device_type = "npu", by_name_only = False, '
-        "capabilities = frozenset({Capability.CAPTURE})",
-    )
+            return f"{name} = {shown(value)}"
+    known = all(isinstance(each, Capability) for each in platform.capabilities)
+    return None if known else f"capabilities = {shown(platform.capabilities)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -11,8 +11,6 @@ from typing import NamedTuple
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import (
-    MOST,
-    check_hashable,
     check_takes,
     count_of,
     items_of,
@@ -23,8 +21,8 @@ from graphrt.core.base.option_values import (
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.resolution import ModeResolution
-from graphrt.core.plan.sizes import CaptureKey, capture_order
-from graphrt.core.plan.traffic import Traffic, best_sizes, by_worth, live_sizes
+from graphrt.core.plan.sizes import CaptureKey
+from graphrt.core.plan.traffic import Traffic, best_sizes, by_worth
 
 RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
 
@@ -63,9 +61,9 @@ class Budget:
     """What the graphs of one plan may take together, in the units of `GraphCost`; None is no limit.
 
     `cost` says what each graph takes: one cost for each runtime mode, or a function of mode and
-    descriptor; what it leaves out takes one graph and nothing else. With fewer than `min_piecewise`
-    piecewise sizes only decode is captured. `notes` are lines that a plan prints with the budget,
-    such as where its limits come from.
+    descriptor (of which no plan can be saved); what it leaves out takes one graph and nothing else.
+    With fewer than `min_piecewise` piecewise sizes only decode is captured. `notes` are lines that
+    a plan prints with the budget, such as where its limits come from.
 
     Raises `InvalidOptionError` for a limit that is no number, or negative, and for costs that are
     none.
@@ -84,7 +82,8 @@ class Budget:
         least = count_of("min_piecewise", self.min_piecewise, least=0)
         notes = items_of("notes", self.notes, '("a line",)')
         object.__setattr__(self, "min_piecewise", least)
-        object.__setattr__(self, "notes", tuple(map(_line, notes)))
+        lines = tuple(note if isinstance(note, str) else shown(note) for note in notes)
+        object.__setattr__(self, "notes", lines)
         cost = self.cost
         if isinstance(cost, Mapping):
             # Looked up by mode, whose name may be given.
@@ -104,8 +103,7 @@ class Budget:
         """What the graph of a key takes; raises `InvalidOptionError` if `cost` cannot say."""
         if callable(self.cost):
             return _checked_cost(self.cost(mode, descriptor))
-        check_hashable("mode", mode)
-        return (self.cost or {}).get(mode, GraphCost())
+        return (self.cost or {}).get(GraphMode.parse(mode), GraphCost())
 
     def lacks(self, used: GraphCost, more: GraphCost) -> str | None:
         """The first resource that `more` does not fit into beside `used`, or None."""
@@ -114,10 +112,6 @@ class Budget:
             if limit is not None and getattr(used, name) + getattr(more, name) > limit:
                 return name
         return None
-
-
-def _line(note: object) -> str:
-    return note if isinstance(note, str) else shown(note)
 
 
 def _checked_cost(cost: object) -> GraphCost:
@@ -135,10 +129,7 @@ def _make_numbers(owner: GraphCost | Budget) -> None:
     """Replace amounts by Python numbers: a plan is saved as JSON."""
     for name in RESOURCES:
         amount = getattr(owner, name)
-        # Most are ints already: one is made for every graph of a plan, and for every sum.
-        if amount is None and isinstance(owner, Budget):
-            continue
-        if type(amount) is not int or not 0 <= amount <= MOST:
+        if amount is not None or isinstance(owner, GraphCost):
             what = f"a {type(owner).__name__.removeprefix('Graph').lower()} of {name}"
             object.__setattr__(owner, name, number_of(name, amount, what))
 
@@ -191,10 +182,14 @@ class Fitted:
         shown = [name for name in RESOURCES if name in limited + taken] or ["graphs"]
         counted = f"{len(self.captured)} of {len(self.captured) + len(self.left_out)} sizes"
         limits = [of_limit(n, getattr(total, n), getattr(budget, n)) for n in limited]
+
+        def figures(cost: GraphCost) -> str:
+            return ", ".join(figure(name, getattr(cost, name)) for name in shown)
+
         return [
             *budget.notes,
-            *(f"{p.mode.name} [{p.descriptor}]: {_figures(p.cost, shown)}" for p in self.captured),
-            f"in all: {counted}, {', '.join(limits) or _figures(total, shown)}",
+            *(f"{p.mode.name} [{p.descriptor}]: {figures(p.cost)}" for p in self.captured),
+            f"in all: {counted}, {', '.join(limits) or figures(total)}",
             *_left_out_lines(self.left_out),
         ]
 
@@ -212,7 +207,6 @@ def fit(
     mode: ModeResolution,
     traffic: Traffic | None = None,
     landmarks: Collection[int] = (),
-    own: bool = False,
 ) -> Fitted:
     """Choose which of `keys` (in capture order) to capture within `budget`.
 
@@ -222,26 +216,22 @@ def fit(
     smallest, then those of `landmarks` (a full decode batch), then the most valuable (see
     `by_worth`); what does not fit is left out, and smaller graphs after it may still fit. Where the
     graphs of a mode cost alike, a larger budget keeps what a smaller one held, and more, as long as
-    both end in the same mode.
-
-    With `traffic` as many sizes as fit are those that pad its batches least (`best_sizes`), the
-    largest among them: of the sizes of `keys` if these are a host's `own`, else of any. A larger
-    budget may then keep others.
+    both end in the same mode. With `traffic` as many sizes of each kind as fit are those that pad
+    its batches least (`best_sizes`); a larger budget may then keep others.
 
     Fewer than `budget.min_piecewise` PIECEWISE sizes (or than were asked for) turn
     FULL_AND_PIECEWISE into FULL_DECODE_ONLY, no FULL graph turns it into PIECEWISE; where no graph
-    fits at all, the mode becomes NONE. Raises `InvalidOptionError` for bad traffic.
+    fits at all, the mode becomes NONE.
     """
     costs = {key: budget.cost_of(*key) for key in keys}
     unlimited = all(getattr(budget, name) is None for name in RESOURCES)
     order = list(keys) if unlimited else by_priority(keys, traffic, landmarks)
     kept, mode = _within(order, costs, budget, mode)
-    if traffic is not None and 0 < len(kept) < len(keys):
-        kept = _refitted(keys, kept, costs, budget, traffic, own=own)
-    order_of = {key: at for at, key in enumerate(keys)}
-    chosen = sorted(kept, key=lambda key: (capture_order(key), order_of.get(key, len(keys))))
-    captured = tuple(PlannedCapture(*key, costs[key]) for key in chosen)
-    return Fitted(mode, captured, _left_out(keys, kept, costs, budget, mode), budget)
+    if traffic is not None:
+        kept = _refitted(keys, kept, costs, budget, traffic)
+    captured = tuple(PlannedCapture(*key, costs[key]) for key in keys if key in kept)
+    left_out = tuple(_left_out(keys, kept, costs, budget, mode.mode))
+    return Fitted(mode, captured, left_out, budget)
 
 
 def by_priority(
@@ -322,83 +312,48 @@ def _fill(
 
 
 def _refitted(
-    keys: Sequence[CaptureKey],
-    kept: Kept,
-    costs: Costs,
-    budget: Budget,
-    traffic: Traffic,
-    *,
-    own: bool,
+    keys: Iterable[CaptureKey], kept: Kept, costs: Costs, budget: Budget, traffic: Traffic
 ) -> Kept:
-    """`kept`, with as many sizes of each kind that pad the batches of `traffic` least, where these
-    fit as well; notes what they cost in `costs`."""
+    """`kept`, with the sizes of each kind that pad least, where these fit as well."""
     for alike in _by_kind(keys).values():
-        held = dict.fromkeys(key for key in alike if key in kept)
-        if not held or len(held) == len(alike):
-            continue
-        others = _by_traffic(alike, held, traffic, own=own)
-        costs.update((key, budget.cost_of(*key)) for key in others if key not in costs)
-        rest = {key: None for key in kept if key not in held}
-        if not budget.lacks(
-            _total(costs[key] for key in rest), _total(costs[key] for key in others)
-        ):
-            kept = rest | dict.fromkeys(others)
+        held = [key for key in alike if key in kept]
+        if 0 < len(held) < len(alike):
+            largest = max(map(_tokens, held))
+            by_size = {_tokens(key): key for key in alike if _tokens(key) <= largest}
+            best = [by_size[size] for size in best_sizes(by_size, traffic, len(held))]
+            best += [key for key in held if key not in best][: len(held) - len(best)]
+            swapped = dict.fromkeys([*(key for key in kept if key not in held), *best])
+            if not budget.lacks(_total(()), _total(costs[key] for key in swapped)):
+                kept = swapped
     return kept
 
 
-def _by_traffic(
-    alike: Sequence[CaptureKey], held: Collection[CaptureKey], traffic: Traffic, *, own: bool
-) -> list[CaptureKey]:
-    """As many keys of a kind as are `held`, up to the largest of these, that pad least."""
-    mode, most = max(alike, key=_tokens)
-    largest = max(map(_tokens, held))
-    listed = [size for size in map(_tokens, alike) if size <= largest]
-    candidates = listed if own else live_sizes(traffic, largest, most.query_len or 1)
-    best: list[CaptureKey] = []
-    for size in best_sizes(set(candidates), traffic, len(held)):
-        reqs = most.num_reqs
-        if reqs is not None:
-            reqs = size // most.query_len if most.query_len else min(size, reqs)
-        best.append((mode, most._replace(num_tokens=size, num_reqs=reqs)))
-    return best + [key for key in held if key not in best][: len(held) - len(best)]
-
-
 def _left_out(
-    keys: Iterable[CaptureKey], kept: Kept, costs: Costs, budget: Budget, mode: ModeResolution
-) -> tuple[LeftOut, ...]:
+    keys: Iterable[CaptureKey], kept: Kept, costs: Costs, budget: Budget, mode: GraphMode
+) -> Iterator[LeftOut]:
     """Why each of the other keys is left out, and what its batches are padded to."""
     used = _total(costs[key] for key in kept)
     serving = {kind: sorted(map(_tokens, alike)) for kind, alike in _by_kind(kept).items()}
-    left_out = []
     for key in keys:
-        if key not in kept:
-            sizes = serving.get((key[0], key[1].kind), [])
-            at = bisect_left(sizes, key[1].num_tokens)
-            why = _why(key[0], costs[key], used, budget, mode.mode)
-            left_out.append(LeftOut(*key, costs[key], why, sizes[at] if at < len(sizes) else None))
-    return tuple(left_out)
-
-
-def _why(
-    runtime_mode: GraphMode, cost: GraphCost, used: GraphCost, budget: Budget, mode: GraphMode
-) -> str:
-    name = budget.lacks(used, cost)
-    wanted = mode is GraphMode.NONE or runtime_mode in mode.runtime_modes
-    if name is None and wanted:
-        return "FULL graphs come first, and not all of them fit"
-    if name is None or not wanted:
-        return f"mode {mode.name} captures no {runtime_mode.name} graphs"
-    limit = getattr(budget, name)
-    free = of_limit(name, limit - getattr(used, name), limit)
-    return f"needs {figure(name, getattr(cost, name))}; free: {free}"
+        if key in kept:
+            continue
+        cost = costs[key]
+        name = budget.lacks(used, cost)
+        if mode is not GraphMode.NONE and key[0] not in mode.runtime_modes:
+            why = f"mode {mode.name} captures no {key[0].name} graphs"
+        elif name is None:
+            why = "FULL graphs come first, and not all of them fit"
+        else:
+            limit = getattr(budget, name)
+            free = of_limit(name, limit - getattr(used, name), limit)
+            why = f"needs {figure(name, getattr(cost, name))}; free: {free}"
+        sizes = serving.get((key[0], key[1].kind), [])
+        at = bisect_left(sizes, key[1].num_tokens)
+        yield LeftOut(*key, cost, why, sizes[at] if at < len(sizes) else None)
 
 
 def _total(costs: Iterable[GraphCost]) -> GraphCost:
     return sum(costs, GraphCost(graphs=0))
-
-
-def _figures(cost: GraphCost, names: Iterable[str]) -> str:
-    return ", ".join(figure(name, getattr(cost, name)) for name in names)
 
 
 def _left_out_lines(left_out: Iterable[LeftOut]) -> list[str]:

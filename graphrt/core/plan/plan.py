@@ -1,25 +1,26 @@
-"""`Plan`: from what a host may run to the graphs that are captured for it."""
+"""`Plan`: from what a host may run to the graphs that are captured for it.
+
+A new argument is a type in `PlanArguments`, a row of `_ARGUMENTS` and a sentence of `Plan`. All
+arguments are handed to `capture_sizes` and `descriptors_for`, which take those that they name.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from graphrt.core.base.errors import InvalidSizesError, ResourceExhaustedError
+from graphrt.core.base.errors import InvalidOptionError, ResourceExhaustedError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_kind, flag, items_of, only_known
-from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.base.option_values import check_kind, count_of, flag, items_of, nearest
+from graphrt.core.batch.descriptor import BatchDescriptor, checked_variant
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import given_platform
 from graphrt.core.plan import saved
-from graphrt.core.plan.arguments import (
-    PlanArguments,
-    check_plan_arguments,
-    checked_arguments,
-)
 from graphrt.core.plan.budget import (
     Budget,
     Fitted,
@@ -34,6 +35,7 @@ from graphrt.core.plan.resolution import (
     SWITCHED_OFF,
     UNNAMED,
     ModeResolution,
+    all_compiled,
     levels_of,
     provider_of,
     resolve_mode,
@@ -44,15 +46,138 @@ from graphrt.core.plan.sizes import (
     CaptureSizes,
     capture_sizes,
     check_decode,
+    check_query_lens,
+    check_sizes,
     descriptors_for,
     eager_decode,
-    eager_range,
+    positive,
 )
-from graphrt.core.plan.traffic import Traffic
+from graphrt.core.plan.traffic import Traffic, check_traffic
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing from Python 3.11 on
+
+
+class _AllButMode(TypedDict, total=False):
+    """The keywords of `Plan` but the mode, which needs no name there."""
+
+    sizes: Sequence[int] | None
+    max_size: int | None
+    max_num_tokens: int | None
+    max_num_reqs: int | None
+    query_lens: Sequence[int]
+    attention: AttentionSupport | str | Mapping[str, AttentionSupport | str]
+    pieces: PieceProvider | str | None
+    compiled: Sequence[Any]
+    loras: Sequence[int | None]
+    bounds: Sequence[tuple[int, ...]]
+    variants: Sequence[Hashable]
+    budget: Budget | None
+    traffic: Traffic | None
+
+
+@public("graphrt.types")
+class PlanArguments(_AllButMode, total=False):
+    """The keywords of `Plan`, which `GraphRunner` takes too."""
+
+    mode: Mode | None
+
+
+def _attention(value: Any) -> AttentionSupport | dict[str, AttentionSupport]:
+    levels = levels_of(value)
+    return levels if isinstance(value, Mapping) else levels[UNNAMED]
+
+
+def _pieces(value: Any) -> PieceProvider | str | None:
+    auto = isinstance(value, str) and value.strip().lower() == AUTO
+    return AUTO if auto else PieceProvider.parse(value)
+
+
+def _budget(value: Any) -> Budget:
+    check_kind("budget", value, Budget)
+    return value  # type: ignore[no-any-return]
+
+
+def _cases(name: str, example: str, check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def check_all(value: Any) -> tuple[Any, ...]:
+        return tuple(map(check, items_of(name, value, example, empty=f"leave {name} out")))
+
+    return check_all
+
+
+def _loras(active: Any) -> int | None:
+    return None if active is None else count_of("a number of active LoRAs", active, least=0)
+
+
+def _bounds(case: Any) -> tuple[int, ...]:
+    return tuple(count_of("a bound", each, least=0) for each in items_of("bounds", case, "(4096,)"))
+
+
+_ARGUMENTS: Mapping[str, tuple[Any, Callable[[Any], Any]]] = {
+    "mode": (None, GraphMode.parse),
+    "sizes": (None, check_sizes),
+    "max_size": (None, partial(positive, "max_size")),
+    "max_num_tokens": (None, partial(positive, "max_num_tokens")),
+    "max_num_reqs": (None, partial(positive, "max_num_reqs")),
+    "query_lens": ((1,), check_query_lens),
+    "attention": (AttentionSupport.ALWAYS, _attention),
+    "pieces": (AUTO, _pieces),
+    "compiled": ((), all_compiled),
+    "loras": ((0,), _cases("loras", "(0, 4)", _loras)),
+    "bounds": (((),), _cases("bounds", "[(4096,)]", _bounds)),
+    "variants": ((None,), _cases("variants", '["draft"]', checked_variant)),
+    "budget": (None, _budget),
+    "traffic": (None, check_traffic),
+}
+"""By the name of an argument: its default, and what makes a copy of it in its own type, or raises.
+Where the default is None, None stays None."""
+
+
+def checked_arguments(given: Mapping[str, Any]) -> PlanArguments:
+    """All arguments of a plan, each a copy in its own type: what the caller changes later, or can
+    be read only once, is not the plan's.
+
+    Raises `InvalidSizesError` for sizes and counts, `InvalidOptionError` for the others and
+    `InvalidBatchError` for variants that cannot be hashed.
+    """
+    checked: Any = {}
+    for name, (default, check) in _ARGUMENTS.items():
+        value = given.get(name, default)
+        checked[name] = None if value is None is default else check(value)
+    return checked  # type: ignore[no-any-return]
+
+
+def check_plan_arguments(
+    names: Collection[str], beside: object = None, homes: Mapping[str, type] | None = None
+) -> None:
+    """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan.
+
+    `homes` are arguments that take a dataclass, whose fields are often given in their place.
+    """
+    if beside is not None and names:
+        raise InvalidOptionError(
+            "arguments of a plan were given beside a plan",
+            got=", ".join(names),
+            expected="either",
+            advice="plan.replace(...), or leave plan out",
+        )
+    for name in sorted(set(names) - _ARGUMENTS.keys()):
+        owners = {
+            f"{argument}={owner.__name__}({name}=...)"
+            for argument, owner in (homes or {}).items()
+            if name in (field.name for field in fields(owner))
+        }
+        raise InvalidOptionError(
+            "a plan has no such argument",
+            got=name,
+            expected=", ".join(_ARGUMENTS),
+            advice=next(iter(owners), nearest(name, list(_ARGUMENTS)))
+            or "what a host hooks in goes into host=Host(...), how graphs are captured into "
+            "options=GraphOptions(...)",
+        )
 
 
 @public("graphrt")
-@only_known
 class Plan:
     """Which graphs a host's batches need: the mode, the sizes, the keys, and what a budget holds.
 
@@ -64,18 +189,19 @@ class Plan:
 
     `max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by
     default the largest of `sizes` (in tokens); one of the three is needed. `max_size` is the
-    largest size to capture. `query_lens` are the tokens of a request in a decode step.
-    `attention` is what the attention of the model can be captured in (a level or its name), or
-    that of each backend by name. `pieces` is what cuts the forward; "auto" stands for pieces
-    that a compiled module brings along, else for breakable capture. `compiled` are the compiled
-    modules of the forward (`graphrt.compile`), which must all be named unless the forward is
-    one itself.
+    largest size to capture. `query_lens` are the tokens of a request in a decode step, (1,) by
+    default. `attention` is what the attention of the model can be captured in (a level or its
+    name, ALWAYS by default), or that of each backend by name. `pieces` is what cuts the forward;
+    "auto", the default, stands for pieces that a compiled module brings along, else for breakable
+    capture. `compiled` are the compiled modules of the forward (`graphrt.compile`), which must all
+    be named unless the forward is one itself.
 
-    There is a graph for each of `loras` (active adapters, None for any number), `variants` and,
-    for FULL, `bounds`. `budget` limits what is captured. `traffic` (size in tokens: share of
-    the steps) says what is padded least: the default lists have as many sizes as without it,
-    and a budget keeps as many as it holds. `platform` is where the graphs will be,
-    by default the current one; it says the largest size that is captured by default.
+    There is a graph for each of `loras` (active adapters, None for any number; (0,) by default),
+    `variants` (None alone) and, for FULL, `bounds` (none). `budget` limits what is captured.
+    `traffic` (size in tokens: share of the steps) says which sizes pad little: the default lists
+    have as many as without it, and a budget keeps those that are worth most. `platform` is where
+    the graphs will be, by default the current one; it says the largest size that is captured by
+    default.
 
     No size may be so large that no batch needs it. `GRAPHRT_MODE=NONE` in the environment makes
     every plan one without graphs.
@@ -85,41 +211,24 @@ class Plan:
         self,
         mode: Mode | None = None,
         *,
-        sizes: Sequence[int] | None = None,
-        max_size: int | None = None,
-        max_num_tokens: int | None = None,
-        max_num_reqs: int | None = None,
-        query_lens: Sequence[int] = (1,),
-        attention: AttentionSupport
-        | str
-        | Mapping[str, AttentionSupport | str] = AttentionSupport.ALWAYS,
-        pieces: PieceProvider | str | None = AUTO,
-        compiled: Sequence[Any] = (),
-        loras: Sequence[int | None] = (0,),
-        bounds: Sequence[tuple[int, ...]] = ((),),
-        variants: Sequence[Hashable] = (None,),
-        budget: Budget | None = None,
-        traffic: Traffic | None = None,
         platform: Platform | str | None = None,
+        **arguments: Unpack[_AllButMode],
     ) -> None:
         """Raises the named errors of bad modes, sizes, options and platforms."""
-        # All that are the plan's: `platform` is no argument of what is saved.
-        given = locals()
-        arguments = self.arguments = checked_arguments(
-            **{name: given[name] for name in PlanArguments.__annotations__}
-        )
+        check_plan_arguments(arguments)
+        self.arguments = checked_arguments({**arguments, "mode": mode})
         self.platform = given_platform(platform)
-        self.compiled = arguments["compiled"]
+        self.compiled = self.arguments["compiled"]
         self.pieces, resolution = self._resolved()
-        self.sizes: CaptureSizes = self._sizes_of(arguments)
+        cap = self.platform.default_max_size()
+        self.sizes: CaptureSizes = capture_sizes(**self.arguments, cap=cap)
         check_decode(resolution.mode, self.sizes)
         self._fitted: Fitted = fit(
-            self._keys_of(resolution.mode, self.sizes),
-            budget or Budget(),
+            descriptors_for(resolution.mode, self.sizes, **self.arguments),
+            self.arguments["budget"] or Budget(),
             mode=resolution,
-            traffic=arguments["traffic"],
+            traffic=self.arguments["traffic"],
             landmarks=self._landmarks,
-            own=arguments["sizes"] is not None,
         )
         self.resolution: ModeResolution = self._fitted.resolution
         self.resolution.log_steps()
@@ -159,46 +268,6 @@ class Plan:
         """The sizes of full decode batches, in tokens."""
         return [self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode]
 
-    def _sizes_of(self, arguments: PlanArguments) -> CaptureSizes:
-        return capture_sizes(
-            max_num_tokens=arguments["max_num_tokens"],
-            max_num_reqs=arguments["max_num_reqs"],
-            query_lens=arguments["query_lens"],
-            sizes=arguments["sizes"],
-            max_size=arguments["max_size"],
-            cap=self.platform.default_max_size(),
-            traffic=arguments["traffic"],
-        )
-
-    def _keys_of(self, mode: GraphMode, sizes: CaptureSizes) -> tuple[CaptureKey, ...]:
-        arguments = self.arguments
-        return descriptors_for(
-            mode,
-            sizes,
-            loras=arguments["loras"],
-            bounds=arguments["bounds"],
-            variants=arguments["variants"],
-        )
-
-    def _remedy(self, query_len: int, most: int) -> str | None:
-        """What would capture decode batches of up to `most` tokens: the first that does."""
-        limit: PlanArguments = {**self.arguments, "max_size": most}
-        remedies = {"a larger budget": self.arguments, f"max_size={most}": limit}
-        if self.arguments["sizes"] is not None:
-            listed = sorted({*self.arguments["sizes"], most})
-            remedies[f"{most} in sizes"] = {**self.arguments, "sizes": listed}
-            remedies[f"max_size={most}, with {most} in sizes,"] = {**limit, "sizes": listed}
-        for remedy, arguments in remedies.items():
-            try:
-                sizes = self._sizes_of(arguments)
-            except InvalidSizesError:
-                # A second size above the largest batch.
-                continue
-            first, last = eager_range(sizes, self._keys_of(self.mode, sizes), query_len)
-            if first > last:
-                return remedy
-        return None
-
     @property
     def attention(self) -> Mapping[str, AttentionSupport]:
         """What each attention backend supports, by name."""
@@ -206,7 +275,6 @@ class Plan:
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""
-        check_plan_arguments(changes)
         arguments: Any = {**self.arguments, **changes}
         return Plan(**arguments, platform=self.platform if platform is None else platform)
 
@@ -238,9 +306,7 @@ class Plan:
         if platform.name == self.platform.name and same_modules and same_switch:
             return self
         plan = self.replace(platform=platform, compiled=compiled)
-        changed = self.differences(plan)
-        if changed:
-            saved.warn_changed(f"{self!r}", changed)
+        saved.warn_changed(f"{self!r}", self.differences(plan))
         return plan
 
     def differences(self, other: Plan) -> list[str]:
@@ -261,7 +327,7 @@ class Plan:
         counts = Counter(mode.name for mode, _ in self.keys)
         total = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
         lines.append(f"Graphs to capture, largest first: {len(self.keys)} ({total})")
-        lines += [f"Note: {each}" for each in eager_decode(self.sizes, self.keys, self._remedy)]
+        lines += eager_decode(self.sizes, self.keys)
         if self.arguments["budget"] is not None:
             lines += self._fitted.lines()
         return lines
@@ -280,7 +346,8 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The arguments and all that follows from them, in JSON's types.
 
-        Raises `InvalidOptionError` for variants that are no strings, ints or tuples of them.
+        Raises `InvalidOptionError` for variants that are no strings, ints or tuples of them, and
+        for a budget whose costs are a function.
         """
         results = {
             "platform": self.platform.name,
@@ -296,8 +363,7 @@ class Plan:
 
     def _content(self) -> dict[str, Any]:
         """What a file of the plan holds."""
-        arguments = saved.plain_arguments(self.arguments, (*self.captured, *self.left_out))
-        return {"arguments": arguments, "printed": self._printed()}
+        return {"arguments": saved.plain_arguments(self.arguments), "printed": self._printed()}
 
     def _printed(self) -> list[str]:
         return [f"Platform: {self.platform.name}", *self.lines()]
@@ -322,15 +388,14 @@ class Plan:
         what the file knows of them holds. Raises `PlanFileError` for a file that is damaged or no
         plan.
         """
-        content, made_with = saved.read(path)
         where = given_platform(platform)
-        with saved.of_a_plan(path):
-            plan = cls(**saved.given_arguments(content["arguments"]), platform=where)
+        plan, printed, made_with = saved.read(
+            path, lambda arguments: cls(**arguments, platform=where)
+        )
         if compiled is not None:
             plan = plan.replace(compiled=compiled)
-        changed = saved.differences(content["printed"], plan._printed())
-        if changed:
-            saved.warn_changed(f"{os.fspath(path)}, made with {made_with},", changed)
+        changed = saved.differences(printed, plan._printed())
+        saved.warn_changed(f"{os.fspath(path)}, made with {made_with},", changed)
         return plan
 
 

@@ -7,15 +7,15 @@ the difference of the two printed plans, line by line. What was resolved is neve
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,46 +24,38 @@ from graphrt.core.base._warnings import PlanChangedWarning, warn_caller
 from graphrt.core.base.errors import InvalidOptionError, PlanFileError
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.settings import read_bounded
-from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode, PieceProvider
-from graphrt.core.plan.arguments import PlanArguments
-from graphrt.core.plan.budget import (
-    RESOURCES,
-    Budget,
-    CostModel,
-    GraphCost,
-    LeftOut,
-    PlannedCapture,
-)
+from graphrt.core.batch.modes import PieceProvider
+from graphrt.core.plan.budget import Budget, GraphCost
 from graphrt.core.plan.resolution import SavedFacts
 
-FORMAT = 2
+T = TypeVar("T")
+
+FORMAT = 3
 """The version of the file; another one is refused."""
 
 _MOST_BYTES = 1 << 26
 """Of a file, which is more than the largest plan takes."""
 
-_DEEPEST = 28
-"""Tuples in tuples, of a variant. Fixed, as what Python recurses through depends on the caller's
-depth and on its recursion limit."""
 
+def plain_arguments(arguments: Any) -> dict[str, Any]:
+    """What a plan was made from, in JSON's types.
 
-def plain_arguments(
-    arguments: PlanArguments, graphs: Sequence[PlannedCapture | LeftOut]
-) -> dict[str, Any]:
-    """What a plan was made from, in JSON's types; `graphs` are all that its budget was asked of.
-
-    Raises `InvalidOptionError` for variants that are no strings, ints or tuples of them.
+    Raises `InvalidOptionError` for variants that Python has no literal of, and for a function that
+    says what graphs cost.
     """
     compiled, budget = arguments["compiled"], arguments["budget"]
+    if budget is not None and callable(budget.cost):
+        raise InvalidOptionError(
+            "a plan whose costs are a function cannot be saved",
+            got=f"cost={shown(budget.cost)}",
+            expected="a GraphCost for each runtime mode",
+            advice="cost={GraphMode.FULL: GraphCost(streams=1)}",
+        )
     plain: dict[str, Any] = {
         **arguments,
         "compiled": [SavedFacts(each.graphs, each.provides, each.whole_graph) for each in compiled],
-        "variants": [_plain_variant(variant) for variant in arguments["variants"]],
+        "variants": [_literal(variant) for variant in arguments["variants"]],
     }
-    if budget is not None and callable(budget.cost):
-        # A function cannot be saved, but what it said can.
-        plain["budget"] = {**vars(budget), "cost": [each[:3] for each in graphs]}
     return in_json(plain)  # type: ignore[no-any-return]
 
 
@@ -73,8 +65,6 @@ def in_json(value: Any) -> Any:
         return value.name
     if isinstance(value, (Budget, GraphCost, SavedFacts)):
         value = vars(value)
-    elif isinstance(value, BatchDescriptor):
-        value = {**value._asdict(), "variant": _plain_variant(value.variant)}
     if isinstance(value, Mapping):
         return {str(in_json(key)): in_json(each) for key, each in value.items()}
     return [in_json(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -83,61 +73,36 @@ def in_json(value: Any) -> Any:
 def given_arguments(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `Plan` from those of `plain_arguments`."""
     budget, traffic = plain["budget"], plain["traffic"]
+    if budget is not None:
+        cost = budget["cost"]
+        costs = cost and {mode: GraphCost(**each) for mode, each in cost.items()}
+        budget = Budget(**{**budget, "cost": costs})
     return {
         **plain,
         "compiled": [
             SavedFacts(**{**each, "provides": PieceProvider.parse(each["provides"])})
             for each in plain["compiled"]
         ],
-        "variants": [_given_variant(variant) for variant in plain["variants"]],
-        "budget": None if budget is None else Budget(**{**budget, "cost": _given_cost(**budget)}),
+        "variants": [ast.literal_eval(variant) for variant in plain["variants"]],
+        "budget": budget,
         "traffic": traffic and {int(size): share for size, share in traffic.items()},
     }
 
 
-def _plain_variant(variant: Hashable, deepest: int = _DEEPEST) -> Any:
-    if variant is None or type(variant) in (str, int):
-        return variant
-    if type(variant) is tuple and deepest:
-        return [_plain_variant(each, deepest - 1) for each in variant]
+def _literal(variant: Hashable) -> str:
+    """A variant as Python writes it, which is read back as an equal one."""
+    try:
+        text = repr(variant)
+        if ast.literal_eval(text) == variant:
+            return text
+    except Exception:
+        pass  # it has no literal
     raise InvalidOptionError(
         "a plan with this variant cannot be saved",
         got=shown(variant),
-        expected=f"a string, an int, or a tuple of them, nested {_DEEPEST} times at most",
+        expected="a string, an int, or a tuple of them, not nested deeply",
         advice="name the variant with a string",
     )
-
-
-def _given_variant(plain: Any, deepest: int = _DEEPEST) -> Hashable:
-    if not isinstance(plain, list):
-        return plain  # type: ignore[no-any-return]
-    if not deepest:
-        raise ValueError(f"lists nested deeper than {_DEEPEST}")
-    return tuple(_given_variant(each, deepest - 1) for each in plain)
-
-
-def _given_cost(cost: Any, **_: Any) -> CostModel | dict[str, GraphCost] | None:
-    if not isinstance(cost, list):
-        return cost and {mode: GraphCost(**each) for mode, each in cost.items()}
-    costs = {
-        (GraphMode[mode], _given_descriptor(**descriptor)): GraphCost(**each)
-        for mode, descriptor, each in cost
-    }
-
-    def as_told(mode: GraphMode, descriptor: BatchDescriptor) -> GraphCost:
-        known = costs.get((mode, descriptor))
-        if known is not None:
-            return known
-        # The function that knew is gone: a graph that it was not asked about takes no less than
-        # any of its mode did.
-        alike = [each for key, each in costs.items() if key[0] is mode] or [GraphCost()]
-        return GraphCost(*(max(getattr(each, name) for each in alike) for name in RESOURCES))
-
-    return as_told
-
-
-def _given_descriptor(bounds: Any, variant: Any, **counts: Any) -> BatchDescriptor:
-    return BatchDescriptor(**counts, bounds=tuple(bounds), variant=_given_variant(variant))
 
 
 def fingerprint(plain: Mapping[str, Any]) -> str:
@@ -153,9 +118,11 @@ def differences(before: Sequence[str], now: Sequence[str]) -> list[str]:
 
 
 def warn_changed(what: object, changed: Sequence[str]) -> None:
-    """Warn that a plan comes out differently here."""
-    lines = "\n  ".join(changed)
-    warn_caller(f"the plan of {what} comes out differently here:\n  {lines}", PlanChangedWarning)
+    """Warn that a plan comes out differently here, if it does."""
+    if changed:
+        lines = "\n  ".join(changed)
+        text = f"the plan of {what} comes out differently here:\n  {lines}"
+        warn_caller(text, PlanChangedWarning)
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
@@ -180,42 +147,36 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         ) from error
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
-    """The content that `write` wrote, and what it was made with; raises `PlanFileError` for what
-    it did not write."""
-    with of_a_plan(path):
+def read(
+    path: str | os.PathLike[str], plan_of: Callable[[dict[str, Any]], T]
+) -> tuple[T, list[str], str]:
+    """What `plan_of` makes of the arguments in a file, what that plan printed when it was written,
+    and what it was made with.
+
+    Raises `PlanFileError` for a file that `write` did not write, and for arguments that are none,
+    though the file may be JSON and its fingerprint fit.
+    """
+    got, expected, cause = "", "what Plan.save wrote", None
+    try:
         content = json.loads(read_bounded(Path(path), _MOST_BYTES))
         version, written = content.pop("graphrt_plan"), content.pop("fingerprint", None)
+        made_with = str(content.pop("made_with", ""))[:200]
         if type(version) is not int or version != FORMAT:
             newer = isinstance(version, int) and version > FORMAT
+            got = f"format {shown(version)}"
             expected = f"format {FORMAT}" + (": a newer graphrt wrote it" if newer else "")
-            raise _not_a_plan(path, f"format {shown(version)}", expected)
-        made_with = str(content.pop("made_with"))[:200]
-        if written != (counted := fingerprint(content)):
-            expected = f"{counted}, of what the file holds"
-            raise _not_a_plan(path, f"fingerprint {shown(written)}", expected)
-        return {**content, "printed": list(map(str, content["printed"]))}, made_with
-
-
-@contextlib.contextmanager
-def of_a_plan(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What is done with a file and its content: raises `PlanFileError` where it is none of a plan,
-    though it may be JSON and its fingerprint fit."""
-    try:
-        yield
-    except PlanFileError:
-        raise
+        elif written != (counted := fingerprint(content)):
+            got, expected = f"fingerprint {shown(written)}", f"{counted}, of what the file holds"
+        else:
+            plan = plan_of(given_arguments(content["arguments"]))
+            return plan, list(map(str, content["printed"])), made_with
     except Exception as error:
         # What somebody wrote by hand may fail anywhere in a plan.
-        got = f"{type(error).__name__}: {error}"
-        raise _not_a_plan(path, got[:500], "what Plan.save wrote") from error
-
-
-def _not_a_plan(path: str | os.PathLike[str], got: object, expected: str) -> PlanFileError:
+        got, cause = f"{type(error).__name__}: {error}"[:500], error
     named = str(path) if isinstance(path, (str, os.PathLike)) else shown(path)
-    return PlanFileError(
+    raise PlanFileError(
         f"{named[:200]} is no plan that can be used",
         got=got,
         expected=expected,
         advice="save it again: graphrt plan --save PATH, or Plan(...).save(path)",
-    )
+    ) from cause

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphrt.core.base.errors import InvalidOptionError, InvalidSizesError
@@ -117,8 +117,9 @@ def capture_sizes(
     max_size: int | None = None,
     cap: int = _CAP,
     traffic: Traffic | None = None,
+    **_: object,
 ) -> CaptureSizes:
-    """The sizes of a host, by default or from its own list; the arguments are checked already.
+    """The sizes of a host, by default or from its own list; takes the checked arguments of a plan.
 
     A limit that the host leaves out follows from its sizes, or from the other limit. `max_size` is
     the largest size to capture: it takes the place of the default limit (not of
@@ -177,31 +178,33 @@ def _largest_batch(
 
 
 def descriptors_for(
-    mode: Mode,
-    sizes: CaptureSizes,
+    runs: Mode,
+    held: CaptureSizes,
     *,
     loras: Sequence[int | None] = (0,),
     bounds: Sequence[tuple[int, ...]] = ((),),
     variants: Sequence[Hashable] = (None,),
+    **_: object,
 ) -> tuple[CaptureKey, ...]:
-    """The keys that `mode` captures, in capture order: PIECEWISE before FULL, largest first.
+    """The keys that a mode captures of these sizes, in capture order: PIECEWISE before FULL,
+    largest first; of the checked arguments of a plan.
 
     There is a key for each of `loras` (active adapters; None is any number) and `variants`, and
     for FULL each of `bounds`: what bakes bounds in is attention, which runs between the pieces.
     """
-    mode = GraphMode.parse(mode)
+    mode = GraphMode.parse(runs)
     keys: list[CaptureKey] = []
     if mode.has_piecewise:
-        keys += [(GraphMode.PIECEWISE, BatchDescriptor(size)) for size in sizes.mixed]
+        keys += [(GraphMode.PIECEWISE, BatchDescriptor(size)) for size in held.mixed]
     if mode.mixed_mode is GraphMode.FULL:
         keys += [
-            (GraphMode.FULL, BatchDescriptor(size, min(size, sizes.max_num_reqs)))
-            for size in sizes.general
+            (GraphMode.FULL, BatchDescriptor(size, min(size, held.max_num_reqs)))
+            for size in held.general
         ]
     elif mode.has_full:
         keys += [
             (GraphMode.FULL, BatchDescriptor(size, size // q, uniform=True, query_len=q))
-            for q, ladder in sizes.decode.items()
+            for q, ladder in held.decode.items()
             for size in ladder
         ]
     _refuse_many(len(keys) * len(loras) * len(bounds) * len(variants))
@@ -212,7 +215,7 @@ def descriptors_for(
             key = named._replace(
                 has_lora=lora is None or lora > 0,
                 num_active_loras=lora or 0,
-                bounds=tuple(bound),
+                bounds=bound,
                 variant=variant,
             )
             cases[runtime_mode, key] = None
@@ -277,31 +280,24 @@ def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
             expected=f"a largest size of {min(empty)} or more",
             advice=f"max_size={min(max(empty) * sizes.max_num_reqs, sizes.max_num_tokens)}",
         )
-    for query_len in empty:
+    if empty:
         logger.warning(
-            "decode batches of query length %d get no FULL graph: not one request fits under %d "
-            "tokens; max_size=%d captures them",
-            query_len,
+            "decode batches of query length %s get no FULL graph: not one request fits under %d "
+            "tokens, which max_size says",
+            " and ".join(map(str, empty)),
             sizes.limit,
-            min(query_len * sizes.max_num_reqs, sizes.max_num_tokens),
         )
 
 
-def eager_decode(
-    sizes: CaptureSizes,
-    keys: Collection[CaptureKey],
-    remedy: Callable[[int, int], str | None],
-) -> list[str]:
-    """Decode batches that will be TOO_LARGE for every graph that may serve them, as sentences;
-    `remedy` says what would capture a query length up to so many tokens."""
+def eager_decode(sizes: CaptureSizes, keys: Collection[CaptureKey]) -> list[str]:
+    """Decode batches that will be TOO_LARGE for every graph that may serve them, as sentences."""
     notes = []
     for query_len in sizes.decode if keys else ():
         first, most = eager_range(sizes, keys, query_len)
         if first <= most:
-            others = f"; {help} captures them" if (help := remedy(query_len, most)) else ""
             notes.append(
-                f"decode batches of {first} to {most} tokens (query length {query_len}) will run "
-                f"eagerly{others}"
+                f"Note: decode batches of {first} to {most} tokens (query length {query_len}) will "
+                "run eagerly: max_size, sizes and the budget say which are captured"
             )
     return notes
 

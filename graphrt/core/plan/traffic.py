@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -59,7 +59,7 @@ def best_sizes(candidates: Iterable[int], traffic: Traffic, count: int) -> tuple
         return tuple(sizes)
     padded_to = torch.tensor(sizes, dtype=torch.float64, device="cpu")
     weights, tokens = torch.tensor(served, dtype=torch.float64, device="cpu").cumsum(0).unbind(1)
-    # A row for each size, a column for the next smaller one: the padding of batches between them.
+    # A row for each size, a column for the next smaller one: the padding of batches between.
     padding = (weights[:, None] - weights) * padded_to[:, None] - (tokens[:, None] - tokens)
     padding.masked_fill_(torch.ones_like(padding, dtype=torch.bool).triu_(), math.inf)
     least, before = weights * padded_to - tokens, []
@@ -76,19 +76,11 @@ def fitted_sizes(default: tuple[int, ...], traffic: Traffic, multiple: int = 1) 
     """As many sizes as `default` has, up to its largest, that pad the batches of `traffic` least;
     all of them multiples of a number. If fewer pad nothing, the most valuable of `default` fill the
     list up."""
-    if not default:
-        return default
-    fitted = set(best_sizes(live_sizes(traffic, default[-1], multiple), traffic, len(default)))
-    for size in by_worth(default):
-        if len(fitted) < len(default):
-            fitted.add(size)
-    return tuple(sorted(fitted))
-
-
-def live_sizes(traffic: Traffic, largest: int, multiple: int = 1) -> set[int]:
-    """The sizes of the batches, in multiples of a number, and the `largest`."""
     live = {-(-size // multiple) * multiple for size, share in traffic.items() if share > 0}
-    return {size for size in live if size < largest} | {largest}
+    candidates = {*default, *(size for size in live if size <= max(default, default=0))}
+    fitted = best_sizes(candidates, traffic, len(default)) if default else default
+    others = [size for size in by_worth(default) if size not in fitted]
+    return tuple(sorted([*fitted, *others[: len(default) - len(fitted)]]))
 
 
 def _that_serve(
@@ -112,33 +104,29 @@ def _that_serve(
 
 def check_traffic(traffic: Traffic) -> dict[int, float]:
     """Traffic as a dict of numbers; raises `InvalidOptionError` if it cannot weigh sizes."""
-    shares: dict[int, float] = {}
+    cause = None
     try:
-        for size, share in dict(traffic).items():
-            shares[count_of("a size", size, least=1)] = number_of(
-                f"traffic[{size}]", share, "a share"
-            )
+        shares = {
+            count_of("a size", size, least=1): number_of(f"traffic[{size}]", share, "a share")
+            for size, share in dict(traffic).items()
+        }
+        if any(shares.values()) and max(shares.values()) < 1e300:
+            return shares
     except (TypeError, ValueError) as error:
-        raise _bad_traffic(traffic) from error
-    if not any(shares.values()) or not max(shares.values()) < 1e300:
-        raise _bad_traffic(traffic)
-    return shares
-
-
-def _bad_traffic(traffic: object) -> InvalidOptionError:
-    return InvalidOptionError(
+        cause = error
+    raise InvalidOptionError(
         "traffic does not say how often batches of a size occur",
         got=shown(traffic),
         expected="positive sizes in tokens, shares >= 0, one of them above 0",
         advice="traffic={1: 0.5, 64: 0.5}",
-    )
+    ) from cause
 
 
 def _by_savings(kept: list[int], fixed: Collection[int], shares: list[Share]) -> list[int]:
     """`kept`, which ascends, without `fixed`, in the order in which to leave sizes out: each time
     the one that saves least among those that are left."""
     up_to = {size: tuple(share(size) for share in shares) for size in (0, *kept)}
-    after = dict(pairwise((0, *kept)))
+    after = dict(itertools.pairwise((0, *kept)))
     before = {high: low for low, high in after.items()}
 
     def savings(size: int) -> tuple[float, ...]:
@@ -175,5 +163,5 @@ def _even(size: int) -> float:
 
 def _cumulative(traffic: Traffic) -> Share:
     sizes = sorted(traffic)
-    sums = [0.0, *accumulate(float(traffic[size]) for size in sizes)]
+    sums = [0.0, *itertools.accumulate(float(traffic[size]) for size in sizes)]
     return lambda size: sums[bisect_right(sizes, size)]

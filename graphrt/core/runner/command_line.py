@@ -8,7 +8,7 @@ from typing import Any, cast
 from graphrt.core.base.option_values import check_keys
 from graphrt.core.base.settings import read_settings
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.plan.arguments import PlanArguments
+from graphrt.core.plan.plan import PlanArguments
 
 # Compiled modules and budgets cannot be written in one value.
 WRITTEN = tuple(

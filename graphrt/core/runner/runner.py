@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from graphrt.core.dispatch.reasons import Agreed
     from graphrt.core.inputs.outputs import OutputAxes
     from graphrt.core.inputs.spec import InputSpec
-    from graphrt.core.plan.arguments import PlanArguments
-    from graphrt.core.plan.plan import Plan
+    from graphrt.core.plan.plan import Plan, PlanArguments
     from graphrt.core.replay.pool import GraphPool
     from graphrt.core.runner.capture_session import CaptureProgress, Progress
     from graphrt.core.runner.host import Host

@@ -22,8 +22,7 @@ from graphrt.core.inputs.declared import check_forward
 from graphrt.core.inputs.outputs import OutputAxes, OutputLayout
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.inputs.transport import InputRing
-from graphrt.core.plan.arguments import PlanArguments, check_plan_arguments
-from graphrt.core.plan.plan import Plan
+from graphrt.core.plan.plan import Plan, PlanArguments, check_plan_arguments
 from graphrt.core.plan.resolution import CompiledFacts, SavedFacts, all_compiled, compiled_in
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture
