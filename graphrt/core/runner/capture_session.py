@@ -483,8 +483,8 @@ class CaptureSession:
         )
         context.enlist = setup.enlist
         undo.later(state.restore)
-        undo.later(partial(pool._pass_to, self._graphs.owner))
-        pool._pass_to(context)
+        undo.later(partial(setattr, pool, "owner", self._graphs.owner))
+        pool.owner = context
         undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
         undo.set(warming_up, transaction is None)

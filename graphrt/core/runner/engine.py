@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from graphrt.core.base._native_door import NativePath
@@ -34,6 +35,7 @@ from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
 from graphrt.core.inputs.buffers import StaticInputs, batch_of, wrong_requests
 from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.slot import InputSlot, agreed_too_late
+from graphrt.core.replay._turn import in_turn
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.capture_session import CaptureScheduler
@@ -128,7 +130,7 @@ class StepEngine:
                 return self.step(batch, values, updates, metadata, agreed)
         if under_way and is_inside_capture():
             return self._executor.run_as_part(batch, values, updates, metadata)
-        # A turn, written out: see `Turn`. It comes first: a graph that was looked up before it
+        # A turn, written out: see `in_turn`. It comes first: a graph that was looked up before it
         # might be destroyed by another thread.
         if pool.owner is not None:
             raise pool.busy_error(self._graphs.owner)
@@ -343,18 +345,7 @@ class StepEngine:
     def slot(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
         """A slot for the inputs of `batch`, where the graph is that serves it; see
         `GraphRunner.slot`."""
-        # A turn, written out: see `Turn`.
-        pool = self._pool
-        if pool.owner is not None:
-            raise pool.busy_error(self._graphs.owner)
-        try:
-            pool.owner = self._graphs.owner
-            slot = self._new_slot(batch, agreed)
-            pool.owner = None
-            return slot
-        except BaseException:  # a turn, written out: see `Turn`
-            pool.owner = None
-            raise
+        return in_turn(self._pool, self._graphs.owner, partial(self._new_slot, batch, agreed))
 
     def _new_slot(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
         inputs, graphs = self._executor.inputs, self._graphs

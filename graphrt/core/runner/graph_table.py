@@ -221,7 +221,7 @@ class GraphTable:
         self.records: list[GraphRecord] = []
         self.left_out: dict[int, DroppedGraph | None] = {}
         self.sealing = Sealing(setup.options)
-        # Of the pool, in every step and in whatever changes the graphs: see `Turn`.
+        # Of the pool, in every step and in whatever changes the graphs: see `in_turn`.
         self.owner = PoolOwner("a step, or a capture, of a runner")
         self.reads = ReadSet(
             setup.forward,
