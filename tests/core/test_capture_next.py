@@ -93,33 +93,17 @@ def test_a_large_budget_captures_all():
 
 
 def test_a_graph_that_is_expected_to_end_after_the_budget_is_not_begun():
-    run = several()
-    run.capture_next()
-    # What is known of the time that a graph takes.
-    run.graphs.records[0] = dataclasses.replace(run.graphs.records[0], capture_s=3600.0)
-    assert run.capture_next(0.0).next_s == 3600.0
-    assert captured_by(run, 1000.0) == [2]
-    assert captured_by(run, 1e9) == [1]
-
-
-def test_of_a_mode_without_graphs_nothing_is_begun_that_takes_as_long_as_others():
-    run = several(mode="FULL_AND_PIECEWISE", sizes=[4])
-    run.capture_next()
-    run.graphs.records[0] = dataclasses.replace(run.graphs.records[0], capture_s=3600.0)
-    assert run.graphs.records[0].mode is PIECEWISE
-    progress = run.capture_next(60.0)
-    assert [record.mode for record in progress.captured] == [FULL]
-
-
-def test_the_slowest_of_the_last_three_of_a_mode_is_what_the_next_is_expected_to_take():
     run = several(sizes=[1, 2, 4, 8, 16])
-    for _ in range(4):
-        run.capture_next()
-    for place, seconds in enumerate((9.0, 1.0, 5.0, 2.0)):
-        run.graphs.records[place] = dataclasses.replace(
-            run.graphs.records[place], capture_s=seconds
-        )
-    assert run._scheduler._expected_s(run.plan.keys[-1]) == 5.0
+    run.capture_next()
+    publish = run.graphs.publish
+
+    def published(graph: Any, record: Any) -> None:
+        publish(graph, dataclasses.replace(record, capture_s=3600.0))
+
+    run.graphs.publish = published
+    progress = run.capture_next(1000.0)
+    assert ([each.capture_s for each in progress.captured], progress.next_s) == ([3600.0], 3600.0)
+    assert captured_by(run, 1e9) == [4, 2, 1]
 
 
 def test_the_first_call_begins_no_second_graph_that_would_take_too_long():

@@ -61,18 +61,14 @@ Enough = Callable[[CaptureKey], bool]
 """Asked before each graph: whether to leave it, and those after it, for another session."""
 
 
-_RECENT = 3
-"""Graphs of a mode by which the next one is judged: the first of all loads kernels."""
-
-
 @public("graphrt.types")
 @dataclass(frozen=True)
 class CaptureProgress:
     """The result of one `capture_next()`.
 
     `captured` is what was captured in this call, `left` how many graphs are still to be tried, and
-    `next_s` the seconds that the next of them is expected to take, by those before it, of its mode
-    if there are some; None where there is none, or nothing is known yet.
+    `next_s` the seconds that the next of them is expected to take: as many as the last one took;
+    None where there is none, or nothing is known yet.
     """
 
     captured: tuple[GraphRecord, ...]
@@ -104,8 +100,6 @@ class CaptureScheduler:
         self._warm_ups = WarmUps()
         # By slot, the steps that a missing graph would have served better, while some are missing.
         self._misses: Counter[int] = Counter()
-        # The seconds that a call of `next` takes after its last graph.
-        self._tail_s = 0.0
 
     def all(self, progress: Progress | None) -> None:
         """Capture every missing graph, those too that were dropped or have failed before."""
@@ -128,7 +122,7 @@ class CaptureScheduler:
             if not graphs.sealing.may_capture:
                 self._misses.clear()
                 graphs.sealing.may_capture = True
-            self._capture_some(left, began, budget_s)
+            self._capture_some(left, began + budget_s)
             left = self._left(sizes)
         elif not self._setup.plan.keys and not graphs.sealing.closed:
             # Modules that compile themselves have to, and are sealed.
@@ -144,7 +138,7 @@ class CaptureScheduler:
                     # `release()`.
                     self._leave_out(self._setup.plan.keys)
                 raise
-        return CaptureProgress(captured, len(left), self._expected_s(left[0]) if left else None)
+        return CaptureProgress(captured, len(left), self._last_s() if left else None)
 
     def for_step(
         self, batch: Batch, dispatch: Dispatch, values: Mapping[str, Any], agreed: Agreed | None
@@ -176,28 +170,28 @@ class CaptureScheduler:
     def _session(self) -> CaptureSession:
         return CaptureSession(self._graphs, self._warm_ups)
 
-    def _capture_some(self, left: Sequence[CaptureKey], began: float, budget_s: float) -> None:
-        graphs, tried, first_at = self._graphs, list[CaptureKey](), began
+    def _capture_some(self, left: Sequence[CaptureKey], until: float) -> None:
+        """Capture the first graph, and the next ones while they end before `until`, if each takes
+        as long as the last one."""
+        tried: list[CaptureKey] = []
 
         def enough(key: CaptureKey) -> bool:
-            nonlocal first_at
-            now = time.perf_counter()
-            if not tried:
-                first_at = now
-            elif now - began + (self._expected_s(key) or 0.0) + self._tail_s > budget_s:
+            if tried and time.perf_counter() + (self._last_s() or 0.0) > until:
                 return True
             tried.append(key)
             return False
 
-        before = len(graphs.records)
         try:
             self._session().run(left, enough=enough)
         except Exception:
             # The last graph that was tried is to blame; before the first one, none is.
-            self._leave_out(graphs.missing(tried[-1:]))
+            self._leave_out(self._graphs.missing(tried[-1:]))
             raise
-        taken = sum(each.capture_s for each in graphs.records[before:])
-        self._tail_s = max(time.perf_counter() - first_at - taken, 0.0)
+
+    def _last_s(self) -> float | None:
+        """The seconds that the last capture took."""
+        records = self._graphs.records
+        return records[-1].capture_s if records else None
 
     def _finish(self) -> None:
         """Seal the graphs, as complete as they get, and try them."""
@@ -238,15 +232,6 @@ class CaptureScheduler:
         left = set(missing)
         in_order = (each for key in missing for each in (largest[key[0], key[1].kind], key))
         return list(dict.fromkeys(each for each in in_order if each in left))
-
-    # The time -----------------------------------------------------------------------------------
-
-    def _expected_s(self, key: CaptureKey) -> float | None:
-        """The seconds that the graph will take, by those of its mode, or of others if there is none
-        of it; None before the first."""
-        records = self._graphs.records
-        of_mode = [each for each in records if each.mode is key[0]] or records
-        return max((each.capture_s for each in of_mode[-_RECENT:]), default=None)
 
     def _checked_sizes(self, prefer: Iterable[int]) -> list[int]:
         listed = items_of("prefer", prefer, "[8, 16]")
@@ -530,7 +515,7 @@ class CaptureSession:
                 graphs.reads.settle()
         published = graphs.dispatcher.published
         graphs.checks.captured(published, more=more)
-        if setup.eager_launch or setup.options.outputs == "clone":
+        if setup.eager_launch:
             return
         for dispatch in published:
             prepared = graphs.steps[dispatch.slot]

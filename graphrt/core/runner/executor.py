@@ -210,10 +210,8 @@ class StepExecutor:
         """The outputs of the step's callable in a context, or `eager` of the forward itself."""
         forward = self.graphs.setup.run_forward
         call = forward if eager else prepared.call
-        is_eager = call is forward
-        run = partial(call, **prepared.arguments(fresh=is_eager))
-        outputs = self._in_context(context, run if around is None else partial(around, run))
-        return cloned(outputs) if is_eager and self._clones else outputs
+        run = partial(call, **prepared.arguments(fresh=call is forward))
+        return self._in_context(context, run if around is None else partial(around, run))
 
     def _in_context(self, context: ForwardContext, run: Callable[[], Any]) -> Any:
         """Call `run` in a context that has the pool meanwhile: by that wrappers know that the step

@@ -105,8 +105,10 @@ class PreparedStep:
         self.readable = MappingProxyType(layout.views)
         self.call: Callable[..., Any] = setup.run_forward if wrapper is None else wrapper
         self.task_names: frozenset[str] = frozenset()
-        owned = setup.options.outputs == "clone"
-        self.outputs = LiveOutputs(descriptor, self.reqs, setup.outputs, layout.views, owned=owned)
+        copies = setup.options.outputs == "clone"
+        self.outputs = LiveOutputs(
+            descriptor, self.reqs, setup.outputs, layout.views, copies=copies
+        )
         # The entry of its wrapper, if a step is nothing but its replay; and that step in C.
         self.entry: Entry | None = None
         self.native: Any = None

@@ -165,16 +165,16 @@ class RunnerSetup:
     def wrappers(self) -> dict[GraphMode, GraphWrapper]:
         """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them. Pieces
         of compiled modules are captured with the same options."""
-        mode, options, hooks = self.plan.mode, self.options, self.host.around_graph
-        outputs = "static" if options.outputs == "static" else "pool"
-        for_pieces = options.merged({"lazy": False, "outputs": outputs, "breaks": ()})
+        mode, hooks = self.plan.mode, self.host.around_graph
+        # Only whole steps are captured lazily, and only live rows are cloned: both by the runner.
+        outputs = "static" if self.options.outputs == "static" else "pool"
+        options = self.options.merged({"lazy": False, "outputs": outputs})
+        for_pieces = options.merged({"breaks": ()})
         for module in self.compiled:
             module.use_capture_sizes(self.sizes)
             module.use_wrapper_options(for_pieces, hooks)
-        # Only whole steps are captured lazily, by the runner.
-        not_lazy = options.merged({"lazy": False})
         wrapper_cls = wrapper_class(self.pool.platform)
-        wrap = partial(wrapper_cls, pool=self.pool, options=not_lazy, hooks=hooks)
+        wrap = partial(wrapper_cls, pool=self.pool, options=options, hooks=hooks)
         inner = self.forward if self.ring is None else Fetching(self.forward, self.ring)
         wrappers: dict[GraphMode, GraphWrapper] = {}
         if mode.has_piecewise and self.plan.pieces is PieceProvider.BREAKABLE:
