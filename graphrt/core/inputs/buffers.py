@@ -25,7 +25,7 @@ from graphrt.core.inputs.layout import Field, InputLayout, PadPattern, StepMoves
 from graphrt.core.inputs.padding_rows import PaddingRows
 from graphrt.core.inputs.slot import Arrays, InputSlot
 from graphrt.core.inputs.spec import InputSpec
-from graphrt.core.inputs.transport import InputRing, InputTransport, Slab, StagedCopy
+from graphrt.core.inputs.transport import HostCopy, InputRing, InputTransport, Slab, StagedCopy
 
 _CACHED_LAYOUTS, _CACHED_SLOTS = 1024, 2048
 
@@ -119,7 +119,7 @@ class StaticInputs:
             transport: InputTransport | None = platform.new_input_transport(slab)
             if transport is not None:
                 return transport
-        return StagedCopy(slab, None if buffer.is_cpu else platform)
+        return HostCopy(slab) if buffer.is_cpu else StagedCopy(slab, platform)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:

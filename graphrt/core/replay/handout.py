@@ -288,7 +288,7 @@ class Shell:
 
     def _over(self, shape: tuple[int, ...]) -> torch.Tensor:
         fresh: torch.Tensor = self._empty.new()
-        return fresh.set_(self._storage, self._offset, shape, self._stride)
+        return fresh.set_(self.storage(), self._offset, shape, self._stride)
 
 
 class View:
