@@ -352,13 +352,6 @@ def test_a_plan_without_graphs_is_sealed_at_once():
     assert torch.equal(run(x=rows(3)), rows(3, 2.0))
 
 
-def test_with_eager_launch_all_is_there_one_after_the_other():
-    run = several(options=GraphOptions(launch="eager"))
-    assert [run.capture_next().left for _ in range(4)] == [3, 2, 1, 0]
-    assert torch.equal(run(x=rows(3)), rows(3, 2.0))
-    assert run.last_dispatch.descriptor.num_tokens == 4
-
-
 def test_a_closed_runner_captures_nothing():
     run = several()
     run.close()

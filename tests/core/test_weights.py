@@ -263,11 +263,10 @@ def test_the_error_names_the_tensor_and_the_line_that_reads_it():
 
 def test_steps_without_graphs_read_no_addresses():
     model = Scaled()
-    for options in ({"mode": "NONE"}, {"options": GraphOptions(launch="eager")}):
-        run = runner(lambda x: model(x), **options)
-        run.capture()
-        run.weights_changed()
-        run(Batch(2, 2, 1), x=rows(2))
+    run = runner(lambda x: model(x), mode="NONE")
+    run.capture()
+    run.weights_changed()
+    run(Batch(2, 2, 1), x=rows(2))
 
 
 def test_a_lazy_capture_does_not_ask_for_what_cannot_be_known():

@@ -257,14 +257,6 @@ def test_graphs_captured_by_steps_are_tried_by_the_same_steps():
     assert found[4] == 2 and found[8] == found[1] == 1
 
 
-@pytest.mark.parametrize("level", LEVELS[1:])
-def test_a_step_of_a_launch_without_graphs_is_not_tried(level):
-    runner = captured(Model(), level, options={"launch": "eager"})
-    for count in (4, 3):
-        step(runner, count)
-    assert trials(runner) == {}
-
-
 # Quarantine --------------------------------------------------------------------------------------
 
 

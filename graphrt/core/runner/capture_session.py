@@ -379,9 +379,6 @@ class CaptureSession:
 
     def _captured(self, graph: PlannedGraph) -> GraphRecord:
         """Warm up and capture one graph, in its transaction, which can take it back."""
-        if self._setup.eager_launch:
-            self._run(graph)
-            return GraphRecord(graph.mode, graph.descriptor, 0.0, 0)
         pool, transaction = self._setup.pool, graph.transaction
         started, before = time.perf_counter(), pool.bytes()
         self._streams.check(graph)
@@ -515,8 +512,6 @@ class CaptureSession:
                 graphs.reads.settle()
         published = graphs.dispatcher.published
         graphs.checks.captured(published, more=more)
-        if setup.eager_launch:
-            return
         for dispatch in published:
             prepared = graphs.steps[dispatch.slot]
             if prepared is not None:
@@ -537,7 +532,7 @@ class CaptureSession:
         setup, graphs = self._setup, self._graphs
         slot = -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor)
         # Pieces that the forward brings along itself are reached by running it.
-        wrapper = None if setup.eager_launch else graphs.wrappers.get(mode)
+        wrapper = graphs.wrappers.get(mode)
         prepared = PreparedStep(descriptor, setup, wrapper)
         transaction = CaptureTransaction(
             slot,

@@ -288,11 +288,10 @@ class StepEngine:
         batch = checked_batch(batch)
         dispatch = self._dispatcher.dispatch(batch)
         step = Step(batch, dispatch, values, updates, metadata)
-        eager_launch, slot = self._graphs.setup.eager_launch, dispatch.slot
-        if slot < 0 and not eager_launch and dispatch.reason is not Reason.NOT_CAPTURED:
+        if dispatch.slot < 0 and dispatch.reason is not Reason.NOT_CAPTURED:
             self.last_dispatch = dispatch
             return cloned(self._run_unpadded(step))
-        if slot < 0 or eager_launch:
+        if dispatch.slot < 0:
             raise VerificationError(
                 "there is no graph yet that could be verified",
                 got=f"{batch}: {dispatch.reason.value}",

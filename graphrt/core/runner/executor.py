@@ -102,7 +102,7 @@ class StepExecutor:
         if pool.handed_out:
             pool._expire_outputs()
         if self._bind is not None:
-            phase: Phase = "eager" if eager or self.graphs.setup.eager_launch else "replay"
+            phase: Phase = "eager" if eager else "replay"
             self._bind(prepared.readable, prepared.descriptor, phase)
         if context is None:
             entry: Any = prepared.entry
@@ -124,7 +124,7 @@ class StepExecutor:
         prepared = graphs.steps[dispatch.slot]
         assert prepared is not None
         context = ForwardContext(
-            _NONE if eager or graphs.setup.eager_launch else dispatch.mode,
+            _NONE if eager else dispatch.mode,
             dispatch.descriptor,
             -1 if eager else dispatch.slot,
             updates,
@@ -297,7 +297,7 @@ class LastUpdates:
                 expected="this step's updates, or UNCHANGED",
                 advice="a GraphWrapper takes them after the call, with update()",
             )
-        slot = step.dispatch.slot if padded and not self._graphs.setup.eager_launch else -1
+        slot = step.dispatch.slot if padded else -1
         live = step.batch[0], step.batch[1]
         if updates is UNCHANGED:
             if self._failed:

@@ -229,7 +229,7 @@ class GraphTable:
             setup.forward,
             setup.host.parameters,
             [module.weights for module in setup.compiled],
-            watched=setup.options.checks("capture") and not setup.eager_launch,
+            watched=setup.options.checks("capture"),
             has_full=setup.plan.mode.has_full,
         )
         self.warmed_up: dict[Hashable, WarmedUp] = {}
@@ -294,7 +294,7 @@ class GraphTable:
         steps that are checked run eagerly."""
         try:
             self._check_compiled()
-            if self.records and not self.setup.eager_launch:
+            if self.records:
                 self.reads.check(self.entries(), self.setup.pool, self.own_tensors())
         except GraphRTError as error:
             if not isinstance(error, UntrackedWeightsError):
@@ -306,7 +306,7 @@ class GraphTable:
     def publish(self, graph: PlannedGraph, record: GraphRecord) -> None:
         """Serve batches with a graph from now on; raises `CaptureError` if no wrapper took part."""
         transaction = graph.transaction
-        if not transaction.captured and not self.setup.eager_launch:
+        if not transaction.captured:
             raise CaptureError(
                 "nothing captured anything in the forward",
                 got=f"{graph} and no wrapper of that mode",

@@ -120,8 +120,6 @@ class RunnerSetup:
         )
         check_forward(forward, inputs)
         self.outputs = OutputLayout(outputs)
-        # Whether graphs are planned and dispatched, and every step runs eagerly after all.
-        self.eager_launch = self.options.launch == "eager"
         gradients = Gradients(
             self.inputs,
             # Compiled code has none in any case.
@@ -135,7 +133,7 @@ class RunnerSetup:
     def ring(self) -> InputRing | None:
         """Where graphs fetch their inputs from. They are not there yet when `bind` is called, which
         may read or write them: with it there is none."""
-        return None if self.eager_launch or self.host.bind is not None else self.inputs.ring
+        return None if self.host.bind is not None else self.inputs.ring
 
     @property
     def sizes(self) -> set[int]:
