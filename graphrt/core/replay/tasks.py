@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base import tree
+from graphrt.core.base._undo import note
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_kind, check_takes, shown
@@ -223,8 +224,7 @@ class CapturedTask:
         try:
             self.spec.issue(*self.args, **self.kwargs, **self.values)
         except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"while updating task {self.name!r}")
+            note(error, f"while updating task {self.name!r}")
             raise
 
     def likeness(self) -> Hashable:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.errors import (
     GraphRTError,
     InvalidOptionError,
@@ -354,8 +354,9 @@ class CaptureSession:
         except BaseException as error:
             try:
                 self._settle(more=more, probes=isinstance(error, Exception))
-            except GraphRTError:
+            except Exception as second:
                 self._graphs.release()
+                note(error, f"no graph serves, as their outputs are unknown: {second}")
             raise
 
     def _capture_or_drop(self, key: CaptureKey) -> None:
@@ -365,8 +366,7 @@ class CaptureSession:
         except ResourceExhaustedError as error:
             self._graphs.drop(graph, error)
         except BaseException as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"while capturing {graph}")
+            note(error, f"while capturing {graph}")
             raise
 
     @undoing
