@@ -135,33 +135,6 @@ def test_sizes_that_no_graph_has_are_refused(prefer):
     assert sizes_of(run) == []
 
 
-def test_what_steps_have_missed_most_comes_first():
-    run = several()
-    run.capture_next()
-    for tokens in (1, 2, 2, 3, 4, 8, 8, 8):
-        run(x=rows(tokens))
-    run.capture_next(math.inf)
-    # Batches of 2 had the larger graph twice, as those of 4 and 3; of equals the larger first.
-    assert sizes_of(run) == [8, 4, 2, 1]
-    run.recapture()
-    run.release()
-    run.capture_next()
-    for tokens in (1, 1, 2):
-        run(x=rows(tokens))
-    run.capture_next(math.inf)
-    assert sizes_of(run) == [8, 1, 2, 4]
-
-
-def test_steps_that_their_graph_serves_are_no_reason_for_another_one():
-    run = several()
-    run.capture_next()
-    run.capture_next(prefer=[1])
-    for _ in range(5):
-        run(x=rows(1))
-    run(x=rows(2))
-    assert captured_by(run) == [2]
-
-
 def test_the_traffic_of_the_plan_is_an_order():
     run = several(traffic={2: 0.9, 4: 0.1}, sizes=[1, 2, 4, 8, 16])
     run.capture_next(math.inf)
@@ -717,51 +690,23 @@ def test_of_each_kind_the_warm_up_of_the_largest_is_remembered():
     assert [warm.tokens for warm in run.graphs.warmed_up.values()] == [8]
 
 
-# What steps miss meanwhile -----------------------------------------------------------------------
+# Steps meanwhile ---------------------------------------------------------------------------------
 
 
-def misses(run: GraphRunner) -> dict[int, int]:
-    """How many steps each missing graph would have served better, by its size."""
-    graphs = {run.dispatcher.reserve(*key): key[1].num_tokens for key in run.plan.keys}
-    return {graphs[slot]: count for slot, count in run._scheduler._misses.items()}
-
-
-def test_steps_are_counted_for_the_graphs_that_they_miss_as_long_as_some_are_missing():
+def test_no_step_between_two_calls_looks_for_missing_graphs():
     run = several()
-    run(x=rows(3))
-    assert misses(run) == {}
+    assert not run.graphs.sealing.may_capture
     run.capture_next()
-    for tokens in (3, 8, 9):
-        run(x=rows(tokens))
-    slot = run.slot(Batch(2, 2, 1))
-    slot["x"].fill_(1)
-    run(slot)
-    assert misses(run) == {4: 1, 2: 1}
+    assert not run.graphs.sealing.may_capture
     finish(run)
-    run(x=rows(3))
-    assert misses(run) == {4: 1, 2: 1}
-
-
-def test_when_all_is_there_no_step_looks_for_missing_graphs():
-    at_once, apart = several(), several()
-    at_once.capture()
-    finish(apart)
-    assert not at_once.graphs.sealing.may_capture
-    assert not apart.graphs.sealing.may_capture
-    apart.release()
-    apart.capture_next()
-    assert apart.graphs.sealing.may_capture
-    apart.capture()
-    assert not apart.graphs.sealing.may_capture
+    assert not run.graphs.sealing.may_capture
 
 
 @pytest.mark.parametrize("end", ["release", "seal", "recapture"])
-def test_nothing_is_counted_after(end):
+def test_the_rest_is_captured_after(end):
     run = several()
     run.capture_next()
     getattr(run, end)()
-    run(x=rows(3))
-    assert misses(run) == {}
     assert torch.equal(run(x=rows(3)), rows(3, 2.0))
     finish(run)
     assert sorted(sizes_of(run)) == SIZES
@@ -777,23 +722,11 @@ def test_after_a_seal_no_step_captures_though_a_call_has(lazy):
     assert sizes_of(run) == [8, 4]
 
 
-def test_the_runner_of_a_draft_counts_by_itself():
-    pool = GraphPool("cpu")
-    target, draft = (several(pool=pool, platform=None) for _ in range(2))
-    target.capture_next()
-    draft.capture()
-    target(x=rows(2))
-    draft(x=rows(2))
-    assert misses(target) == {2: 1}
-    assert misses(draft) == {}
-
-
 def test_a_runner_inside_the_capture_of_another_one_is_no_step():
     inner = several()
     inner.capture_next()
     outer = several(lambda x: inner(x=x))
     outer.capture()
-    assert misses(inner) == {}
     assert torch.equal(outer(x=rows(3)), rows(3, 2.0))
 
 

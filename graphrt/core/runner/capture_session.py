@@ -9,7 +9,6 @@ hosts that capture piece by piece.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -98,8 +97,6 @@ class CaptureScheduler:
         self._graphs = graphs
         self._trials = trials
         self._warm_ups = WarmUps()
-        # By slot, the steps that a missing graph would have served better, while some are missing.
-        self._misses: Counter[int] = Counter()
 
     def all(self, progress: Progress | None) -> None:
         """Capture every missing graph, those too that were dropped or have failed before."""
@@ -119,9 +116,6 @@ class CaptureScheduler:
         graphs, left = self._graphs, self._left(sizes)
         before = len(graphs.records)
         if left:
-            if not graphs.sealing.may_capture:
-                self._misses.clear()
-                graphs.sealing.may_capture = True
             self._capture_some(left, began + budget_s)
             left = self._left(sizes)
         elif not self._setup.plan.keys and not graphs.sealing.closed:
@@ -143,18 +137,14 @@ class CaptureScheduler:
     def for_step(
         self, batch: Batch, dispatch: Dispatch, values: Mapping[str, Any], agreed: Agreed | None
     ) -> tuple[Dispatch, Mapping[str, Any]]:
-        """Note which missing graph would serve a step better than its dispatch says, and capture it
-        with `GraphOptions(lazy=True)`, a failing one only once. Returns how the step is dispatched
-        then, and its inputs, out of the reach of the capture."""
+        """With `GraphOptions(lazy=True)` capture the missing graph that would serve a step better than
+        its dispatch says; a failing one only once. Returns how the step is dispatched then, and its
+        inputs, out of the reach of the capture."""
         graphs = self._graphs
         wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
         if wanted is None or (dispatch.slot >= 0 and not preferred(wanted, dispatch)):
             return dispatch, values
-        self._misses[wanted.slot] += 1
-        is_lazy = self._setup.options.lazy and not graphs.sealing.closed
-        if not is_lazy or wanted.slot in graphs.left_out:
-            return dispatch, values
-        if graphs.checks.glances.changed_settings():
+        if wanted.slot in graphs.left_out or graphs.checks.glances.changed_settings():
             return dispatch, values
         # The capture fills the buffers, in which inputs may lie; and inputs may be outputs of the
         # last step, which ran on another stream.
@@ -209,25 +199,20 @@ class CaptureScheduler:
     # The order ----------------------------------------------------------------------------------
 
     def _left(self, prefer: Sequence[int]) -> list[CaptureKey]:
-        """The graphs still to be tried: sizes that the host prefers, then graphs that steps have
-        missed most, then by the plan; but no graph of a kind before its largest.
+        """The graphs still to be tried: sizes that the host prefers, then by the plan; but no graph
+        of a kind before its largest.
 
         Where a forward makes its workspaces larger as it needs, a smaller graph would go on with
         one that is given up. And the largest serves every batch of its kind.
         """
         graphs, plan = self._graphs, self._setup.plan
-        reserve, ranks = graphs.dispatcher.reserve, {size: at for at, size in enumerate(prefer)}
+        ranks = {size: at for at, size in enumerate(prefer)}
         missing = [
             key
             for key in graphs.missing(plan.capture_order(serving=True))
-            if reserve(*key) not in graphs.left_out
+            if graphs.dispatcher.reserve(*key) not in graphs.left_out
         ]
-        missing.sort(
-            key=lambda key: (
-                ranks.get(key[1].num_tokens, len(ranks)),
-                -self._misses[reserve(*key)],
-            )
-        )
+        missing.sort(key=lambda key: ranks.get(key[1].num_tokens, len(ranks)))
         largest = {(key[0], key[1].kind): key for key in sorted(plan.keys, key=_size)}
         left = set(missing)
         in_order = (each for key in missing for each in (largest[key[0], key[1].kind], key))
