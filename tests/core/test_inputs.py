@@ -11,7 +11,6 @@ from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.device.registry import get_platform
 from graphrt.core.inputs.buffers import StaticInputs, batch_of
-from graphrt.core.inputs.declared import nest
 from graphrt.core.inputs.transport import StagedCopy, Staging, Window
 from graphrt.cpu.platform import CpuPlatform
 
@@ -280,7 +279,7 @@ def test_nested_inputs_keep_their_structure():
     inputs = static(specs, 4, 4)
     step = {"ids": torch.tensor([1, 2]), "stage": {"hidden": torch.ones(2, 2)}}
     inputs.fill(step, inputs.layout(4, 4), 2, 2)
-    seen = nest(inputs.layout(4, 4).views)
+    seen = inputs.declared.nest(inputs.layout(4, 4).views)
     assert seen["stage"]["hidden"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
 
 

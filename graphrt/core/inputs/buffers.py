@@ -126,22 +126,15 @@ class StaticInputs:
         """The buffers at the largest size by name; packed ones move with the size."""
         return self.layout(self.tokens, self.reqs).views
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether the shape of an input says how many requests there are."""
-        axes = (spec.batch_axis()[0] for spec in self.declared.specs.values())
-        return any(axis is not None and axis.name == "reqs" for axis in axes)
-
     def require_gradients(self, values: Mapping[str, Any]) -> bool:
         """Whether one of a step's inputs requires a gradient."""
         try:
-            if self.declared.nested:
-                values = dict(flat_of(values))
+            flat = dict(flat_of(values)) if self.declared.nested else values
             for name in self.graded:
-                if values[name].requires_grad:
+                if getattr(flat.get(name), "requires_grad", False):
                     return True
-        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError):
-            pass  # no mapping of tensors: filling the buffers raises the named error
+        except AttributeError:
+            pass  # no mapping: filling the buffers raises the named error
         return False
 
     @property
@@ -308,13 +301,21 @@ def batch_of(inputs: StaticInputs, values: Mapping[str, Any]) -> Batch:
     return Batch(tokens, reqs, 1 if reqs is not None and tokens == reqs else None)
 
 
-def reqs_of(inputs: StaticInputs, batch: Batch, values: Mapping[str, Any]) -> int:
-    """The requests of a batch that does not say how many it has."""
+def reqs_of(inputs: StaticInputs, batch: Batch, values: Mapping[str, Any] | None) -> int:
+    """The requests of a batch that does not say how many it has; its inputs may be to come."""
     if batch.num_reqs is not None:
         return batch.num_reqs
     if batch.query_len:
         return batch.num_tokens // batch.query_len
-    reqs = inputs.declared.infer(values)[1]
+    if values is None and "reqs" in inputs.declared.axes:
+        raise InvalidBatchError(
+            "a slot is made before there are inputs, whose shapes would say how many requests "
+            "the batch has",
+            got=shown(batch),
+            expected="num_reqs, or query_len",
+            advice="Batch(num_tokens, num_reqs)",
+        )
+    reqs = None if values is None else inputs.declared.infer(values)[1]
     return min(batch.num_tokens, inputs.reqs) if reqs is None else reqs
 
 

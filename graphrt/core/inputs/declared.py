@@ -26,6 +26,8 @@ class DeclaredInputs:
     def __init__(self, specs: Mapping[str, Any]) -> None:
         self.specs = dict(_specs(specs, "", "inputs="))
         self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
+        axes = (spec.batch_axis()[0] for spec in self.specs.values())
+        self.axes = {axis.name for axis in axes if axis is not None}
 
     def check_names(self, values: Mapping[str, Any]) -> None:
         """Raise `InvalidInputError` for missing or unknown input names."""
@@ -97,6 +99,19 @@ class DeclaredInputs:
             )
         reqs = counts.get("reqs")
         return counts.get("tokens", reqs or 0), reqs
+
+    def nest(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the forward, by their dotted names, as nested dicts again."""
+        if not self.nested:
+            return flat
+        nested: dict[str, Any] = {}
+        for name, value in flat.items():
+            *parents, leaf = name.split(".")
+            place = nested
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[leaf] = value
+        return nested
 
     def check_fits(self, platform: Platform, tokens: int, reqs: int) -> None:
         """Raise `InvalidInputError` for buffers that no device has the memory for, or not this one:
@@ -208,18 +223,6 @@ def _meant(
     for name in unknown:
         alone = missing[0] if len(missing) == len(unknown) == 1 else None
         yield name, alone or nearest(name, missing or known or [])
-
-
-def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as nested dicts again, which is how the forward gets them."""
-    nested: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, leaf = name.split(".")
-        place = nested
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = value
-    return nested
 
 
 def flat_of(specs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

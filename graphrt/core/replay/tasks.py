@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base._undo import note
+from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_kind, check_takes, shown
@@ -82,12 +82,7 @@ class UpdatableTask:
             work = counted.get()
             if work is not None:
                 work.tasks += 1
-            outer = in_task.get()
-            in_task.set(True)
-            try:
-                self.issue(*args, **kwargs, **values)
-            finally:
-                in_task.set(outer)
+            self._issue_eagerly(partial(self.issue, *args, **kwargs, **values))
             return
         assert context is not None
         worst = values
@@ -101,6 +96,11 @@ class UpdatableTask:
         handle = capture.bracketed(partial(self.issue, *args, **kwargs, **values))
         args, kwargs = tree.map_tensors(capture.captured_ref, (args, kwargs))
         capture.add_task(CapturedTask(self, name, handle, args, kwargs, values))
+
+    @undoing
+    def _issue_eagerly(self, undo: Undo, issue: Callable[[], object]) -> None:
+        undo.set(in_task, True)
+        issue()
 
     def check_call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], values: HostValues

@@ -56,8 +56,9 @@ from graphrt.core.trust.watching.modes import WorkCount
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
-Enough = Callable[[CaptureKey], bool]
-"""Asked before each graph: whether to leave it, and those after it, for another session."""
+Before = Callable[[int, CaptureKey], bool]
+"""Told before each graph how many are done, and its key; says whether to leave it, and those after
+it, for another session."""
 
 
 @public("graphrt.types")
@@ -103,7 +104,16 @@ class CaptureScheduler:
         graphs = self._graphs
         graphs.left_out.clear()
         before = len(graphs.records)
-        self._session().run(graphs.missing(self._setup.plan.capture_order()), progress)
+        keys = graphs.missing(self._setup.plan.capture_order())
+
+        def tell(done: int, key: CaptureKey) -> bool:
+            if progress is not None:
+                progress(done, len(keys), key[1])
+            return False
+
+        self._session().run(keys, tell)
+        if keys:
+            tell(len(keys), keys[-1])
         self._finish()
         new = graphs.records[before:]
         logger.info("captured %d graphs in %.2f s", len(new), sum(each.capture_s for each in new))
@@ -137,9 +147,9 @@ class CaptureScheduler:
     def for_step(
         self, batch: Batch, dispatch: Dispatch, values: Mapping[str, Any], agreed: Agreed | None
     ) -> tuple[Dispatch, Mapping[str, Any]]:
-        """With `GraphOptions(lazy=True)` capture the missing graph that would serve a step better than
-        its dispatch says; a failing one only once. Returns how the step is dispatched then, and its
-        inputs, out of the reach of the capture."""
+        """With `GraphOptions(lazy=True)` capture the missing graph that would serve a step better
+        than its dispatch says; a failing one only once. Returns how the step is dispatched then,
+        and its inputs, out of the reach of the capture."""
         graphs = self._graphs
         wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
         if wanted is None or (dispatch.slot >= 0 and not preferred(wanted, dispatch)):
@@ -165,14 +175,14 @@ class CaptureScheduler:
         as long as the last one."""
         tried: list[CaptureKey] = []
 
-        def enough(key: CaptureKey) -> bool:
+        def enough(done: int, key: CaptureKey) -> bool:
             if tried and time.perf_counter() + (self._last_s() or 0.0) > until:
                 return True
             tried.append(key)
             return False
 
         try:
-            self._session().run(left, enough=enough)
+            self._session().run(left, enough, more=True)
         except Exception:
             # The last graph that was tried is to blame; before the first one, none is.
             self._leave_out(self._graphs.missing(tried[-1:]))
@@ -280,10 +290,12 @@ class CaptureSession:
         self,
         undo: Undo,
         keys: Sequence[CaptureKey],
-        progress: Progress | None = None,
-        enough: Enough | None = None,
+        before: Before = lambda done, key: False,
+        *,
+        more: bool = False,
     ) -> None:
-        """Capture and publish the graphs of `keys` in their order, until there are `enough`."""
+        """Capture and publish the graphs of `keys` in their order, until `before` says to stop;
+        whether `more` are to come in other sessions."""
         setup, graphs = self._setup, self._graphs
         graphs.destroy_leftovers()
         if graphs.records:
@@ -318,24 +330,17 @@ class CaptureSession:
             if keys:
                 undo.later(partial(thaw_garbage, self))
                 freeze_garbage(self)
-                self._capture(keys, progress, enough)
+                self._capture(keys, before, more=more)
 
-    def _capture(
-        self, keys: Sequence[CaptureKey], progress: Progress | None, enough: Enough | None
-    ) -> None:
+    def _capture(self, keys: Sequence[CaptureKey], before: Before, *, more: bool) -> None:
         """Capture the graphs; after a failure serve those before it if it is known how."""
-        more = enough is not None
         try:
             for done, key in enumerate(keys):
-                if enough is not None and enough(key):
+                if before(done, key):
                     break
-                if progress is not None:
-                    progress(done, len(keys), key[1])
                 self._has_doors = any(mode is GraphMode.PIECEWISE for mode, _ in keys[done:])
                 self._capture_or_drop(key)
             self._settle(more=more)
-            if progress is not None:
-                progress(len(keys), len(keys), keys[-1][1])
         except BaseException as error:
             try:
                 self._settle(more=more, probes=isinstance(error, Exception))

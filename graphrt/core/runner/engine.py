@@ -32,7 +32,7 @@ from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import Reserved
 from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
-from graphrt.core.inputs.buffers import StaticInputs, batch_of, wrong_requests
+from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.slot import InputSlot, agreed_too_late
 from graphrt.core.replay._turn import in_turn
@@ -354,7 +354,7 @@ class StepEngine:
             dispatch = graphs.dispatcher.dispatch(batch, agreed=agreed)
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
-            reqs = _requests_of(batch, inputs)
+            reqs = reqs_of(inputs, batch, None)
         prepared = None
         layout: InputLayout | None = None
         if dispatch is not None and dispatch.slot >= 0:
@@ -411,18 +411,3 @@ def _no_graph_to_pad_to(reason: Reason) -> InvalidBatchError:
         advice="capture() first; dispatch = runner.dispatcher.dispatch(batch), and call this only "
         "where dispatch.reason is Reason.HIT",
     )
-
-
-def _requests_of(batch: Batch, inputs: StaticInputs) -> int:
-    """The requests of a batch that does not say how many it has."""
-    if batch.query_len:
-        return batch.num_tokens // batch.query_len
-    if inputs.has_requests:
-        raise InvalidBatchError(
-            "a slot is made before there are inputs, whose shapes would say how many requests "
-            "the batch has",
-            got=shown(batch),
-            expected="num_reqs, or query_len",
-            advice="Batch(num_tokens, num_reqs)",
-        )
-    return min(batch.num_tokens, inputs.reqs)

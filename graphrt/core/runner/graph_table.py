@@ -28,7 +28,6 @@ from graphrt.core.capture.transaction import Captured, CaptureTransaction, Graph
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.inputs.buffers import StaticInputs
-from graphrt.core.inputs.declared import nest
 from graphrt.core.inputs.layout import StepMoves
 from graphrt.core.plan.budget import alike
 from graphrt.core.plan.sizes import CaptureKey
@@ -125,7 +124,7 @@ class PreparedStep:
         views = self.layout.views
         if fresh:
             views = {name: view.detach() for name, view in views.items()}
-        return nest(views) if self._setup.inputs.declared.nested else views
+        return self._setup.inputs.declared.nest(views)
 
     def storages(self) -> frozenset[int]:
         """The addresses of the storages in which every step finds its inputs."""

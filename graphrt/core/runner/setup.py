@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import InvalidOptionError, UnannouncedModuleError
 from graphrt.core.base.option_values import check_callable, check_kind, shown
 from graphrt.core.base.thread_mode import where_asked, without_gradients
@@ -285,18 +286,16 @@ class EagerForward:
             return where_asked(call, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         return without_gradients(call)
 
-    def finding(self, run: Callable[[], Any]) -> Any:
+    @undoing
+    def finding(self, undo: Undo, run: Callable[[], Any]) -> Any:
         """Call `run`, in which the forward finds out which gradients it ends."""
-        try:
-            self._finds = True
-            return run()
-        finally:
-            self._finds = False
+        undo.later(partial(setattr, self, "_finds", False))
+        self._finds = True
+        return run()
 
-    def where(self, gradients: bool, inference: bool, run: Callable[[], Any]) -> Any:
+    @undoing
+    def where(self, undo: Undo, gradients: bool, inference: bool, run: Callable[[], Any]) -> Any:
         """Call `run`, in which the forward finds these on or off; graphrt around it does not."""
-        try:
-            self._asked = gradients, inference
-            return run()
-        finally:
-            self._asked = None
+        undo.later(partial(setattr, self, "_asked", None))
+        self._asked = gradients, inference
+        return run()

@@ -59,9 +59,9 @@ class StepTrials:
         room for it. Raises the first failure, after `release`."""
         generator = torch.Generator("cpu").manual_seed(_SEED)
         undo.after_error(release)
-        with self._executor.updates.set_aside():
-            for dispatch in self._graphs.checks.to_try():
-                self._try_example(dispatch, make, generator)
+        self._executor.updates.set_aside(undo)
+        for dispatch in self._graphs.checks.to_try():
+            self._try_example(dispatch, make, generator)
 
     def _try_example(
         self, dispatch: Dispatch, make: MakeExample, generator: torch.Generator
