@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from graphrt.core.base.sharing import is_lazy
 from graphrt.core.base.torch_names import inference_guard
 from graphrt.core.inputs.spec import LOWEST_ADDRESS, InputSpec, check_value
 
@@ -48,6 +49,10 @@ class PadPattern:
     def __init__(self, spec: InputSpec) -> None:
         self.spec = spec
         self.value = spec.pad_value
+        # Says of a tensor whether its bits are not its values; None for dtypes that have no such.
+        self.lazy: Callable[[torch.Tensor], bool] | None = None
+        if spec.dtype.is_floating_point or spec.dtype.is_complex:
+            self.lazy = is_lazy if spec.dtype.is_complex else torch.Tensor.is_neg
         self._element = torch.full((1,), self.value, dtype=spec.dtype, device="cpu")
         octets = bytes(self._element.view(torch.uint8).tolist())
         self._octet = octets[0] if len(set(octets)) == 1 else None
@@ -158,7 +163,11 @@ class FieldMove:
         return padded if rows is None else padded.narrow(self.field.spec.batch_axis()[1], 0, rows)
 
     def lies_in(self, value: torch.Tensor) -> bool:
-        """Whether `value`, which starts where this input starts, is laid out like it."""
+        """Whether `value`, which starts where this input starts, is laid out like it, and has its
+        values there."""
+        lazy = self.field.pattern.lazy
+        if lazy is not None and lazy(value):
+            return False
         if self.one_block and value.is_contiguous():
             return True
         return bool(value.stride() == self.field.view.stride())
@@ -235,17 +244,10 @@ class StepMoves:
         self.live = tokens, reqs
         self.fields = [FieldMove(field, tokens, reqs) for field in layout.fields]
         self.fixed = [FieldMove(field, tokens, reqs) for field in layout.fixed]
-        # One tuple for each packed input: what every step checks it against. Only tensors of these
-        # dtypes can have a negation or conjugation pending (the fourth item).
+        # One tuple for each packed input: what every step checks it against.
         self.rows = [
-            (
-                move.field.name,
-                move.field.spec.dtype,
-                move.shape,
-                move.field.spec.dtype.is_floating_point or move.field.spec.dtype.is_complex,
-                move,
-            )
-            for move in self.fields
+            (each.field.name, each.field.spec.dtype, each.shape, each.field.pattern.lazy, each)
+            for each in self.fields
         ]
         self.from_host = "h" * len(self.fields)
         # Where to, and how many bytes, if each input is one short copy; else None. They are copied

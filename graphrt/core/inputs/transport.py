@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from graphrt.core.base.sharing import is_lazy
 from graphrt.core.base.torch_names import copy_all
 from graphrt.core.device.graph import DeviceEvent
 from graphrt.core.device.platform import Platform
@@ -149,22 +148,23 @@ def sources_of(
     tensors: list[torch.Tensor] = []
     addresses: list[int] = []
     kinds, plain = moves.from_host, True
-    for number, (name, dtype, shape, may_negate, move) in enumerate(moves.rows):
+    for number, (name, dtype, shape, lazy, move) in enumerate(moves.rows):
         value = values[name]
         if type(value) is not _Tensor or value.dtype is not dtype or value.shape != shape:
             check_value(name, move.field.spec, value, tuple(shape))
             plain = False
         address = value.data_ptr()
-        if (
-            address < LOWEST_ADDRESS
-            or low <= address < high
-            or busy_low <= address < busy_high
-            or (may_negate and is_lazy(value))
-        ):
-            readable, kind = _readable(value, move, slab, busy)
-            plain &= readable is value and address >= LOWEST_ADDRESS
-            value, address = readable, readable.data_ptr()
+        if address == low + move.field.offset and move.lies_in(value):
+            kind = "k"
         else:
+            if (
+                address < LOWEST_ADDRESS
+                or low <= address < high
+                or busy_low <= address < busy_high
+                or (lazy is not None and lazy(value))
+            ):
+                value, plain = _apart(value, move, slab, busy), False
+                address = value.data_ptr()
             kind = "h" if value.is_cpu else "d"
         if kind != "h":
             kinds = kinds[:number] + kind + kinds[number + 1 :]
@@ -176,23 +176,16 @@ def sources_of(
     return Sources(tensors, addresses, kinds, plain)
 
 
-def _readable(
-    value: torch.Tensor, move: FieldMove, slab: Slab, busy: tuple[int, int]
-) -> tuple[torch.Tensor, str]:
-    """An input whose memory cannot be read as it is, or may be written before it is read: itself
-    where it is in place already, else its values elsewhere; and its kind."""
-    address, lazy = value.data_ptr(), is_lazy(value)
-    if address == slab.low + move.field.offset and not lazy and move.lies_in(value):
-        return value, "k"
-    if address < LOWEST_ADDRESS:
+def _apart(value: torch.Tensor, move: FieldMove, slab: Slab, busy: tuple[int, int]) -> torch.Tensor:
+    """The values of an input elsewhere, where its memory cannot be read as it is, or may be written
+    before it is read."""
+    if value.data_ptr() < LOWEST_ADDRESS:
         # To read there would end the process. An empty one has no address.
         check_value(move.field.name, move.field.spec, value, tuple(move.shape))
-    if lazy:
-        value = value.detach().resolve_conj().resolve_neg()
-        address = value.data_ptr()
-    if slab.low <= address < slab.high or busy[0] <= address < busy[1]:
-        value = value.detach().clone()
-    return value, "h" if value.is_cpu else "d"
+    value = value.detach().resolve_conj().resolve_neg()
+    address = value.data_ptr()
+    overwritten = slab.low <= address < slab.high or busy[0] <= address < busy[1]
+    return value.clone() if overwritten else value
 
 
 def copy_rows(moves: StepMoves, base: int, addresses: Sequence[int]) -> None:
@@ -220,7 +213,7 @@ class HostCopy(InputTransport):
         sources = sources_of(values, moves, self.slab, (0, 0))
         if sources.kinds == moves.from_host:
             copy_rows(moves, base, sources.addresses)
-        else:
+        elif "h" in sources.kinds or "d" in sources.kinds:
             for move, tensor, address, kind in zip(moves.fields, *sources[:3], strict=True):
                 if kind == "h":
                     move.copy_at(base, address)

@@ -115,9 +115,9 @@ class PieceSteps:
     def begin(self, context: ForwardContext) -> PieceStep | None:
         """The step of a piece that replays or captures; None inside of another step, and for one
         that another one has followed."""
-        step = self.last
-        if step is None or not step.is_of(context):
-            if (context.token is not None and context.token is self._over) or not self.end(context):
+        step, token = self.last, context.token
+        if step is None or token is None or step.token is not token:
+            if (token is not None and token is self._over) or not self.end(context):
                 return None
             step = self.last = PieceStep(context)
         return step
@@ -406,7 +406,8 @@ class GraphPool(Uncopied):
         step.replayed = True
         self.step = context.token
         self.generation += 1
-        self._expire_outputs()
+        if self.handed_out:
+            expire(self.handed_out)
 
     def _enter_capture(self, context: ForwardContext) -> None:
         """Note that a step captures something. Raises as `_enter_step` does, and `CaptureError`
