@@ -23,7 +23,7 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
 from graphrt.core.inputs.layout import Field, InputLayout, PadPattern, StepMoves, remember
 from graphrt.core.inputs.padding_rows import PaddingRows
-from graphrt.core.inputs.slot import Arrays, InputSlot
+from graphrt.core.inputs.slot import InputSlot, arrays_of
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.inputs.transport import HostCopy, InputRing, InputTransport, Slab, StagedCopy
 
@@ -103,7 +103,9 @@ class StaticInputs:
         self.graded = [n for n, kind in dtypes.items() if kind.is_floating_point or kind.is_complex]
         self._layouts: dict[tuple[int, int], InputLayout] = {}
         # By where slots are and what is live there.
-        self._slot_views: dict[tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Arrays]] = {}
+        self._slot_views: dict[
+            tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Mapping[str, Any]]
+        ] = {}
         self.transport = self._transport(platform, device, fetched)
         # Counts what writes the buffers, or takes the memory that they are filled from.
         self.turn = 0
@@ -212,7 +214,7 @@ class StaticInputs:
                 rows = moves.views_in(memory, at)
                 rows.update({each.name: each.host_rows(tokens, reqs) for each in self._fixed})
                 tensors = {name: rows[name] for name in self.declared.specs}
-                views = tensors, Arrays(tensors)
+                views = tensors, arrays_of(tensors)
                 remember(self._slot_views, (at, moves), views, _CACHED_SLOTS)
             return InputSlot(views, place, layout, moves, self.turn)
         try:
@@ -227,7 +229,7 @@ class StaticInputs:
                 expected=f"rows that fit the host's memory; graphs have {self.tokens} tokens",
                 advice="split the batch",
             ) from error
-        return InputSlot((tensors, Arrays(tensors)), None, None, None, self.turn)
+        return InputSlot((tensors, arrays_of(tensors)), None, None, None, self.turn)
 
     def check_alone(self, values: Mapping[str, Any]) -> None:
         """Raise `InvalidInputError` for values that a step was given beside a slot."""

@@ -66,6 +66,8 @@ class HoldsGraphs(Protocol):
         """A session in the pool has begun, or ended: capture lazily meanwhile, if at all."""
 
 
+_NOWHERE_ELSE: Final = nullcontext()
+
 _CAPTURED: Final = object()
 """What `GraphPool.step` is after a capture, so that the next replay, of whatever step, is looked
 at."""
@@ -394,7 +396,7 @@ class GraphPool(Uncopied):
     def on_device(self) -> AbstractContextManager[object]:
         """Makes its device the current one of this thread, if there are several."""
         if self.elsewhere is None or self.left_behind:
-            return nullcontext()
+            return _NOWHERE_ELSE
         return self.platform.on_device(self.device.index)
 
     def _enter_step(self, context: ForwardContext) -> None:

@@ -275,12 +275,7 @@ class TaskTable:
         updates = context.updates
         if updates is UNCHANGED:
             if self.mixed:
-                raise MissingUpdateError(
-                    "the step before failed half-way, so its host arguments cannot be repeated",
-                    got="UNCHANGED",
-                    expected="updates for every task",
-                    advice="pass the updates of this step",
-                )
+                raise failed_half_way()
             return None
         # Asking whether it is a mapping takes longer than the rest, and it is a dict as a rule.
         if type(updates) is not dict and not isinstance(updates, Mapping):
@@ -360,6 +355,16 @@ class _Layers:
                 advice="leave an optional host argument out everywhere, at_capture too, or nowhere",
             )
         return fitted
+
+
+def failed_half_way() -> MissingUpdateError:
+    """The error for UNCHANGED after a step that failed: nobody knows what its tasks have."""
+    return MissingUpdateError(
+        "the step before failed half-way, so its host arguments cannot be repeated",
+        got="UNCHANGED",
+        expected="updates for every task",
+        advice="pass the updates of this step",
+    )
 
 
 def check_names(updates: Updates, known: frozenset[str]) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from graphrt.core.base._native_door import NativePath
@@ -35,7 +34,6 @@ from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
 from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.slot import InputSlot, agreed_too_late
-from graphrt.core.replay._turn import in_turn
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.capture_session import CaptureScheduler
@@ -343,10 +341,7 @@ class StepEngine:
 
     def slot(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
         """A slot for the inputs of `batch`, where the graph is that serves it; see
-        `GraphRunner.slot`."""
-        return in_turn(self._pool, self._graphs.owner, partial(self._new_slot, batch, agreed))
-
-    def _new_slot(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
+        `GraphRunner.slot`. In a turn of the pool."""
         inputs, graphs = self._executor.inputs, self._graphs
         dispatch: Dispatch | None = None
         # A step that captures its graph first cannot have its inputs in place.

@@ -20,7 +20,6 @@ from graphrt.core.base.errors import (
     IN_PIECES,
     FrozenMetadataError,
     InvalidUpdateError,
-    MissingUpdateError,
     NestedCaptureError,
 )
 from graphrt.core.base.option_values import shown
@@ -33,7 +32,7 @@ from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.slot import InputSlot
 from graphrt.core.replay.host_args import DEFERRED, UNCHANGED
-from graphrt.core.replay.tasks import check_names
+from graphrt.core.replay.tasks import check_names, failed_half_way
 from graphrt.core.runner.graph_table import GraphTable, PreparedStep
 from graphrt.core.runner.host import Phase
 
@@ -288,12 +287,7 @@ class LastUpdates:
         given = (slot, step.batch[0], step.batch[1]) if replayed and slot >= 0 else None
         if updates is UNCHANGED:
             if self._failed:
-                raise MissingUpdateError(
-                    "the step before failed half-way, so its host arguments cannot be repeated",
-                    got="UNCHANGED",
-                    expected="updates for every task",
-                    advice="pass the updates of this step",
-                )
+                raise failed_half_way()
             if given is not None and given == self._given:
                 return updates
             updates = last = self._last

@@ -381,8 +381,15 @@ class GraphTable:
 
 def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:
     """Warn of graphs that did not fit on the device; with `strict` raise
-    `ResourceExhaustedError`."""
-    lines = "".join(f"\n  {line}" for line in dropped_lines(dropped))
+    `ResourceExhaustedError`. Of each reason the first graph is named, and how many more."""
+    by_reason: dict[tuple[GraphMode, str], list[BatchDescriptor]] = {}
+    for each in dropped:
+        by_reason.setdefault((each.mode, each.reason), []).append(each.descriptor)
+    lines = "".join(
+        f"\n  {mode.name} [{first}]: {'; '.join(map(str.strip, reason.splitlines()))}"
+        f"{'; ' + alike(others) if others else ''}"
+        for (mode, reason), (first, *others) in by_reason.items()
+    )
     what = f"{len(dropped)} of {planned} graphs did not fit on the device"
     if strict:
         raise ResourceExhaustedError(
@@ -395,16 +402,3 @@ def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool)
     warn_caller(
         f"{what}, and batches that no other serves run eagerly:{lines}", GraphsDroppedWarning
     )
-
-
-def dropped_lines(dropped: Iterable[DroppedGraph]) -> list[str]:
-    """A line for each reason: the first of its graphs, and how many more there are."""
-    by_reason: dict[tuple[GraphMode, str], list[BatchDescriptor]] = {}
-    for each in dropped:
-        by_reason.setdefault((each.mode, each.reason), []).append(each.descriptor)
-    lines = []
-    for (mode, reason), (first, *others) in by_reason.items():
-        more = f"; {alike(others)}" if others else ""
-        text = "; ".join(part.strip() for part in reason.splitlines())
-        lines.append(f"{mode.name} [{first}]: {text}{more}")
-    return lines

@@ -165,10 +165,7 @@ class GraphRunner(Uncopied, Generic[R]):
         in a call. Raises `InvalidBatchError`, `PoolBusyError` and `InputRingError`."""
         if under_way:
             refuse_inside_capture("slot()")
-        if self.pool.elsewhere is not None and self.pool.elsewhere():
-            with self.pool.on_device():
-                return self._engine.slot(batch, agreed)
-        return self._engine.slot(batch, agreed)
+        return self._in_turn(partial(self._engine.slot, batch, agreed))
 
     def step(
         self,
