@@ -19,7 +19,7 @@ SPECS = {
     "mrope": InputSpec(torch.int64, (3, "tokens"), pad=-1),
     "table": InputSpec(torch.int32, ("reqs", 2), pad=0, index=True),
     "starts": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
-    "loose": InputSpec(torch.float32, ("tokens", 2), pad="keep"),
+    "loose": InputSpec(torch.float32, ("tokens", 2), fixed=True),
 }
 
 
@@ -101,14 +101,6 @@ def test_after_any_steps_live_rows_are_live_and_padding_rows_are_padding(staged,
 def live_rows(views, tokens: int, reqs: int):
     cut = {"mrope": (slice(None), slice(tokens)), "table": slice(reqs), "starts": slice(reqs + 1)}
     return {name: view[cut.get(name, slice(tokens))] for name, view in views.items()}
-
-
-def test_rows_beyond_the_live_ones_are_kept_where_padding_says_so():
-    inputs = static(SPECS, 8, 4)
-    layout = inputs.layout(8, 4)
-    layout.views["loose"].fill_(5)
-    inputs.fill(values(3, 2), layout, 3, 2)
-    assert layout.views["loose"].tolist() == [[1, 1]] * 3 + [[5, 5]] * 5
 
 
 def test_inputs_of_one_size_stay_where_they_are():
@@ -237,7 +229,7 @@ def test_a_bad_input_is_a_named_error_and_the_next_fill_works(change, text):
         {"shape": ("tokens", "reqs")},
         {"shape": ("tokens-1",)},
         {"shape": ("tokens",), "pad": "zero"},
-        {"shape": ("tokens",), "pad": "keep", "index": True},
+        {"shape": ("tokens",), "pad": "keep"},
     ],
 )
 def test_a_bad_spec_is_a_named_error(arguments):

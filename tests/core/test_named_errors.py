@@ -39,7 +39,7 @@ X = INPUTS["x"]
 # Input specs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pad", [None, "keep", "repeat"])
+@pytest.mark.parametrize("pad", [None, "repeat"])
 def test_an_index_says_what_its_padding_rows_read_and_write(pad):
     with pytest.raises(InvalidInputError, match="pad"):
         InputSpec(torch.int64, ("tokens",), pad=pad, index=True)
@@ -350,7 +350,7 @@ def test_a_column_can_be_verified_for_any_number_of_rows(mode, count):
     assert run.verify(x=rows(count)).tolist() == [2.0] * count
 
 
-@pytest.mark.parametrize("pad", [0, "repeat", "keep"])
+@pytest.mark.parametrize("pad", [0, "repeat"])
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_columns_of_a_larger_tensor_are_inputs(pad, fixed, count):
@@ -361,7 +361,7 @@ def test_columns_of_a_larger_tensor_are_inputs(pad, fixed, count):
     assert torch.equal(run.verify(x=column), column + 1)
 
 
-@pytest.mark.parametrize("pad", [0, "repeat", "keep"])
+@pytest.mark.parametrize("pad", [0, "repeat"])
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("shape", [("tokens", 0), (0, "tokens")], ids=repr)
 def test_inputs_and_outputs_may_hold_nothing(shape, fixed, pad):

@@ -91,11 +91,10 @@ class StaticInputs:
         self._fixed = [
             FixedInput(name, spec, tokens, reqs, device)
             for name, spec in every.items()
-            if not spec.packed
+            if spec.fixed
         ]
-        self._packed = {name: PadPattern(spec) for name, spec in every.items() if spec.packed}
-        kept = {each.name: each.buffer for each in self._fixed if each.pattern.spec.pad == "keep"}
-        self.padding = PaddingRows(every, kept)
+        self._packed = {name: PadPattern(spec) for name, spec in every.items() if not spec.fixed}
+        self.padding = PaddingRows(every)
         # Whether what is packed is all there is, under the names that a step gives it.
         self.all_packed = not self._fixed and not self.declared.nested
         dtypes = {name: spec.dtype for name, spec in every.items()}

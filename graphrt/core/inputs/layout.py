@@ -111,8 +111,7 @@ class FieldMove:
     """The bytes of one input for some number of live rows.
 
     `copies` are (to, from, bytes), `pads` (to, bytes) and, where the last live row is repeated,
-    `repeats` (from, to, bytes); "to" counts from the start of the slab. An input whose padding is
-    kept has neither.
+    `repeats` (from, to, bytes); "to" counts from the start of the slab.
     """
 
     __slots__ = ("_live_rows", "_views", "copies", "field", "one_block", "pads", "repeats", "shape")
@@ -131,7 +130,7 @@ class FieldMove:
         # Whether the live rows lie in one piece.
         self.one_block = len(self.copies) <= 1
         rest = block - live_rows * field.row_bytes
-        tails = [start + size for start in starts] if rest and spec.pad != "keep" else []
+        tails = [start + size for start in starts] if rest else []
         self.pads: list[Span] = []
         self.repeats: list[tuple[int, int, int]] = []
         if spec.pad == "repeat":
