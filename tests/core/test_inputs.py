@@ -19,7 +19,7 @@ SPECS = {
     "mrope": InputSpec(torch.int64, (3, "tokens"), pad=-1),
     "table": InputSpec(torch.int32, ("reqs", 2), pad=0, index=True),
     "starts": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
-    "loose": InputSpec(torch.float32, ("tokens", 2), fixed=True),
+    "loose": InputSpec(torch.float32, ("tokens", 2)),
 }
 
 
@@ -111,19 +111,6 @@ def test_inputs_of_one_size_stay_where_they_are():
     after = {name: view.data_ptr() for name, view in inputs.layout(4, 2).views.items()}
     assert before == after
     assert all(address % 4 == 0 for address in after.values())
-
-
-def test_a_fixed_input_has_one_address_at_all_sizes():
-    specs = {
-        "wide": InputSpec(torch.int64, ("tokens", 3)),
-        "own": InputSpec(torch.int64, ("tokens",), fixed=True),
-    }
-    inputs = static(specs, 8, 8)
-    addresses = {inputs.layout(size, size).views["own"].data_ptr() for size in (1, 2, 5, 8)}
-    assert addresses == {inputs.buffers["own"].data_ptr()}
-    step = {"wide": torch.ones(2, 3, dtype=torch.int64), "own": torch.tensor([1, 2])}
-    inputs.fill(step, inputs.layout(4, 4), 2, 2)
-    assert inputs.layout(4, 4).views["own"].tolist() == [1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -16,10 +16,10 @@ SLOTS = InputSpec(torch.int64, ("tokens",), pad=3, index=True)
 TABLE = InputSpec(torch.int32, ("reqs", 2), pad=0, index=True)
 NOWHERE = InputSpec(torch.int64, ("tokens",), pad=-1, index=True)
 X = InputSpec(torch.float32, ("tokens",), pad=3.0)
-PAIRS = InputSpec(torch.float32, ("tokens", 2), fixed=True)
-COLUMNS = InputSpec(torch.float32, (2, "tokens"), fixed=True)
-REQS = InputSpec(torch.int64, ("reqs",), fixed=True)
-WHOLE = InputSpec(torch.float32, (3,), fixed=True)
+PAIRS = InputSpec(torch.float32, ("tokens", 2))
+COLUMNS = InputSpec(torch.float32, (2, "tokens"))
+REQS = InputSpec(torch.int64, ("reqs",))
+WHOLE = InputSpec(torch.float32, (3,))
 
 
 def static(specs: Any, tokens: int = 4, reqs: int = 4) -> StaticInputs:

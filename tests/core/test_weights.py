@@ -228,7 +228,7 @@ def test_inputs_state_and_results_of_other_parts_are_no_weights(mode, outputs):
 
     run = GraphRunner(
         forward,
-        inputs={**INPUTS, "y": InputSpec(torch.float32, ("tokens", 4), fixed=True)},
+        inputs={**INPUTS, "y": InputSpec(torch.float32, ("tokens", 4))},
         outputs=("tokens", 4),
         mode=mode,
         sizes=[2, 4],

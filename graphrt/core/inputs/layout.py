@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from graphrt.core.base.sharing import is_lazy
 from graphrt.core.base.torch_names import inference_guard
-from graphrt.core.inputs.spec import LOWEST_ADDRESS, InputSpec, check_value
+from graphrt.core.inputs.spec import InputSpec
 
 _ALIGNMENT = 256
 """Bytes; what allocators give, so kernels choose the same vector width as for tensors alone."""
@@ -171,17 +171,6 @@ class FieldMove:
             return True
         return bool(value.stride() == self.field.view.stride())
 
-    def check(self, value: Any) -> None:
-        """Raise `InvalidInputError` unless `value` can fill the live rows."""
-        if (
-            type(value) is not torch.Tensor
-            or value.dtype is not self.field.spec.dtype
-            or value.shape != self.shape
-            # To read there would end the process.
-            or value.data_ptr() < LOWEST_ADDRESS
-        ):
-            check_value(self.field.name, self.field.spec, value, tuple(self.shape))
-
     def copy_at(self, base: int, address: int) -> None:
         """Copy the live rows that lie at `address` into the host's packed memory at `base`."""
         for to, start, size in self.copies:
@@ -194,19 +183,6 @@ class FieldMove:
             self.field.pattern.write(base, self.pads)
         for start, to, size in self.repeats:
             _repeat(base + start, base + to, self.field.row_bytes, size)
-
-    def bring(self, value: torch.Tensor) -> None:
-        """Copy live rows in that lie anywhere, and pad: of an input that is brought on its own."""
-        live = self.views[0]
-        if value.requires_grad:
-            value = value.detach()
-        if value.data_ptr() != live.data_ptr():
-            # A pinned source may be written again by the host while a copy from it is under way.
-            asynchronous = not live.is_cpu and value.is_cpu and not value.is_pinned()
-            live.copy_(value, non_blocking=asynchronous)
-        elif value.stride() != live.stride():
-            live.copy_(value.clone())
-        self.pad_on_device()
 
     def pad_on_device(self) -> None:
         """Write the padding rows by themselves, where the input lies."""
@@ -229,7 +205,6 @@ class StepMoves:
         "alike",
         "fetch",
         "fields",
-        "fixed",
         "from_host",
         "live",
         "padded",
@@ -242,7 +217,6 @@ class StepMoves:
     def __init__(self, layout: InputLayout, tokens: int, reqs: int) -> None:
         self.live = tokens, reqs
         self.fields = [FieldMove(field, tokens, reqs) for field in layout.fields]
-        self.fixed = [FieldMove(field, tokens, reqs) for field in layout.fixed]
         # One tuple for each packed input: what every step checks it against.
         self.rows = [
             (each.field.name, each.field.spec.dtype, each.shape, each.field.pattern.lazy, each)
@@ -310,16 +284,14 @@ class StepMoves:
 
 
 class InputLayout:
-    """The inputs of one size, and the views that the forward reads: the packed ones lie one after
-    the other in a slab, the `fixed` ones where they are at every size."""
+    """The inputs of one size, one after the other in a slab, and the forward's views of them."""
 
-    __slots__ = ("fetch", "fields", "fixed", "known", "nbytes", "reqs", "tokens", "views")
+    __slots__ = ("fetch", "fields", "known", "nbytes", "reqs", "tokens", "views")
 
     def __init__(self, packed: Mapping[str, PadPattern], tokens: int, reqs: int) -> None:
         self.tokens = tokens
         self.reqs = reqs
         self.fields: list[Field] = []
-        self.fixed: list[Field] = []
         offset = 0
         for name, pattern in packed.items():
             field = Field(name, pattern, offset, tokens, reqs)
@@ -332,9 +304,8 @@ class InputLayout:
         # What `moves` has answered, by live tokens and requests.
         self.known: dict[tuple[int, int], StepMoves] = {}
 
-    def place(self, slab: torch.Tensor, fixed: Iterable[Field]) -> None:
-        """Make the views in `slab`, a uint8 tensor of at least `nbytes`; those of `fixed` inputs
-        are given."""
+    def place(self, slab: torch.Tensor) -> None:
+        """Make the views in `slab`, a uint8 tensor of at least `nbytes`."""
         # Steps write them, in inference mode and outside of it.
         with inference_guard(False), torch.no_grad():
             for field in self.fields:
@@ -343,8 +314,7 @@ class InputLayout:
                     part = _own_storage(part)
                 flat = part.view(field.spec.dtype)
                 field.view = flat.view(field.spec.sizes(self.tokens, self.reqs))
-        self.fixed = [*fixed]
-        self.views = {field.name: field.view for field in (*self.fields, *self.fixed)}
+        self.views = {field.name: field.view for field in self.fields}
 
     def moves(self, tokens: int, reqs: int) -> StepMoves:
         """What to move for so many live rows."""

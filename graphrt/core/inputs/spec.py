@@ -31,9 +31,8 @@ class InputSpec:
     `index=True` marks what kernels use as an address (slot mappings, block
     tables): its padding must point where nothing live is, so `pad` has to be given, and as a value.
 
-    Inputs are packed anew for every size, so that one copy brings all that come from the host.
-    `fixed=True` keeps one address at every size instead, for work of the host's own on the device
-    that writes into the buffer.
+    Inputs are packed anew for every size, so that one copy brings all that come from the host: an
+    input has an address for each size.
 
     Raises `InvalidInputError` for a dtype, a shape or an axis that no input has, for a padding that
     does not exist or that `dtype` cannot hold, and for an index without one.
@@ -43,14 +42,12 @@ class InputSpec:
     shape: tuple[int | str, ...]
     pad: int | float | complex | bool | str | None = None
     index: bool = False
-    fixed: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
             raise _wrong_spec("dtype", self.dtype, "a torch.dtype", "torch.int64")
-        for name in ("index", "fixed"):
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong_spec(name, getattr(self, name), "True or False", f"{name}=True")
+        if not isinstance(self.index, bool):
+            raise _wrong_spec("index", self.index, "True or False", "index=True")
         _check_shape(self.shape)
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.index:

@@ -164,7 +164,7 @@ class PreparedStep:
         self.entry = entry if single else None
         # C knows nothing of a `bind`, nor of the methods of a host's own pool.
         bind = self._setup.host.bind
-        if single and bind is None and type(pool) is GraphPool and inputs.all_packed:
+        if single and bind is None and type(pool) is GraphPool and not inputs.declared.nested:
             self.native = self._native_replay(entry, inputs, pool)
 
     def _native_replay(self, entry: Entry, inputs: StaticInputs, pool: GraphPool) -> Any:
