@@ -190,11 +190,6 @@ class StaticInputs:
                 advice="slot[name].copy_(value), or slot.numpy[name][:] = array",
             )
 
-    def expect_capture(self, layout: InputLayout) -> None:
-        """Before a capture, whose graph is to fetch what is in the buffers of `layout` already."""
-        if self.ring is not None and layout.fetch is not None:
-            self.ring.expect_capture(layout.fetch)
-
     def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
         """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that has
         more rows than they. Raises `InvalidInputError`."""

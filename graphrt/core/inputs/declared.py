@@ -178,22 +178,17 @@ def check_forward(forward: Callable[..., Any], specs: Mapping[str, Any]) -> None
 
 
 def _forward_right(signature: inspect.Signature, specs: Mapping[str, Any]) -> str:
-    by_position = [
-        each.name for each in signature.parameters.values() if each.kind is each.POSITIONAL_ONLY
-    ]
-    if by_position:
-        return f"a forward that takes {', '.join(by_position)} by name, without `/`"
+    parameters = signature.parameters.values()
     needed = [
         each.name
-        for each in signature.parameters.values()
+        for each in parameters
         if each.default is each.empty
         and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
         and each.name not in specs
     ]
+    if not needed and any(e.kind in (e.POSITIONAL_ONLY, e.VAR_POSITIONAL) for e in parameters):
+        return f"a forward that takes {', '.join(specs)} by name, not by position"
     unknown = [name for name in specs if name not in signature.parameters]
-    rest = [e.name for e in signature.parameters.values() if e.kind is e.VAR_POSITIONAL]
-    if unknown and rest and not needed:
-        return f"a forward that takes {', '.join(unknown)} by name, not in *{rest[0]}"
     advice = [
         f"name it {meant!r} in place of {name!r}" if meant else f"leave {name!r} out of inputs="
         for name, meant in _meant(unknown, needed, [*signature.parameters])

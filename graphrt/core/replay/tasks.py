@@ -287,21 +287,11 @@ class TaskTable:
             )
         if all_known:
             check_names(updates, self.known)
-        values = self._resolve(updates, context)
-        if values is None and self.mixed:
-            return [task.values for task in self.tasks]
-        return values
-
-    def _resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues] | None:
-        groups = self._groups
-        if len(groups) == 1:
-            only = groups[0].resolve(updates, context)
-            return None if groups[0].unchanged(only) else only
-        by_group = [layers.resolve(updates, context) for layers in groups]
-        if all(map(_Layers.unchanged, groups, by_group)):
+        by_group = [layers.resolve(updates, context) for layers in self._groups]
+        if not self.mixed and all(map(_Layers.unchanged, self._groups, by_group)):
             return None
         values: list[HostValues] = [{}] * len(self.tasks)
-        for layers, of_layers in zip(groups, by_group, strict=True):
+        for layers, of_layers in zip(self._groups, by_group, strict=True):
             for index, new in zip(layers.indices, of_layers, strict=True):
                 values[index] = new
         return values

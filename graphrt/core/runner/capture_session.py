@@ -441,7 +441,9 @@ class CaptureSession:
         # Every row becomes padding.
         inputs.reset(prepared.layout)
         if prepared.ring is not None and transaction is not None:
-            inputs.expect_capture(prepared.layout)
+            # Its graph is to fetch what is in the buffers already.
+            assert prepared.layout.fetch is not None
+            prepared.ring.expect_capture(prepared.layout.fetch)
         if host.bind is not None:
             phase: Phase = "warmup" if transaction is None else "capture"
             host.bind(prepared.readable, graph.descriptor, phase)
