@@ -30,10 +30,10 @@ class _Arrays(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         raise InvalidInputError(
-            f"there is no numpy array of input {name!r}",
+            f"there is no numpy array of input {shown(name)}",
             got=sorted(self),
             expected="numpy, and an input of a dtype that it has",
-            advice=f"slot[{name!r}] is the tensor",
+            advice="slot[name] is the tensor",
         )
 
 

@@ -221,7 +221,7 @@ def _check_index(dtype: torch.dtype, pad: object) -> None:
 
 def _check_pad(dtype: torch.dtype, pad: int | float | complex | str | None) -> None:
     """Raise `InvalidInputError` for a padding that does not exist or that rows cannot hold."""
-    if pad == "repeat":
+    if isinstance(pad, str) and pad == "repeat":
         pad = None
     if pad is not None and not isinstance(pad, int | float | complex):
         example = 'pad="repeat"' if isinstance(pad, str) else "pad=0"
