@@ -163,7 +163,7 @@ static PyObject *path_call(PyObject *callable, PyObject *const *args, size_t fla
         PySet_GET_SIZE(self->of[UNDER_WAY]) == 0) {
         int here = is_here(self);
         if (here < 0) return NULL;
-        /* First, so that nothing is looked up that may go: see Turn. From the look to the store
+        /* First, so that nothing is looked up that may go: see in_turn. From the look to the store
            nothing gives the interpreter away. */
         if (here && in_slot(self->of[POOL], self->pool_owner) == Py_None) {
             PyObject *outputs = NULL;

@@ -122,7 +122,6 @@ def _read_prompts(path: Path) -> list[str]:
 
 
 def _both_launches(setup: Setup, options: GraphOptions, console: Console) -> dict[str, Run]:
-    graph, eager = (replace(options, launch=launch) for launch in ("graph", "eager"))
     with Progress(console=console) as progress:
         task = progress.add_task("no graphs")
 
@@ -130,8 +129,9 @@ def _both_launches(setup: Setup, options: GraphOptions, console: Console) -> dic
             text = f"capturing {descriptor}" if done < total else f"captured {total} graphs"
             progress.update(task, completed=done, total=total, description=text)
 
-        graphs = run_prompts(setup, graph, keep_logits=True, progress=show)
-    return {"graphs": graphs, "eager, padded the same": run_prompts(setup, eager, keep_logits=True)}
+        graphs = run_prompts(setup, options, keep_logits=True, progress=show)
+    eager = run_prompts(setup, options, keep_logits=True, eager=True)
+    return {"graphs": graphs, "eager, padded the same": eager}
 
 
 def _step_table(run: Run) -> Table:

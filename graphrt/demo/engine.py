@@ -73,11 +73,13 @@ class Engine:
     def __init__(
         self, runner: GraphRunner, limits: EngineLimits,
         eos_ids: Collection[int] = (), keep_logits: bool = False,
-        decode_updates: Callable[[Sequence[int]], Any] | None = None,
+        decode_updates: Callable[[Sequence[int]], Any] | None = None, *, eager: bool = False,
     ) -> None:  # fmt: skip
-        """`decode_updates` makes the updates of a decode step from the lengths in the cache."""
+        """`decode_updates` makes the updates of a decode step from the lengths in the cache. With
+        `eager` every step runs eagerly on what its graph would read."""
         self.runner, self.limits = runner, limits
         self.eos_ids, self.keep_logits = eos_ids, keep_logits
+        self.eager = eager
         self.decode_updates = decode_updates
         self.free_pages = list(range(limits.num_pages - 1, 0, -1))
         self.waiting: deque[Request] = deque()
@@ -119,12 +121,10 @@ class Engine:
             lengths = [request.computed + 1 for request, _ in scheduled]
             updates["updates"] = self.decode_updates(lengths)
         start = time.perf_counter()
-        logits = self.runner(batch, **updates, **inputs)
+        logits, dispatch = self._run(batch, inputs, **updates)
         sampled = logits.argmax(dim=-1).tolist()
         seconds = time.perf_counter() - start
         kept = logits.to("cpu", copy=True) if self.keep_logits else None
-        dispatch = self.runner.last_dispatch
-        assert dispatch is not None
         self.steps.append(StepRecord(dispatch, batch.num_tokens, len(scheduled), seconds, kept))
         for (request, count), token in zip(scheduled, sampled, strict=True):
             request.computed += count
@@ -133,6 +133,17 @@ class Engine:
                 if token in self.eos_ids or len(request.tokens) == request.max_len:
                     self.running.remove(request)
                     self.free_pages += request.pages
+
+    def _run(
+        self, batch: Batch, inputs: dict[str, Tensor], **updates: Any
+    ) -> tuple[Tensor, Dispatch]:
+        if self.eager:
+            dispatch = self.runner.dispatcher.dispatch(batch)
+            if dispatch.slot >= 0:
+                return self.runner.run_padded_eagerly(batch, dispatch, inputs, **updates), dispatch
+        logits = self.runner(batch, **updates, **inputs)
+        assert self.runner.last_dispatch is not None
+        return logits, self.runner.last_dispatch
 
     def _schedule(self) -> list[tuple[Request, int]]:
         limits = self.limits

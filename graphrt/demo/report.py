@@ -125,13 +125,16 @@ def run_prompts(
     options: GraphOptions,
     keep_logits: bool = False,
     progress: Callable[[int, int, BatchDescriptor], None] | None = None,
+    *,
+    eager: bool = False,
 ) -> Run:
-    """Capture, then generate from an empty cache until every prompt is finished."""
+    """Capture, then generate from an empty cache until every prompt is finished; `eager` on what
+    the graphs would read."""
     with make_runner(setup, options) as runner:
         fused = setup.decoder.decode_attention
         in_full = fused is not None and runner.mode.decode_mode is not GraphMode.PIECEWISE
         updates = fused.updates if fused is not None and in_full else None
-        engine = Engine(runner, setup.limits, setup.eos_ids, keep_logits, updates)
+        engine = Engine(runner, setup.limits, setup.eos_ids, keep_logits, updates, eager=eager)
         requests = [engine.submit(prompt, setup.max_new_tokens) for prompt in setup.prompts]
         runner.capture(progress=progress)
         while engine.waiting or engine.running:

@@ -282,7 +282,7 @@ def program(seed: int, *, native: bool) -> list[Any]:
         assert pool.owner is None
         ring = runner.inputs.ring
         state = ring.count, ring.unsure, ring.pending is None, pool.generation, pool.stream_id
-        steps = pool.step is None, pool.pieces.context is None, len(pool.handed_out)
+        steps = pool.step is None, pool.pieces.last is None, len(pool.handed_out)
         device = Device.marked, Device.entered
         told = runner.last_dispatch, runner.dispatcher.counts(), runner.report().live_tokens
         tried = [record.status for record in runner.graphs.checks.records.values()]

@@ -263,15 +263,6 @@ def test_a_slot_is_given_up_by_a_step_like_the_one_before(warm):
             runner(slot)
 
 
-def test_fixed_inputs_are_filled_beside_what_is_like_before():
-    runner = runner_of({**SPECS, "own": InputSpec(torch.float32, ("tokens",), fixed=True, pad=2)})
-    for seed in range(5):
-        given = {**values(3, seed), "own": torch.rand(3)}
-        seen = runner(BATCH, **given)
-        assert torch.equal(seen[:-4], padded(given, 4))
-        assert torch.equal(seen[-4:].float(), torch.cat([given["own"], torch.tensor([2.0])]))
-
-
 def test_nested_inputs_are_told_by_their_names():
     runner = runner_of_four_tokens(lambda outer: outer["ids"] + 1, {"outer": SPECS})
     for seed in range(5):

@@ -93,33 +93,17 @@ def test_a_large_budget_captures_all():
 
 
 def test_a_graph_that_is_expected_to_end_after_the_budget_is_not_begun():
-    run = several()
-    run.capture_next()
-    # What is known of the time that a graph takes.
-    run.graphs.records[0] = dataclasses.replace(run.graphs.records[0], capture_s=3600.0)
-    assert run.capture_next(0.0).next_s == 3600.0
-    assert captured_by(run, 1000.0) == [2]
-    assert captured_by(run, 1e9) == [1]
-
-
-def test_of_a_mode_without_graphs_nothing_is_begun_that_takes_as_long_as_others():
-    run = several(mode="FULL_AND_PIECEWISE", sizes=[4])
-    run.capture_next()
-    run.graphs.records[0] = dataclasses.replace(run.graphs.records[0], capture_s=3600.0)
-    assert run.graphs.records[0].mode is PIECEWISE
-    progress = run.capture_next(60.0)
-    assert [record.mode for record in progress.captured] == [FULL]
-
-
-def test_the_slowest_of_the_last_three_of_a_mode_is_what_the_next_is_expected_to_take():
     run = several(sizes=[1, 2, 4, 8, 16])
-    for _ in range(4):
-        run.capture_next()
-    for place, seconds in enumerate((9.0, 1.0, 5.0, 2.0)):
-        run.graphs.records[place] = dataclasses.replace(
-            run.graphs.records[place], capture_s=seconds
-        )
-    assert run._scheduler._expected_s(run.plan.keys[-1]) == 5.0
+    run.capture_next()
+    publish = run.graphs.publish
+
+    def published(graph: Any, record: Any) -> None:
+        publish(graph, dataclasses.replace(record, capture_s=3600.0))
+
+    run.graphs.publish = published
+    progress = run.capture_next(1000.0)
+    assert ([each.capture_s for each in progress.captured], progress.next_s) == ([3600.0], 3600.0)
+    assert captured_by(run, 1e9) == [4, 2, 1]
 
 
 def test_the_first_call_begins_no_second_graph_that_would_take_too_long():
@@ -149,33 +133,6 @@ def test_sizes_that_no_graph_has_are_refused(prefer):
     with pytest.raises(InvalidOptionError, match="prefer"):
         run.capture_next(prefer=prefer)
     assert sizes_of(run) == []
-
-
-def test_what_steps_have_missed_most_comes_first():
-    run = several()
-    run.capture_next()
-    for tokens in (1, 2, 2, 3, 4, 8, 8, 8):
-        run(x=rows(tokens))
-    run.capture_next(math.inf)
-    # Batches of 2 had the larger graph twice, as those of 4 and 3; of equals the larger first.
-    assert sizes_of(run) == [8, 4, 2, 1]
-    run.recapture()
-    run.release()
-    run.capture_next()
-    for tokens in (1, 1, 2):
-        run(x=rows(tokens))
-    run.capture_next(math.inf)
-    assert sizes_of(run) == [8, 1, 2, 4]
-
-
-def test_steps_that_their_graph_serves_are_no_reason_for_another_one():
-    run = several()
-    run.capture_next()
-    run.capture_next(prefer=[1])
-    for _ in range(5):
-        run(x=rows(1))
-    run(x=rows(2))
-    assert captured_by(run) == [2]
 
 
 def test_the_traffic_of_the_plan_is_an_order():
@@ -366,13 +323,6 @@ def test_a_plan_without_graphs_is_sealed_at_once():
     assert run.capture_next().left == 0
     assert run.graphs.sealing.closed
     assert torch.equal(run(x=rows(3)), rows(3, 2.0))
-
-
-def test_with_eager_launch_all_is_there_one_after_the_other():
-    run = several(options=GraphOptions(launch="eager"))
-    assert [run.capture_next().left for _ in range(4)] == [3, 2, 1, 0]
-    assert torch.equal(run(x=rows(3)), rows(3, 2.0))
-    assert run.last_dispatch.descriptor.num_tokens == 4
 
 
 def test_a_closed_runner_captures_nothing():
@@ -740,51 +690,23 @@ def test_of_each_kind_the_warm_up_of_the_largest_is_remembered():
     assert [warm.tokens for warm in run.graphs.warmed_up.values()] == [8]
 
 
-# What steps miss meanwhile -----------------------------------------------------------------------
+# Steps meanwhile ---------------------------------------------------------------------------------
 
 
-def misses(run: GraphRunner) -> dict[int, int]:
-    """How many steps each missing graph would have served better, by its size."""
-    graphs = {run.dispatcher.reserve(*key): key[1].num_tokens for key in run.plan.keys}
-    return {graphs[slot]: count for slot, count in run._scheduler._misses.items()}
-
-
-def test_steps_are_counted_for_the_graphs_that_they_miss_as_long_as_some_are_missing():
+def test_no_step_between_two_calls_looks_for_missing_graphs():
     run = several()
-    run(x=rows(3))
-    assert misses(run) == {}
+    assert not run.graphs.sealing.may_capture
     run.capture_next()
-    for tokens in (3, 8, 9):
-        run(x=rows(tokens))
-    slot = run.slot(Batch(2, 2, 1))
-    slot["x"].fill_(1)
-    run(slot)
-    assert misses(run) == {4: 1, 2: 1}
+    assert not run.graphs.sealing.may_capture
     finish(run)
-    run(x=rows(3))
-    assert misses(run) == {4: 1, 2: 1}
-
-
-def test_when_all_is_there_no_step_looks_for_missing_graphs():
-    at_once, apart = several(), several()
-    at_once.capture()
-    finish(apart)
-    assert not at_once.graphs.sealing.may_capture
-    assert not apart.graphs.sealing.may_capture
-    apart.release()
-    apart.capture_next()
-    assert apart.graphs.sealing.may_capture
-    apart.capture()
-    assert not apart.graphs.sealing.may_capture
+    assert not run.graphs.sealing.may_capture
 
 
 @pytest.mark.parametrize("end", ["release", "seal", "recapture"])
-def test_nothing_is_counted_after(end):
+def test_the_rest_is_captured_after(end):
     run = several()
     run.capture_next()
     getattr(run, end)()
-    run(x=rows(3))
-    assert misses(run) == {}
     assert torch.equal(run(x=rows(3)), rows(3, 2.0))
     finish(run)
     assert sorted(sizes_of(run)) == SIZES
@@ -800,23 +722,11 @@ def test_after_a_seal_no_step_captures_though_a_call_has(lazy):
     assert sizes_of(run) == [8, 4]
 
 
-def test_the_runner_of_a_draft_counts_by_itself():
-    pool = GraphPool("cpu")
-    target, draft = (several(pool=pool, platform=None) for _ in range(2))
-    target.capture_next()
-    draft.capture()
-    target(x=rows(2))
-    draft(x=rows(2))
-    assert misses(target) == {2: 1}
-    assert misses(draft) == {}
-
-
 def test_a_runner_inside_the_capture_of_another_one_is_no_step():
     inner = several()
     inner.capture_next()
     outer = several(lambda x: inner(x=x))
     outer.capture()
-    assert misses(inner) == {}
     assert torch.equal(outer(x=rows(3)), rows(3, 2.0))
 
 

@@ -67,7 +67,6 @@ SETTINGS = st.fixed_dictionaries(
                 "outputs": st.sampled_from(["pool", "static", "clone"]),
                 "warm_up_each": st.booleans(),
                 "lazy": st.sampled_from([False, False, True]),
-                "launch": st.sampled_from(["graph", "graph", "graph", "eager"]),
                 "max_padding": st.sampled_from([None, 1.5]),
             }
         ),
@@ -94,7 +93,7 @@ class World:
 
     def __init__(self, mode: str, ring: bool, options: dict[str, Any]) -> None:
         self.model, self.twin = Model(), Model()
-        declared = options["check"] == "off" or options["launch"] == "eager"
+        declared = options["check"] == "off"
         self.run = GraphRunner(
             self.model,
             inputs={
@@ -135,7 +134,7 @@ class World:
         except Refused:
             # Also at the size to which a step is padded that runs eagerly, or is tried.
             options = self.run.options
-            others = self.lazy or options.check != "off" or options.launch == "eager"
+            others = self.lazy or options.check != "off"
             assert broken or (self.model.broken and others)
             # What a step has done that failed is not known; here it had done nothing.
             self.twin.load_state_dict(self.model.state_dict())
@@ -224,7 +223,7 @@ def test_whatever_comes_between_results_are_those_of_eager(how, actions):
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
 def test_a_step_of_every_size_after_every_graph(mode, ring):
-    world = World(mode, ring, {"check": "capture", "lazy": False, "launch": "graph"})
+    world = World(mode, ring, {"check": "capture", "lazy": False})
     left = 1
     while left:
         left = world.run.capture_next().left

@@ -150,7 +150,7 @@ def test_a_step_with_other_inputs_is_told_their_names(names):
         (lambda input: input + 1, ("x",), "name it 'input' in place of 'x'"),
         (lambda x: x + 1, ("x", "positions"), "leave 'positions' out of inputs="),
         (lambda x, scale: x * scale, ("x",), "functools.partial(forward, scale=...)"),
-        (lambda *given: given[0] + 1, ("x",), "a forward that takes x by name, not in *given"),
+        (lambda *given: given[0] + 1, ("x",), "a forward that takes x by name, not by position"),
     ],
 )
 def test_an_input_that_the_forward_does_not_take_is_named(forward, names, advice):

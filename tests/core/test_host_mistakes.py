@@ -157,20 +157,6 @@ def test_a_hook_that_is_none_is_named_at_the_first_capture():
         wrapper_in(pool)(torch.zeros(4))
 
 
-def test_a_session_is_entered_once():
-    pool = GraphPool("cpu")
-    session = pool.capture_session()
-    with session:
-        with pytest.raises(InvalidOptionError, match="twice"), session:
-            pass
-        wrapper = wrapper_in(pool)
-        assert pool._sessions
-    assert wrapper.sealed and not pool._sessions
-    with pytest.raises(InvalidOptionError, match="twice"), session:
-        pass
-    assert not pool._sessions
-
-
 # The contract -----------------------------------------------------------------------------------
 
 

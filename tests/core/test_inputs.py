@@ -11,7 +11,6 @@ from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.device.registry import get_platform
 from graphrt.core.inputs.buffers import StaticInputs, batch_of
-from graphrt.core.inputs.declared import nest
 from graphrt.core.inputs.transport import StagedCopy, Staging, Window
 from graphrt.cpu.platform import CpuPlatform
 
@@ -20,7 +19,7 @@ SPECS = {
     "mrope": InputSpec(torch.int64, (3, "tokens"), pad=-1),
     "table": InputSpec(torch.int32, ("reqs", 2), pad=0, index=True),
     "starts": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
-    "loose": InputSpec(torch.float32, ("tokens", 2), pad="keep"),
+    "loose": InputSpec(torch.float32, ("tokens", 2)),
 }
 
 
@@ -104,14 +103,6 @@ def live_rows(views, tokens: int, reqs: int):
     return {name: view[cut.get(name, slice(tokens))] for name, view in views.items()}
 
 
-def test_rows_beyond_the_live_ones_are_kept_where_padding_says_so():
-    inputs = static(SPECS, 8, 4)
-    layout = inputs.layout(8, 4)
-    layout.views["loose"].fill_(5)
-    inputs.fill(values(3, 2), layout, 3, 2)
-    assert layout.views["loose"].tolist() == [[1, 1]] * 3 + [[5, 5]] * 5
-
-
 def test_inputs_of_one_size_stay_where_they_are():
     inputs = static(SPECS, 8, 4)
     before = {name: view.data_ptr() for name, view in inputs.layout(4, 2).views.items()}
@@ -120,19 +111,6 @@ def test_inputs_of_one_size_stay_where_they_are():
     after = {name: view.data_ptr() for name, view in inputs.layout(4, 2).views.items()}
     assert before == after
     assert all(address % 4 == 0 for address in after.values())
-
-
-def test_a_fixed_input_has_one_address_at_all_sizes():
-    specs = {
-        "wide": InputSpec(torch.int64, ("tokens", 3)),
-        "own": InputSpec(torch.int64, ("tokens",), fixed=True),
-    }
-    inputs = static(specs, 8, 8)
-    addresses = {inputs.layout(size, size).views["own"].data_ptr() for size in (1, 2, 5, 8)}
-    assert addresses == {inputs.buffers["own"].data_ptr()}
-    step = {"wide": torch.ones(2, 3, dtype=torch.int64), "own": torch.tensor([1, 2])}
-    inputs.fill(step, inputs.layout(4, 4), 2, 2)
-    assert inputs.layout(4, 4).views["own"].tolist() == [1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -238,7 +216,7 @@ def test_a_bad_input_is_a_named_error_and_the_next_fill_works(change, text):
         {"shape": ("tokens", "reqs")},
         {"shape": ("tokens-1",)},
         {"shape": ("tokens",), "pad": "zero"},
-        {"shape": ("tokens",), "pad": "keep", "index": True},
+        {"shape": ("tokens",), "pad": "keep"},
     ],
 )
 def test_a_bad_spec_is_a_named_error(arguments):
@@ -280,7 +258,7 @@ def test_nested_inputs_keep_their_structure():
     inputs = static(specs, 4, 4)
     step = {"ids": torch.tensor([1, 2]), "stage": {"hidden": torch.ones(2, 2)}}
     inputs.fill(step, inputs.layout(4, 4), 2, 2)
-    seen = nest(inputs.layout(4, 4).views)
+    seen = inputs.declared.nest(inputs.layout(4, 4).views)
     assert seen["stage"]["hidden"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
 
 

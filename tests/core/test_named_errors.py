@@ -39,7 +39,7 @@ X = INPUTS["x"]
 # Input specs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pad", [None, "keep", "repeat"])
+@pytest.mark.parametrize("pad", [None, "repeat"])
 def test_an_index_says_what_its_padding_rows_read_and_write(pad):
     with pytest.raises(InvalidInputError, match="pad"):
         InputSpec(torch.int64, ("tokens",), pad=pad, index=True)
@@ -115,7 +115,6 @@ def test_a_padding_that_the_dtype_can_hold_is_in_the_padding_rows(dtype, pad, he
         {"shape": ("tokens", True)},
         {"shape": ("tokens", None)},
         {"index": 1, "pad": 0},
-        {"fixed": "yes"},
         {"dtype": torch.float32, "index": True, "pad": 0},
     ],
 )
@@ -293,13 +292,12 @@ def without_rows() -> dict[str, torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*(nested|[Ss]parse).*")
 @pytest.mark.parametrize("kind", ["meta", "sparse", "sparse_csr", "nested", "mkldnn"])
-@pytest.mark.parametrize("spec", [X, InputSpec(X.dtype, X.shape, fixed=True)], ids=["", "fixed"])
 @pytest.mark.parametrize("batch", [None, Batch(3, 3, 1)], ids=repr)
 @pytest.mark.parametrize("sizes", [[2, 4], [2]], ids=["padded", "too large"])
-def test_tensors_without_rows_in_memory_are_refused(kind, spec, batch, sizes):
+def test_tensors_without_rows_in_memory_are_refused(kind, batch, sizes):
     if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
         pytest.skip("torch was built without it")
-    run = runner(inputs={"x": spec, "y": X}, forward=lambda x, y: x + y, sizes=sizes)
+    run = runner(inputs={"x": X, "y": X}, forward=lambda x, y: x + y, sizes=sizes)
     run.capture()
     with pytest.raises(InvalidInputError, match=f"'x'.*\n.*{kind.split('_')[0]}"):
         run(batch, x=without_rows()[kind], y=rows(3))
@@ -314,9 +312,6 @@ def test_a_subclass_without_memory_is_refused():
     run.capture()
     with FakeTensorMode():
         fake = torch.ones(3, 4)
-    fixed = runner(inputs={"x": InputSpec(X.dtype, X.shape, fixed=True)})
-    with pytest.raises(InvalidInputError, match="memory"):
-        fixed(Batch(3, 3, 1), x=fake)
     with pytest.raises(InvalidInputError, match="memory"):
         run(Batch(3, 3, 1), x=fake)
     # With more rows than the buffers have, too, where it could be copied.
@@ -350,22 +345,20 @@ def test_a_column_can_be_verified_for_any_number_of_rows(mode, count):
     assert run.verify(x=rows(count)).tolist() == [2.0] * count
 
 
-@pytest.mark.parametrize("pad", [0, "repeat", "keep"])
-@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("pad", [0, "repeat"])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_columns_of_a_larger_tensor_are_inputs(pad, fixed, count):
-    specs = {"x": InputSpec(torch.float32, ("tokens",), pad=pad, fixed=fixed)}
+def test_columns_of_a_larger_tensor_are_inputs(pad, count):
+    specs = {"x": InputSpec(torch.float32, ("tokens",), pad=pad)}
     run = runner(inputs=specs, outputs=("tokens",), sizes=[1, 2, 4])
     run.capture()
     column = torch.arange(40.0).reshape(10, 4)[:count, 1]
     assert torch.equal(run.verify(x=column), column + 1)
 
 
-@pytest.mark.parametrize("pad", [0, "repeat", "keep"])
-@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("pad", [0, "repeat"])
 @pytest.mark.parametrize("shape", [("tokens", 0), (0, "tokens")], ids=repr)
-def test_inputs_and_outputs_may_hold_nothing(shape, fixed, pad):
-    specs = {"x": InputSpec(torch.float32, shape, pad=pad, fixed=fixed)}
+def test_inputs_and_outputs_may_hold_nothing(shape, pad):
+    specs = {"x": InputSpec(torch.float32, shape, pad=pad)}
     run = runner(inputs=specs, outputs=shape)
     run.capture()
     nothing = torch.ones(3, 0) if shape[1] == 0 else torch.ones(0, 3)

@@ -1,4 +1,4 @@
-"""What checks ask of padding rows: the addresses they hold, and what is kept in them."""
+"""What checks ask of padding rows: the addresses they hold, and which rows differ."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SLOTS = InputSpec(torch.int64, ("tokens",), pad=3, index=True)
 TABLE = InputSpec(torch.int32, ("reqs", 2), pad=0, index=True)
 NOWHERE = InputSpec(torch.int64, ("tokens",), pad=-1, index=True)
 X = InputSpec(torch.float32, ("tokens",), pad=3.0)
-KEPT = InputSpec(torch.float32, ("tokens", 2), pad="keep")
-KEPT_COLUMNS = InputSpec(torch.float32, (2, "tokens"), pad="keep")
-KEPT_REQS = InputSpec(torch.int64, ("reqs",), pad="keep")
-KEPT_WHOLE = InputSpec(torch.float32, (3,), pad="keep")
+PAIRS = InputSpec(torch.float32, ("tokens", 2))
+COLUMNS = InputSpec(torch.float32, (2, "tokens"))
+REQS = InputSpec(torch.int64, ("reqs",))
+WHOLE = InputSpec(torch.float32, (3,))
 
 
 def static(specs: Any, tokens: int = 4, reqs: int = 4) -> StaticInputs:
@@ -33,14 +33,14 @@ def static(specs: Any, tokens: int = 4, reqs: int = 4) -> StaticInputs:
         ({"x": X, "slots": SLOTS}, [3]),
         ({"slots": SLOTS, "table": TABLE, "more": SLOTS}, [0, 3]),
         ({"nested": {"slots": SLOTS, "nowhere": NOWHERE}}, [-1, 3]),
-        ({"kept": KEPT}, []),
+        ({"pairs": PAIRS}, []),
     ],
 )
 def test_addresses_of_padding_are_those_of_index_inputs(specs, addresses):
     assert static(specs).padding.addresses == addresses
 
 
-@pytest.mark.parametrize("pad", ["keep", "repeat"])
+@pytest.mark.parametrize("pad", [None, "repeat"])
 def test_an_index_input_has_an_address_for_its_padding(pad):
     with pytest.raises(InvalidInputError):
         InputSpec(torch.int64, ("tokens",), pad=pad, index=True)
@@ -68,42 +68,28 @@ def test_what_padding_addresses_is_nobodys_unless_a_live_row_does(values, unused
     assert static(SPECS).padding.unused_addresses(values) == unused
 
 
-def test_only_buffers_whose_padding_is_kept_are_copied_and_put_back():
-    inputs = static({"kept": KEPT, "x": X, "whole": KEPT_WHOLE})
-    assert inputs.padding.are_kept and not static({"x": X}).padding.are_kept
-    buffers = inputs.buffers
-    buffers["kept"].fill_(5)
-    kept = inputs.padding.kept()
-    assert [tuple(each.shape) for each in kept] == [(4, 2), (3,)]
-    for name in ("kept", "x", "whole"):
-        buffers[name].fill_(9)
-    inputs.padding.put_back(kept)
-    assert set(buffers["kept"].flatten().tolist()) == {5.0}
-    assert set(buffers["x"].tolist()) == {9.0}
-    assert 9.0 not in buffers["whole"].tolist()
-
-
 @pytest.mark.parametrize("live", [1, 2, 3, 4])
-def test_kept_padding_holds_the_first_live_row_after_a_disturbance(live):
-    inputs = static({"kept": KEPT, "columns": KEPT_COLUMNS, "whole": KEPT_WHOLE, "x": X})
+def test_padding_holds_the_first_live_row_after_a_disturbance(live):
+    inputs = static({"pairs": PAIRS, "columns": COLUMNS, "whole": WHOLE, "slots": SLOTS})
     columns = torch.arange(8.0).view(2, 4)
-    inputs.buffers["kept"].copy_(columns.t())
-    inputs.buffers["columns"].copy_(columns)
-    before = {name: inputs.buffers[name].clone() for name in ("whole", "x")}
-    inputs.padding.disturb(inputs.layout(4, 4), live, live, only_kept=True)
+    views = inputs.layout(4, 4).views
+    views["pairs"].copy_(columns.t())
+    views["columns"].copy_(columns)
+    before = {name: views[name].clone() for name in ("whole", "slots")}
+    inputs.padding.disturb(inputs.layout(4, 4), live, live)
     expected = columns.clone()
     expected[:, live:] = columns[:, :1]
-    assert torch.equal(inputs.buffers["columns"], expected)
-    assert torch.equal(inputs.buffers["kept"], expected.t())
-    assert all(torch.equal(inputs.buffers[name], before[name]) for name in before)
+    assert torch.equal(views["columns"], expected)
+    assert torch.equal(views["pairs"], expected.t())
+    assert all(torch.equal(views[name], before[name]) for name in before)
 
 
 def test_a_disturbance_stays_inside_of_the_graphs_own_size():
-    inputs = static({"kept": KEPT, "reqs": KEPT_REQS}, tokens=8, reqs=6)
-    inputs.buffers["kept"].copy_(torch.arange(16.0).view(8, 2))
+    inputs = static({"pairs": PAIRS, "reqs": REQS}, tokens=8, reqs=6)
+    inputs.buffers["pairs"].copy_(torch.arange(16.0).view(8, 2))
     inputs.buffers["reqs"].copy_(torch.arange(6))
-    inputs.padding.disturb(inputs.layout(4, 3), 3, 2, only_kept=True)
-    assert inputs.buffers["kept"].flatten().tolist() == [0, 1, 2, 3, 4, 5, 0, 1, *range(8, 16)]
+    inputs.padding.disturb(inputs.layout(4, 3), 3, 2)
+    assert inputs.buffers["pairs"].flatten().tolist() == [0, 1, 2, 3, 4, 5, 0, 1, *range(8, 16)]
     assert inputs.buffers["reqs"].tolist() == [0, 1, 0, 3, 4, 5]
 
 

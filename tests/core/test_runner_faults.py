@@ -42,7 +42,7 @@ from graphrt.core.base.errors import (
     PoolClosedError,
     StaleInputError,
 )
-from graphrt.cpu import CPUGraphWrapper
+from graphrt.cpu import CPUGraphWrapper, CpuPlatform
 
 
 def in_thread(call: Any) -> Any:
@@ -651,3 +651,28 @@ def test_declared_state_that_is_given_other_memory_is_refused(edit):
     with pytest.raises(StaleInputError, match="declared state"):
         run.capture()
     assert torch.equal(state, torch.zeros(4))
+
+
+@pytest.mark.parametrize("at", ["begin", "forward"])
+def test_an_error_of_a_capture_is_raised_though_to_abort_it_fails_too(at):
+    class Failing(CpuPlatform):
+        def begin_capture(self, graph: Any, memory: Any) -> None:
+            super().begin_capture(graph, memory)
+            if at == "begin":
+                raise ZeroDivisionError("the first")
+
+        def abort_capture(self, graph: Any) -> None:
+            super().abort_capture(graph)
+            raise RuntimeError("the second")
+
+    def forward(x):
+        if current_context().mode is GraphMode.FULL:
+            raise ZeroDivisionError("the first")
+        return x + 1
+
+    run = runner(forward, platform=Failing(), sizes=[4])
+    with pytest.raises(ZeroDivisionError, match="the first") as raised:
+        run.capture()
+    notes = "".join(getattr(raised.value, "__notes__", ["RuntimeError: the second"]))
+    assert "RuntimeError: the second" in notes
+    assert torch.equal(run(x=rows(3)), rows(3, 2.0))

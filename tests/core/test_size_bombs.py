@@ -53,7 +53,6 @@ def runner(spec: InputSpec | None = None, **arguments: Any) -> GraphRunner:
         lambda number: runner(max_num_tokens=number),
         lambda number: runner(InputSpec(torch.float32, ("tokens", number))),
         lambda number: runner(InputSpec(torch.float32, (number,))),
-        lambda number: runner(InputSpec(torch.float32, ("tokens", number), fixed=True)),
         lambda number: runner(InputSpec(torch.float32, (f"tokens+{number}",))),
     ],
 )

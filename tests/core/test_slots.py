@@ -43,7 +43,7 @@ SPECS = {
     "ids": InputSpec(torch.int64, ("tokens",)),
     "table": InputSpec(torch.int32, (2, "reqs"), pad=-1),
     "starts": InputSpec(torch.int32, ("reqs+1",), pad="repeat"),
-    "own": InputSpec(torch.float32, ("tokens", 2), fixed=True),
+    "own": InputSpec(torch.float32, ("tokens", 2)),
 }
 
 

@@ -111,3 +111,32 @@ def test_an_interrupt_while_success_is_undone_takes_the_result_back():
     with pytest.raises(KeyboardInterrupt):
         interrupted(done)
     assert done == ["second try", "result"]
+
+
+def test_an_error_while_an_error_is_undone_is_its_note():
+    done: list[str] = []
+
+    @undoing
+    def fails(done: list[str], undo: Undo) -> None:
+        undo.later(lambda: done.append("first"))
+        undo.after_error(fails_once(ValueError("the second"), done, "second try"))
+        raise ZeroDivisionError("the first")
+
+    with pytest.raises(ZeroDivisionError, match="the first") as raised:
+        fails(done)
+    assert done == ["second try", "first"]
+    notes = getattr(raised.value, "__notes__", ["ValueError: the second"])
+    assert "ValueError: the second" in notes[0]
+
+
+def test_an_interrupt_while_an_error_is_undone_goes_before_it():
+    done: list[str] = []
+
+    @undoing
+    def fails(done: list[str], undo: Undo) -> None:
+        undo.later(fails_once(KeyboardInterrupt(), done, "second try"))
+        raise ZeroDivisionError
+
+    with pytest.raises(KeyboardInterrupt):
+        fails(done)
+    assert done == ["second try"]

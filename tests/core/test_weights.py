@@ -228,7 +228,7 @@ def test_inputs_state_and_results_of_other_parts_are_no_weights(mode, outputs):
 
     run = GraphRunner(
         forward,
-        inputs={**INPUTS, "y": InputSpec(torch.float32, ("tokens", 4), fixed=True)},
+        inputs={**INPUTS, "y": InputSpec(torch.float32, ("tokens", 4))},
         outputs=("tokens", 4),
         mode=mode,
         sizes=[2, 4],
@@ -263,11 +263,10 @@ def test_the_error_names_the_tensor_and_the_line_that_reads_it():
 
 def test_steps_without_graphs_read_no_addresses():
     model = Scaled()
-    for options in ({"mode": "NONE"}, {"options": GraphOptions(launch="eager")}):
-        run = runner(lambda x: model(x), **options)
-        run.capture()
-        run.weights_changed()
-        run(Batch(2, 2, 1), x=rows(2))
+    run = runner(lambda x: model(x), mode="NONE")
+    run.capture()
+    run.weights_changed()
+    run(Batch(2, 2, 1), x=rows(2))
 
 
 def test_a_lazy_capture_does_not_ask_for_what_cannot_be_known():

@@ -29,9 +29,7 @@ def pinned(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.int64, pin_memory=DEVICE == "cuda")
 
 
-def logging_runner(
-    width: int, steps: int, *, fixed: bool = False
-) -> tuple[GraphRunner, torch.Tensor]:
+def logging_runner(width: int, steps: int) -> tuple[GraphRunner, torch.Tensor]:
     """A runner whose forward writes the sum of all that it saw into row `step` of a log."""
     log = torch.zeros(steps, dtype=torch.int64, device=DEVICE)
 
@@ -39,7 +37,7 @@ def logging_runner(
         log.index_copy_(0, step, (ids.sum() + offset.sum()).view(1))
         return ids + 1
 
-    rows = InputSpec(torch.int64, ("tokens", width), fixed=fixed)
+    rows = InputSpec(torch.int64, ("tokens", width))
     runner = GraphRunner(
         forward,
         mode="FULL",
@@ -76,19 +74,6 @@ def test_a_thousand_steps_ahead_of_the_device_see_their_own_host_inputs(width):
         step.fill_(0)
         expected.append((number + 1) * tokens * width - 3 * number)
     assert log.tolist() == expected
-    runner.close()
-
-
-@pytest.mark.parametrize("kind", ["pageable", "pinned"])
-def test_a_source_of_an_input_with_one_address_may_be_written_right_after_the_call(kind):
-    runner, log = logging_runner(8192, 8, fixed=True)
-    ids = pinned(16, 8192) if kind == "pinned" else torch.empty(16, 8192, dtype=torch.int64)
-    behind(LONG)
-    for number in range(8):
-        ids.fill_(number + 1)
-        runner(ids=ids, offset=torch.zeros(1, dtype=torch.int64), step=torch.tensor([number]))
-        ids.fill_(-7)
-    assert log.tolist() == [(number + 1) * 16 * 8192 for number in range(8)]
     runner.close()
 
 

@@ -217,8 +217,7 @@ def _setup(rng: random.Random) -> Setup:
     """How a program is captured and run."""
     wrapper = rng.random() < 0.25
     pad = rng.choice(("", "", ', pad="repeat"', ", pad=3"))
-    fixed = rng.choice(("", "", "", ", fixed=True"))
-    inputs = [("x", f'InputSpec(torch.float32, ("tokens", 8){pad}{fixed})')]
+    inputs = [("x", f'InputSpec(torch.float32, ("tokens", 8){pad})')]
     dtype = rng.choice(("float32", "bfloat16", "float64", "float16", "complex64", "int32"))
     for name, share, text in (
         ("y", 0.5, f'InputSpec(torch.{dtype}, ("tokens", 8))'),

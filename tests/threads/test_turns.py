@@ -24,7 +24,7 @@ from graphrt import (
     KeyedGraphs,
     Reason,
 )
-from graphrt.core.replay._turn import Turn
+from graphrt.core.replay._turn import in_turn
 from graphrt.errors import InvalidInputError, PoolBusyError, PoolClosedError, VerificationError
 from tests.threads.load import KINDS, run
 
@@ -129,8 +129,8 @@ def test_a_step_that_finds_the_pool_taken_has_done_nothing() -> None:
     slot = runner.slot(Batch(2))
     slot["x"].fill_(3)
     before = runner.dispatcher.counts(), runner.report().live_tokens, runner.last_dispatch
-    with Turn(runner.pool, "another"), pytest.raises(PoolBusyError, match="another"):
-        runner(slot)
+    with pytest.raises(PoolBusyError, match="another"):
+        in_turn(runner.pool, "another", lambda: runner(slot))
     assert before == (
         runner.dispatcher.counts(),
         runner.report().live_tokens,
@@ -170,8 +170,8 @@ def test_a_wrapper_looks_its_graph_up_in_its_turn() -> None:
 def test_one_key_that_two_threads_replay_is_refused_by_name() -> None:
     graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
     graph = graphs.capture("key", lambda: x + 1)
-    with Turn(graphs.pool, graph._context), pytest.raises(PoolBusyError):
-        graph.replay()
+    with pytest.raises(PoolBusyError):
+        in_turn(graphs.pool, graph._context, graph.replay)
     assert graph.replay().tolist() == [1] * 4
     errors: list[BaseException] = []
 

@@ -257,14 +257,6 @@ def test_graphs_captured_by_steps_are_tried_by_the_same_steps():
     assert found[4] == 2 and found[8] == found[1] == 1
 
 
-@pytest.mark.parametrize("level", LEVELS[1:])
-def test_a_step_of_a_launch_without_graphs_is_not_tried(level):
-    runner = captured(Model(), level, options={"launch": "eager"})
-    for count in (4, 3):
-        step(runner, count)
-    assert trials(runner) == {}
-
-
 # Quarantine --------------------------------------------------------------------------------------
 
 
@@ -787,23 +779,18 @@ def sum_of_rows(x: torch.Tensor) -> torch.Tensor:
     return x + x.sum(0)
 
 
-@pytest.mark.parametrize(("pad", "fails"), [(0.0, False), ("keep", True), (1.0, True)])
+@pytest.mark.parametrize(("pad", "fails"), [(0.0, False), (1.0, True)])
 def test_padding_rows_hold_in_a_trial_what_they_can_hold_at_a_step(pad, fails):
     x = InputSpec(torch.float32, ("tokens", WIDTH), pad=pad)
     runner = captured(sum_of_rows, inputs={"x": x})
-    before = runner.inputs.buffers["x"].clone()
     expected = sum_of_rows(rows(3))
     if not fails:
         torch.testing.assert_close(runner(x=rows(3)), expected)
         assert runner.last_dispatch.reason is Reason.HIT
         return
-    text = "padding rows that are kept" if pad == "keep" else "without padding"
-    with pytest.warns(GraphQuarantinedWarning, match=text):
+    with pytest.warns(GraphQuarantinedWarning, match="without padding"):
         out = runner(x=rows(3))
     assert torch.equal(out, expected)
-    if pad == "keep":
-        # What the trial put into kept rows is gone, but for what its own last run filled.
-        assert torch.equal(runner.inputs.buffers["x"][3:], before[3:])
 
 
 def test_rows_that_capture_could_save_can_be_saved_by_a_trial_too():

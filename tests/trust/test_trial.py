@@ -18,9 +18,9 @@ from graphrt.core.trust.verdict import Verdict
 from graphrt.core.trust.watching.watch import Watch
 
 ROWS, LIVE = 4, 3
-ORDER = ["eager", "of_padding", "replay", "other_padding", "unpadded", "eager"]
+ORDER = ["eager", "of_padding", "replay", "unpadded", "eager"]
 """What runs where no Python number moves."""
-MOVED = [*ORDER[:5], "eager", "eager", "eager", "eager"]
+MOVED = [*ORDER[:4], "eager", "eager", "eager", "eager"]
 """What runs where some do and change nothing."""
 
 Forward = Callable[["Model", torch.Tensor], torch.Tensor]
@@ -101,9 +101,6 @@ class FakeStep:
     def replay(self) -> Any:
         return self._run("replay", live(), None)
 
-    def other_padding(self, watch: Watch) -> Any:
-        return self._run("other_padding", live() + tail(), watch)
-
     def unpadded(self, watch: Watch) -> Any:
         return self._run("unpadded", live()[:LIVE], watch)
 
@@ -111,12 +108,6 @@ class FakeStep:
 def live() -> torch.Tensor:
     x = torch.arange(ROWS * 2.0).view(ROWS, 2) + 1
     x[LIVE:] = 0
-    return x
-
-
-def tail() -> torch.Tensor:
-    x = torch.zeros(ROWS, 2)
-    x[LIVE:] = 5
     return x
 
 
@@ -167,12 +158,6 @@ def other_outputs() -> Any:
 BAD: dict[str, tuple[Forward, dict[str, Any], type[Exception], str]] = {
     "replay": (clean, {"replay": other_outputs}, VerificationError, "differs from eager"),
     "padding": (mean_of_rows, {}, RowsMixedError, "without padding"),
-    "kept padding": (
-        clean,
-        {"other_padding": other_outputs},
-        RowsMixedError,
-        "padding rows that are kept",
-    ),
     "position": (position, {}, PythonStateError, "calls = 0, then 1"),
     "rebound": (rebinding, {}, PythonStateError, "weight"),
     "not a function": (
@@ -191,7 +176,6 @@ def bad(name: str) -> tuple[FakeStep, type[Exception], str]:
     step = FakeStep(model, **runs)
     if name == "padding":
         step.runs["replay"] = lambda: mean_of_rows(model, live())[:LIVE]
-        step.runs["other_padding"] = lambda: None
     return step, error, text
 
 
@@ -263,11 +247,11 @@ def test_every_run_starts_from_the_same_state(name, undone):
 def test_rows_that_are_mixed_by_design_are_not_run_otherwise():
     step, _, _ = bad("padding")
     assert tried(step, mixes_rows=True).failure is None
-    assert step.done == [each for each in ORDER if each not in ("other_padding", "unpadded")]
+    assert step.done == [each for each in ORDER if each != "unpadded"]
 
 
 def test_without_padding_rows_nothing_is_compared_with_other_ones():
-    step = FakeStep(Model(), unpadded=lambda: None, other_padding=lambda: None)
+    step = FakeStep(Model(), unpadded=lambda: None)
     verdict = tried(step)
     assert verdict.failure is None and step.done == ORDER
 
@@ -282,7 +266,7 @@ def test_after_a_failure_the_step_without_padding_is_handed_out_with_its_state(n
     assert step.model.state.tolist() == [10.0, 10.0]
 
 
-@pytest.mark.parametrize("name", ["replay", "kept padding", "rebound"])
+@pytest.mark.parametrize("name", ["replay", "rebound"])
 def test_after_a_failure_of_a_full_step_the_last_eager_run_is_handed_out(name):
     step, _, _ = bad(name)
     step.runs["unpadded"] = lambda: None
@@ -364,7 +348,7 @@ def test_an_undone_trial_draws_nothing(drawing_step):
     assert everything(drawing_step.model) == before
 
 
-LOUD = [n for n, name in enumerate(MOVED, 1) if n == len(MOVED) or n < 5]
+LOUD = [n for n, name in enumerate(MOVED, 1) if n == len(MOVED) or n < 4]
 """The runs of which an error is the caller's: not those that are made for the trial alone."""
 
 
@@ -433,7 +417,6 @@ def test_a_replay_may_be_a_few_times_as_far_off_as_eager_from_itself(times, fail
         eager=lambda: clean(model, live())[:LIVE] + next(eager),
         replay=lambda: clean(model, live())[:LIVE] + 1e-3 + times * 1e-3,
         unpadded=lambda: None,
-        other_padding=lambda: None,
     )
     model.weight = model.weight.to(torch.bfloat16)  # 0.1 is rounding then
     verdict = tried(step)
@@ -455,7 +438,6 @@ def test_the_state_that_a_replay_leaves_may_be_a_few_times_as_far_off_too(times,
         eager=lambda: leaves(next(eager)),
         replay=lambda: leaves(1e-4 + times * 1e-4),
         unpadded=lambda: None,
-        other_padding=lambda: None,
     )
     verdict = tried(step)
     assert (verdict.failure is not None) is fails
@@ -548,7 +530,7 @@ def ticking(read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple
         return read(x, model.state)
 
     model.forward = forward
-    step = FakeStep(model, unpadded=lambda: None, other_padding=lambda: None)
+    step = FakeStep(model, unpadded=lambda: None)
 
     def replay() -> torch.Tensor:
         model.state.fill_(0.5)
@@ -570,7 +552,7 @@ def test_state_that_eager_runs_leave_otherwise_is_a_failure_though_no_output_sho
 
 def test_state_that_eager_runs_leave_otherwise_by_rounding_is_said():
     model, eager = Model(), iter([0.0, 1e-6])
-    step = FakeStep(model, unpadded=lambda: None, other_padding=lambda: None)
+    step = FakeStep(model, unpadded=lambda: None)
 
     def leaves(value: float) -> torch.Tensor:
         model.state.add_(1 + value)

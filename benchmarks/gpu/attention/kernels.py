@@ -68,7 +68,7 @@ def task_us(problem: Paged, counts: list[int]) -> list[float]:
     backend = TritonAttention(
         problem.shape, max_num_reqs=reqs, splits="task", max_context=MAX_CONTEXT
     )
-    runner = decode_runner(problem, backend, LAYERS, fixed=True)
+    runner = decode_runner(problem, backend, LAYERS)
     # A value that is the runner's own buffer is not copied.
     inputs = runner.inputs.layout(reqs, reqs).views
     inputs["query"].copy_(problem.query)

@@ -115,11 +115,8 @@ class Paged:
         )
 
 
-def decode_runner(
-    problem: Paged, backend: TritonAttention, layers: int, *, fixed: bool = False
-) -> GraphRunner:
-    """A captured runner of so many layers of attention; with `fixed`, over inputs that stay where
-    they are."""
+def decode_runner(problem: Paged, backend: TritonAttention, layers: int) -> GraphRunner:
+    """A captured runner of so many layers of attention."""
 
     def forward(
         query: torch.Tensor, block_table: torch.Tensor, context_lens: torch.Tensor
@@ -131,7 +128,7 @@ def decode_runner(
         return problem.outs[-1]
 
     def spec(dtype: torch.dtype, *axes: int | str) -> InputSpec:
-        return InputSpec(dtype, axes, pad=0, fixed=fixed)
+        return InputSpec(dtype, axes, pad=0)
 
     reqs, shape = len(problem.lengths), problem.shape
     runner = GraphRunner(

@@ -4,7 +4,8 @@ State that outlives a call (a mode of torch, the owner of a pool, an open captur
 function under `@undoing`, and nowhere else by `with` or `finally`:
 
 1. the function notes in its `Undo` how a change is undone, and then makes the change;
-2. when it returns, or raises, all that it noted is undone, the last change first;
+2. when it returns, or raises, all that it noted is undone, the last change first, and the error
+   that it raised is the one that the caller sees;
 3. an interrupt or an error while that is done has the change at hand undone once more, and then
    the rest.
 
@@ -21,6 +22,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -44,12 +46,12 @@ class Undo(list[Callable[[], object]]):
 
     def enter(self, manager: AbstractContextManager[T]) -> T:
         """Enter a context manager, whose `__exit__` may be called twice."""
-        self.later(functools.partial(_leave, manager))
+        self.later(partial(_leave, manager))
         return manager.__enter__()
 
     def set(self, variable: ContextVar[T], value: T) -> None:
         """Set a variable of this thread, which has a value or a default."""
-        self.later(functools.partial(variable.set, variable.get()))
+        self.later(partial(variable.set, variable.get()))
         variable.set(value)
 
     def now(self, *, failed: bool = False) -> None:
@@ -91,14 +93,29 @@ def undoing(function: Callable[Concatenate[S, Undo, P], T]) -> Callable[Concaten
             result = function(first, undo, *args, **kwargs)
             undo.now()
             return result
-        except BaseException:
-            undo.now(failed=True)
+        except BaseException as error:
+            undo_after(error, partial(undo.now, failed=True))
             raise
 
     return undone
 
 
-class _AfterError(functools.partial[object]):
+def undo_after(error: BaseException, undo: Callable[[], object]) -> None:
+    """Undo what `error` has left half done. Where that raises too, the first error is what the
+    caller has to know: the second is its note. An interrupt goes before both."""
+    try:
+        undo()
+    except Exception as second:
+        note(error, f"while this was undone: {type(second).__name__}: {second}")
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a line to what an error says; Python 3.10 has no notes."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+
+
+class _AfterError(partial[object]):
     """What is undone after an error alone."""
 
 

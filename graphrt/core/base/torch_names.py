@@ -211,13 +211,6 @@ mark_unreadable: Callable[[int, str], object] = NAMES.take(
     without="outputs of a runner are copies",
     build="cuda",
 )
-tensor_over: Callable[[dict[str, Any], torch.UntypedStorage], torch.Tensor] = NAMES.take(
-    "torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata",
-    without="a tensor of a GPU over a storage is made in two calls, which take twice as long",
-    seen=("2.11",),
-    build="cuda",
-)
-can_make_tensor_over = bool(tensor_over)
 can_mark_unreadable = bool(mark_unreadable)  # a torch that was built without CUDA has it not
 
 tensor_guards: Any = NAMES.take(

@@ -190,7 +190,7 @@ class KeyedGraph:
                 advice="call the forward itself where something else is captured",
             )
         context = self._context
-        # A turn, written out: see `Turn`. Before the context is touched: it is one for all threads.
+        # A turn, written out: see `in_turn`. It comes first: the context is one for all threads.
         pool = self._wrapper.pool
         if pool.owner is not None:
             if not self.alive:

@@ -67,7 +67,6 @@ class GraphOptions:
     - `warmups` (1): how often a forward runs before it is captured, 0 to 1000.
     - `warm_up_each` (True): False warms up only the largest graph of each kind, and another one
       only if its capture fails without.
-    - `launch` ("graph"): "eager" runs every step eagerly, padded as its graph would be.
     - `max_padding` (None): the largest ratio of a graph's tokens to the batch's, 1 or more.
     - `state_limit_bytes` (None): how much state is saved, declared or found, in bytes; None: a
       sixteenth of the device's free memory, and at least 64 MiB.
@@ -86,7 +85,6 @@ class GraphOptions:
     host_arguments: Literal["refuse", "bake"] = "refuse"
     warmups: int = 1
     warm_up_each: bool = True
-    launch: Literal["graph", "eager"] = "graph"
     max_padding: float | None = None
     state_limit_bytes: int | None = None
     inputs_in_graph: bool = True
@@ -162,7 +160,6 @@ _CHECKS: dict[str, Check] = {
     "host_arguments": choice("refuse", "bake"),
     "warmups": whole(0, 1, _MOST_WARMUPS),
     "warm_up_each": flag,
-    "launch": choice("graph", "eager"),
     "max_padding": optional(padding_ratio),
     "state_limit_bytes": optional(whole(0, _LEAST_STATE)),
     "inputs_in_graph": flag,

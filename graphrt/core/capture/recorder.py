@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
-from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.base._undo import Undo, undo_after, undoing
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
@@ -283,8 +283,8 @@ class Recorder:
         self.segment_open = True
         try:
             platform.begin_capture(graph, self.pool.memory)
-        except BaseException:  # at once: the forward may catch it, and go on
-            platform.abort_capture(graph)
+        except BaseException as error:  # at once: the forward may catch it, and go on
+            undo_after(error, partial(platform.abort_capture, graph))
             self.segment_open, self._graph = False, None
             raise
         self._guard.begin(graph)

@@ -261,7 +261,7 @@ class GraphWrapper(Uncopied):
             return self.runnable(*args, **kwargs)
         if context.mode is not graphs.mode or (under_way and is_inside_capture()):
             return self.runnable(*args, **kwargs)
-        # A turn of the context, written out: see `Turn`.
+        # A turn of the context, written out: see `in_turn`.
         pool = graphs.pool
         outer = pool.owner
         if outer is not None and outer is not context:

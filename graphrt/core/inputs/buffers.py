@@ -1,8 +1,7 @@
 """Static inputs: a runner's buffers, filled and padded for every step.
 
 1. `layout` says where the inputs of a size lie: a graph reads them there.
-2. `fill` brings a step's live rows there and writes the padding rows. An `InputTransport` does it
-   for the packed inputs; a fixed input is copied on its own.
+2. `fill` has an `InputTransport` bring a step's live rows there and write the padding rows.
 3. `slot` is host memory in which the host writes the inputs of its next step in place; `fill`
    brings that too.
 
@@ -21,52 +20,19 @@ from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
-from graphrt.core.inputs.layout import Field, InputLayout, PadPattern, StepMoves, remember
+from graphrt.core.inputs.layout import InputLayout, PadPattern, StepMoves, remember
 from graphrt.core.inputs.padding_rows import PaddingRows
-from graphrt.core.inputs.slot import Arrays, InputSlot
-from graphrt.core.inputs.spec import InputSpec
-from graphrt.core.inputs.transport import InputRing, InputTransport, Slab, StagedCopy
+from graphrt.core.inputs.slot import InputSlot, arrays_of
+from graphrt.core.inputs.transport import HostCopy, InputRing, InputTransport, Slab, StagedCopy
 
 _CACHED_LAYOUTS, _CACHED_SLOTS = 1024, 2048
-
-
-class FixedInput:
-    """An input with one address at every size: a buffer of the largest."""
-
-    def __init__(self, name: str, spec: InputSpec, tokens: int, reqs: int, device: Any) -> None:
-        self.name = name
-        self.pattern = PadPattern(spec)
-        # Steps write it, in inference mode and outside of it.
-        with torch.inference_mode(False):
-            self.buffer = torch.full(
-                spec.sizes(tokens, reqs), spec.pad_value, dtype=spec.dtype, device=device
-            )
-        # Where the host writes rows of a slot; the buffer itself where that is on the host.
-        self._on_host: torch.Tensor | None = self.buffer if self.buffer.is_cpu else None
-
-    def field(self, tokens: int, reqs: int) -> Field:
-        """The rows that a batch of this size uses."""
-        field = Field(self.name, self.pattern, 0, tokens, reqs)
-        field.view = self._rows(self.buffer, tokens, reqs)
-        return field
-
-    def host_rows(self, tokens: int, reqs: int) -> torch.Tensor:
-        """Host memory for the rows of a batch of this size, the same one at every step: a copy of
-        it is over for the host when it is issued."""
-        if self._on_host is None:
-            self._on_host = torch.empty(self.buffer.shape, dtype=self.buffer.dtype, device="cpu")
-        return self._rows(self._on_host, tokens, reqs)
-
-    def _rows(self, buffer: torch.Tensor, tokens: int, reqs: int) -> torch.Tensor:
-        axis, dim = self.pattern.spec.batch_axis()
-        return buffer if axis is None else buffer.narrow(dim, 0, axis.size(tokens, reqs))
 
 
 class StaticInputs:
     """All inputs of a runner. Nested mappings of specs become dotted names.
 
-    The packed ones share a slab: at each size they lie one after the other, so that all that come
-    from the host, padding included, go over in one copy.
+    They share a slab: at each size they lie one after the other, so that all that come from the
+    host, padding included, go over in one copy.
     """
 
     # `NativeReplay` knows where in an object this is.
@@ -88,60 +54,47 @@ class StaticInputs:
         self.tokens = tokens
         self.reqs = reqs
         every = self.declared.specs
-        self._fixed = [
-            FixedInput(name, spec, tokens, reqs, device)
-            for name, spec in every.items()
-            if not spec.packed
-        ]
-        self._packed = {name: PadPattern(spec) for name, spec in every.items() if spec.packed}
-        kept = {each.name: each.buffer for each in self._fixed if each.pattern.spec.pad == "keep"}
-        self.padding = PaddingRows(every, kept)
-        # Whether what is packed is all there is, under the names that a step gives it.
-        self.all_packed = not self._fixed and not self.declared.nested
+        self._patterns = {name: PadPattern(spec) for name, spec in every.items()}
+        self.padding = PaddingRows(every)
         dtypes = {name: spec.dtype for name, spec in every.items()}
         # Inputs of a dtype that has gradients.
         self.graded = [n for n, kind in dtypes.items() if kind.is_floating_point or kind.is_complex]
         self._layouts: dict[tuple[int, int], InputLayout] = {}
         # By where slots are and what is live there.
-        self._slot_views: dict[tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Arrays]] = {}
+        self._slot_views: dict[
+            tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Mapping[str, Any]]
+        ] = {}
         self.transport = self._transport(platform, device, fetched)
         # Counts what writes the buffers, or takes the memory that they are filled from.
         self.turn = 0
         self.reset()
 
     def _transport(self, platform: Platform, device: Any, fetched: bool) -> InputTransport:
-        nbytes = InputLayout(self._packed, self.tokens, self.reqs).nbytes
+        nbytes = InputLayout(self._patterns, self.tokens, self.reqs).nbytes
         with torch.inference_mode(False):
             # Whole vectors: a device may move more of them than there are bytes.
             buffer = torch.zeros(-(-nbytes // 256) * 256, dtype=torch.uint8, device=device)
-        slab = Slab(buffer, nbytes, len(self._packed))
+        slab = Slab(buffer, nbytes, len(self._patterns))
         if fetched and nbytes:
             transport: InputTransport | None = platform.new_input_transport(slab)
             if transport is not None:
                 return transport
-        return StagedCopy(slab, None if buffer.is_cpu else platform)
+        return HostCopy(slab) if buffer.is_cpu else StagedCopy(slab, platform)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers at the largest size by name; packed ones move with the size."""
+        """The buffers at the largest size by name; they move with the size."""
         return self.layout(self.tokens, self.reqs).views
-
-    @property
-    def has_requests(self) -> bool:
-        """Whether the shape of an input says how many requests there are."""
-        axes = (spec.batch_axis()[0] for spec in self.declared.specs.values())
-        return any(axis is not None and axis.name == "reqs" for axis in axes)
 
     def require_gradients(self, values: Mapping[str, Any]) -> bool:
         """Whether one of a step's inputs requires a gradient."""
         try:
-            if self.declared.nested:
-                values = dict(flat_of(values))
+            flat = dict(flat_of(values)) if self.declared.nested else values
             for name in self.graded:
-                if values[name].requires_grad:
+                if getattr(flat.get(name), "requires_grad", False):
                     return True
-        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError):
-            pass  # no mapping of tensors: filling the buffers raises the named error
+        except AttributeError:
+            pass  # no mapping: filling the buffers raises the named error
         return False
 
     @property
@@ -153,9 +106,8 @@ class StaticInputs:
         """Where the inputs of a batch of this size lie."""
         layout = self._layouts.get((tokens, reqs))
         if layout is None:
-            layout = InputLayout(self._packed, tokens, reqs)
-            fixed = [each.field(tokens, reqs) for each in self._fixed]
-            layout.place(self.transport.slab.buffer, fixed)
+            layout = InputLayout(self._patterns, tokens, reqs)
+            layout.place(self.transport.slab.buffer)
             layout.fetch = self.transport.fetch_of(layout.nbytes)
             remember(self._layouts, (tokens, reqs), layout, _CACHED_LAYOUTS)
         return layout
@@ -185,8 +137,6 @@ class StaticInputs:
                 if not self.transport.give(slot.place, slot.moves, stream, in_graph):
                     # A step failed since, and the device said that it was given.
                     slot.check(-1)
-                for move in slot.moves.fixed:
-                    move.bring(slot[move.field.name])
                 return
             # Its memory may be what is filled next.
             values = {name: value.clone() for name, value in slot.items()}
@@ -198,11 +148,7 @@ class StaticInputs:
             if len(values) != len(self.declared.specs):
                 self.declared.check_names(values)
             moves = layout.known.get((tokens, reqs)) or layout.moves(tokens, reqs)
-            if moves.fixed:
-                values = self._apart(values, moves)
             self.transport.fill(values, moves, stream, in_graph)
-            for move in moves.fixed:
-                move.bring(values[move.field.name])
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError) as error:
             self.declared.check(values, tokens, reqs, error)
             raise
@@ -216,10 +162,8 @@ class StaticInputs:
             place, memory, at = self.transport.take(moves)
             views = self._slot_views.get((at, moves))
             if views is None:
-                rows = moves.views_in(memory, at)
-                rows.update({each.name: each.host_rows(tokens, reqs) for each in self._fixed})
-                tensors = {name: rows[name] for name in self.declared.specs}
-                views = tensors, Arrays(tensors)
+                tensors = moves.views_in(memory, at)
+                views = tensors, arrays_of(tensors)
                 remember(self._slot_views, (at, moves), views, _CACHED_SLOTS)
             return InputSlot(views, place, layout, moves, self.turn)
         try:
@@ -234,7 +178,7 @@ class StaticInputs:
                 expected=f"rows that fit the host's memory; graphs have {self.tokens} tokens",
                 advice="split the batch",
             ) from error
-        return InputSlot((tensors, Arrays(tensors)), None, None, None, self.turn)
+        return InputSlot((tensors, arrays_of(tensors)), None, None, None, self.turn)
 
     def check_alone(self, values: Mapping[str, Any]) -> None:
         """Raise `InvalidInputError` for values that a step was given beside a slot."""
@@ -245,11 +189,6 @@ class StaticInputs:
                 expected="all inputs written to the slot",
                 advice="slot[name].copy_(value), or slot.numpy[name][:] = array",
             )
-
-    def expect_capture(self, layout: InputLayout) -> None:
-        """Before a capture, whose graph is to fetch what is in the buffers of `layout` already."""
-        if self.ring is not None and layout.fetch is not None:
-            self.ring.expect_capture(layout.fetch)
 
     def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
         """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that has
@@ -268,8 +207,8 @@ class StaticInputs:
     def hold(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the buffers, which the next step writes again."""
         start, slab = tensor.untyped_storage().data_ptr(), self.transport.slab
-        # On the CPU every packed input is a storage of its own, somewhere in the slab.
-        return slab.low <= start < slab.high or self._is_fixed(start)
+        # On the CPU every input is a storage of its own, somewhere in the slab.
+        return slab.low <= start < slab.high
 
     def reset(self, layout: InputLayout | None = None) -> None:
         """Make every row of `layout`, by default of the largest one, a padding row. No step waits
@@ -278,27 +217,6 @@ class StaticInputs:
         if self.ring is not None:
             self.ring.settle()
         (layout or self.layout(self.tokens, self.reqs)).reset()
-        for each in self._fixed:
-            each.buffer.fill_(each.pattern.value)
-
-    def _is_fixed(self, start: int) -> bool:
-        return any(each.buffer.untyped_storage().data_ptr() == start for each in self._fixed)
-
-    def _apart(self, values: Mapping[str, Any], moves: StepMoves) -> Mapping[str, Any]:
-        """The values of a step that has fixed inputs, which are checked, with copies of those that
-        lie in the buffer of another input, or elsewhere in their own: filled one after the other,
-        these would be written before they are read. What is packed is looked at where it is
-        filled."""
-        copies: dict[str, Any] = {}
-        for move in moves.fixed:
-            value = values[move.field.name]
-            move.check(value)
-            if value.data_ptr() != move.field.view.data_ptr() and self.hold(value):
-                copies[move.field.name] = value.detach().clone()
-        for name in self._packed:
-            if self._is_fixed(values[name].untyped_storage().data_ptr()):
-                copies[name] = values[name].detach().clone()
-        return {**values, **copies} if copies else values
 
 
 def batch_of(inputs: StaticInputs, values: Mapping[str, Any]) -> Batch:
@@ -308,13 +226,21 @@ def batch_of(inputs: StaticInputs, values: Mapping[str, Any]) -> Batch:
     return Batch(tokens, reqs, 1 if reqs is not None and tokens == reqs else None)
 
 
-def reqs_of(inputs: StaticInputs, batch: Batch, values: Mapping[str, Any]) -> int:
-    """The requests of a batch that does not say how many it has."""
+def reqs_of(inputs: StaticInputs, batch: Batch, values: Mapping[str, Any] | None) -> int:
+    """The requests of a batch that does not say how many it has; its inputs may be to come."""
     if batch.num_reqs is not None:
         return batch.num_reqs
     if batch.query_len:
         return batch.num_tokens // batch.query_len
-    reqs = inputs.declared.infer(values)[1]
+    if values is None and "reqs" in inputs.declared.axes:
+        raise InvalidBatchError(
+            "a slot is made before there are inputs, whose shapes would say how many requests "
+            "the batch has",
+            got=shown(batch),
+            expected="num_reqs, or query_len",
+            advice="Batch(num_tokens, num_reqs)",
+        )
+    reqs = None if values is None else inputs.declared.infer(values)[1]
     return min(batch.num_tokens, inputs.reqs) if reqs is None else reqs
 
 

@@ -26,6 +26,8 @@ class DeclaredInputs:
     def __init__(self, specs: Mapping[str, Any]) -> None:
         self.specs = dict(_specs(specs, "", "inputs="))
         self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
+        axes = (spec.batch_axis()[0] for spec in self.specs.values())
+        self.axes = {axis.name for axis in axes if axis is not None}
 
     def check_names(self, values: Mapping[str, Any]) -> None:
         """Raise `InvalidInputError` for missing or unknown input names."""
@@ -98,6 +100,19 @@ class DeclaredInputs:
         reqs = counts.get("reqs")
         return counts.get("tokens", reqs or 0), reqs
 
+    def nest(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the forward, by their dotted names, as nested dicts again."""
+        if not self.nested:
+            return flat
+        nested: dict[str, Any] = {}
+        for name, value in flat.items():
+            *parents, leaf = name.split(".")
+            place = nested
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[leaf] = value
+        return nested
+
     def check_fits(self, platform: Platform, tokens: int, reqs: int) -> None:
         """Raise `InvalidInputError` for buffers that no device has the memory for, or not this one:
         a system that promises more than it has would end the process instead."""
@@ -163,22 +178,17 @@ def check_forward(forward: Callable[..., Any], specs: Mapping[str, Any]) -> None
 
 
 def _forward_right(signature: inspect.Signature, specs: Mapping[str, Any]) -> str:
-    by_position = [
-        each.name for each in signature.parameters.values() if each.kind is each.POSITIONAL_ONLY
-    ]
-    if by_position:
-        return f"a forward that takes {', '.join(by_position)} by name, without `/`"
+    parameters = signature.parameters.values()
     needed = [
         each.name
-        for each in signature.parameters.values()
+        for each in parameters
         if each.default is each.empty
         and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
         and each.name not in specs
     ]
+    if not needed and any(e.kind in (e.POSITIONAL_ONLY, e.VAR_POSITIONAL) for e in parameters):
+        return f"a forward that takes {', '.join(specs)} by name, not by position"
     unknown = [name for name in specs if name not in signature.parameters]
-    rest = [e.name for e in signature.parameters.values() if e.kind is e.VAR_POSITIONAL]
-    if unknown and rest and not needed:
-        return f"a forward that takes {', '.join(unknown)} by name, not in *{rest[0]}"
     advice = [
         f"name it {meant!r} in place of {name!r}" if meant else f"leave {name!r} out of inputs="
         for name, meant in _meant(unknown, needed, [*signature.parameters])
@@ -208,18 +218,6 @@ def _meant(
     for name in unknown:
         alone = missing[0] if len(missing) == len(unknown) == 1 else None
         yield name, alone or nearest(name, missing or known or [])
-
-
-def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as nested dicts again, which is how the forward gets them."""
-    nested: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, leaf = name.split(".")
-        place = nested
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = value
-    return nested
 
 
 def flat_of(specs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from graphrt.core.base.sharing import is_lazy
 from graphrt.core.base.torch_names import inference_guard
-from graphrt.core.inputs.spec import LOWEST_ADDRESS, InputSpec, check_value
+from graphrt.core.inputs.spec import InputSpec
 
 _ALIGNMENT = 256
 """Bytes; what allocators give, so kernels choose the same vector width as for tensors alone."""
@@ -48,6 +49,10 @@ class PadPattern:
     def __init__(self, spec: InputSpec) -> None:
         self.spec = spec
         self.value = spec.pad_value
+        # Says of a tensor whether its bits are not its values; None for dtypes that have no such.
+        self.lazy: Callable[[torch.Tensor], bool] | None = None
+        if spec.dtype.is_floating_point or spec.dtype.is_complex:
+            self.lazy = is_lazy if spec.dtype.is_complex else torch.Tensor.is_neg
         self._element = torch.full((1,), self.value, dtype=spec.dtype, device="cpu")
         octets = bytes(self._element.view(torch.uint8).tolist())
         self._octet = octets[0] if len(set(octets)) == 1 else None
@@ -106,8 +111,7 @@ class FieldMove:
     """The bytes of one input for some number of live rows.
 
     `copies` are (to, from, bytes), `pads` (to, bytes) and, where the last live row is repeated,
-    `repeats` (from, to, bytes); "to" counts from the start of the slab. An input whose padding is
-    kept has neither.
+    `repeats` (from, to, bytes); "to" counts from the start of the slab.
     """
 
     __slots__ = ("_live_rows", "_views", "copies", "field", "one_block", "pads", "repeats", "shape")
@@ -126,7 +130,7 @@ class FieldMove:
         # Whether the live rows lie in one piece.
         self.one_block = len(self.copies) <= 1
         rest = block - live_rows * field.row_bytes
-        tails = [start + size for start in starts] if rest and spec.pad != "keep" else []
+        tails = [start + size for start in starts] if rest else []
         self.pads: list[Span] = []
         self.repeats: list[tuple[int, int, int]] = []
         if spec.pad == "repeat":
@@ -158,21 +162,14 @@ class FieldMove:
         return padded if rows is None else padded.narrow(self.field.spec.batch_axis()[1], 0, rows)
 
     def lies_in(self, value: torch.Tensor) -> bool:
-        """Whether `value`, which starts where this input starts, is laid out like it."""
+        """Whether `value`, which starts where this input starts, is laid out like it, and has its
+        values there."""
+        lazy = self.field.pattern.lazy
+        if lazy is not None and lazy(value):
+            return False
         if self.one_block and value.is_contiguous():
             return True
         return bool(value.stride() == self.field.view.stride())
-
-    def check(self, value: Any) -> None:
-        """Raise `InvalidInputError` unless `value` can fill the live rows."""
-        if (
-            type(value) is not torch.Tensor
-            or value.dtype is not self.field.spec.dtype
-            or value.shape != self.shape
-            # To read there would end the process.
-            or value.data_ptr() < LOWEST_ADDRESS
-        ):
-            check_value(self.field.name, self.field.spec, value, tuple(self.shape))
 
     def copy_at(self, base: int, address: int) -> None:
         """Copy the live rows that lie at `address` into the host's packed memory at `base`."""
@@ -186,19 +183,6 @@ class FieldMove:
             self.field.pattern.write(base, self.pads)
         for start, to, size in self.repeats:
             _repeat(base + start, base + to, self.field.row_bytes, size)
-
-    def bring(self, value: torch.Tensor) -> None:
-        """Copy live rows in that lie anywhere, and pad: of an input that is brought on its own."""
-        live = self.views[0]
-        if value.requires_grad:
-            value = value.detach()
-        if value.data_ptr() != live.data_ptr():
-            # A pinned source may be written again by the host while a copy from it is under way.
-            asynchronous = not live.is_cpu and value.is_cpu and not value.is_pinned()
-            live.copy_(value, non_blocking=asynchronous)
-        elif value.stride() != live.stride():
-            live.copy_(value.clone())
-        self.pad_on_device()
 
     def pad_on_device(self) -> None:
         """Write the padding rows by themselves, where the input lies."""
@@ -221,7 +205,6 @@ class StepMoves:
         "alike",
         "fetch",
         "fields",
-        "fixed",
         "from_host",
         "live",
         "padded",
@@ -234,18 +217,10 @@ class StepMoves:
     def __init__(self, layout: InputLayout, tokens: int, reqs: int) -> None:
         self.live = tokens, reqs
         self.fields = [FieldMove(field, tokens, reqs) for field in layout.fields]
-        self.fixed = [FieldMove(field, tokens, reqs) for field in layout.fixed]
-        # One tuple for each packed input: what every step checks it against. Only tensors of these
-        # dtypes can have a negation or conjugation pending (the fourth item).
+        # One tuple for each packed input: what every step checks it against.
         self.rows = [
-            (
-                move.field.name,
-                move.field.spec.dtype,
-                move.shape,
-                move.field.spec.dtype.is_floating_point or move.field.spec.dtype.is_complex,
-                move,
-            )
-            for move in self.fields
+            (each.field.name, each.field.spec.dtype, each.shape, each.field.pattern.lazy, each)
+            for each in self.fields
         ]
         self.from_host = "h" * len(self.fields)
         # Where to, and how many bytes, if each input is one short copy; else None. They are copied
@@ -309,16 +284,14 @@ class StepMoves:
 
 
 class InputLayout:
-    """The inputs of one size, and the views that the forward reads: the packed ones lie one after
-    the other in a slab, the `fixed` ones where they are at every size."""
+    """The inputs of one size, one after the other in a slab, and the forward's views of them."""
 
-    __slots__ = ("fetch", "fields", "fixed", "known", "nbytes", "reqs", "tokens", "views")
+    __slots__ = ("fetch", "fields", "known", "nbytes", "reqs", "tokens", "views")
 
     def __init__(self, packed: Mapping[str, PadPattern], tokens: int, reqs: int) -> None:
         self.tokens = tokens
         self.reqs = reqs
         self.fields: list[Field] = []
-        self.fixed: list[Field] = []
         offset = 0
         for name, pattern in packed.items():
             field = Field(name, pattern, offset, tokens, reqs)
@@ -331,9 +304,8 @@ class InputLayout:
         # What `moves` has answered, by live tokens and requests.
         self.known: dict[tuple[int, int], StepMoves] = {}
 
-    def place(self, slab: torch.Tensor, fixed: Iterable[Field]) -> None:
-        """Make the views in `slab`, a uint8 tensor of at least `nbytes`; those of `fixed` inputs
-        are given."""
+    def place(self, slab: torch.Tensor) -> None:
+        """Make the views in `slab`, a uint8 tensor of at least `nbytes`."""
         # Steps write them, in inference mode and outside of it.
         with inference_guard(False), torch.no_grad():
             for field in self.fields:
@@ -342,8 +314,7 @@ class InputLayout:
                     part = _own_storage(part)
                 flat = part.view(field.spec.dtype)
                 field.view = flat.view(field.spec.sizes(self.tokens, self.reqs))
-        self.fixed = [*fixed]
-        self.views = {field.name: field.view for field in (*self.fields, *self.fixed)}
+        self.views = {field.name: field.view for field in self.fields}
 
     def moves(self, tokens: int, reqs: int) -> StepMoves:
         """What to move for so many live rows."""

@@ -1,8 +1,8 @@
-"""What the padding rows of inputs are, for checks: which addresses they hold, and what is kept."""
+"""What the padding rows of inputs are, for checks: their addresses, and which inputs differ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,12 +17,8 @@ from graphrt.core.inputs.spec import InputSpec
 class PaddingRows:
     """The padding rows of one runner's inputs."""
 
-    def __init__(self, specs: Mapping[str, InputSpec], kept: Mapping[str, torch.Tensor]) -> None:
-        """`kept` are the buffers whose padding rows no step writes."""
+    def __init__(self, specs: Mapping[str, InputSpec]) -> None:
         self._specs = specs
-        self._kept = kept
-        self.are_kept = bool(kept)
-        """Whether there are inputs whose padding rows are whatever was there."""
         pads = {int(spec.pad_value.real) for spec in specs.values() if spec.index}
         self.addresses = sorted(pads)
         """The padding values of index inputs: rows in which padding may be written."""
@@ -56,22 +52,11 @@ class PaddingRows:
                 names.add(name)
         return frozenset(names)
 
-    def kept(self) -> list[torch.Tensor]:
-        """Copies of the buffers whose padding rows no step writes."""
-        return [buffer.clone() for buffer in self._kept.values()]
-
-    def put_back(self, kept: Sequence[torch.Tensor]) -> None:
-        """Put back what `kept` returned."""
-        for buffer, values in zip(self._kept.values(), kept, strict=True):
-            buffer.copy_(values)
-
-    def disturb(
-        self, layout: InputLayout, tokens: int, reqs: int, *, only_kept: bool = False
-    ) -> None:
+    def disturb(self, layout: InputLayout, tokens: int, reqs: int) -> None:
         """Let padding rows hold what the first live row holds, but for indices: what they address
-        would be written. With `only_kept` those alone in which an earlier step may have left it."""
+        would be written."""
         for name, spec in self._specs.items():
-            if not spec.index and (name in self._kept or not only_kept):
+            if not spec.index:
                 _spread(layout.views[name], spec, tokens, reqs)
 
 
@@ -83,12 +68,9 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 
 def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:
-    """Whether a live row is another than its padding; of padding that is whatever was there, than
-    the row that a trial puts there."""
+    """Whether a live row is another than its padding."""
     if spec.pad == "repeat":
         row = value.narrow(dim, value.shape[dim] - 1, 1)
-    elif spec.pad == "keep":
-        row = value.narrow(dim, 0, 1)
     else:
         row = torch.full((), spec.pad_value, dtype=value.dtype, device=value.device)
     # As bytes: 8-bit floats cannot be compared, and NaN is itself.

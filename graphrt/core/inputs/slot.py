@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,35 +16,25 @@ from graphrt.core.batch.descriptor import Batch
 from graphrt.core.dispatch.reasons import Agreed
 
 
-class Arrays(Mapping[str, Any]):
-    """Tensors as numpy arrays over the same memory, made when they are asked for."""
+def arrays_of(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+    """Tensors as numpy arrays over the same memory, where there are any."""
+    arrays = _Arrays()
+    for name, tensor in tensors.items():
+        with suppress(RuntimeError, TypeError):  # no numpy, or a dtype that it lacks
+            arrays[name] = tensor.numpy()
+    return MappingProxyType(arrays)
 
-    __slots__ = ("_made", "_tensors")
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._made: dict[str, Any] = {}
+class _Arrays(dict[str, Any]):
+    """Says what is wrong where one is asked for that there is not."""
 
-    def __getitem__(self, name: str) -> Any:
-        array = self._made.get(name)
-        if array is None:
-            tensor = self._tensors[name]
-            try:
-                array = self._made[name] = tensor.numpy()
-            except (RuntimeError, TypeError) as error:
-                raise InvalidInputError(
-                    f"there is no numpy array of input {name!r}",
-                    got=f"{tensor.dtype}: {error}",
-                    expected="numpy, and a dtype that it has",
-                    advice=f"slot[{name!r}] is the tensor",
-                ) from error
-        return array
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    def __missing__(self, name: str) -> Any:
+        raise InvalidInputError(
+            f"there is no numpy array of input {shown(name)}",
+            got=sorted(self),
+            expected="numpy, and an input of a dtype that it has",
+            advice="slot[name] is the tensor",
+        )
 
 
 @public("graphrt")

@@ -13,7 +13,7 @@ import torch
 
 from graphrt.core.base.errors import GraphRTError, InvalidInputError, OverwrittenOutputError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import nearest, shown
+from graphrt.core.base.option_values import shown
 from graphrt.core.batch.axes import Axis
 
 _MOST_BLOCKS = 1 << 16
@@ -27,13 +27,12 @@ class InputSpec:
 
     A dimension of `shape` is an int or, for at most one of them, a batch axis: "tokens", "reqs", or
     either with a constant added ("reqs+1"). A step brings the live rows, a graph reads padded ones.
-    `pad` is the value of padding rows, by default 0, or "repeat" (the last live row) or "keep"
-    (whatever was there). `index=True` marks what kernels use as an address (slot mappings, block
+    `pad` is the value of padding rows, by default 0, or "repeat" (the last live row).
+    `index=True` marks what kernels use as an address (slot mappings, block
     tables): its padding must point where nothing live is, so `pad` has to be given, and as a value.
 
-    Inputs are packed anew for every size, so that one copy brings all that come from the host.
-    `fixed=True` keeps one address at every size instead, for work of the host's own on the device
-    that writes into the buffer; so does "keep".
+    Inputs are packed anew for every size, so that one copy brings all that come from the host: an
+    input has an address for each size.
 
     Raises `InvalidInputError` for a dtype, a shape or an axis that no input has, for a padding that
     does not exist or that `dtype` cannot hold, and for an index without one.
@@ -43,14 +42,12 @@ class InputSpec:
     shape: tuple[int | str, ...]
     pad: int | float | complex | bool | str | None = None
     index: bool = False
-    fixed: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
             raise _wrong_spec("dtype", self.dtype, "a torch.dtype", "torch.int64")
-        for name in ("index", "fixed"):
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong_spec(name, getattr(self, name), "True or False", f"{name}=True")
+        if not isinstance(self.index, bool):
+            raise _wrong_spec("index", self.index, "True or False", "index=True")
         _check_shape(self.shape)
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.index:
@@ -58,13 +55,8 @@ class InputSpec:
         _check_pad(self.dtype, self.pad)
 
     @property
-    def packed(self) -> bool:
-        """Whether the input moves with the size of the step."""
-        return not self.fixed and self.pad != "keep"
-
-    @property
     def pad_value(self) -> int | float | complex | bool:
-        """The value of padding rows; 0 with "repeat" and "keep", while no step has left rows."""
+        """The value of padding rows; 0 with "repeat", while no step has left rows."""
         return 0 if self.pad is None or isinstance(self.pad, str) else self.pad
 
     def batch_axis(self) -> tuple[Axis | None, int]:
@@ -217,7 +209,7 @@ def _check_index(dtype: torch.dtype, pad: object) -> None:
     if pad is None or isinstance(pad, str):
         raise InvalidInputError(
             "an index input must say its padding as a value: padding rows are read and written "
-            "too, so 0 is the first page, and what was there, or is repeated, is live memory",
+            "too, so 0 is the first page, and what is repeated is live memory",
             got=f"pad={pad!r}, index=True",
             expected="a pad value that reads and writes nothing live",
             advice="pad=-1 if the kernel skips such rows, or what belongs to a dummy page that no "
@@ -229,14 +221,11 @@ def _check_index(dtype: torch.dtype, pad: object) -> None:
 
 def _check_pad(dtype: torch.dtype, pad: int | float | complex | str | None) -> None:
     """Raise `InvalidInputError` for a padding that does not exist or that rows cannot hold."""
-    known = 'a number, "repeat" or "keep"'
-    if isinstance(pad, str):
-        if pad not in ("repeat", "keep"):
-            meant = nearest(pad, ("repeat", "keep")) or "repeat"
-            raise _wrong_spec("pad", pad, known, f"pad={meant!r}")
+    if isinstance(pad, str) and pad == "repeat":
         pad = None
     if pad is not None and not isinstance(pad, int | float | complex):
-        raise _wrong_spec("pad", pad, known, "pad=0")
+        example = 'pad="repeat"' if isinstance(pad, str) else "pad=0"
+        raise _wrong_spec("pad", pad, 'a number, or "repeat"', example)
     if dtype in _QUANTIZED or not _holds(dtype, 0):
         raise _wrong_spec("dtype", dtype, "a dtype of dense tensors", "torch.int8")
     if pad is not None and not _holds(dtype, pad):

@@ -1,9 +1,9 @@
 """How the packed inputs of a step get into their slab.
 
-`InputTransport` is the interface, `StagedCopy` the plain one: the host writes live rows and padding
-into page-locked memory, which one copy brings to the device before the launch; what is on the
-device already is copied there. Where the slab is the host's own memory it is written directly. A
-platform that moves inputs in another way returns its own from `Platform.new_input_transport`.
+`InputTransport` is the interface. `HostCopy` writes a slab in the host's own memory. `StagedCopy`
+is for a device: the host writes live rows and padding into page-locked memory, which one copy
+brings over before the launch, and what is on the device already is copied there. A platform that
+moves inputs in another way returns its own from `Platform.new_input_transport`.
 """
 
 from __future__ import annotations
@@ -85,25 +85,28 @@ class InputRing(Protocol):
 class InputTransport(Protocol):
     """Brings the packed inputs of steps into their slab."""
 
-    @property
-    def slab(self) -> Slab:
-        """Where inputs are packed."""
+    slab: Slab
+    """Where inputs are packed."""
 
     @property
     def ring(self) -> InputRing | None:
         """What graphs fetch from; None where all inputs are copied before the launch."""
+        return None
 
     @property
     def waits(self) -> int:
         """How often the host had to wait until its memory was free."""
+        return 0
 
     @property
     def device_memory(self) -> Sequence[torch.Tensor]:
         """What it has on the device beside the slab: nodes of graphs that fetch point to it."""
+        return ()
 
     def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
         """What fetches inputs of so many bytes, in a graph that captures it or by itself; None
         where they are copied before the launch."""
+        return None
 
     def fill(
         self, values: Mapping[str, Any], moves: StepMoves, stream: Any, in_graph: bool
@@ -145,26 +148,23 @@ def sources_of(
     tensors: list[torch.Tensor] = []
     addresses: list[int] = []
     kinds, plain = moves.from_host, True
-    for number, (name, dtype, shape, may_negate, move) in enumerate(moves.rows):
+    for number, (name, dtype, shape, lazy, move) in enumerate(moves.rows):
         value = values[name]
         if type(value) is not _Tensor or value.dtype is not dtype or value.shape != shape:
             check_value(name, move.field.spec, value, tuple(shape))
             plain = False
         address = value.data_ptr()
-        # The bits of a lazily negated tensor are not its values.
-        altered = may_negate and (value.is_neg() or value.is_conj())
-        if address == low + move.field.offset and not altered and move.lies_in(value):
+        if address == low + move.field.offset and move.lies_in(value):
             kind = "k"
-        elif (
-            address < LOWEST_ADDRESS
-            or low <= address < high
-            or busy_low <= address < busy_high
-            or altered
-        ):
-            readable, kind = _apart(value, move, slab, busy)
-            plain &= readable is value and address >= LOWEST_ADDRESS
-            value, address = readable, readable.data_ptr()
         else:
+            if (
+                address < LOWEST_ADDRESS
+                or low <= address < high
+                or busy_low <= address < busy_high
+                or (lazy is not None and lazy(value))
+            ):
+                value, plain = _apart(value, move, slab, busy), False
+                address = value.data_ptr()
             kind = "h" if value.is_cpu else "d"
         if kind != "h":
             kinds = kinds[:number] + kind + kinds[number + 1 :]
@@ -176,20 +176,16 @@ def sources_of(
     return Sources(tensors, addresses, kinds, plain)
 
 
-def _apart(
-    value: torch.Tensor, move: FieldMove, slab: Slab, busy: tuple[int, int]
-) -> tuple[torch.Tensor, str]:
-    """The values of an input whose memory cannot be read as it is, or may be written before it is
-    read, elsewhere; and their kind."""
+def _apart(value: torch.Tensor, move: FieldMove, slab: Slab, busy: tuple[int, int]) -> torch.Tensor:
+    """The values of an input elsewhere, where its memory cannot be read as it is, or may be written
+    before it is read."""
     if value.data_ptr() < LOWEST_ADDRESS:
         # To read there would end the process. An empty one has no address.
         check_value(move.field.name, move.field.spec, value, tuple(move.shape))
-    if value.is_neg() or value.is_conj():
-        value = value.detach().resolve_conj().resolve_neg()
+    value = value.detach().resolve_conj().resolve_neg()
     address = value.data_ptr()
-    if slab.low <= address < slab.high or busy[0] <= address < busy[1]:
-        value = value.detach().clone()
-    return value, "h" if value.is_cpu else "d"
+    overwritten = slab.low <= address < slab.high or busy[0] <= address < busy[1]
+    return value.clone() if overwritten else value
 
 
 def copy_rows(moves: StepMoves, base: int, addresses: Sequence[int]) -> None:
@@ -204,68 +200,82 @@ def copy_rows(moves: StepMoves, base: int, addresses: Sequence[int]) -> None:
             move.copy_at(base, address)
 
 
-class StagedCopy:
-    """Copies live rows into the slab, and pads them: on a `platform` all that comes from the host
-    in one copy, and what is there already in another; without one the host writes the slab."""
+class HostCopy(InputTransport):
+    """Writes live rows and padding to a slab in the host's memory."""
 
-    ring: InputRing | None = None
-    device_memory: Sequence[torch.Tensor] = ()
-
-    def __init__(self, slab: Slab, platform: Platform | None) -> None:
+    def __init__(self, slab: Slab) -> None:
         self.slab = slab
-        self.staging = None if platform is None else Staging(platform, slab.nbytes)
-
-    @property
-    def waits(self) -> int:
-        return 0 if self.staging is None else self.staging.waits
-
-    def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
-        return None
 
     def fill(
         self, values: Mapping[str, Any], moves: StepMoves, stream: Any, in_graph: bool
     ) -> None:
-        slab, staging = self.slab, self.staging
-        busy = (0, 0) if staging is None else staging.next_memory()
-        sources = sources_of(values, moves, slab, busy)
+        base = self.slab.low
+        sources = sources_of(values, moves, self.slab, (0, 0))
+        if sources.kinds == moves.from_host:
+            copy_rows(moves, base, sources.addresses)
+        elif "h" in sources.kinds or "d" in sources.kinds:
+            for move, tensor, address, kind in zip(moves.fields, *sources[:3], strict=True):
+                if kind == "h":
+                    move.copy_at(base, address)
+                elif kind == "d":
+                    move.views[0].copy_(tensor.detach())
+        if moves.padded:
+            moves.pad_at(base)
+
+    def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
+        return None, self.slab.buffer, self.slab.low
+
+    def give(self, place: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
+        moves.pad_at(self.slab.low)
+        return True
+
+
+class StagedCopy(InputTransport):
+    """Copies live rows into the slab of a device, and pads them: all that comes from the host in
+    one copy, and what is there already in another."""
+
+    def __init__(self, slab: Slab, platform: Platform) -> None:
+        self.slab = slab
+        self.staging = Staging(platform, slab.nbytes)
+
+    @property
+    def waits(self) -> int:
+        return self.staging.waits
+
+    def fill(
+        self, values: Mapping[str, Any], moves: StepMoves, stream: Any, in_graph: bool
+    ) -> None:
+        sources = sources_of(values, moves, self.slab, self.staging.next_memory())
         kinds = sources.kinds
         from_host = kinds == moves.from_host
         spans = moves.whole if from_host else moves.spans(kinds)
-        slot = None if staging is None or not spans else staging.take()
-        if staging is None or slot is not None:
-            base = slab.low if slot is None else slot.address
+        if spans:
+            slot = self.staging.take()
             if from_host:
-                copy_rows(moves, base, sources.addresses)
-                if moves.padded:
-                    moves.pad_at(base)
-            elif moves.padded or "h" in kinds:
-                self._write(moves, sources, base)
-        if slot is not None:
-            slot.copy_to(slab.window, spans, stream)
-        if "d" in kinds or (staging is not None and "k" in kinds and moves.padded):
+                copy_rows(moves, slot.address, sources.addresses)
+                moves.pad_at(slot.address)
+            else:
+                self._write(moves, sources, slot.address)
+            slot.copy_to(self.slab.window, spans, stream)
+        if "d" in kinds or (moves.padded and not from_host):
             self._write_on_device(moves, sources)
 
     def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
-        if self.staging is None:
-            return None, self.slab.buffer, self.slab.low
         slot = self.staging.take()
         return slot, slot.buffer, slot.address
 
     def give(self, place: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
-        base = self.slab.low if place is None else place.address
-        moves.pad_at(base)
-        if place is not None:
-            place.copy_to(self.slab.window, moves.whole, stream)
+        moves.pad_at(place.address)
+        place.copy_to(self.slab.window, moves.whole, stream)
         return True
 
     def _write(self, moves: StepMoves, sources: Sources, base: int) -> None:
-        """Write live rows and padding to the host memory at `base`: the slab, or a slot for it."""
-        in_slab = self.staging is None
+        """Write what comes from the host to a slot at `base`, and the constant padding of all."""
         for move, address, kind in zip(moves.fields, sources.addresses, sources.kinds, strict=True):
             if kind == "h":
                 move.copy_at(base, address)
-            # The row that is repeated is where the live rows are.
-            if move.pads or (move.repeats and (kind == "h" or (in_slab and kind == "k"))):
+            # A row that is repeated is where the live rows are.
+            if move.pads or kind == "h":
                 move.pad_at(base)
 
     def _write_on_device(self, moves: StepMoves, sources: Sources) -> None:

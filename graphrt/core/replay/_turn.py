@@ -1,11 +1,10 @@
-"""`Turn`: who has a pool to itself, from before a graph is looked up until its outputs are out."""
+"""Turns: who has a pool to itself, from before a graph is looked up until its outputs are out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import GraphRTError, PoolBusyError, PoolLeftBehindError
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.context import current_context
@@ -26,49 +25,6 @@ class OwnedPool(Protocol):
         """Why `context` cannot use the pool."""
 
 
-class Turn:
-    """A turn of `owner` in a pool: meanwhile nobody else steps, captures or destroys graphs in it.
-
-    A step takes its turn first. Then it dispatches, is checked, fills its buffers, launches and
-    hands out. Whoever captures, publishes, quarantines, drops or closes takes one too. So no step
-    sees half of a change, and what finds the pool taken raises `PoolBusyError` and has done
-    nothing. A turn never waits, so locks may be taken in one.
-
-    Inside of a turn the pool is passed to the context of a forward (`pool._pass_to`), and back
-    after it. Wrappers that are called in this context know by it that the step is theirs.
-
-    `__exit__` may be called twice, and without `__enter__`, so `Undo` can enter a turn. Between
-    the look at the owner and the store there is no call: Python switches threads, and delivers
-    interrupts, at calls and backward jumps only. Four callers are on the way of every step, and a
-    `with` would cost them 0.3 us: `StepEngine.step` (and its twin in native/path.c), its `slot`,
-    `GraphWrapper.__call__` and `KeyedGraph.replay` write the same look and stores out.
-    """
-
-    __slots__ = ("_owner", "_pool", "_taken")
-
-    def __init__(self, pool: OwnedPool, owner: object) -> None:
-        self._pool = pool
-        self._owner = owner
-        self._taken = False
-
-    def __enter__(self) -> None:
-        pool = self._pool
-        if pool.owner is not None:
-            raise pool.busy_error(self._owner)
-        self._taken = True
-        pool.owner = self._owner
-        # Between the pieces of a step too.
-        if pool.entered is not None:
-            self.__exit__()
-            raise pool.busy_error(self._owner)
-
-    def __exit__(self, *error: object) -> None:
-        if self._taken:
-            self._taken = False
-            # Whoever it was passed to: an interrupt may have kept that one from passing it back.
-            self._pool.owner = None
-
-
 class PoolOwner:
     """The owner of a pool, with a name for the error of a call that finds the pool taken."""
 
@@ -86,14 +42,36 @@ class PoolOwner:
         return None
 
 
-@undoing
-def in_turn(pool: OwnedPool, undo: Undo, owner: object, call: Callable[[], T]) -> T:
-    """Call what changes the graphs of a pool, in a turn of `owner`; an interrupt loses no turn.
+def in_turn(pool: OwnedPool, owner: object, call: Callable[[], T]) -> T:
+    """Call what uses or changes the graphs of a pool in a turn of `owner`: meanwhile nobody else
+    steps, captures or destroys graphs in it. A turn never waits: raises `PoolBusyError` while a
+    step is under way, or has pieces to come.
 
-    Raises `PoolBusyError` while a step is under way, or has pieces to come.
+    A step takes its turn first. Then it dispatches, is checked, fills its buffers, launches and
+    hands out. So no step sees half of a change, and a call that finds the pool taken has done
+    nothing. Inside of a turn the pool is passed to the context of a forward, and back after it:
+    wrappers that are called in this context know by it that the step is theirs.
+
+    Between the look at the owner and the store there is no call: Python switches threads, and
+    delivers interrupts, at calls and backward jumps only. And the turn ends inside of `try`, not in
+    a `finally`: an interrupt on the way out must not keep the pool. `StepEngine.step` (and its
+    twin in native/path.c), `GraphWrapper.__call__` and `KeyedGraph.replay` are on the way of every
+    step, which a call more would cost 0.2 us: they write this form out.
     """
-    undo.enter(Turn(pool, owner))
-    return call()
+    if pool.owner is not None:
+        raise pool.busy_error(owner)
+    try:
+        pool.owner = owner
+        if pool.entered is None:
+            result = call()
+            # Whoever it was passed to: an interrupt may have kept that one from passing it back.
+            pool.owner = None
+            return result
+        pool.owner = None
+    except BaseException:
+        pool.owner = None
+        raise
+    raise pool.busy_error(owner)
 
 
 def check_between_steps(pool: OwnedPool, what: str) -> None:

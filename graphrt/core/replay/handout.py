@@ -15,13 +15,11 @@ from graphrt.core.base import tree
 from graphrt.core.base.errors import OutputError
 from graphrt.core.base.sharing import clones, is_lazy, together
 from graphrt.core.base.torch_names import (
-    can_make_tensor_over,
     can_mark_unreadable,
     inference_guard,
     mark_unreadable,
     storage_at,
     storage_use_count,
-    tensor_over,
     without_dispatch_modes,
 )
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -81,7 +79,7 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool) -> Handout:
     if tensor.numel() == 0:
         return lambda shape, handed_out: tensor.new_empty(shape)
     if raw_storages and can_mark_unreadable and not is_lazy(tensor):
-        return _shell(tensor).hand_out
+        return Shell(tensor).hand_out
     views: dict[tuple[int, ...], torch.Tensor] = {}
 
     def copy(shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
@@ -112,17 +110,13 @@ def handouts_of(
         if len(members) == 1:
             made = [handout_of(members[0], raw_storages=raw_storages)]
         elif raw_storages and can_mark_unreadable:
-            shell = _shell(members[0])
+            shell = Shell(members[0])
             made = [shell.hand_out, *(View(shell, each).hand_out for each in members[1:])]
         else:
             copies = _Copies(members)
             made = [partial(copies.hand_out, each) for each in range(len(members))]
         handouts.update(zip(group.places, made, strict=True))
     return [handouts[place] for place in range(len(tensors))]
-
-
-def _shell(tensor: torch.Tensor) -> Shell:
-    return CudaShell(tensor) if tensor.is_cuda and can_make_tensor_over else Shell(tensor)
 
 
 class _Copies:
@@ -272,10 +266,10 @@ class Shell:
                 self._of_one = self._counted()
             self._alone, self._references = self._of_one
         if alone:
-            return self._over(self._storage, shape)
+            return self._over(shape)
         # No mode may see, and keep, what only this has.
         with without_dispatch_modes():
-            base = self._over(self._storage, shape)
+            base = self._over(shape)
         # Counted once, when nobody can have any yet: it is the same for every storage.
         if not any(self._of_first):
             self._of_first = self._counted()
@@ -292,9 +286,9 @@ class Shell:
         storage = self._storage
         return storage_use_count(self._cdata), getrefcount(storage)
 
-    def _over(self, storage: torch.UntypedStorage, shape: tuple[int, ...]) -> torch.Tensor:
+    def _over(self, shape: tuple[int, ...]) -> torch.Tensor:
         fresh: torch.Tensor = self._empty.new()
-        return fresh.set_(storage, self._offset, shape, self._stride)
+        return fresh.set_(self.storage(), self._offset, shape, self._stride)
 
 
 class View:
@@ -317,36 +311,6 @@ class View:
 # By the `_cdata` of the storage that each has. torch gives that number to another storage once the
 # first is gone, so `Shell.owns` is asked too.
 _shells: WeakValueDictionary[int, Shell] = WeakValueDictionary()
-
-
-class CudaShell(Shell):
-    """The same by one call of torch, made for its own graphs, in place of two."""
-
-    __slots__ = ("_described",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(tensor)
-        self._described: dict[tuple[int, ...], dict[str, Any]] = {}
-
-    def _over(self, storage: torch.UntypedStorage, shape: tuple[int, ...]) -> torch.Tensor:
-        described = self._described.get(shape)
-        if described is None:
-            described = self._describe(shape)
-        return tensor_over(described, storage)
-
-    def _describe(self, shape: tuple[int, ...]) -> dict[str, Any]:
-        described = {
-            "size": shape,
-            "stride": self._stride,
-            "storage_offset": self._offset,
-            "dtype": self._empty.dtype,
-            "device": self._device,
-            "data_ptr": self._address,
-            "nbytes": self._nbytes,
-        }
-        if len(self._described) < _CACHED_VIEWS:
-            self._described[shape] = described
-        return described
 
 
 class _Prepared(NamedTuple):
@@ -385,9 +349,9 @@ class LiveOutputs:
 
     __slots__ = (
         "_axes",
+        "_copies",
         "_descriptor",
         "_last",
-        "_owned",
         "_prepared",
         "_reqs",
         "_views",
@@ -402,15 +366,15 @@ class LiveOutputs:
         axes: OutputLayout,
         views: Mapping[str, torch.Tensor],
         *,
-        owned: bool,
+        copies: bool,
     ) -> None:
-        """Of a graph with room for `reqs`, whose inputs are `views`; `owned` says that outputs are
-        the caller's, memory and all."""
+        """Of a graph with room for `reqs`, whose inputs are `views`; with `copies` the caller owns
+        the memory too."""
         self._descriptor = descriptor
         self._reqs = reqs
         self._axes = axes
         self._views = views
-        self._owned = owned
+        self._copies = copies
         # The outputs that the graph returns at every step; what hands out their tensors; and the
         # live shapes of these, by live tokens and requests.
         self.held: Any = None
@@ -452,9 +416,6 @@ class LiveOutputs:
                     self.shapes[tokens, reqs] = shapes
             if type(outputs) is torch.Tensor:
                 return prepared.outputs[0][0](shapes[0], pool.handed_out)
-        elif self._owned:
-            padded = tokens != self._descriptor.num_tokens or reqs != self._reqs
-            return self._narrowed(outputs, tokens, reqs) if padded else outputs
         else:
             prepared = self._prepare_again(outputs, pool)
             shapes = prepared.shapes(tokens, reqs)
@@ -474,22 +435,6 @@ class LiveOutputs:
             self._last = identity, self._prepare(outputs, pool)
         return self._last[1]
 
-    def _narrowed(self, outputs: Any, tokens: int, reqs: int) -> Any:
-        paths = iter([path for path, leaf in tree.leaves(outputs) if _is_tensor(leaf)])
-        made: dict[tuple[int, BatchDims], torch.Tensor] = {}
-
-        def narrowed(tensor: torch.Tensor) -> torch.Tensor:
-            dims = self._axes.batch_dims(next(paths))
-            live = made.get((id(tensor), dims))
-            if live is None:
-                live = tensor
-                for dim, axis in dims:
-                    live = live.narrow(dim, 0, axis.size(tokens, reqs))
-                made[id(tensor), dims] = live
-            return live
-
-        return tree.map_tensors(narrowed, outputs)
-
     def _prepare(self, outputs: Any, pool: OwnsOutputs) -> _Prepared:
         # One at two places is handed out once, unless their declared rows differ.
         by_key: dict[tuple[int, BatchDims], torch.Tensor] = {}
@@ -502,11 +447,13 @@ class LiveOutputs:
                 by_key[key] = leaf
                 order.append(key)
         tensors = list(by_key.values())
-        if len(tensors) > 1:
+        if len(tensors) > 1 and not self._copies:
             _check_sharing(tensors)
         places = {key: place for place, key in enumerate(by_key)}
         handouts = handouts_of(
-            tensors, raw_storages=pool.platform.raw_storages, memory=self._memory_of
+            tensors,
+            raw_storages=pool.platform.raw_storages and not self._copies,
+            memory=self._memory_of,
         )
         return _Prepared(
             tuple(

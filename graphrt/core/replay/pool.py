@@ -66,98 +66,89 @@ class HoldsGraphs(Protocol):
         """A session in the pool has begun, or ended: capture lazily meanwhile, if at all."""
 
 
+_NOWHERE_ELSE: Final = nullcontext()
+
 _CAPTURED: Final = object()
 """What `GraphPool.step` is after a capture, so that the next replay, of whatever step, is looked
 at."""
 
 
-class PieceSteps:
-    """Which PIECEWISE step is under way in a pool, by the token of its context.
+class PieceStep:
+    """One PIECEWISE step of several pieces, by the token of its context, and what it has done."""
 
-    It begins with the first piece that replays or captures. It ends where its context is left; a
-    step of a host's own context, which nobody leaves, ends where the next one begins. FULL steps
+    __slots__ = ("captured", "context", "replayed", "token")
+
+    def __init__(self, context: ForwardContext) -> None:
+        self.context = context
+        self.token = context.token
+        self.replayed = False
+        # What it has captured so far, to be taken back with what fails.
+        self.captured: list[tuple[weakref.ref[HoldsGraphs], BatchDescriptor]] = []
+
+    def is_of(self, context: ForwardContext) -> bool:
+        """Whether a context is in this step. Without a token each of its calls is a step."""
+        return self.token is not None and context.token is self.token
+
+
+class PieceSteps:
+    """The PIECEWISE steps of a pool.
+
+    A step begins with the first piece that replays or captures. It ends where its context is left;
+    a step of a host's own context, which nobody leaves, ends where the next one begins. FULL steps
     are not noted here.
     """
 
     def __init__(self) -> None:
+        self.last: PieceStep | None = None
+        # The token of the last step of a host's own context that another one has followed.
+        self._over: object = None
+        # Of the step in which a piece had no graph; or, without a token, what names it.
+        self._without_graph: object = None
         # Outputs that entries hold weakly, by their storage.
         self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        # The last step that a host began, and that another one has followed.
-        self._over: object = None
-        # The step in which a piece had no graph.
-        self._without_graph: object = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the steps of threads that a child of the process does not have."""
-        # The last step that replayed or captured, its token, and that of the last that replayed.
-        self.context: ForwardContext | None = None
-        self._begun: object = None
-        self._replayed: object = None
-        # What it has captured so far, to be taken back with what fails.
-        self._captured: list[tuple[weakref.ref[Any], BatchDescriptor]] = []
 
     @property
     def entered(self) -> ForwardContext | None:
         """The context that is entered, in whatever thread, and in which pieces have run."""
-        last = self.context
-        if last is not None and last.token is self._begun and isinstance(self._begun, Token):
-            return last
-        return None
+        last = self.last
+        is_entered = last is not None and isinstance(last.token, Token) and last.is_of(last.context)
+        return last.context if last is not None and is_entered else None
 
-    def replays(self, context: ForwardContext) -> bool:
-        """Note that a piece is replayed; False inside of another step, and of one that another one
-        has followed."""
-        if not self._begins(context):
-            return False
-        self._replayed = context.token
-        return True
+    def begin(self, context: ForwardContext) -> PieceStep | None:
+        """The step of a piece that replays or captures; None inside of another step, and for one
+        that another one has followed."""
+        step, token = self.last, context.token
+        if step is None or token is None or step.token is not token:
+            if (token is not None and token is self._over) or not self.end(context):
+                return None
+            step = self.last = PieceStep(context)
+        return step
 
-    def captures(self, context: ForwardContext) -> bool:
-        """The same for one that is captured. Raises `CaptureError` behind a replay of the step:
-        what that left in the pool nobody holds, and the capture may have its memory."""
-        token = context.token
-        if token is not None and token is self._begun and token is self._replayed:
-            raise _behind_a_replay(context)
-        return self._begins(context)
-
-    def _begins(self, context: ForwardContext) -> bool:
-        token = context.token
-        if token is not None and token is self._begun:
-            return True
-        if (token is not None and token is self._over) or not self.leave(context):
-            return False
-        self._begun, self.context = token, context
-        self._replayed = None
-        self._captured = []
-        return True
-
-    def leave(self, context: ForwardContext | None) -> bool:
-        """Forget the last step; False if it is not over."""
-        last = self.context
-        if last is not None and last is not context and last.token is self._begun is not None:
-            if isinstance(self._begun, Token):
+    def end(self, context: ForwardContext | None) -> bool:
+        """Forget the last step, as `context` begins another one; False if it is not over."""
+        last = self.last
+        if last is not None and last.context is not context and last.is_of(last.context):
+            if isinstance(last.token, Token):
                 return False
             # Nobody says where a step of a host's own context ends: here, at the latest.
-            self._over = self._begun
-        self._begun = self.context = None
+            self._over = last.token
+        self.last = None
         return True
 
-    def captured(self, wrapper: Any, context: ForwardContext) -> None:
+    def captured(self, holder: HoldsGraphs, context: ForwardContext) -> None:
         """Note what the step has captured, which goes if another piece of it fails."""
-        if context.token is not None and context.token is self._begun:
-            self._captured.append((weakref.ref(wrapper), context.descriptor))  # type: ignore[arg-type]
+        if self.last is not None and self.last.is_of(context) and context.descriptor is not None:
+            self.last.captured.append((weakref.ref(holder), context.descriptor))
 
     def take_back(self, context: ForwardContext) -> None:
         """Destroy what the step has captured so far: behind it nothing could be captured alone."""
-        if context.token is None or context.token is not self._begun:
-            return
-        while self._captured:
-            reference, descriptor = self._captured[-1]
-            wrapper = reference()
-            if wrapper is not None:
-                wrapper.destroy_graphs(descriptor)
-            self._captured.pop()
+        captured = self.last.captured if self.last is not None and self.last.is_of(context) else []
+        while captured:
+            reference, descriptor = captured[-1]
+            holder = reference()
+            if holder is not None:
+                holder.destroy_graphs(descriptor)
+            captured.pop()
 
     def hold_loosely(self, aliases: Iterable[torch.Tensor]) -> None:
         """Note outputs that replays hand out, and that do not keep their memory."""
@@ -165,22 +156,16 @@ class PieceSteps:
             self._loose[tensor.untyped_storage()._cdata] = tensor
 
     def check_held(self, arguments: Any, context: ForwardContext) -> None:
-        """Raise `CaptureError` for what a replay has handed out: see `captures`."""
-        if not self._loose:
-            return
-        for tensor in tree.tensors(arguments):
+        """Raise `CaptureError` for arguments that a replay has handed out: as behind a replay."""
+        for tensor in tree.tensors(arguments) if self._loose else ():
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._loose:
                 raise _behind_a_replay(context)
 
     def misses(self, context: ForwardContext, generation: int) -> bool:
         """Note that a piece of a step runs eagerly; whether it is the first of the step, as far as
         can be told, so that what comes after it must look where its arguments are."""
-        token = context.token
-        seen = (context, generation) if token is None else token
-        if seen == self._without_graph:
-            return False
-        self._without_graph = seen
-        return True
+        before, self._without_graph = self._without_graph, context.token or (context, generation)
+        return before != self._without_graph
 
     def is_behind_a_miss(self, context: ForwardContext) -> bool:
         """Whether a piece of the same step has run eagerly."""
@@ -220,29 +205,6 @@ class CaptureSession:
         platform cannot tell."""
         now = self._pool.bytes()
         return None if now is None or self._bytes is None else now - self._bytes
-
-
-class _EnteredOnce(AbstractContextManager[CaptureSession]):
-    """A session to come. It is a generator, which ends as it is collected where an interrupt has
-    `with` lose its end."""
-
-    def __init__(self, opened: AbstractContextManager[CaptureSession]) -> None:
-        self._opened = opened
-        self._entered = False
-
-    def __enter__(self) -> CaptureSession:
-        if self._entered:
-            raise InvalidOptionError(
-                "a capture session was entered twice",
-                got="`with` of one that is under way, or over",
-                expected="one `with` for each session",
-                advice="call pool.capture_session() for another one",
-            )
-        self._entered = True
-        return self._opened.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._opened.__exit__(*error)
 
 
 @public("graphrt")
@@ -301,7 +263,7 @@ class GraphPool(Uncopied):
         self.generation = 0
         # What steps of runners have handed out and no step has overwritten yet.
         self.handed_out: HandedOut = []
-        # Whose turn it is (see `Turn`), and the token of the last step of pieces that replayed.
+        # Whose turn it is (see `in_turn`), and the token of the last step of pieces that replayed.
         self.owner: object | None = None
         self.step: object = None
         self.pieces = PieceSteps()
@@ -358,7 +320,7 @@ class GraphPool(Uncopied):
         if stream is not None:
             with self.on_device():
                 self.stream = self.platform.adopt_stream(stream)
-        return _EnteredOnce(self._session(freeze))
+        return self._session(freeze)
 
     @contextmanager
     def _session(self, freeze: bool) -> Iterator[CaptureSession]:
@@ -417,7 +379,7 @@ class GraphPool(Uncopied):
         free there, or refuses every turn with `PoolLeftBehindError`."""
         owner, puts_back = self.owner, self.puts_back
         self.owner = self.puts_back = self.step = None
-        self.pieces.forget()
+        self.pieces.last = None  # of a thread that the child does not have
         if Capability.FORK not in self.platform.capabilities:
             self.owner = without_device(self.platform.name)
             _lost_platforms.add(self.platform.name)
@@ -434,36 +396,38 @@ class GraphPool(Uncopied):
     def on_device(self) -> AbstractContextManager[object]:
         """Makes its device the current one of this thread, if there are several."""
         if self.elsewhere is None or self.left_behind:
-            return nullcontext()
+            return _NOWHERE_ELSE
         return self.platform.on_device(self.device.index)
-
-    def _pass_to(self, owner: object) -> None:
-        """In a turn: from here on the pool is this owner's, until it is passed back."""
-        self.owner = owner
 
     def _enter_step(self, context: ForwardContext) -> None:
         """Note that a step of several pieces replays something; raises `PoolBusyError` inside of
         another one, and for one that another one has followed."""
-        if not self.pieces.replays(context):
+        step = self.pieces.begin(context)
+        if step is None:
             raise self.busy_error(context)
+        step.replayed = True
         self.step = context.token
         self.generation += 1
         if self.handed_out:
             expire(self.handed_out)
 
     def _enter_capture(self, context: ForwardContext) -> None:
-        """Note that a step captures something; raises as `_enter_step` does, and `CaptureError`
-        behind a replay of the same step."""
+        """Note that a step captures something. Raises as `_enter_step` does, and `CaptureError`
+        behind a replay of the step: what that left in the pool nobody holds, and the capture may
+        have its memory."""
         if context.mode is GraphMode.FULL:
             self._leave_step(context)
             return
-        if not self.pieces.captures(context):
+        step = self.pieces.begin(context)
+        if step is None:
             raise self.busy_error(context)
+        if step.replayed:
+            raise _behind_a_replay(context)
         self.step = _CAPTURED
 
     def _leave_step(self, context: ForwardContext | None) -> None:
         """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""
-        if not self.pieces.leave(context):
+        if not self.pieces.end(context):
             raise self.busy_error(context)
         self.step = None
 
@@ -494,12 +458,12 @@ class GraphPool(Uncopied):
         `refusal` ends a step of this thread that waits for its updates, so that the next can run.
         """
         # Read once: another thread's next step may own it meanwhile.
-        owner = self.owner
+        owner, last = self.owner, self.pieces.last
         refusal = owner.refusal(self) if isinstance(owner, PoolOwner) else None
         return refusal or PoolBusyError(
             "two steps use one graph pool at the same time",
-            got=f"{context!r} in thread {get_ident()} while {owner or self.pieces.context!r} "
-            "is under way",
+            got=f"{context!r} in thread {get_ident()} while "
+            f"{owner or (last and last.context)!r} is under way",
             expected="one step at a time, from one thread at a time",
             advice="let one step end before the next begins; or give what runs at the same time a "
             "GraphPool of its own",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base import tree
+from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_kind, check_takes, shown
@@ -81,12 +82,7 @@ class UpdatableTask:
             work = counted.get()
             if work is not None:
                 work.tasks += 1
-            outer = in_task.get()
-            in_task.set(True)
-            try:
-                self.issue(*args, **kwargs, **values)
-            finally:
-                in_task.set(outer)
+            self._issue_eagerly(partial(self.issue, *args, **kwargs, **values))
             return
         assert context is not None
         worst = values
@@ -100,6 +96,11 @@ class UpdatableTask:
         handle = capture.bracketed(partial(self.issue, *args, **kwargs, **values))
         args, kwargs = tree.map_tensors(capture.captured_ref, (args, kwargs))
         capture.add_task(CapturedTask(self, name, handle, args, kwargs, values))
+
+    @undoing
+    def _issue_eagerly(self, undo: Undo, issue: Callable[[], object]) -> None:
+        undo.set(in_task, True)
+        issue()
 
     def check_call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], values: HostValues
@@ -223,8 +224,7 @@ class CapturedTask:
         try:
             self.spec.issue(*self.args, **self.kwargs, **self.values)
         except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"while updating task {self.name!r}")
+            note(error, f"while updating task {self.name!r}")
             raise
 
     def likeness(self) -> Hashable:
@@ -275,12 +275,7 @@ class TaskTable:
         updates = context.updates
         if updates is UNCHANGED:
             if self.mixed:
-                raise MissingUpdateError(
-                    "the step before failed half-way, so its host arguments cannot be repeated",
-                    got="UNCHANGED",
-                    expected="updates for every task",
-                    advice="pass the updates of this step",
-                )
+                raise failed_half_way()
             return None
         # Asking whether it is a mapping takes longer than the rest, and it is a dict as a rule.
         if type(updates) is not dict and not isinstance(updates, Mapping):
@@ -292,21 +287,11 @@ class TaskTable:
             )
         if all_known:
             check_names(updates, self.known)
-        values = self._resolve(updates, context)
-        if values is None and self.mixed:
-            return [task.values for task in self.tasks]
-        return values
-
-    def _resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues] | None:
-        groups = self._groups
-        if len(groups) == 1:
-            only = groups[0].resolve(updates, context)
-            return None if groups[0].unchanged(only) else only
-        by_group = [layers.resolve(updates, context) for layers in groups]
-        if all(map(_Layers.unchanged, groups, by_group)):
+        by_group = [layers.resolve(updates, context) for layers in self._groups]
+        if not self.mixed and all(map(_Layers.unchanged, self._groups, by_group)):
             return None
         values: list[HostValues] = [{}] * len(self.tasks)
-        for layers, of_layers in zip(groups, by_group, strict=True):
+        for layers, of_layers in zip(self._groups, by_group, strict=True):
             for index, new in zip(layers.indices, of_layers, strict=True):
                 values[index] = new
         return values
@@ -360,6 +345,16 @@ class _Layers:
                 advice="leave an optional host argument out everywhere, at_capture too, or nowhere",
             )
         return fitted
+
+
+def failed_half_way() -> MissingUpdateError:
+    """The error for UNCHANGED after a step that failed: nobody knows what its tasks have."""
+    return MissingUpdateError(
+        "the step before failed half-way, so its host arguments cannot be repeated",
+        got="UNCHANGED",
+        expected="updates for every task",
+        advice="pass the updates of this step",
+    )
 
 
 def check_names(updates: Updates, known: frozenset[str]) -> None:

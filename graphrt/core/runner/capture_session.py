@@ -9,7 +9,6 @@ hosts that capture piece by piece.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.errors import (
     GraphRTError,
     InvalidOptionError,
@@ -57,12 +56,9 @@ from graphrt.core.trust.watching.modes import WorkCount
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
-Enough = Callable[[CaptureKey], bool]
-"""Asked before each graph: whether to leave it, and those after it, for another session."""
-
-
-_RECENT = 3
-"""Graphs of a mode by which the next one is judged: the first of all loads kernels."""
+Before = Callable[[int, CaptureKey], bool]
+"""Told before each graph how many are done, and its key; says whether to leave it, and those after
+it, for another session."""
 
 
 @public("graphrt.types")
@@ -71,8 +67,8 @@ class CaptureProgress:
     """The result of one `capture_next()`.
 
     `captured` is what was captured in this call, `left` how many graphs are still to be tried, and
-    `next_s` the seconds that the next of them is expected to take, by those before it, of its mode
-    if there are some; None where there is none, or nothing is known yet.
+    `next_s` the seconds that the next of them is expected to take: as many as the last one took;
+    None where there is none, or nothing is known yet.
     """
 
     captured: tuple[GraphRecord, ...]
@@ -102,17 +98,22 @@ class CaptureScheduler:
         self._graphs = graphs
         self._trials = trials
         self._warm_ups = WarmUps()
-        # By slot, the steps that a missing graph would have served better, while some are missing.
-        self._misses: Counter[int] = Counter()
-        # The seconds that a call of `next` takes after its last graph.
-        self._tail_s = 0.0
 
     def all(self, progress: Progress | None) -> None:
         """Capture every missing graph, those too that were dropped or have failed before."""
         graphs = self._graphs
         graphs.left_out.clear()
         before = len(graphs.records)
-        self._session().run(graphs.missing(self._setup.plan.capture_order()), progress)
+        keys = graphs.missing(self._setup.plan.capture_order())
+
+        def tell(done: int, key: CaptureKey) -> bool:
+            if progress is not None:
+                progress(done, len(keys), key[1])
+            return False
+
+        self._session().run(keys, tell)
+        if keys:
+            tell(len(keys), keys[-1])
         self._finish()
         new = graphs.records[before:]
         logger.info("captured %d graphs in %.2f s", len(new), sum(each.capture_s for each in new))
@@ -125,10 +126,7 @@ class CaptureScheduler:
         graphs, left = self._graphs, self._left(sizes)
         before = len(graphs.records)
         if left:
-            if not graphs.sealing.may_capture:
-                self._misses.clear()
-                graphs.sealing.may_capture = True
-            self._capture_some(left, began, budget_s)
+            self._capture_some(left, began + budget_s)
             left = self._left(sizes)
         elif not self._setup.plan.keys and not graphs.sealing.closed:
             # Modules that compile themselves have to, and are sealed.
@@ -144,23 +142,19 @@ class CaptureScheduler:
                     # `release()`.
                     self._leave_out(self._setup.plan.keys)
                 raise
-        return CaptureProgress(captured, len(left), self._expected_s(left[0]) if left else None)
+        return CaptureProgress(captured, len(left), self._last_s() if left else None)
 
     def for_step(
         self, batch: Batch, dispatch: Dispatch, values: Mapping[str, Any], agreed: Agreed | None
     ) -> tuple[Dispatch, Mapping[str, Any]]:
-        """Note which missing graph would serve a step better than its dispatch says, and capture it
-        with `GraphOptions(lazy=True)`, a failing one only once. Returns how the step is dispatched
-        then, and its inputs, out of the reach of the capture."""
+        """With `GraphOptions(lazy=True)` capture the missing graph that would serve a step better
+        than its dispatch says; a failing one only once. Returns how the step is dispatched then,
+        and its inputs, out of the reach of the capture."""
         graphs = self._graphs
         wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
         if wanted is None or (dispatch.slot >= 0 and not preferred(wanted, dispatch)):
             return dispatch, values
-        self._misses[wanted.slot] += 1
-        is_lazy = self._setup.options.lazy and not graphs.sealing.closed
-        if not is_lazy or wanted.slot in graphs.left_out:
-            return dispatch, values
-        if graphs.checks.glances.changed_settings():
+        if wanted.slot in graphs.left_out or graphs.checks.glances.changed_settings():
             return dispatch, values
         # The capture fills the buffers, in which inputs may lie; and inputs may be outputs of the
         # last step, which ran on another stream.
@@ -176,28 +170,28 @@ class CaptureScheduler:
     def _session(self) -> CaptureSession:
         return CaptureSession(self._graphs, self._warm_ups)
 
-    def _capture_some(self, left: Sequence[CaptureKey], began: float, budget_s: float) -> None:
-        graphs, tried, first_at = self._graphs, list[CaptureKey](), began
+    def _capture_some(self, left: Sequence[CaptureKey], until: float) -> None:
+        """Capture the first graph, and the next ones while they end before `until`, if each takes
+        as long as the last one."""
+        tried: list[CaptureKey] = []
 
-        def enough(key: CaptureKey) -> bool:
-            nonlocal first_at
-            now = time.perf_counter()
-            if not tried:
-                first_at = now
-            elif now - began + (self._expected_s(key) or 0.0) + self._tail_s > budget_s:
+        def enough(done: int, key: CaptureKey) -> bool:
+            if tried and time.perf_counter() + (self._last_s() or 0.0) > until:
                 return True
             tried.append(key)
             return False
 
-        before = len(graphs.records)
         try:
-            self._session().run(left, enough=enough)
+            self._session().run(left, enough, more=True)
         except Exception:
             # The last graph that was tried is to blame; before the first one, none is.
-            self._leave_out(graphs.missing(tried[-1:]))
+            self._leave_out(self._graphs.missing(tried[-1:]))
             raise
-        taken = sum(each.capture_s for each in graphs.records[before:])
-        self._tail_s = max(time.perf_counter() - first_at - taken, 0.0)
+
+    def _last_s(self) -> float | None:
+        """The seconds that the last capture took."""
+        records = self._graphs.records
+        return records[-1].capture_s if records else None
 
     def _finish(self) -> None:
         """Seal the graphs, as complete as they get, and try them."""
@@ -215,38 +209,24 @@ class CaptureScheduler:
     # The order ----------------------------------------------------------------------------------
 
     def _left(self, prefer: Sequence[int]) -> list[CaptureKey]:
-        """The graphs still to be tried: sizes that the host prefers, then graphs that steps have
-        missed most, then by the plan; but no graph of a kind before its largest.
+        """The graphs still to be tried: sizes that the host prefers, then by the plan; but no graph
+        of a kind before its largest.
 
         Where a forward makes its workspaces larger as it needs, a smaller graph would go on with
         one that is given up. And the largest serves every batch of its kind.
         """
         graphs, plan = self._graphs, self._setup.plan
-        reserve, ranks = graphs.dispatcher.reserve, {size: at for at, size in enumerate(prefer)}
+        ranks = {size: at for at, size in enumerate(prefer)}
         missing = [
             key
             for key in graphs.missing(plan.capture_order(serving=True))
-            if reserve(*key) not in graphs.left_out
+            if graphs.dispatcher.reserve(*key) not in graphs.left_out
         ]
-        missing.sort(
-            key=lambda key: (
-                ranks.get(key[1].num_tokens, len(ranks)),
-                -self._misses[reserve(*key)],
-            )
-        )
+        missing.sort(key=lambda key: ranks.get(key[1].num_tokens, len(ranks)))
         largest = {(key[0], key[1].kind): key for key in sorted(plan.keys, key=_size)}
         left = set(missing)
         in_order = (each for key in missing for each in (largest[key[0], key[1].kind], key))
         return list(dict.fromkeys(each for each in in_order if each in left))
-
-    # The time -----------------------------------------------------------------------------------
-
-    def _expected_s(self, key: CaptureKey) -> float | None:
-        """The seconds that the graph will take, by those of its mode, or of others if there is none
-        of it; None before the first."""
-        records = self._graphs.records
-        of_mode = [each for each in records if each.mode is key[0]] or records
-        return max((each.capture_s for each in of_mode[-_RECENT:]), default=None)
 
     def _checked_sizes(self, prefer: Iterable[int]) -> list[int]:
         listed = items_of("prefer", prefer, "[8, 16]")
@@ -310,10 +290,12 @@ class CaptureSession:
         self,
         undo: Undo,
         keys: Sequence[CaptureKey],
-        progress: Progress | None = None,
-        enough: Enough | None = None,
+        before: Before = lambda done, key: False,
+        *,
+        more: bool = False,
     ) -> None:
-        """Capture and publish the graphs of `keys` in their order, until there are `enough`."""
+        """Capture and publish the graphs of `keys` in their order, until `before` says to stop;
+        whether `more` are to come in other sessions."""
         setup, graphs = self._setup, self._graphs
         graphs.destroy_leftovers()
         if graphs.records:
@@ -348,29 +330,23 @@ class CaptureSession:
             if keys:
                 undo.later(partial(thaw_garbage, self))
                 freeze_garbage(self)
-                self._capture(keys, progress, enough)
+                self._capture(keys, before, more=more)
 
-    def _capture(
-        self, keys: Sequence[CaptureKey], progress: Progress | None, enough: Enough | None
-    ) -> None:
+    def _capture(self, keys: Sequence[CaptureKey], before: Before, *, more: bool) -> None:
         """Capture the graphs; after a failure serve those before it if it is known how."""
-        more = enough is not None
         try:
             for done, key in enumerate(keys):
-                if enough is not None and enough(key):
+                if before(done, key):
                     break
-                if progress is not None:
-                    progress(done, len(keys), key[1])
                 self._has_doors = any(mode is GraphMode.PIECEWISE for mode, _ in keys[done:])
                 self._capture_or_drop(key)
             self._settle(more=more)
-            if progress is not None:
-                progress(len(keys), len(keys), keys[-1][1])
         except BaseException as error:
             try:
                 self._settle(more=more, probes=isinstance(error, Exception))
-            except GraphRTError:
+            except Exception as second:
                 self._graphs.release()
+                note(error, f"no graph serves, as their outputs are unknown: {second}")
             raise
 
     def _capture_or_drop(self, key: CaptureKey) -> None:
@@ -380,8 +356,7 @@ class CaptureSession:
         except ResourceExhaustedError as error:
             self._graphs.drop(graph, error)
         except BaseException as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"while capturing {graph}")
+            note(error, f"while capturing {graph}")
             raise
 
     @undoing
@@ -394,9 +369,6 @@ class CaptureSession:
 
     def _captured(self, graph: PlannedGraph) -> GraphRecord:
         """Warm up and capture one graph, in its transaction, which can take it back."""
-        if self._setup.eager_launch:
-            self._run(graph)
-            return GraphRecord(graph.mode, graph.descriptor, 0.0, 0)
         pool, transaction = self._setup.pool, graph.transaction
         started, before = time.perf_counter(), pool.bytes()
         self._streams.check(graph)
@@ -469,7 +441,9 @@ class CaptureSession:
         # Every row becomes padding.
         inputs.reset(prepared.layout)
         if prepared.ring is not None and transaction is not None:
-            inputs.expect_capture(prepared.layout)
+            # Its graph is to fetch what is in the buffers already.
+            assert prepared.layout.fetch is not None
+            prepared.ring.expect_capture(prepared.layout.fetch)
         if host.bind is not None:
             phase: Phase = "warmup" if transaction is None else "capture"
             host.bind(prepared.readable, graph.descriptor, phase)
@@ -483,8 +457,8 @@ class CaptureSession:
         )
         context.enlist = setup.enlist
         undo.later(state.restore)
-        undo.later(partial(pool._pass_to, self._graphs.owner))
-        pool._pass_to(context)
+        undo.later(partial(setattr, pool, "owner", self._graphs.owner))
+        pool.owner = context
         undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
         undo.set(warming_up, transaction is None)
@@ -530,8 +504,6 @@ class CaptureSession:
                 graphs.reads.settle()
         published = graphs.dispatcher.published
         graphs.checks.captured(published, more=more)
-        if setup.eager_launch or setup.options.outputs == "clone":
-            return
         for dispatch in published:
             prepared = graphs.steps[dispatch.slot]
             if prepared is not None:
@@ -552,7 +524,7 @@ class CaptureSession:
         setup, graphs = self._setup, self._graphs
         slot = -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor)
         # Pieces that the forward brings along itself are reached by running it.
-        wrapper = None if setup.eager_launch else graphs.wrappers.get(mode)
+        wrapper = graphs.wrappers.get(mode)
         prepared = PreparedStep(descriptor, setup, wrapper)
         transaction = CaptureTransaction(
             slot,

@@ -180,7 +180,7 @@ class Checks:
 
     def __init__(self, setup: RunnerSetup, reads: ReadSet) -> None:
         options = setup.options
-        self.on = options.checks("capture") and not setup.eager_launch
+        self.on = options.checks("capture")
         self.strict = options.strict
         self._levels = set(filter(options.checks, ("first", "sample", "always")))
         # The inputs whose padding rows may show that rows are mixed.

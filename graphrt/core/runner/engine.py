@@ -31,7 +31,7 @@ from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import Reserved
 from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
-from graphrt.core.inputs.buffers import StaticInputs, batch_of, wrong_requests
+from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.slot import InputSlot, agreed_too_late
 from graphrt.core.replay.pool import GraphPool
@@ -128,7 +128,7 @@ class StepEngine:
                 return self.step(batch, values, updates, metadata, agreed)
         if under_way and is_inside_capture():
             return self._executor.run_as_part(batch, values, updates, metadata)
-        # A turn, written out: see `Turn`. It comes first: a graph that was looked up before it
+        # A turn, written out: see `in_turn`. It comes first: a graph that was looked up before it
         # might be destroyed by another thread.
         if pool.owner is not None:
             raise pool.busy_error(self._graphs.owner)
@@ -286,11 +286,10 @@ class StepEngine:
         batch = checked_batch(batch)
         dispatch = self._dispatcher.dispatch(batch)
         step = Step(batch, dispatch, values, updates, metadata)
-        eager_launch, slot = self._graphs.setup.eager_launch, dispatch.slot
-        if slot < 0 and not eager_launch and dispatch.reason is not Reason.NOT_CAPTURED:
+        if dispatch.slot < 0 and dispatch.reason is not Reason.NOT_CAPTURED:
             self.last_dispatch = dispatch
             return cloned(self._run_unpadded(step))
-        if slot < 0 or eager_launch:
+        if dispatch.slot < 0:
             raise VerificationError(
                 "there is no graph yet that could be verified",
                 got=f"{batch}: {dispatch.reason.value}",
@@ -342,21 +341,7 @@ class StepEngine:
 
     def slot(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
         """A slot for the inputs of `batch`, where the graph is that serves it; see
-        `GraphRunner.slot`."""
-        # A turn, written out: see `Turn`.
-        pool = self._pool
-        if pool.owner is not None:
-            raise pool.busy_error(self._graphs.owner)
-        try:
-            pool.owner = self._graphs.owner
-            slot = self._new_slot(batch, agreed)
-            pool.owner = None
-            return slot
-        except BaseException:  # a turn, written out: see `Turn`
-            pool.owner = None
-            raise
-
-    def _new_slot(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
+        `GraphRunner.slot`. In a turn of the pool."""
         inputs, graphs = self._executor.inputs, self._graphs
         dispatch: Dispatch | None = None
         # A step that captures its graph first cannot have its inputs in place.
@@ -364,7 +349,7 @@ class StepEngine:
             dispatch = graphs.dispatcher.dispatch(batch, agreed=agreed)
         tokens, reqs = batch[0], batch[1]
         if reqs is None:
-            reqs = _requests_of(batch, inputs)
+            reqs = reqs_of(inputs, batch, None)
         prepared = None
         layout: InputLayout | None = None
         if dispatch is not None and dispatch.slot >= 0:
@@ -421,18 +406,3 @@ def _no_graph_to_pad_to(reason: Reason) -> InvalidBatchError:
         advice="capture() first; dispatch = runner.dispatcher.dispatch(batch), and call this only "
         "where dispatch.reason is Reason.HIT",
     )
-
-
-def _requests_of(batch: Batch, inputs: StaticInputs) -> int:
-    """The requests of a batch that does not say how many it has."""
-    if batch.query_len:
-        return batch.num_tokens // batch.query_len
-    if inputs.has_requests:
-        raise InvalidBatchError(
-            "a slot is made before there are inputs, whose shapes would say how many requests "
-            "the batch has",
-            got=shown(batch),
-            expected="num_reqs, or query_len",
-            advice="Batch(num_tokens, num_reqs)",
-        )
-    return min(batch.num_tokens, inputs.reqs)

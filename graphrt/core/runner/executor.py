@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.core.base import tree
+from graphrt.core.base._undo import Undo
 from graphrt.core.base.errors import (
     IN_PIECES,
     FrozenMetadataError,
     InvalidUpdateError,
-    MissingUpdateError,
     NestedCaptureError,
 )
+from graphrt.core.base.option_values import shown
 from graphrt.core.base.sharing import cloned, clones
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.batch.context import ForwardContext, current_context
@@ -30,10 +30,9 @@ from graphrt.core.batch.descriptor import Batch, live_query_len
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
-from graphrt.core.inputs.declared import nest
 from graphrt.core.inputs.slot import InputSlot
 from graphrt.core.replay.host_args import DEFERRED, UNCHANGED
-from graphrt.core.replay.tasks import check_names
+from graphrt.core.replay.tasks import check_names, failed_half_way
 from graphrt.core.runner.graph_table import GraphTable, PreparedStep
 from graphrt.core.runner.host import Phase
 
@@ -102,7 +101,7 @@ class StepExecutor:
         if pool.handed_out:
             pool._expire_outputs()
         if self._bind is not None:
-            phase: Phase = "eager" if eager or self.graphs.setup.eager_launch else "replay"
+            phase: Phase = "eager" if eager else "replay"
             self._bind(prepared.readable, prepared.descriptor, phase)
         if context is None:
             entry: Any = prepared.entry
@@ -124,7 +123,7 @@ class StepExecutor:
         prepared = graphs.steps[dispatch.slot]
         assert prepared is not None
         context = ForwardContext(
-            _NONE if eager or graphs.setup.eager_launch else dispatch.mode,
+            _NONE if eager else dispatch.mode,
             dispatch.descriptor,
             -1 if eager else dispatch.slot,
             updates,
@@ -164,9 +163,7 @@ class StepExecutor:
         pool._expire_outputs()
         if bind is not None:
             bind(MappingProxyType(views), descriptor, "eager")
-        forward = partial(
-            self.graphs.setup.run_forward, **(nest(views) if inputs.declared.nested else views)
-        )
+        forward = partial(self.graphs.setup.run_forward, **inputs.declared.nest(views))
         run = forward if around is None else partial(around, forward)
         return self._handed_out(self._in_context(context, run))
 
@@ -177,32 +174,24 @@ class StepExecutor:
         something else: it becomes part of the outer graph.
 
         It runs in the outer context, whose updates and metadata every replay gives it. Raises
-        `NestedCaptureError` for others, which the graph would keep for ever, and
-        `InvalidInputError`.
+        `NestedCaptureError` for others, and for a bind, and `InvalidInputError`.
         """
         context = current_context()
-        for name, value in (("updates", updates), ("metadata", metadata)):
+        for name, value in (("updates", updates), ("metadata", metadata), ("a bind", self._bind)):
             if value is not None and value is not _of_outer_step(context, name):
                 raise NestedCaptureError(
-                    f"a runner inside the capture of another one was given {name} of its own",
-                    got=f"{name}= of {type(value).__name__}",
-                    expected=f"{name} of the outer step, which replays can change",
-                    advice=f"pass {name} to the outer runner, or {IN_PIECES}",
+                    f"a runner inside the capture of another one has {name} of its own: replays "
+                    "would have what it was then",
+                    got=shown(value),
+                    expected="updates and metadata of the outer step, which replays can change",
+                    advice=f"give {name} to the outer runner, or {IN_PIECES}",
                 )
-        if self._bind is not None:
-            raise NestedCaptureError(
-                "a runner with a bind of its own was called inside the capture of another one: "
-                "replays would have what it bound then",
-                got=f"Host(bind={self._bind!r})",
-                expected="a runner without a bind, whose forward becomes part of the outer graph",
-                advice=f"bind in the outer runner's Host, or {IN_PIECES}",
-            )
         inputs = self.inputs
         if batch is None:
             batch = values.batch if type(values) is InputSlot else batch_of(inputs, values)
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         views = inputs.copies(values, tokens, reqs)
-        return self.graphs.setup.run_forward(**(nest(views) if inputs.declared.nested else views))
+        return self.graphs.setup.run_forward(**inputs.declared.nest(views))
 
     def _call(
         self, prepared: PreparedStep, context: ForwardContext, around: Around | None, *, eager: bool
@@ -210,23 +199,21 @@ class StepExecutor:
         """The outputs of the step's callable in a context, or `eager` of the forward itself."""
         forward = self.graphs.setup.run_forward
         call = forward if eager else prepared.call
-        is_eager = call is forward
-        run = partial(call, **prepared.arguments(fresh=is_eager))
-        outputs = self._in_context(context, run if around is None else partial(around, run))
-        return cloned(outputs) if is_eager and self._clones else outputs
+        run = partial(call, **prepared.arguments(fresh=call is forward))
+        return self._in_context(context, run if around is None else partial(around, run))
 
     def _in_context(self, context: ForwardContext, run: Callable[[], Any]) -> Any:
         """Call `run` in a context that has the pool meanwhile: by that wrappers know that the step
         is theirs."""
         pool, owner = self.pool, self.graphs.owner
         try:
-            pool._pass_to(context)
+            pool.owner = context
             with context:
                 outputs = run()
-            pool._pass_to(owner)
+            pool.owner = owner
             return outputs
         except BaseException:  # `undoing`, written out: it costs 0.3 us a step
-            pool._pass_to(owner)
+            pool.owner = owner
             context.leave()
             raise
 
@@ -256,30 +243,27 @@ class LastUpdates:
     def __init__(self, graphs: GraphTable) -> None:
         self._graphs = graphs
         self._last: Any = None
-        self._live: tuple[int, int | None] | None = None
-        self._slot = -1
+        # The graph that was given them last, by its slot, for so many live tokens and requests.
+        self._given: tuple[int, int, int | None] | None = None
         self._failed = False
 
     def forget_graphs(self) -> None:
         """Forget which graph has them: all are destroyed, and others may take their slots."""
-        self._slot = -1
+        self._given = None
 
     def step_failed(self, updates: Any) -> None:
         """Note that a step with these updates failed: nobody knows which of them its graph has."""
         if updates is UNCHANGED:
-            self._slot = -1
+            self._given = None
         elif updates is not None:
             self._failed = True
 
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Run steps that are none of the host's: after them UNCHANGED has the meaning of before."""
-        before = self._last, self._live, self._failed
-        try:
-            yield
-        finally:
-            self._last, self._live, self._failed = before
-            self._slot = -1
+    def set_aside(self, undo: Undo) -> None:
+        """Until `undo`: the steps are none of the host's, and UNCHANGED means the same after them
+        as before."""
+        undo.later(partial(setattr, self, "_last", self._last))
+        undo.later(partial(setattr, self, "_failed", self._failed))
+        undo.later(self.forget_graphs)
 
     def resolve(self, step: Step, *, padded: bool = True, replayed: bool = True) -> Any:
         """The updates that the context of a step has: where it is `padded`, those of its graph's
@@ -299,17 +283,12 @@ class LastUpdates:
                 expected="this step's updates, or UNCHANGED",
                 advice="a GraphWrapper takes them after the call, with update()",
             )
-        slot = step.dispatch.slot if padded and not self._graphs.setup.eager_launch else -1
-        live = step.batch[0], step.batch[1]
+        slot = step.dispatch.slot if padded else -1
+        given = (slot, step.batch[0], step.batch[1]) if replayed and slot >= 0 else None
         if updates is UNCHANGED:
             if self._failed:
-                raise MissingUpdateError(
-                    "the step before failed half-way, so its host arguments cannot be repeated",
-                    got="UNCHANGED",
-                    expected="updates for every task",
-                    advice="pass the updates of this step",
-                )
-            if replayed and 0 <= slot == self._slot and live == self._live:
+                raise failed_half_way()
+            if given is not None and given == self._given:
                 return updates
             updates = last = self._last
         else:
@@ -319,8 +298,7 @@ class LastUpdates:
         by_task = type(updates) is dict or isinstance(updates, Mapping)
         if by_task and slot >= 0:
             updates = self._of_graph(slot, updates)
-        self._last, self._live = last, live
-        self._slot = slot if by_task and replayed else -1
+        self._last, self._given = last, given if by_task else None
         return updates
 
     def _of_graph(self, slot: int, updates: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,7 +28,6 @@ from graphrt.core.capture.transaction import Captured, CaptureTransaction, Graph
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.inputs.buffers import StaticInputs
-from graphrt.core.inputs.declared import nest
 from graphrt.core.inputs.layout import StepMoves
 from graphrt.core.plan.budget import alike
 from graphrt.core.plan.sizes import CaptureKey
@@ -105,8 +104,10 @@ class PreparedStep:
         self.readable = MappingProxyType(layout.views)
         self.call: Callable[..., Any] = setup.run_forward if wrapper is None else wrapper
         self.task_names: frozenset[str] = frozenset()
-        owned = setup.options.outputs == "clone"
-        self.outputs = LiveOutputs(descriptor, self.reqs, setup.outputs, layout.views, owned=owned)
+        copies = setup.options.outputs == "clone"
+        self.outputs = LiveOutputs(
+            descriptor, self.reqs, setup.outputs, layout.views, copies=copies
+        )
         # The entry of its wrapper, if a step is nothing but its replay; and that step in C.
         self.entry: Entry | None = None
         self.native: Any = None
@@ -123,7 +124,7 @@ class PreparedStep:
         views = self.layout.views
         if fresh:
             views = {name: view.detach() for name, view in views.items()}
-        return nest(views) if self._setup.inputs.declared.nested else views
+        return self._setup.inputs.declared.nest(views)
 
     def storages(self) -> frozenset[int]:
         """The addresses of the storages in which every step finds its inputs."""
@@ -163,7 +164,7 @@ class PreparedStep:
         self.entry = entry if single else None
         # C knows nothing of a `bind`, nor of the methods of a host's own pool.
         bind = self._setup.host.bind
-        if single and bind is None and type(pool) is GraphPool and inputs.all_packed:
+        if single and bind is None and type(pool) is GraphPool and not inputs.declared.nested:
             self.native = self._native_replay(entry, inputs, pool)
 
     def _native_replay(self, entry: Entry, inputs: StaticInputs, pool: GraphPool) -> Any:
@@ -221,13 +222,13 @@ class GraphTable:
         self.records: list[GraphRecord] = []
         self.left_out: dict[int, DroppedGraph | None] = {}
         self.sealing = Sealing(setup.options)
-        # Of the pool, in every step and in whatever changes the graphs: see `Turn`.
+        # Of the pool, in every step and in whatever changes the graphs: see `in_turn`.
         self.owner = PoolOwner("a step, or a capture, of a runner")
         self.reads = ReadSet(
             setup.forward,
             setup.host.parameters,
             [module.weights for module in setup.compiled],
-            watched=setup.options.checks("capture") and not setup.eager_launch,
+            watched=setup.options.checks("capture"),
             has_full=setup.plan.mode.has_full,
         )
         self.warmed_up: dict[Hashable, WarmedUp] = {}
@@ -292,7 +293,7 @@ class GraphTable:
         steps that are checked run eagerly."""
         try:
             self._check_compiled()
-            if self.records and not self.setup.eager_launch:
+            if self.records:
                 self.reads.check(self.entries(), self.setup.pool, self.own_tensors())
         except GraphRTError as error:
             if not isinstance(error, UntrackedWeightsError):
@@ -304,7 +305,7 @@ class GraphTable:
     def publish(self, graph: PlannedGraph, record: GraphRecord) -> None:
         """Serve batches with a graph from now on; raises `CaptureError` if no wrapper took part."""
         transaction = graph.transaction
-        if not transaction.captured and not self.setup.eager_launch:
+        if not transaction.captured:
             raise CaptureError(
                 "nothing captured anything in the forward",
                 got=f"{graph} and no wrapper of that mode",
@@ -380,8 +381,15 @@ class GraphTable:
 
 def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:
     """Warn of graphs that did not fit on the device; with `strict` raise
-    `ResourceExhaustedError`."""
-    lines = "".join(f"\n  {line}" for line in dropped_lines(dropped))
+    `ResourceExhaustedError`. Of each reason the first graph is named, and how many more."""
+    by_reason: dict[tuple[GraphMode, str], list[BatchDescriptor]] = {}
+    for each in dropped:
+        by_reason.setdefault((each.mode, each.reason), []).append(each.descriptor)
+    lines = "".join(
+        f"\n  {mode.name} [{first}]: {'; '.join(map(str.strip, reason.splitlines()))}"
+        f"{'; ' + alike(others) if others else ''}"
+        for (mode, reason), (first, *others) in by_reason.items()
+    )
     what = f"{len(dropped)} of {planned} graphs did not fit on the device"
     if strict:
         raise ResourceExhaustedError(
@@ -394,16 +402,3 @@ def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool)
     warn_caller(
         f"{what}, and batches that no other serves run eagerly:{lines}", GraphsDroppedWarning
     )
-
-
-def dropped_lines(dropped: Iterable[DroppedGraph]) -> list[str]:
-    """A line for each reason: the first of its graphs, and how many more there are."""
-    by_reason: dict[tuple[GraphMode, str], list[BatchDescriptor]] = {}
-    for each in dropped:
-        by_reason.setdefault((each.mode, each.reason), []).append(each.descriptor)
-    lines = []
-    for (mode, reason), (first, *others) in by_reason.items():
-        more = f"; {alike(others)}" if others else ""
-        text = "; ".join(part.strip() for part in reason.splitlines())
-        lines.append(f"{mode.name} [{first}]: {text}{more}")
-    return lines

@@ -164,10 +164,7 @@ class GraphRunner(Uncopied, Generic[R]):
         in a call. Raises `InvalidBatchError`, `PoolBusyError` and `InputRingError`."""
         if under_way:
             refuse_inside_capture("slot()")
-        if self.pool.elsewhere is not None and self.pool.elsewhere():
-            with self.pool.on_device():
-                return self._engine.slot(batch, agreed)
-        return self._engine.slot(batch, agreed)
+        return self._in_turn(partial(self._engine.slot, batch, agreed))
 
     def step(
         self,
@@ -243,13 +240,12 @@ class GraphRunner(Uncopied, Generic[R]):
     def capture_next(self, budget_s: float = 0.0, *, prefer: Iterable[int] = ()) -> CaptureProgress:
         """Capture some of the graphs that are missing, between two steps; seal after the last.
 
-        As many as by those before them fit into `budget_s` seconds of the host, and at least one:
-        `while runner.capture_next(0.05).left: ...`. First come the sizes (in tokens) of `prefer`,
-        then what steps between the calls have missed most, then what the plan's `traffic` needs
-        most; but of each kind the largest graph is the first. Batches are served by what there is,
-        else eagerly. The first call compiles what is not compiled, the last one also tries
-        `Host(example=)`. Ranks that capture together have to capture the same: they pass no budget,
-        and equal batches or an agreed `prefer`.
+        At least one, and more while they end within `budget_s` seconds of the host, if each takes
+        as long as the last one: `while runner.capture_next(0.05).left: ...`. First come the sizes
+        (in tokens) of `prefer`, then what the plan's `traffic` needs most; but of each kind the
+        largest graph is the first. Batches are served by what there is, else eagerly. The first
+        call compiles what is not compiled, the last one also tries `Host(example=)`. Ranks that
+        capture together have to capture the same: they pass no budget, and an agreed `prefer`.
 
         Raises `PoolBusyError` while a step is under way in the pool, or waits for its updates,
         `InvalidOptionError`, and what `capture()` does: a graph that fails raises once, is left to

@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import InvalidOptionError, UnannouncedModuleError
 from graphrt.core.base.option_values import check_callable, check_kind, shown
 from graphrt.core.base.thread_mode import where_asked, without_gradients
@@ -119,8 +120,6 @@ class RunnerSetup:
         )
         check_forward(forward, inputs)
         self.outputs = OutputLayout(outputs)
-        # Whether graphs are planned and dispatched, and every step runs eagerly after all.
-        self.eager_launch = self.options.launch == "eager"
         gradients = Gradients(
             self.inputs,
             # Compiled code has none in any case.
@@ -134,7 +133,7 @@ class RunnerSetup:
     def ring(self) -> InputRing | None:
         """Where graphs fetch their inputs from. They are not there yet when `bind` is called, which
         may read or write them: with it there is none."""
-        return None if self.eager_launch or self.host.bind is not None else self.inputs.ring
+        return None if self.host.bind is not None else self.inputs.ring
 
     @property
     def sizes(self) -> set[int]:
@@ -164,16 +163,16 @@ class RunnerSetup:
     def wrappers(self) -> dict[GraphMode, GraphWrapper]:
         """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them. Pieces
         of compiled modules are captured with the same options."""
-        mode, options, hooks = self.plan.mode, self.options, self.host.around_graph
-        outputs = "static" if options.outputs == "static" else "pool"
-        for_pieces = options.merged({"lazy": False, "outputs": outputs, "breaks": ()})
+        mode, hooks = self.plan.mode, self.host.around_graph
+        # Only whole steps are captured lazily, and only live rows are cloned: both by the runner.
+        outputs = "static" if self.options.outputs == "static" else "pool"
+        options = self.options.merged({"lazy": False, "outputs": outputs})
+        for_pieces = options.merged({"breaks": ()})
         for module in self.compiled:
             module.use_capture_sizes(self.sizes)
             module.use_wrapper_options(for_pieces, hooks)
-        # Only whole steps are captured lazily, by the runner.
-        not_lazy = options.merged({"lazy": False})
         wrapper_cls = wrapper_class(self.pool.platform)
-        wrap = partial(wrapper_cls, pool=self.pool, options=not_lazy, hooks=hooks)
+        wrap = partial(wrapper_cls, pool=self.pool, options=options, hooks=hooks)
         inner = self.forward if self.ring is None else Fetching(self.forward, self.ring)
         wrappers: dict[GraphMode, GraphWrapper] = {}
         if mode.has_piecewise and self.plan.pieces is PieceProvider.BREAKABLE:
@@ -286,18 +285,16 @@ class EagerForward:
             return where_asked(call, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         return without_gradients(call)
 
-    def finding(self, run: Callable[[], Any]) -> Any:
+    @undoing
+    def finding(self, undo: Undo, run: Callable[[], Any]) -> Any:
         """Call `run`, in which the forward finds out which gradients it ends."""
-        try:
-            self._finds = True
-            return run()
-        finally:
-            self._finds = False
+        undo.later(partial(setattr, self, "_finds", False))
+        self._finds = True
+        return run()
 
-    def where(self, gradients: bool, inference: bool, run: Callable[[], Any]) -> Any:
+    @undoing
+    def where(self, undo: Undo, gradients: bool, inference: bool, run: Callable[[], Any]) -> Any:
         """Call `run`, in which the forward finds these on or off; graphrt around it does not."""
-        try:
-            self._asked = gradients, inference
-            return run()
-        finally:
-            self._asked = None
+        undo.later(partial(setattr, self, "_asked", None))
+        self._asked = gradients, inference
+        return run()

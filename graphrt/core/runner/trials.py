@@ -59,9 +59,9 @@ class StepTrials:
         room for it. Raises the first failure, after `release`."""
         generator = torch.Generator("cpu").manual_seed(_SEED)
         undo.after_error(release)
-        with self._executor.updates.set_aside():
-            for dispatch in self._graphs.checks.to_try():
-                self._try_example(dispatch, make, generator)
+        self._executor.updates.set_aside(undo)
+        for dispatch in self._graphs.checks.to_try():
+            self._try_example(dispatch, make, generator)
 
     def _try_example(
         self, dispatch: Dispatch, make: MakeExample, generator: torch.Generator
@@ -167,7 +167,6 @@ class StepRuns:
         self.has_gradients = torch.is_grad_enabled()
         self.finds_gradients = graphs.setup.run_forward.gradients.wanted
         self._executor = executor
-        self._kept = inputs.padding.kept()
 
     def eager(self, watch: Watch, parts: PartResults | None = None) -> Any:
         return self._eager(watch, parts=parts)
@@ -184,14 +183,7 @@ class StepRuns:
         return self._eager(watch, partial(self._executor.inputs.reset, self.prepared.layout))
 
     def replay(self) -> Any:
-        self._executor.inputs.padding.put_back(self._kept)
         return cloned(self._executor.run_padded(self.step, self.step.updates))
-
-    def other_padding(self, watch: Watch) -> Any:
-        padding = self._executor.inputs.padding
-        if not self.padded or not padding.are_kept:
-            return None
-        return self._eager(watch, partial(padding.disturb, *self._rows(), only_kept=True))
 
     def disturbed(self, watch: Watch) -> Any:
         disturb = self._executor.inputs.padding.disturb
@@ -219,7 +211,6 @@ class StepRuns:
     ) -> Any:
         """An eager run that is watched; `disturb` writes other values into padding rows."""
         executor, step = self._executor, self._eager_step
-        executor.inputs.padding.put_back(self._kept)
         around = partial(_watched, watch, parts, disturb)
         return cloned(executor.run_padded(step, step.updates, eager=True, around=around))
 

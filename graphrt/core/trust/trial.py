@@ -101,9 +101,6 @@ class TriedStep(Protocol):
     def replay(self) -> Any:
         """The graph on the same inputs."""
 
-    def other_padding(self, watch: Watch) -> Any:
-        """The forward, with the padding rows holding what live rows hold; None without any."""
-
     def unpadded(self, watch: Watch) -> Any:
         """The forward on the live rows alone; None where they are all."""
 
@@ -198,9 +195,8 @@ class Trial:
         self._outputs_of(step.of_padding)
         replayed = Run(step.replay(), state.take(), first)
         state.restore()
-        other = alone = matched = disturbed = None
+        alone = matched = disturbed = None
         if rows is not None:
-            other = self._outputs_of(step.other_padding)
             alone, matched, disturbed = self._without_padding(eager, draws)
         rounding = rounding_of(
             [use.dtype for use in first.uses.values()],
@@ -233,7 +229,7 @@ class Trial:
                 "draws other numbers of Python or NumPy without padding: padding rows were "
                 "changed instead, and no live row changes with them"
             )
-        self._judge_padding(eager, other, matched, rounding)
+        self._judge_padding(eager, matched, rounding)
         if alone is not None and verdict.failure is not None:
             # The step as it is without graphs. Not run again: ranks whose trial passed would make
             # no such run, and a collective in it would wait for them.
@@ -452,26 +448,19 @@ class Trial:
             text = now.trace.at_source(other)
         return text and f"\n    the first operator that is another one now is {text}"
 
-    def _judge_padding(self, eager: Run, other: Any, alone: Run | None, rounding: float) -> None:
-        """Are live rows, and state, what they are with other padding, and without any?"""
-        for result, how, rounded in (
-            (other, "what is in padding rows that are kept changes live rows", False),
-            (alone and alone.outputs, "live rows are not what they are without padding", True),
-        ):
-            apart = None if result is None else difference(eager.outputs, result, rounded=rounded)
-            if apart is None:
-                continue
-            if apart.relative <= rounding:
-                self._verdict.notes.append(f"{how}, by rounding: {apart.text}")
-                continue
-            mixing, trace = "", eager.watch.trace
-            if rounded and alone is not None:
-                mixing = trace.at_source(trace.first_mixed(alone.watch.trace, rounding))
-            first = mixing and f"\n    the first operator that mixes rows is {mixing}"
-            got = apart.text + first
-            self._fail(ROWS_MIXED, got, how=how, rounding=rounding)
+    def _judge_padding(self, eager: Run, alone: Run | None, rounding: float) -> None:
+        """Are live rows, and state, what they are without padding?"""
         if alone is None:
             return
+        how = "live rows are not what they are without padding"
+        apart = difference(eager.outputs, alone.outputs, rounded=True)
+        if apart is not None and apart.relative <= rounding:
+            self._verdict.notes.append(f"{how}, by rounding: {apart.text}")
+        elif apart is not None:
+            trace = eager.watch.trace
+            mixing = trace.at_source(trace.first_mixed(alone.watch.trace, rounding))
+            first = mixing and f"\n    the first operator that mixes rows is {mixing}"
+            self._fail(ROWS_MIXED, apart.text + first, how=how, rounding=rounding)
         spoilt = self._state.memory.spoilt(
             eager.left.memory, alone.left.memory, self._pads, self._step.sizes, rounding
         )
