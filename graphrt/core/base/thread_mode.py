@@ -39,19 +39,11 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     capture, or update tasks, at once would leave set.
     """
 
-    def __init_subclass__(cls, *, results_count: bool = True, **options: Any) -> None:
-        """Without `results_count` nobody looks at what runs under the mode compute."""
+    def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
         handler = cls.__dict__.get("__torch_dispatch__")
         if handler is not None:
-            wrapped = _conjugating(handler) if results_count else _casting(handler, cls.passes_by)
-            cls.__torch_dispatch__ = wrapped  # type: ignore[method-assign]
-
-    @staticmethod
-    def passes_by(func: Any) -> bool:
-        """Whether all that the mode ever does with an operator is to call it. Asked once of each,
-        and only where the results do not count."""
-        return False
+            cls.__torch_dispatch__ = _conjugating(handler)  # type: ignore[method-assign]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -147,29 +139,6 @@ def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:
             # operator as a whole would read those that were made inside of it.
             torch.clear_autocast_cache()
         return result
-
-    return handle
-
-
-def _casting(handler: Callable[..., Any], passes_by: Callable[[Any], bool]) -> Callable[..., Any]:
-    """The same, but for conjugations that kernels put off: that changes numbers, and no dtype, and
-    to see to it takes as long as a small operator. Of most operators, which the mode `passes_by`,
-    it is asked nothing but whether it is one of those."""
-    conjugating = _conjugating(handler)
-    # By number: an operator's hash is computed in Python. Held, so that none is used again.
-    passed_by: dict[int, Any] = {}
-
-    @functools.wraps(handler)
-    def handle(
-        self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if id(func) in passed_by:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if _cast_inside(func):
-            return conjugating(self, func, types, args, kwargs)
-        if passes_by(func):
-            passed_by[id(func)] = func
-        return handler(self, func, types, args, kwargs)
 
     return handle
 

@@ -30,7 +30,7 @@ from graphrt.core.trust.snapshot import (
     only_tensors_differ,
     put_back,
 )
-from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch
+from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch, note_operators
 from graphrt.core.trust.watching.watch import Kept, Trace, Use, Watch, storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
@@ -139,6 +139,7 @@ class WatchedState:
         self._snapshot.reach(places)
         self._moves = _Moves(self._snapshot.python)
         self._left.before.update([key for _, _, key in places.keyed])
+        note_operators()
 
     def _save_writes(
         self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]
@@ -165,6 +166,7 @@ class WatchedState:
         memory, run = self._snapshot.memory, partial(self._run_watched, own, function)
         before = self._snapshot.python.take()
         watch, result = run()
+        note_operators()
         self.inputs_written = watch.own_written
         made = self._made_and_reachable(watch)
         if made or watch.written():

@@ -49,13 +49,7 @@ def facts_of(func: Any) -> OperatorFacts:
     schema = getattr(func, "_schema", None)
     if schema is None:
         return OperatorFacts("", (), None, False, False, False, may_draw=True)
-    writes = tuple(
-        (place, argument.name)
-        for place, argument in enumerate(schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write)
-        # Their schemas do not say so.
-        or ("batch_norm" in schema.name and argument.name in ("running_mean", "running_var"))
-    )
+    writes = writes_of(schema)
     aliases = [result.alias_info for result in schema.returns]
     return OperatorFacts(
         schema.name,
@@ -70,6 +64,17 @@ def facts_of(func: Any) -> OperatorFacts:
         or (bool(writes) and not schema.name.startswith("aten::")),
         torch.Tag.nondeterministic_seeded in func.tags,
         any("Generator" in str(argument.type) for argument in schema.arguments),
+    )
+
+
+def writes_of(schema: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operator writes, by place and name."""
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        # Their schemas do not say so.
+        or ("batch_norm" in schema.name and argument.name in ("running_mean", "running_var"))
     )
 
 

@@ -335,24 +335,25 @@ def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
         if flatten is not None:
             left[:0] = [getattr(value, name) for name in flatten()[0]]
             continue
-        key, address = None, 0
-        if value.layout is torch.strided and not value.is_meta:
-            try:
-                storage = value.untyped_storage()
-                # A tracer's tensors have a storage, and no memory.
-                if storage.device.type != "meta":
-                    address = storage.data_ptr()
-                    key = storage._cdata
-            except (NotImplementedError, RuntimeError):
-                pass
-        tensors.append((value, key, address))
+        tensors.append((value, *_memory_of(value)))
     return tensors
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int | None, int]:
+    if tensor.layout is torch.strided and not tensor.is_meta:
+        try:  # asked for every tensor of every operator
+            storage = tensor.untyped_storage()
+            # A tracer's tensors have a storage, and no memory.
+            if storage.device.type != "meta":
+                return storage._cdata, storage.data_ptr()
+        except (NotImplementedError, RuntimeError):
+            pass
+    return None, 0
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
     """What a tensor's memory is known by while it lives; None where it has none of its own."""
-    [(_, key, _)] = placed((tensor,))
-    return key
+    return _memory_of(tensor)[0]
 
 
 def _from_compiled_code() -> bool:
