@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from graphrt import GraphRunner, InputSpec
+from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
+from graphrt.core.base.thread_mode import is_watched
 from graphrt.core.trust.watching import modes
 from graphrt.core.trust.watching.modes import WriteWatch, note_operators
 from graphrt.core.trust.watching.watch import Watch, storage_key
@@ -210,16 +212,27 @@ def test_numbers_that_torch_made_tensors_of_reach_the_operator():
 
 def test_a_watch_that_is_interrupted_sees_nothing_later():
     watch, state = watch_of({storage_key(torch.zeros(1))}), torch.zeros(4)
+    found: list[bool] = []
 
     def interrupted() -> None:
         state.add_(1)
         raise KeyboardInterrupt
 
+    watch.around(lambda: found.append(is_watched()))
     with pytest.raises(KeyboardInterrupt):
         watch.around(interrupted)
-    assert not torch._C._dispatch_tls_is_dispatch_key_included(modes._key())
+    assert found == [True] and not is_watched()
     state.add_(1)
     assert state.tolist() == [2.0] * 4
+
+
+def test_compiled_pieces_tell_it_what_they_write():
+    def kernel(target: torch.Tensor) -> None:
+        target.numpy()[:] += 1  # no operator writes it
+
+    state = torch.zeros(4)
+    assert saved(state, lambda: AsOperator(kernel, None, [0], always=False)(state))
+    assert saved(state, lambda: TellingWrites(kernel, [0])(state))
 
 
 def test_compiled_code_and_other_threads_run_under_it():

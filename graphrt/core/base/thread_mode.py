@@ -1,4 +1,4 @@
-"""Dispatch modes that touch nothing but the stack of their thread."""
+"""Watching the operators of one thread: dispatch modes that touch nothing but its stack, and a key."""
 
 from __future__ import annotations
 
@@ -20,9 +20,14 @@ from graphrt.core.base.torch_names import (
     dispatch_keys,
     dispatch_mode_stack,
     excluded_keys,
+    fallthrough_of_new_ones,
     has_kernel,
+    higher_order_operators,
     included_keys,
     inference_guard,
+    is_included,
+    kernel_library,
+    key_named,
     pop_dispatch_mode,
     push_dispatch_mode,
     run_composite,
@@ -263,6 +268,33 @@ def outside_modes(function: Callable[[], T]) -> T:
 def _without_modes(function: Callable[[], T], undo: Undo) -> T:
     undo.enter(without_dispatch_modes())
     return function()
+
+
+WATCH_KEY = "TESTING_ONLY_GenericMode"
+"""A dispatch key that torch leaves free, by which writes are watched in place of a mode. It is
+above autograd, autocast and transforms, so that none of them is disturbed."""
+
+
+@cache
+def watch_key() -> Any:
+    """The key; operators that are given no kernel of it are passed by in C++."""
+    key, library = key_named(WATCH_KEY), kernel_library("IMPL", "_", WATCH_KEY)
+    library.fallback(WATCH_KEY, torch.library.fallthrough_kernel, False)
+    _libraries.append(library)
+    # Those of Python know nothing of the fallback.
+    fallthrough_of_new_ones.append(key)
+    for operator in higher_order_operators.values():
+        operator.fallthrough(key)
+    return key
+
+
+_libraries: list[Any] = []
+"""A fallback goes with its library."""
+
+
+def is_watched() -> bool:
+    """Whether somebody sees the operators of this thread: a dispatch mode, or by `watch_key`."""
+    return count_dispatch_modes() > 0 or is_included(watch_key())
 
 
 dispatch_modes = dispatch_mode_stack

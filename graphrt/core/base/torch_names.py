@@ -128,6 +128,9 @@ key_named: Callable[[str], Any] = NAMES.take("torch._C._dispatch_key_parse", wit
 include_key: Callable[[Any, bool], object] = NAMES.take(
     "torch._C._dispatch_tls_set_dispatch_key_included", without=_NO_WRITES
 )
+is_included: Callable[[Any], bool] = NAMES.take(
+    "torch._C._dispatch_tls_is_dispatch_key_included", without=_NO_WRITES
+)
 kernel_library: Callable[[str, str, str], Any] = NAMES.take(
     "torch._C._dispatch_library", without=_NO_WRITES
 )

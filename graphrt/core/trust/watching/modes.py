@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart
+from graphrt.core.base.thread_mode import WATCH_KEY, ThreadMode, is_taken_apart, watch_key
 from graphrt.core.base.torch_names import (
     all_schemas,
-    fallthrough_of_new_ones,
-    higher_order_operators,
     in_transform,
     include_key,
     kernel_library,
-    key_named,
 )
 from graphrt.core.capture.guard import is_listed
 from graphrt.core.device.figures import GraphWork
@@ -65,8 +62,8 @@ class WriteWatch:
     def around(self, undo: Undo, function: Callable[[], T]) -> T:
         """Call `function`, and save what it writes."""
         undo.set(_watch, self)
-        undo.later(partial(include_key, _key(), False))
-        include_key(_key(), True)
+        undo.later(partial(include_key, watch_key(), False))
+        include_key(watch_key(), True)
         return function()
 
     def look(self, facts: OperatorFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -88,24 +85,6 @@ class WriteWatch:
 
 _watch: ContextVar[WriteWatch | None] = ContextVar("graphrt_write_watch", default=None)
 
-_KEY = "TESTING_ONLY_GenericMode"
-"""Above autograd, autocast and transforms, so that none of them is disturbed."""
-
-
-@cache
-def _key() -> Any:
-    """The dispatch key; what has no kernel of it is passed by."""
-    key = key_named(_KEY)
-    library = kernel_library("IMPL", "_", _KEY)
-    library.fallback(_KEY, torch.library.fallthrough_kernel, False)
-    _libraries["_"] = library
-    # Those of Python know nothing of the fallback.
-    fallthrough_of_new_ones.append(key)
-    for operator in higher_order_operators.values():
-        operator.fallthrough(key)
-    return key
-
-
 _libraries: dict[str, Any] = {}
 """By namespace; a kernel goes with its library."""
 _writers: set[tuple[str, str]] = set()
@@ -114,7 +93,6 @@ _writers: set[tuple[str, str]] = set()
 def note_operators() -> None:
     """Give the operators that write their kernel. To be called whenever new ones may have been
     defined: one that a run is the first to define is not seen by the watch of that run."""
-    _key()
     for schema in all_schemas():
         if not (schema.is_mutable or "batch_norm" in schema.name):
             continue
@@ -125,10 +103,10 @@ def note_operators() -> None:
         namespace, _, short = schema.name.partition("::")
         library = _libraries.get(namespace)
         if library is None:
-            library = _libraries[namespace] = kernel_library("IMPL", namespace, _KEY)
+            library = _libraries[namespace] = kernel_library("IMPL", namespace, WATCH_KEY)
         full = f"{short}.{schema.overload_name}" if schema.overload_name else short
         writer = _Writer(namespace, short, schema.overload_name or "default")
-        library.impl(full, _KEY, writer, True)
+        library.impl(full, WATCH_KEY, writer, True)
 
 
 class _Writer:
@@ -157,8 +135,8 @@ class _Writer:
                 args = (*args[:at], number, *args[at + 1 :])
         if in_transform():
             # These are no tensors with memory. The transform issues the operator again on such.
-            return func.redispatch(keys.remove(_key()), *args, **kwargs)
-        watch, key = _watch.get(), _key()
+            return func.redispatch(keys.remove(watch_key()), *args, **kwargs)
+        watch, key = _watch.get(), watch_key()
         # An operator says all that it writes, so that what its kernel calls need not be seen.
         include_key(key, False)
         try:
