@@ -1,8 +1,8 @@
-"""Watching the operators of one thread: dispatch modes that touch nothing but its stack, and a key."""
+"""How operators of one thread are seen: by dispatch modes that touch nothing but its stack, which
+cost microseconds an operator, and by a dispatch key, which costs nothing but where one writes."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -44,11 +44,31 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     capture, or update tasks, at once would leave set.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
-        handler = cls.__dict__.get("__torch_dispatch__")
-        if handler is not None:
-            cls.__torch_dispatch__ = _conjugating(handler)  # type: ignore[method-assign]
+    takes_apart = True
+    """Whether `handle` gets what composite operators are made of, and never one as a whole."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `handle` where operators compute what they compute outside of a mode."""
+        inside = _cast_inside(func)
+        cast = _autocast_where_it_was_called(func, inside) if inside else ()
+        with dispatch_keys(included_keys(), conjugation_resolved[excluded_keys().raw_repr()]):
+            for kind in cast:  # until the guard ends
+                torch.set_autocast_enabled(kind, True)
+            if self.takes_apart and is_taken_apart(func):
+                result = self.take_apart(func, args, kwargs or {})
+            else:
+                result = self.handle(func, types, args, kwargs or {})
+        if inside:
+            # A forward's own torch.autocast, made earlier, keeps casts again: a graph that has the
+            # operator as a whole would read those that were made inside of it.
+            torch.clear_autocast_cache()
+        return result
+
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator of this thread, which is to be called."""
+        raise NotImplementedError
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -126,26 +146,6 @@ def is_taken_apart(func: Any) -> bool:
     except RuntimeError:
         # One of TorchScript's, such as prim::device, of which the dispatcher knows nothing.
         return False
-
-
-def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """`handler` of a mode, in which operators compute what they compute outside of it."""
-
-    @functools.wraps(handler)
-    def handle(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        inside = _cast_inside(func)
-        cast = _autocast_where_it_was_called(func, inside) if inside else ()
-        with dispatch_keys(included_keys(), conjugation_resolved[excluded_keys().raw_repr()]):
-            for kind in cast:  # until the guard ends
-                torch.set_autocast_enabled(kind, True)
-            result = handler(self, func, *args, **kwargs)
-        if inside:
-            # A forward's own torch.autocast, made earlier, keeps casts again: a graph that has the
-            # operator as a whole would read those that were made inside of it.
-            torch.clear_autocast_cache()
-        return result
-
-    return handle
 
 
 @cache

@@ -28,7 +28,6 @@ from graphrt.core.base.errors import GraphRTError, PageableCopyError
 from graphrt.core.base.thread_mode import (
     ThreadMode,
     dispatch_modes,
-    is_taken_apart,
     remove_dispatch_mode,
 )
 from graphrt.core.base.torch_names import in_transform
@@ -132,12 +131,7 @@ class CaptureGuard(ThreadMode):
         if self.constants is not None:
             self.constants.end()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_taken_apart(func):
-            return self.take_apart(func, args, kwargs)
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._breaks and is_listed(func, self._breaks):
             return self._break_at(func, args, kwargs)
         if self.issued is not None:
@@ -500,12 +494,7 @@ class _PartWatch(ThreadMode):
         self._addresses = {storage.data_ptr() for storage in storages.values()}
         self._guard = guard
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_taken_apart(func):
-            return self.take_apart(func, args, kwargs)
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         makes_nothing = _makes_nothing(func)
         tensors: list[torch.Tensor] = []
         guard = self._guard

@@ -66,19 +66,15 @@ def replay_guard(*, inference: bool) -> Callable[[], Any]:
 class _Probe(ThreadMode):
     """Sees which operator a Python call issues, without executing it."""
 
+    takes_apart = False
+
     def __init__(self, answer: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.answer = answer
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        self.seen.append((func, args, kwargs or {}))
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.seen.append((func, args, kwargs))
         return self.answer
 
 

@@ -68,6 +68,8 @@ class Tape(ThreadMode):
     references. The tape refers to arena memory weakly, and strongly to everything else.
     """
 
+    takes_apart = False  # what it refuses, it refuses whole
+
     def __init__(self, arena: Arena, *, inference: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.arena = arena
@@ -83,14 +85,9 @@ class Tape(ThreadMode):
         self.own = OwnTensors(arena)
         self._factors: list[tuple[Operator, Source | None, list[int]]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def handle(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
         if func.namespace == "profiler":

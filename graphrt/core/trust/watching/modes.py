@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.thread_mode import WATCH_KEY, ThreadMode, is_taken_apart, watch_key
+from graphrt.core.base.thread_mode import WATCH_KEY, ThreadMode, watch_key
 from graphrt.core.base.torch_names import (
     all_schemas,
     in_transform,
@@ -87,7 +87,7 @@ _watch: ContextVar[WriteWatch | None] = ContextVar("graphrt_write_watch", defaul
 
 _libraries: dict[str, Any] = {}
 """By namespace; a kernel goes with its library."""
-_writers: set[tuple[str, str]] = set()
+_judged: set[tuple[str, str]] = set()
 
 
 def note_operators() -> None:
@@ -97,9 +97,11 @@ def note_operators() -> None:
         if not (schema.is_mutable or "batch_norm" in schema.name):
             continue
         name = schema.name, schema.overload_name
-        if name in _writers or not writes_of(schema):
+        if name in _judged:
             continue
-        _writers.add(name)
+        _judged.add(name)
+        if not writes_of(schema):
+            continue
         namespace, _, short = schema.name.partition("::")
         library = _libraries.get(namespace)
         if library is None:
@@ -165,15 +167,10 @@ class IssuedWatch(ThreadMode):
         undo.set(issued, self.operators)
         return self.around(function)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recording = active.get()
         if recording is not None and recording.segment_open:
             return func(*args, **kwargs)
-        if is_taken_apart(func):
-            return self.take_apart(func, args, kwargs)
         self.operators.append(func)
         return func(*args, **kwargs)
 
@@ -197,12 +194,7 @@ class WorkCount(ThreadMode):
         undo.set(counted, self.work)
         return self.around(function)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_taken_apart(func):
-            return self.take_apart(func, args, kwargs)
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.work.collectives |= getattr(func, "namespace", "") in _COLLECTIVES
         if is_listed(func, self._breaks):
             self.work.breaks += 1

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart, unseen
+from graphrt.core.base.thread_mode import ThreadMode, unseen
 from graphrt.core.base.torch_names import storage_of_weak
 from graphrt.core.capture.guard import in_eager_part
 from graphrt.core.capture.source import Source, user_source
@@ -158,12 +158,7 @@ class Watch(ThreadMode):
         # What the run has made, and memory from outside: None where its uses are not noted.
         self._memory: dict[int, Kept | Use | None] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_taken_apart(func):
-            return self.take_apart(func, args, kwargs)
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts, is_data = facts_of(func), func is LIFT_FRESH
         targets, from_inputs = self._begin(func, facts, args, kwargs)
         if self._draw is not None and facts.draws:
@@ -335,25 +330,23 @@ def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
         if flatten is not None:
             left[:0] = [getattr(value, name) for name in flatten()[0]]
             continue
-        tensors.append((value, *_memory_of(value)))
+        key, address = None, 0
+        if value.layout is torch.strided and not value.is_meta:
+            try:
+                storage = value.untyped_storage()
+                # A tracer's tensors have a storage, and no memory.
+                if storage.device.type != "meta":
+                    address = storage.data_ptr()
+                    key = storage._cdata
+            except (NotImplementedError, RuntimeError):
+                pass
+        tensors.append((value, key, address))
     return tensors
-
-
-def _memory_of(tensor: torch.Tensor) -> tuple[int | None, int]:
-    if tensor.layout is torch.strided and not tensor.is_meta:
-        try:  # asked for every tensor of every operator
-            storage = tensor.untyped_storage()
-            # A tracer's tensors have a storage, and no memory.
-            if storage.device.type != "meta":
-                return storage._cdata, storage.data_ptr()
-        except (NotImplementedError, RuntimeError):
-            pass
-    return None, 0
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
     """What a tensor's memory is known by while it lives; None where it has none of its own."""
-    return _memory_of(tensor)[0]
+    return placed((tensor,))[0][1]
 
 
 def _from_compiled_code() -> bool:
