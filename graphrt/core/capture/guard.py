@@ -63,7 +63,7 @@ class CaptureGuard(ThreadMode):
 
     A FULL graph has no eager parts, so there only the caller's tensors, host random numbers and the
     context are looked at. With `constants`, tensors that the forward makes on the host are lifted
-    out of the graph. Where a list is `issued`, the operators of segments are noted in it. The mode
+    out of the graph. Where a list is `issued`, the operators are noted in it. The mode
     is only entered where an operator has to be looked at.
     """
 
@@ -501,6 +501,8 @@ class _PartWatch(ThreadMode):
         if guard is not None or not (makes_nothing or func is _LIFT_FRESH):
             tensors = _tensors((*args, *kwargs.values()))
         if guard is not None:
+            if guard.issued is not None:
+                guard.issued.append(func)
             self._check_read(guard, tensors, func)
             guard.check_written(func, args, kwargs)
         result = func(*args, **kwargs)

@@ -214,14 +214,23 @@ class WatchedState:
         largest = this if known.tokens <= tokens else known
         return largest._replace(writes=writes or known.writes)
 
-    def capture(self, kind: Hashable, mode: GraphMode, tokens: int, function: Callable[[], T]) -> T:
-        """Capture a forward; of the size that was watched its operators are noted. Of each kind
-        once: that takes some microseconds an operator."""
+    def capture(
+        self,
+        kind: Hashable,
+        mode: GraphMode,
+        tokens: int,
+        function: Callable[[], T],
+        *,
+        in_one: bool,
+    ) -> T:
+        """Capture a forward, `in_one` or in pieces that it brings along; of the size that was
+        watched its operators are noted. Of each kind once: that takes some microseconds an
+        operator."""
         known = self._warmed_up.get(kind)
         if known is None or known.tokens != tokens or mode in known.captured:
             return function()
         watch = IssuedWatch()
-        result = watch.run(function)
+        result = watch.run(function, in_one=in_one)
         known.captured[mode] = watch.operators
         return result
 

@@ -151,9 +151,9 @@ class _Writer:
 
 class IssuedWatch(ThreadMode):
     """Notes the operators of a step that captures, in their order: some forwards take another way
-    then. Here those that run eagerly, between graphs. What graphs record is noted by their
-    captures, which find the list in `issued`: a platform's own operators, which run below, are none
-    of the forward's."""
+    then. What graphs record, and their eager parts, is noted by their captures, which find the list
+    in `issued`: a platform's own operators, which run below, are none of the forward's. As a mode
+    it sees what runs between the graphs of a forward that has several."""
 
     supports_higher_order_operators = True
 
@@ -162,16 +162,14 @@ class IssuedWatch(ThreadMode):
         self.operators: list[Any] = []
 
     @undoing
-    def run(self, undo: Undo, function: Callable[[], T]) -> T:
-        """Call `function`, which captures."""
+    def run(self, undo: Undo, function: Callable[[], T], *, in_one: bool) -> T:
+        """Call `function`, which captures; `in_one` says that all of it is one capture."""
         undo.set(issued, self.operators)
-        return self.around(function)
+        return function() if in_one else self.around(function)
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recording = active.get()
-        if recording is not None and recording.segment_open:
-            return func(*args, **kwargs)
-        self.operators.append(func)
+        if active.get() is None:
+            self.operators.append(func)
         return func(*args, **kwargs)
 
 
