@@ -137,10 +137,10 @@ def replace_reads(
     """
     # What torch.Tensor inherits is restored by deleting what hides it. A method that a torch has
     # not reads nothing.
-    for name in methods:
-        if hasattr(torch.Tensor, name):
-            restores.append(partial(_put_back, name, torch.Tensor.__dict__.get(name)))
-            setattr(torch.Tensor, name, guarded(name, getattr(torch.Tensor, name)))
+    there = [name for name in methods if hasattr(torch.Tensor, name)]
+    restores.append(partial(_put_back, {name: vars(torch.Tensor).get(name) for name in there}))
+    for name in there:
+        setattr(torch.Tensor, name, guarded(name, getattr(torch.Tensor, name)))
     for name in functions:
         function = getattr(torch, name, None)
         if function is not None:
@@ -148,11 +148,12 @@ def replace_reads(
             setattr(torch, name, guarded(name, function))
 
 
-def _put_back(name: str, original: Any) -> None:
-    if original is not None:
-        setattr(torch.Tensor, name, original)
-    elif name in torch.Tensor.__dict__:
-        delattr(torch.Tensor, name)
+def _put_back(methods: dict[str, Any]) -> None:
+    for name, original in methods.items():
+        if original is not None:
+            setattr(torch.Tensor, name, original)
+        elif name in vars(torch.Tensor):
+            delattr(torch.Tensor, name)
 
 
 # Dynamo ------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ from graphrt.core.base.thread_mode import (
 )
 from graphrt.core.base.torch_names import in_transform
 from graphrt.core.batch.context import ForwardContext
-from graphrt.core.capture.constants import Constants, written
+from graphrt.core.capture.constants import Constants
+from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
 from graphrt.core.capture.refusals import (
     HIDDEN_TENSOR,
     HOST_ARGUMENT,
@@ -50,9 +51,6 @@ from graphrt.core.capture.source import Source, user_source
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.replay.eager_part import name_of
 from graphrt.core.replay.recording import Recording, issued
-
-_LIFT_FRESH = torch.ops.aten.lift_fresh.default
-"""What every tensor made from Python data, or from a NumPy array, goes through."""
 
 _COPIES = ("aten.copy_.default", "aten._to_copy.default")
 
@@ -169,9 +167,7 @@ class CaptureGuard(ThreadMode):
 
     def check_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `BreakError` if an operator is about to write such a copy."""
-        if not self._copies or getattr(func, "_schema", None) is None:
-            return
-        for tensor in tree.tensors(list(written(func, args, kwargs))):
+        for tensor in written(facts_of(func), args, kwargs) if self._copies else ():
             if tensor.layout is torch.strided:
                 ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
                 part = self._copies.get(ref)
@@ -254,7 +250,7 @@ class CallerTensors:
         on the host, or `PageableCopyError` where a try that lifts constants may take it; views of
         it are made, and pinned memory is copied. Notes draws on the host. For `on_device` alone."""
         self._drew = bool(self._drew) or _draws_on_host(func, args, kwargs)
-        if not self._hosts or _makes_a_view(func):
+        if not self._hosts or facts_of(func).is_view:
             return
         for tensor in tree.tensors((args, kwargs)):
             on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
@@ -269,17 +265,9 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _makes_a_view(func: Any) -> bool:
-    """Whether an operator returns what it is given, unread."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or schema.is_mutable:
-        return False
-    return any(result.alias_info is not None for result in schema.returns)
-
-
 def _draws_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator draws from the host's generator, and not from a device's."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+    if not facts_of(func).draws:
         return False
     of_tensors = [tensor.device.type for tensor in tree.tensors((args, kwargs))]
     asked = kwargs.get("device")
@@ -495,11 +483,11 @@ class _PartWatch(ThreadMode):
         self._guard = guard
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        makes_nothing = _makes_nothing(func)
+        makes_nothing = facts_of(func).makes_nothing
         tensors: list[torch.Tensor] = []
         guard = self._guard
-        if guard is not None or not (makes_nothing or func is _LIFT_FRESH):
-            tensors = _tensors((*args, *kwargs.values()))
+        if guard is not None or not (makes_nothing or func is LIFT_FRESH):
+            tensors = tree.tensors((*args, *kwargs.values()))
         if guard is not None:
             if guard.issued is not None:
                 guard.issued.append(func)
@@ -507,7 +495,7 @@ class _PartWatch(ThreadMode):
             guard.check_written(func, args, kwargs)
         result = func(*args, **kwargs)
         if not makes_nothing:
-            self.doors.note_made(self._part, result, [] if func is _LIFT_FRESH else tensors)
+            self.doors.note_made(self._part, result, [] if func is LIFT_FRESH else tensors)
         return result
 
     def _check_read(self, guard: CaptureGuard, tensors: Sequence[torch.Tensor], func: Any) -> None:
@@ -555,35 +543,3 @@ def _storages(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
         return (tensor.untyped_storage(),)
     return [each.untyped_storage() for each in _in_memory(tensor)]
-
-
-# By number: an operator's hash is computed in Python. Held, so that none is used again.
-_known_to_make: dict[int, tuple[Any, bool]] = {}
-
-
-def _makes_nothing(func: Any) -> bool:
-    """Whether an operator is one of torch's own whose results are all memory that it was given:
-    what makes a view, or writes in place."""
-    known = _known_to_make.get(id(func))
-    if known is None:
-        schema = getattr(func, "_schema", None)
-        alone = (
-            schema is not None
-            and schema.name.startswith("aten::")
-            # These put a storage that is no tensor, or Python data, into one.
-            and schema.name not in ("aten::set_", "aten::lift_fresh")
-            and all(each.alias_info is not None for each in schema.returns)
-        )
-        known = _known_to_make[id(func)] = func, alone
-    return known[1]
-
-
-def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
-    """Every tensor of an operator's arguments, mostly tensors and numbers."""
-    tensors: list[torch.Tensor] = []
-    for each in arguments:
-        if isinstance(each, torch.Tensor):
-            tensors.append(each)
-        elif isinstance(each, list | tuple | dict):
-            tensors += tree.tensors(each)
-    return tensors

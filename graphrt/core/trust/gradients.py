@@ -18,9 +18,9 @@ from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import ThreadMode, where_asked
 from graphrt.core.base.torch_names import delayed_error, uncompiled
+from graphrt.core.capture.operators import facts_of, written
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import flat_of
-from graphrt.core.trust.watching.operators import facts_of, written
 
 WEIGHTS = ""
 """The source of what depends on a weight, where an input is one by its name."""

@@ -18,15 +18,15 @@ from graphrt.core.base.torch_names import (
     kernel_library,
 )
 from graphrt.core.capture.guard import is_listed
-from graphrt.core.device.figures import GraphWork
-from graphrt.core.replay.recording import active, counted, issued
-from graphrt.core.trust.watching.operators import (
+from graphrt.core.capture.operators import (
     OperatorFacts,
     facts_of,
     indices_of,
     writes_of,
     written,
 )
+from graphrt.core.device.figures import GraphWork
+from graphrt.core.replay.recording import active, counted, issued
 from graphrt.core.trust.watching.watch import storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 

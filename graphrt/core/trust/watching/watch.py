@@ -21,10 +21,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base.thread_mode import ThreadMode, unseen
 from graphrt.core.base.torch_names import storage_of_weak
 from graphrt.core.capture.guard import in_eager_part
+from graphrt.core.capture.operators import LIFT_FRESH, OperatorFacts, facts_of, in_bounds, written
 from graphrt.core.capture.source import Source, user_source
 from graphrt.core.replay.recording import in_task
 from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.watching.operators import OperatorFacts, facts_of, in_bounds, written
 from graphrt.core.trust.watching.writes import SavedWrites
 
 _BARE = (torch.Tensor, torch.nn.Parameter)
@@ -362,9 +362,6 @@ def _from_compiled_code() -> bool:
 
 
 # What a run did, operator by operator, so that two runs can be compared ---------------------------
-
-LIFT_FRESH = torch.ops.aten.lift_fresh.default
-"""What every tensor made from Python data, or from a NumPy array, goes through."""
 
 _COMPARED_AS_IS = (int, bool, str, type(None), torch.dtype)
 _SHORT = 64
