@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -399,9 +399,9 @@ class SideDoors:
             if isinstance(mode, _PartWatch) and mode.doors is self:
                 return function(*args, **kwargs)
         refuse_transform(function)
-        storages = _storages_in((args, kwargs))
-        watch = _PartWatch(self, name_of(function), storages, guard)
-        undo.set(in_eager_part, frozenset(storages))
+        given = _memory_of(tree.tensors((args, kwargs)))
+        watch = _PartWatch(self, name_of(function), given, guard)
+        undo.set(in_eager_part, frozenset(given))
         # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
         # one side alone: graph and part each make their own at a replay.
         torch.clear_autocast_cache()
@@ -429,12 +429,11 @@ class SideDoors:
         """Raise `SideDoorError` if the open capture may not read a tensor of `values`."""
         if not self.made:
             return
-        for tensor in tree.tensors(values):
+        for name, tensor in _memory_of(tree.tensors(values)).items():
             # Of an empty one nothing can be read.
-            for storage in _storages(tensor) if tensor.numel() else ():
-                _, made = self.made.get(storage._cdata, (None, None))
-                if made is not None:
-                    self._note(_Read(what, op, user_source(), described(tensor)), made)
+            _, made = self.made.get(name, (None, None)) if tensor.numel() else (None, None)
+            if made is not None:
+                self._note(_Read(what, op, user_source(), described(tensor)), made)
 
     def _note(self, read: _Read, made: _Made) -> None:
         if made.capture == self._capture:
@@ -444,22 +443,16 @@ class SideDoors:
             if other.capture == self._capture and other.line == made.line:
                 raise made.refusal(read, " again at every step")
 
-    def note_made(self, part: str, result: Any, arguments: Sequence[torch.Tensor]) -> None:
-        """Note the tensors of what an operator returned that are not memory of those it was given:
-        none, for one that makes tensors of Python data."""
-        before: set[int] | None = None
-        made: _Made | None = None
-        for tensor in (result,) if type(result) is torch.Tensor else tree.tensors(result):
-            for storage in _storages(tensor):
-                key = storage._cdata
-                if key in self.made:
-                    continue
-                if before is None:
-                    # Only now: most operators in a part read what others there have made.
-                    before = {s._cdata for tensor in arguments for s in _storages(tensor)}
-                if key not in before:
-                    made = made or _Made(part, user_source(), self._capture)
-                    self.made[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
+    def note_made(self, part: str, result: Any, given: Sequence[torch.Tensor]) -> None:
+        """Note the tensors of what an operator returned that are not memory of those that it was
+        `given`, as they are now: `set_` gives one other memory."""
+        results = _memory_of(tree.tensors(result))
+        if results.keys() <= self.made.keys():
+            return
+        made, before = _Made(part, user_source(), self._capture), _memory_of(given)
+        for name, tensor in results.items():
+            if name not in self.made and name not in before:
+                self.made[name] = StorageWeakRef(tensor.untyped_storage()), made  # type: ignore[no-untyped-call]
 
 
 class _PartWatch(ThreadMode):
@@ -471,41 +464,38 @@ class _PartWatch(ThreadMode):
         self,
         doors: SideDoors,
         part: str,
-        storages: dict[int, torch.UntypedStorage],
+        given: Mapping[int, torch.Tensor],
         guard: CaptureGuard | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.doors = doors
         self._part = part
         # What it may read without a look, held so that nothing else comes by its names meanwhile.
-        self._storages = storages
-        self._addresses = {storage.data_ptr() for storage in storages.values()}
+        self._given = {name: each.untyped_storage() for name, each in given.items()}
+        self._addresses = {storage.data_ptr() for storage in self._given.values()}
         self._guard = guard
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        makes_nothing = facts_of(func).makes_nothing
-        tensors: list[torch.Tensor] = []
-        guard = self._guard
-        if guard is not None or not (makes_nothing or func is LIFT_FRESH):
-            tensors = tree.tensors((*args, *kwargs.values()))
+        guard, makes_nothing = self._guard, facts_of(func).makes_nothing
+        if guard is None and makes_nothing:
+            return func(*args, **kwargs)
+        tensors = tree.tensors((*args, *kwargs.values()))
         if guard is not None:
             if guard.issued is not None:
                 guard.issued.append(func)
-            self._check_read(guard, tensors, func)
+            for name, tensor in _memory_of(tensors).items():
+                if name not in self._given:
+                    self._check_read(guard, tensor, func)
             guard.check_written(func, args, kwargs)
         result = func(*args, **kwargs)
         if not makes_nothing:
-            self.doors.note_made(self._part, result, [] if func is LIFT_FRESH else tensors)
+            # What is made of Python data is memory that it was given.
+            self.doors.note_made(self._part, result, () if func is LIFT_FRESH else tensors)
         return result
 
-    def _check_read(self, guard: CaptureGuard, tensors: Sequence[torch.Tensor], func: Any) -> None:
-        for tensor in tensors:
-            for each in _in_memory(tensor):
-                storage = each.untyped_storage()
-                if storage._cdata in self._storages or storage.data_ptr() in self._addresses:
-                    continue
-                if guard.owns(each):
-                    raise HIDDEN_TENSOR(described(tensor), op=func, part=self._part)
+    def _check_read(self, guard: CaptureGuard, tensor: torch.Tensor, func: Any) -> None:
+        if tensor.untyped_storage().data_ptr() not in self._addresses and guard.owns(tensor):
+            raise HIDDEN_TENSOR(described(tensor), op=func, part=self._part)
 
 
 in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_part", default=None)
@@ -523,23 +513,18 @@ def refuse_transform(function: Callable[..., Any]) -> None:
         raise TRANSFORMED_BREAK("an eager part of a transformed function", part=name_of(function))
 
 
-def _storages_in(values: Any) -> dict[int, torch.UntypedStorage]:
-    """The memory of all tensors, by what names it."""
-    return {
-        storage._cdata: storage for tensor in tree.tensors(values) for storage in _storages(tensor)
-    }
-
-
-def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A tensor, or those that a subclass is made of, as far as they have strided memory."""
-    if type(tensor) is not torch.Tensor:
-        flatten = getattr(tensor, "__tensor_flatten__", None)
+def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The strided memory of tensors, and of what a subclass is made of: by the number of its
+    storage, a tensor there, which is empty only if all are."""
+    memory: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        flatten = None
+        if type(tensor) is not torch.Tensor:
+            flatten = getattr(tensor, "__tensor_flatten__", None)
         if flatten is not None:
-            return [each for name in flatten()[0] for each in _in_memory(getattr(tensor, name))]
-    return (tensor,) if tensor.layout is torch.strided else ()
-
-
-def _storages(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
-    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-        return (tensor.untyped_storage(),)
-    return [each.untyped_storage() for each in _in_memory(tensor)]
+            memory |= _memory_of([getattr(tensor, name) for name in flatten()[0]])
+        elif tensor.layout is torch.strided:
+            name = tensor.untyped_storage()._cdata
+            if name not in memory or not memory[name].numel():
+                memory[name] = tensor
+    return memory
