@@ -101,16 +101,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: list[torch.Tensor] = []
-    if type(tree) is tuple:
-        # Watches ask for every operator of a run, mostly of a tuple of tensors and numbers.
-        for node in tree:
-            if isinstance(node, torch.Tensor):
-                found.append(node)
-            elif type(node) not in _ATOMS:
-                found.clear()
-                break
-        else:
-            return found
+    # Watches ask for every operator of a run, mostly of a tuple of tensors and numbers.
     open_: list[Iterator[Any]] = [iter((tree,))]
     while open_:
         for node in open_[-1]:

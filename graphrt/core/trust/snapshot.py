@@ -367,10 +367,17 @@ def _alike(
         return len(ours) == len(theirs) and bool(ours == theirs)
     if is_array(type(ours)):
         return same_array(ours, theirs) or _rounded(ours, theirs, rounding)
+    return _alike_inside(ours, theirs, depth - 1, tensors, rounding, scale)
+
+
+def _alike_inside(
+    ours: Any, theirs: Any, depth: int, tensors: bool, rounding: float, scale: float
+) -> bool:
+    """Whether containers or objects of one type hold the same."""
     mine, other = (_compared(each, tensors) for each in (ours, theirs))
     if rounding:
         scale = max([scale, *(abs(each) for each in other if isinstance(each, float))])
-    inner = partial(_alike, depth=depth - 1, tensors=tensors, rounding=rounding, scale=scale)
+    inner = partial(_alike, depth=depth, tensors=tensors, rounding=rounding, scale=scale)
     return len(mine) == len(other) and all(map(inner, mine, other))
 
 

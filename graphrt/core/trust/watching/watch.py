@@ -169,6 +169,8 @@ class Watch(ThreadMode):
             self.trace.note_sum(None if is_data else result)
         if targets and self._compared:
             self._rewrite(targets, from_inputs)
+        if facts.makes_nothing:
+            return result
         memory, own = self._memory, self._own
         for part, key, address in placed((args[0], result) if is_data else (result,), parts=True):
             if key is not None and key not in memory and address not in own:
