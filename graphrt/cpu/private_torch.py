@@ -128,7 +128,7 @@ def replace_reads(
     methods: Sequence[str],
     functions: Sequence[str],
     guarded: Callable[[str, Callable[..., Any]], Callable[..., Any]],
-    restores: list[Callable[[], None]],
+    restores: list[Callable[[], object]],
 ) -> None:
     """Make what `guarded` returns for each of these methods of `torch.Tensor`, and functions of
     `torch`, stand for it until `restores` are called, the last first.
@@ -180,7 +180,7 @@ def inductor_loaded() -> bool:
     return _INDUCTOR in sys.modules
 
 
-def hook_compiled_code(before: Callable[[], None], restores: list[Callable[[], None]]) -> None:
+def hook_compiled_code(before: Callable[[], None], restores: list[Callable[[], object]]) -> None:
     """Have `before` called by each call of Inductor's code, whoever makes it, until `restores` are
     called; none is added if Inductor is loaded and its code cannot be hooked.
 
@@ -215,7 +215,7 @@ def hook_compiled_calls(
     entering: Callable[[Callable[[Any], Any]], FunctionType],
     leaving: Callable[[Callable[[Any], Any]], FunctionType],
     skipped: Sequence[Any],
-    restores: list[Callable[[], None]],
+    restores: list[Callable[[], object]],
 ) -> None:
     """Wrap what Dynamo calls right before and right after a compiled function, until the function
     is called that is added to `restores`; none is if Dynamo is not loaded, or lacks either.

@@ -20,8 +20,8 @@ and no replay would see that. Its copy is an error, unless it is page-locked: th
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -29,6 +29,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
+from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import is_made_on_host, make_on_host
 from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
@@ -361,30 +362,11 @@ _LIFTED: Mapping[int, _Lifted] = {
 }
 
 
-class _HostFirst:
-    """Has torch make tensors of Python data on the host first while any capture needs it.
-
-    It is a flag of the whole process. Another thread gets the same tensor by one operator more.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted: set[int] = set()
-        self._before = False
-
-    def enter(self, owner: object) -> None:
-        with self._lock:
-            if not self._wanted:
-                self._before = is_made_on_host()
-            self._wanted.add(id(owner))
-            make_on_host(True)
-
-    def leave(self, owner: object) -> None:
-        with self._lock:
-            if id(owner) in self._wanted:
-                self._wanted.discard(id(owner))
-                if not self._wanted:
-                    make_on_host(self._before)
+def _make_on_host(undone_by: list[Callable[[], object]]) -> None:
+    undone_by.append(partial(make_on_host, is_made_on_host()))
+    make_on_host(True)
 
 
-_host_first = _HostFirst()
+# Another thread gets the same tensor by one operator more.
+_host_first = ProcessChange(_make_on_host)
+"""Has torch make tensors of Python data on the host first."""
