@@ -11,10 +11,11 @@ from torch.nn import functional as F
 
 from graphrt import GraphRunner, InputSpec
 from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
+from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import is_watched
 from graphrt.core.trust.watching import modes
 from graphrt.core.trust.watching.modes import WriteWatch, note_operators
-from graphrt.core.trust.watching.watch import Watch, storage_key
+from graphrt.core.trust.watching.watch import Watch
 from graphrt.core.trust.watching.writes import SavedWrites
 
 NAMESPACE = "graphrt_write_watch"
@@ -41,7 +42,7 @@ def watch_of(known: set[int] = frozenset(), saves: SavedWrites | None = None) ->
 
 def saved(state: torch.Tensor, function: Callable[[], Any]) -> bool:
     """Whether a run that changes `state` is undone."""
-    key, before = storage_key(state), state.clone()
+    key, before = tree.storage_key(state), state.clone()
     assert key is not None
     saves = SavedWrites(1 << 20)
     watch_of({key}, saves).around(function)
@@ -75,7 +76,7 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("name", WRITES)
 def test_rows_that_each_token_of_the_largest_run_wrote_too_are_nobodys(name):
     state, write = torch.zeros(16), WRITES[name]
-    key = storage_key(state)
+    key = tree.storage_key(state)
     largest = SavedWrites(1 << 20)
     Watch(frozenset(), largest).around(lambda: write(state, torch.arange(8) % 5))
     largest.restore()
@@ -97,7 +98,7 @@ def test_rows_that_each_token_of_the_largest_run_wrote_too_are_nobodys(name):
 
 def test_rows_of_another_operator_or_of_other_memory_are_saved():
     state, other = torch.zeros(16), torch.zeros(16)
-    known = {storage_key(state), storage_key(other)}
+    known = {tree.storage_key(state), tree.storage_key(other)}
     largest = SavedWrites(1 << 20)
     at = torch.arange(4)
     Watch(frozenset(), largest).around(lambda: WRITES["index_copy_"](state, torch.arange(8)))
@@ -211,7 +212,7 @@ def test_numbers_that_torch_made_tensors_of_reach_the_operator():
 
 
 def test_a_watch_that_is_interrupted_sees_nothing_later():
-    watch, state = watch_of({storage_key(torch.zeros(1))}), torch.zeros(4)
+    watch, state = watch_of({tree.storage_key(torch.zeros(1))}), torch.zeros(4)
     found: list[bool] = []
 
     def interrupted() -> None:

@@ -514,17 +514,10 @@ def refuse_transform(function: Callable[..., Any]) -> None:
 
 
 def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The strided memory of tensors, and of what a subclass is made of: by the number of its
-    storage, a tensor there, which is empty only if all are."""
+    """The memory of tensors, and of what a subclass is made of: by the number of its storage, a
+    tensor there, which is empty only if all are."""
     memory: dict[int, torch.Tensor] = {}
-    for tensor in tensors:
-        flatten = None
-        if type(tensor) is not torch.Tensor:
-            flatten = getattr(tensor, "__tensor_flatten__", None)
-        if flatten is not None:
-            memory |= _memory_of([getattr(tensor, name) for name in flatten()[0]])
-        elif tensor.layout is torch.strided:
-            name = tensor.untyped_storage()._cdata
-            if name not in memory or not memory[name].numel():
-                memory[name] = tensor
+    for tensor, name, _ in tree.placed(tensors, parts=True):
+        if name is not None and (name not in memory or not memory[name].numel()):
+            memory[name] = tensor
     return memory

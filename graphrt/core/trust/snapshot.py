@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.base.option_values import told
 from graphrt.core.base.thread_mode import unseen
@@ -41,7 +42,6 @@ from graphrt.core.trust.places.slots import (
     same_value,
 )
 from graphrt.core.trust.places.walk import Kind, Places, is_array, shape_of
-from graphrt.core.trust.watching.watch import storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
 
@@ -267,8 +267,8 @@ class PythonState:
             return []
         # A slot may begin with a tensor that another slot holds too, and still holds: a normalized
         # weight with the weight itself. The run has read that one, not the replaced slot.
-        stays = {storage_key(was) for _, was, value in tensors if value is was}
-        keys = [(slot.path, storage_key(held)) for slot, held in replaced]
+        stays = {tree.storage_key(was) for _, was, value in tensors if value is was}
+        keys = [(slot.path, tree.storage_key(held)) for slot, held in replaced]
         return [path for path, key in keys if key in used and key not in stays]
 
 

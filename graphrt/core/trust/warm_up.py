@@ -31,7 +31,7 @@ from graphrt.core.trust.snapshot import (
     put_back,
 )
 from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch, note_operators
-from graphrt.core.trust.watching.watch import Kept, Trace, Use, Watch, storage_key
+from graphrt.core.trust.watching.watch import Kept, Trace, Use, Watch
 from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
@@ -469,8 +469,8 @@ class _Moves:
         for at in moved:
             self._counts[at] += not captured or self._counts[at] > 0
         for place, held, memory in self._python.elsewhere():
-            count, known = self._memory.get(place.path, (0, storage_key(memory)))
-            key = storage_key(held)
+            count, known = self._memory.get(place.path, (0, tree.storage_key(memory)))
+            key = tree.storage_key(held)
             self._memory[place.path] = count + (key != known), key
         return bool(moved)
 
@@ -481,7 +481,7 @@ class _Moves:
             count, _ = self._memory.get(place.path, (0, None))
             if count > 1:
                 held.data = memory.detach()
-                self._memory[place.path] = count, storage_key(memory)
+                self._memory[place.path] = count, tree.storage_key(memory)
 
     def anew(self) -> Iterator[tuple[Place, torch.Tensor]]:
         """The slots in which more than one run has put a tensor of its own, and the last one."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import WATCH_KEY, ThreadMode, watch_key
 from graphrt.core.base.torch_names import (
@@ -27,7 +28,6 @@ from graphrt.core.capture.operators import (
 )
 from graphrt.core.device.figures import GraphWork
 from graphrt.core.replay.recording import active, counted, issued
-from graphrt.core.trust.watching.watch import storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class WriteWatch:
     def look(self, facts: OperatorFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """An operator is about to write."""
         for tensor in written(facts, args, kwargs):
-            key = storage_key(tensor)
+            key = tree.storage_key(tensor)
             if key is None or key not in self._known:
                 continue
             self.written.add(key)
