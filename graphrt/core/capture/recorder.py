@@ -158,7 +158,10 @@ class Recorder:
         identities = list(map(tree.identity, tensors))
         # Replays call it with the tensors of the capture; `apart` are for one that reshapes them.
         kept = tree.map_tensors(self.captured_ref, call)
-        apart = tree.map_tensors(self._kept_apart, call)
+        forwards = set(map(id, tensors))
+        apart = tree.map_tensors(
+            lambda each: unseen(each.detach) if id(each) in forwards else each, kept
+        )
         memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
         strided(result, f"eager break {name}")
