@@ -517,7 +517,15 @@ def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     """The memory of tensors, and of what a subclass is made of: by the number of its storage, a
     tensor there, which is empty only if all are."""
     memory: dict[int, torch.Tensor] = {}
-    for tensor, name, _ in tree.placed(tensors, parts=True):
-        if name is not None and (name not in memory or not memory[name].numel()):
-            memory[name] = tensor
+    for tensor in tensors:
+        # Parts see each operator: most have plain tensors alone.
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        for part in (tensor,) if plain else _parts_of(tensor):
+            name = part.untyped_storage()._cdata
+            if name not in memory or not memory[name].numel():
+                memory[name] = part
     return memory
+
+
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [part for part, name, _ in tree.placed((tensor,), parts=True) if name is not None]
