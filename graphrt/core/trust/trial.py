@@ -309,9 +309,10 @@ class Trial:
             return None if run is None or run.outputs is None else run
 
         own = Draws(self._state.generators)
-        alone = matched = attempt(own.record)
+        alone = attempt(own.record)
         if alone is None:
             return None
+        matched = alone
         if not draws.like(own):
             again = attempt(draws.repeat)
             matched = alone if again is None or draws.lost else again
