@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base._fork import fork_safe
+from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.errors import IN_PIECES, BakedScalarError, CaptureError, GraphRTError
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.thread_mode import dispatch_modes
@@ -60,11 +61,6 @@ _NEEDED_CELLS = frozenset({"fn", "self"})
 
 # Inductor's code that is called in any other way (compile_fx, standalone_compile, AOTInductor, a
 # Dynamo that cannot be hooked) is refused as it runs.
-_lock = fork_safe(threading.Lock())
-# Those that are open, by name and not counted: closing twice changes nothing.
-_open: set[int] = set()
-_restores: list[Callable[[], None]] = []
-_code_restores: list[Callable[[], None]] = []
 _thread = threading.local()
 
 
@@ -78,12 +74,15 @@ class CompiledCalls:
 
     def open(self) -> None:
         _thread.watch = self
-        self._blind = not _install(self)
+        hooked_calls.enter(self)
+        hooked_code.enter(self)
+        self._blind = not (hooked_calls or (hooked_code and inductor_loaded()))
 
     def close(self) -> None:
         _thread.watch = None
         self._region = None
-        _uninstall(self)
+        hooked_calls.leave(self)
+        hooked_code.leave(self)
 
     def check(self) -> None:
         """Raise `CaptureError` if compiled code may have run unseen."""
@@ -242,32 +241,10 @@ def _why_not(code: CodeType) -> GraphRTError | None:
     return None
 
 
-def _install(user: CompiledCalls) -> bool:
-    """Whether the calls of all compiled code that is loaded are seen from here on."""
-    with _lock:
-        _open.add(id(user))
-        if not _restores:
-            # These run while Dynamo watches for frames to compile.
-            skipped = [Tape.__torch_dispatch__.__code__]
-            hook_compiled_calls(_entering, _leaving, skipped, _restores)
-        if not _code_restores:
-            hook_compiled_code(_running, _code_restores)
-        return bool(_restores) or (bool(_code_restores) and inductor_loaded())
-
-
 def _running() -> None:
     watch: CompiledCalls | None = getattr(_thread, "watch", None)
     if watch is not None:
         watch.refuse_code()
-
-
-def _uninstall(user: CompiledCalls) -> None:
-    with _lock:
-        _open.discard(id(user))
-        for restores in (_restores, _code_restores):
-            while restores and not _open:
-                restores[-1]()
-                restores.pop()
 
 
 def _entering(original: Callable[[Any], Any]) -> FunctionType:
@@ -292,3 +269,10 @@ def _leaving(original: Callable[[Any], Any]) -> FunctionType:
 
     assert isinstance(set_eval_frame, FunctionType)
     return set_eval_frame
+
+
+# What is skipped runs while Dynamo watches for frames to compile.
+hooked_calls = ProcessChange(
+    partial(hook_compiled_calls, _entering, _leaving, [Tape.__torch_dispatch__.__code__])
+)
+hooked_code = ProcessChange(partial(hook_compiled_code, _running))

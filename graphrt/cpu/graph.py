@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo
 from graphrt.core.base.errors import CaptureError, NestedCaptureError, TaskContractError
 from graphrt.core.base.thread_mode import dispatch_modes, remove_dispatch_mode
@@ -21,7 +22,6 @@ from graphrt.cpu.tape.lowering import Call, replay_guard
 from graphrt.cpu.tape.program import TaskCall, assemble
 from graphrt.cpu.tape.recorder import Step, Tape
 from graphrt.cpu.tape.refusals import HostReads
-from graphrt.cpu.tape.tensors import tensors_in
 from graphrt.cpu.task import TaskHandle, reissue
 
 _thread = threading.local()
@@ -185,7 +185,7 @@ class TapeGraph:
         arena = self._arena
         reads: dict[tuple[int, int], GraphRead] = {}
         for step in self._steps:
-            for tensor in tensors_in((step.args, step.kwargs)):
+            for tensor in tree.tensors((step.args, step.kwargs)):
                 if tensor.numel() == 0 or arena is None or arena.owns(tensor):
                     continue
                 if tensor.layout is not torch.strided:
@@ -274,5 +274,5 @@ def _tensors(value: Any, arena: Arena | None) -> Sequence[dict[str, Any]]:
             "dtype": str(t.dtype).removeprefix("torch."),
             "arena": arena is not None and arena.owns(t),
         }
-        for t in tensors_in(value)
+        for t in tree.tensors(value)
     ]

@@ -128,7 +128,7 @@ def replace_reads(
     methods: Sequence[str],
     functions: Sequence[str],
     guarded: Callable[[str, Callable[..., Any]], Callable[..., Any]],
-    restores: list[Callable[[], None]],
+    restores: list[Callable[[], object]],
 ) -> None:
     """Make what `guarded` returns for each of these methods of `torch.Tensor`, and functions of
     `torch`, stand for it until `restores` are called, the last first.
@@ -137,10 +137,10 @@ def replace_reads(
     """
     # What torch.Tensor inherits is restored by deleting what hides it. A method that a torch has
     # not reads nothing.
-    for name in methods:
-        if hasattr(torch.Tensor, name):
-            restores.append(partial(_put_back, name, torch.Tensor.__dict__.get(name)))
-            setattr(torch.Tensor, name, guarded(name, getattr(torch.Tensor, name)))
+    there = [name for name in methods if hasattr(torch.Tensor, name)]
+    restores.append(partial(_put_back, {name: vars(torch.Tensor).get(name) for name in there}))
+    for name in there:
+        setattr(torch.Tensor, name, guarded(name, getattr(torch.Tensor, name)))
     for name in functions:
         function = getattr(torch, name, None)
         if function is not None:
@@ -148,11 +148,12 @@ def replace_reads(
             setattr(torch, name, guarded(name, function))
 
 
-def _put_back(name: str, original: Any) -> None:
-    if original is not None:
-        setattr(torch.Tensor, name, original)
-    elif name in torch.Tensor.__dict__:
-        delattr(torch.Tensor, name)
+def _put_back(methods: dict[str, Any]) -> None:
+    for name, original in methods.items():
+        if original is not None:
+            setattr(torch.Tensor, name, original)
+        elif name in vars(torch.Tensor):
+            delattr(torch.Tensor, name)
 
 
 # Dynamo ------------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ def inductor_loaded() -> bool:
     return _INDUCTOR in sys.modules
 
 
-def hook_compiled_code(before: Callable[[], None], restores: list[Callable[[], None]]) -> None:
+def hook_compiled_code(before: Callable[[], None], restores: list[Callable[[], object]]) -> None:
     """Have `before` called by each call of Inductor's code, whoever makes it, until `restores` are
     called; none is added if Inductor is loaded and its code cannot be hooked.
 
@@ -214,7 +215,7 @@ def hook_compiled_calls(
     entering: Callable[[Callable[[Any], Any]], FunctionType],
     leaving: Callable[[Callable[[Any], Any]], FunctionType],
     skipped: Sequence[Any],
-    restores: list[Callable[[], None]],
+    restores: list[Callable[[], object]],
 ) -> None:
     """Wrap what Dynamo calls right before and right after a compiled function, until the function
     is called that is added to `restores`; none is if Dynamo is not loaded, or lacks either.

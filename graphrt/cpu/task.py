@@ -52,19 +52,14 @@ def reissue(
 
 
 class _Reissue(ThreadMode):
+    takes_apart = False  # the tape says what is composite
+
     def __init__(self, steps: Sequence[Step]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = steps
         self.arguments: list[NewArguments] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op = operator_of(func)
         if op.composite:
             return self.take_apart(func, args, kwargs)

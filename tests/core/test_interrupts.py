@@ -28,7 +28,7 @@ from graphrt import (
     eager_break,
 )
 from graphrt.core.base.errors import CaptureSyncError
-from graphrt.core.base.thread_mode import dispatch_modes
+from graphrt.core.base.thread_mode import dispatch_modes, is_watched
 from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.replay.recording import current_capture, under_way, warming_up
 from graphrt.cpu import compiled
@@ -93,10 +93,11 @@ def check_nothing_is_left(pool: Any) -> None:
     assert current_capture() is None
     assert not warming_up.get() and not under_way
     assert pool.owner is None
-    assert not dispatch_modes()
+    assert not dispatch_modes() and not is_watched()
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     assert gc.isenabled() and gc.get_freeze_count() < 5000
-    assert torch.Tensor.numpy is NUMPY and not refusals._open and not compiled._open
+    assert torch.Tensor.numpy is NUMPY and not refusals.guards.users
+    assert not compiled.hooked_calls.users and not compiled.hooked_code.users
     free: list[bool] = []
     thread = threading.Thread(target=lambda: free.append(takes(pool.capture_lock)))
     thread.start()

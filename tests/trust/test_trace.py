@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.trust.watching.operators import in_bounds
+from graphrt.core.capture.operators import in_bounds
 from graphrt.core.trust.watching.watch import Deviation, Trace, Watch, first_difference
 
 aten = torch.ops.aten

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import dispatch_modes
 from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.watching.watch import Use, Values, Watch, storage_key
+from graphrt.core.trust.watching.watch import Use, Values, Watch
 
 Run = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def use_of(watch: Watch, tensor: torch.Tensor) -> Use | None:
-    key = storage_key(tensor)
+    key = tree.storage_key(tensor)
     assert key is not None
     return watch.uses.get(key)
 
@@ -101,7 +102,7 @@ def test_what_a_run_does_to_a_tensor_from_outside_is_seen(run, expected):
 
 def test_a_tensor_that_is_set_to_other_memory_writes_and_reads_neither():
     tensor, other = torch.ones(4), torch.zeros(8)
-    before = storage_key(tensor)
+    before = tree.storage_key(tensor)
     watch = watched(lambda: tensor.set_(other))
     assert watch.uses[before].is_written
     assert words(watch, other) == "used"
@@ -176,7 +177,7 @@ def test_tensors_without_memory_of_their_own_are_left_alone():
     meta = torch.ones(3, 3, device="meta")
     watch = watched(lambda: (sparse @ torch.ones(3, 1), meta + 1, sparse * 2))
     assert watch.uses == {}
-    assert storage_key(sparse) is None and storage_key(meta) is None
+    assert tree.storage_key(sparse) is None and tree.storage_key(meta) is None
 
 
 class Two(torch.Tensor):
@@ -269,8 +270,8 @@ def kept_in(run: Callable[[list[torch.Tensor]], Any], x: torch.Tensor) -> list[t
     held: list[torch.Tensor] = []
     watch = watched(lambda: run(held), x)
     kept = watch.kept()
-    assert set(kept) == {storage_key(each) for each in held}
-    found = [kept[storage_key(each)] for each in held]
+    assert set(kept) == {tree.storage_key(each) for each in held}
+    found = [kept[tree.storage_key(each)] for each in held]
     return [(each.from_inputs, each.rewritten) for each in found]
 
 
@@ -318,7 +319,7 @@ def test_a_read_of_what_was_computed_from_inputs_and_left_outside_counts_as_inpu
         held.append(state + 1)
 
     watch = watched(run, X)
-    assert watch.kept()[storage_key(held[0])].from_inputs
+    assert watch.kept()[tree.storage_key(held[0])].from_inputs
 
 
 def test_what_compiled_code_writes_is_its_own_and_noted():

@@ -19,11 +19,14 @@ A few functions on the way of every replay write the same form out, because this
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
+
+from graphrt.core.base._fork import fork_safe
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -113,6 +116,40 @@ def note(error: BaseException, text: str) -> None:
     """Add a line to what an error says; Python 3.10 has no notes."""
     if hasattr(error, "add_note"):
         error.add_note(text)
+
+
+class ProcessChange:
+    """A change of the whole process that is there as long as anybody needs it.
+
+    Users are kept by name and not counted, so that leaving twice, or without having come in,
+    changes nothing. `make` is given a list to which it adds what undoes each step, before the step;
+    it is asked again for the next user where there was nothing to change yet.
+    """
+
+    def __init__(self, make: Callable[[list[Callable[[], object]]], None]) -> None:
+        self._make = make
+        self._lock = fork_safe(threading.Lock())
+        self.users: set[int] = set()
+        self._undone_by: list[Callable[[], object]] = []
+
+    def __bool__(self) -> bool:
+        """Whether it is there."""
+        return bool(self._undone_by)
+
+    def enter(self, user: object) -> None:
+        """Make it, unless it is there."""
+        with self._lock:
+            self.users.add(id(user))
+            if not self._undone_by:
+                self._make(self._undone_by)
+
+    def leave(self, user: object) -> None:
+        """Undo it, if this user was the last."""
+        with self._lock:
+            self.users.discard(id(user))
+            while self._undone_by and not self.users:
+                self._undone_by[-1]()
+                self._undone_by.pop()
 
 
 class _AfterError(partial[object]):

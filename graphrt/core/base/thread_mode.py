@@ -1,8 +1,8 @@
-"""Dispatch modes that touch nothing but the stack of their thread."""
+"""How operators of one thread are seen: by dispatch modes that touch nothing but its stack, which
+cost microseconds an operator, and by a dispatch key, which costs nothing but where one writes."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -20,9 +20,14 @@ from graphrt.core.base.torch_names import (
     dispatch_keys,
     dispatch_mode_stack,
     excluded_keys,
+    fallthrough_of_new_ones,
     has_kernel,
+    higher_order_operators,
     included_keys,
     inference_guard,
+    is_included,
+    kernel_library,
+    key_named,
     pop_dispatch_mode,
     push_dispatch_mode,
     run_composite,
@@ -39,19 +44,31 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     capture, or update tasks, at once would leave set.
     """
 
-    def __init_subclass__(cls, *, results_count: bool = True, **options: Any) -> None:
-        """Without `results_count` nobody looks at what runs under the mode compute."""
-        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
-        handler = cls.__dict__.get("__torch_dispatch__")
-        if handler is not None:
-            wrapped = _conjugating(handler) if results_count else _casting(handler, cls.passes_by)
-            cls.__torch_dispatch__ = wrapped  # type: ignore[method-assign]
+    takes_apart = True
+    """Whether `handle` gets what composite operators are made of, and never one as a whole."""
 
-    @staticmethod
-    def passes_by(func: Any) -> bool:
-        """Whether all that the mode ever does with an operator is to call it. Asked once of each,
-        and only where the results do not count."""
-        return False
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `handle` where operators compute what they compute outside of a mode."""
+        inside = _cast_inside(func)
+        cast = _autocast_where_it_was_called(func, inside) if inside else ()
+        with dispatch_keys(included_keys(), conjugation_resolved[excluded_keys().raw_repr()]):
+            for kind in cast:  # until the guard ends
+                torch.set_autocast_enabled(kind, True)
+            if self.takes_apart and is_taken_apart(func):
+                result = self.take_apart(func, args, kwargs or {})
+            else:
+                result = self.handle(func, types, args, kwargs or {})
+        if inside:
+            # A forward's own torch.autocast, made earlier, keeps casts again: a graph that has the
+            # operator as a whole would read those that were made inside of it.
+            torch.clear_autocast_cache()
+        return result
+
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator of this thread, which is to be called."""
+        raise NotImplementedError
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -129,49 +146,6 @@ def is_taken_apart(func: Any) -> bool:
     except RuntimeError:
         # One of TorchScript's, such as prim::device, of which the dispatcher knows nothing.
         return False
-
-
-def _conjugating(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """`handler` of a mode, in which operators compute what they compute outside of it."""
-
-    @functools.wraps(handler)
-    def handle(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        inside = _cast_inside(func)
-        cast = _autocast_where_it_was_called(func, inside) if inside else ()
-        with dispatch_keys(included_keys(), conjugation_resolved[excluded_keys().raw_repr()]):
-            for kind in cast:  # until the guard ends
-                torch.set_autocast_enabled(kind, True)
-            result = handler(self, func, *args, **kwargs)
-        if inside:
-            # A forward's own torch.autocast, made earlier, keeps casts again: a graph that has the
-            # operator as a whole would read those that were made inside of it.
-            torch.clear_autocast_cache()
-        return result
-
-    return handle
-
-
-def _casting(handler: Callable[..., Any], passes_by: Callable[[Any], bool]) -> Callable[..., Any]:
-    """The same, but for conjugations that kernels put off: that changes numbers, and no dtype, and
-    to see to it takes as long as a small operator. Of most operators, which the mode `passes_by`,
-    it is asked nothing but whether it is one of those."""
-    conjugating = _conjugating(handler)
-    # By number: an operator's hash is computed in Python. Held, so that none is used again.
-    passed_by: dict[int, Any] = {}
-
-    @functools.wraps(handler)
-    def handle(
-        self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if id(func) in passed_by:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if _cast_inside(func):
-            return conjugating(self, func, types, args, kwargs)
-        if passes_by(func):
-            passed_by[id(func)] = func
-        return handler(self, func, types, args, kwargs)
-
-    return handle
 
 
 @cache
@@ -294,6 +268,33 @@ def outside_modes(function: Callable[[], T]) -> T:
 def _without_modes(function: Callable[[], T], undo: Undo) -> T:
     undo.enter(without_dispatch_modes())
     return function()
+
+
+WATCH_KEY = "TESTING_ONLY_GenericMode"
+"""A dispatch key that torch leaves free, by which writes are watched in place of a mode. It is
+above autograd, autocast and transforms, so that none of them is disturbed."""
+
+
+@cache
+def watch_key() -> Any:
+    """The key; operators that are given no kernel of it are passed by in C++."""
+    key, library = key_named(WATCH_KEY), kernel_library("IMPL", "_", WATCH_KEY)
+    library.fallback(WATCH_KEY, torch.library.fallthrough_kernel, False)
+    _libraries.append(library)
+    # Those of Python know nothing of the fallback.
+    fallthrough_of_new_ones.append(key)
+    for operator in higher_order_operators.values():
+        operator.fallthrough(key)
+    return key
+
+
+_libraries: list[Any] = []
+"""A fallback goes with its library."""
+
+
+def is_watched() -> bool:
+    """Whether somebody sees the operators of this thread: a dispatch mode, or by `watch_key`."""
+    return count_dispatch_modes() > 0 or is_included(watch_key())
 
 
 dispatch_modes = dispatch_mode_stack

@@ -123,6 +123,29 @@ for itself (pinv does) would compute with the numbers before it. Sets are few, a
 together takes longer than finding it."""
 
 
+_NO_WRITES = "what a warm-up writes cannot be saved, so captures with checks fail"
+key_named: Callable[[str], Any] = NAMES.take("torch._C._dispatch_key_parse", without=_NO_WRITES)
+include_key: Callable[[Any, bool], object] = NAMES.take(
+    "torch._C._dispatch_tls_set_dispatch_key_included", without=_NO_WRITES
+)
+is_included: Callable[[Any], bool] = NAMES.take(
+    "torch._C._dispatch_tls_is_dispatch_key_included", without=_NO_WRITES
+)
+kernel_library: Callable[[str, str, str], Any] = NAMES.take(
+    "torch._C._dispatch_library", without=_NO_WRITES
+)
+all_schemas: Callable[[], list[Any]] = NAMES.take(
+    "torch._C._jit_get_all_schemas", without=_NO_WRITES
+)
+higher_order_operators: dict[str, Any] = NAMES.take(
+    "torch._ops._higher_order_ops", without=_NO_WRITES
+)
+fallthrough_of_new_ones: list[Any] = NAMES.take(
+    "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", without=_NO_WRITES
+)
+"""The dispatch keys that higher-order operators pass by which are made later."""
+
+
 # Settings ----------------------------------------------------------------------------------------
 
 attention_kernels: Any = _attention("torch.nn.attention._cur_sdpa_kernel_backends")

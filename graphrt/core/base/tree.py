@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -144,3 +144,46 @@ def identity(tensor: torch.Tensor) -> tuple[object, ...]:
         tensor.dtype,
         tensor.device,
     )
+
+
+Placed: TypeAlias = tuple[torch.Tensor, int | None, int]
+"""A tensor, its `storage_key`, and where its storage begins."""
+
+BARE = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that are made of no others."""
+
+
+def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
+    """The tensors among values and in lists of them, each with its `storage_key` and where the
+    storage begins; with `parts` those that a subclass is made of in place of it."""
+    tensors: list[Placed] = []
+    left = [*values]
+    while left:
+        value = left.pop(0)
+        if not isinstance(value, torch.Tensor):
+            if isinstance(value, list | tuple):
+                left[:0] = value
+            continue
+        flatten = None
+        if parts and type(value) not in BARE:
+            flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is not None:
+            left[:0] = [getattr(value, name) for name in flatten()[0]]
+            continue
+        key, address = None, 0
+        if value.layout is torch.strided and not value.is_meta:
+            try:
+                storage = value.untyped_storage()
+                # A tracer's tensors have a storage, and no memory.
+                if storage.device.type != "meta":
+                    address = storage.data_ptr()
+                    key = storage._cdata
+            except (NotImplementedError, RuntimeError):
+                pass
+        tensors.append((value, key, address))
+    return tensors
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """What a tensor's memory is known by while it lives; None where it has none of its own."""
+    return placed((tensor,))[0][1]

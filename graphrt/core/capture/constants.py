@@ -20,8 +20,8 @@ and no replay would see that. Its copy is an error, unless it is page-locked: th
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -29,8 +29,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
+from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import is_made_on_host, make_on_host
+from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
 from graphrt.core.capture.refusals import PAGEABLE_COPY, WRITTEN_CONSTANT, described
 from graphrt.core.capture.source import Source, user_source
 from graphrt.core.device.graph import DeviceGraph
@@ -184,7 +186,7 @@ class Constants:
         results = [each for each in tree.tensors(result) if _is_of_host(each)]
         if not results:
             return
-        if func is _aten.lift_fresh.default:
+        if func is LIFT_FRESH:
             # Memory of an array belongs to the host, which may write it.
             shared = [each for each in results if not each.untyped_storage().resizable()]
             source = user_source() if shared else None
@@ -219,7 +221,10 @@ class Constants:
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Before an operator: a mask that it writes is no copy of a constant any more."""
-        for tensor in tree.tensors(list(written(func, args, kwargs))):
+        facts = facts_of(func)
+        if not facts.name:  # one that does not say
+            self._masks.clear()
+        for tensor in written(facts, args, kwargs):
             if tensor.layout is torch.strided:
                 self._masks.pop(tensor.untyped_storage()._cdata, None)
 
@@ -330,17 +335,6 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 
-def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """What an operator may write: of one that does not say, all that it is given."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        yield from (*args, *kwargs.values())
-        return
-    for place, argument in enumerate(schema.arguments if schema.is_mutable else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[place] if place < len(args) else kwargs.get(argument.name)
-
-
 def _is_of_host(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.layout is torch.strided and type(tensor) is torch.Tensor
 
@@ -368,30 +362,11 @@ _LIFTED: Mapping[int, _Lifted] = {
 }
 
 
-class _HostFirst:
-    """Has torch make tensors of Python data on the host first while any capture needs it.
-
-    It is a flag of the whole process. Another thread gets the same tensor by one operator more.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted: set[int] = set()
-        self._before = False
-
-    def enter(self, owner: object) -> None:
-        with self._lock:
-            if not self._wanted:
-                self._before = is_made_on_host()
-            self._wanted.add(id(owner))
-            make_on_host(True)
-
-    def leave(self, owner: object) -> None:
-        with self._lock:
-            if id(owner) in self._wanted:
-                self._wanted.discard(id(owner))
-                if not self._wanted:
-                    make_on_host(self._before)
+def _make_on_host(undone_by: list[Callable[[], object]]) -> None:
+    undone_by.append(partial(make_on_host, is_made_on_host()))
+    make_on_host(True)
 
 
-_host_first = _HostFirst()
+# Another thread gets the same tensor by one operator more.
+_host_first = ProcessChange(_make_on_host)
+"""Has torch make tensors of Python data on the host first."""

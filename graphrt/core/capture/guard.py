@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,12 +28,12 @@ from graphrt.core.base.errors import GraphRTError, PageableCopyError
 from graphrt.core.base.thread_mode import (
     ThreadMode,
     dispatch_modes,
-    is_taken_apart,
     remove_dispatch_mode,
 )
 from graphrt.core.base.torch_names import in_transform
 from graphrt.core.batch.context import ForwardContext
-from graphrt.core.capture.constants import Constants, written
+from graphrt.core.capture.constants import Constants
+from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
 from graphrt.core.capture.refusals import (
     HIDDEN_TENSOR,
     HOST_ARGUMENT,
@@ -52,9 +52,6 @@ from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.replay.eager_part import name_of
 from graphrt.core.replay.recording import Recording, issued
 
-_LIFT_FRESH = torch.ops.aten.lift_fresh.default
-"""What every tensor made from Python data, or from a NumPy array, goes through."""
-
 _COPIES = ("aten.copy_.default", "aten._to_copy.default")
 
 
@@ -64,7 +61,7 @@ class CaptureGuard(ThreadMode):
 
     A FULL graph has no eager parts, so there only the caller's tensors, host random numbers and the
     context are looked at. With `constants`, tensors that the forward makes on the host are lifted
-    out of the graph. Where a list is `issued`, the operators of segments are noted in it. The mode
+    out of the graph. Where a list is `issued`, the operators are noted in it. The mode
     is only entered where an operator has to be looked at.
     """
 
@@ -132,12 +129,7 @@ class CaptureGuard(ThreadMode):
         if self.constants is not None:
             self.constants.end()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_taken_apart(func):
-            return self.take_apart(func, args, kwargs)
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._breaks and is_listed(func, self._breaks):
             return self._break_at(func, args, kwargs)
         if self.issued is not None:
@@ -175,9 +167,7 @@ class CaptureGuard(ThreadMode):
 
     def check_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `BreakError` if an operator is about to write such a copy."""
-        if not self._copies or getattr(func, "_schema", None) is None:
-            return
-        for tensor in tree.tensors(list(written(func, args, kwargs))):
+        for tensor in written(facts_of(func), args, kwargs) if self._copies else ():
             if tensor.layout is torch.strided:
                 ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
                 part = self._copies.get(ref)
@@ -260,7 +250,7 @@ class CallerTensors:
         on the host, or `PageableCopyError` where a try that lifts constants may take it; views of
         it are made, and pinned memory is copied. Notes draws on the host. For `on_device` alone."""
         self._drew = bool(self._drew) or _draws_on_host(func, args, kwargs)
-        if not self._hosts or _makes_a_view(func):
+        if not self._hosts or facts_of(func).is_view:
             return
         for tensor in tree.tensors((args, kwargs)):
             on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
@@ -275,17 +265,9 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _makes_a_view(func: Any) -> bool:
-    """Whether an operator returns what it is given, unread."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or schema.is_mutable:
-        return False
-    return any(result.alias_info is not None for result in schema.returns)
-
-
 def _draws_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator draws from the host's generator, and not from a device's."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+    if not facts_of(func).draws:
         return False
     of_tensors = [tensor.device.type for tensor in tree.tensors((args, kwargs))]
     asked = kwargs.get("device")
@@ -417,9 +399,9 @@ class SideDoors:
             if isinstance(mode, _PartWatch) and mode.doors is self:
                 return function(*args, **kwargs)
         refuse_transform(function)
-        storages = _storages_in((args, kwargs))
-        watch = _PartWatch(self, name_of(function), storages, guard)
-        undo.set(in_eager_part, frozenset(storages))
+        given = _memory_of(tree.tensors((args, kwargs)))
+        watch = _PartWatch(self, name_of(function), given, guard)
+        undo.set(in_eager_part, frozenset(given))
         # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
         # one side alone: graph and part each make their own at a replay.
         torch.clear_autocast_cache()
@@ -447,12 +429,11 @@ class SideDoors:
         """Raise `SideDoorError` if the open capture may not read a tensor of `values`."""
         if not self.made:
             return
-        for tensor in tree.tensors(values):
+        for name, tensor in _memory_of(tree.tensors(values)).items():
             # Of an empty one nothing can be read.
-            for storage in _storages(tensor) if tensor.numel() else ():
-                _, made = self.made.get(storage._cdata, (None, None))
-                if made is not None:
-                    self._note(_Read(what, op, user_source(), described(tensor)), made)
+            _, made = self.made.get(name, (None, None)) if tensor.numel() else (None, None)
+            if made is not None:
+                self._note(_Read(what, op, user_source(), described(tensor)), made)
 
     def _note(self, read: _Read, made: _Made) -> None:
         if made.capture == self._capture:
@@ -462,22 +443,16 @@ class SideDoors:
             if other.capture == self._capture and other.line == made.line:
                 raise made.refusal(read, " again at every step")
 
-    def note_made(self, part: str, result: Any, arguments: Sequence[torch.Tensor]) -> None:
-        """Note the tensors of what an operator returned that are not memory of those it was given:
-        none, for one that makes tensors of Python data."""
-        before: set[int] | None = None
-        made: _Made | None = None
-        for tensor in (result,) if type(result) is torch.Tensor else tree.tensors(result):
-            for storage in _storages(tensor):
-                key = storage._cdata
-                if key in self.made:
-                    continue
-                if before is None:
-                    # Only now: most operators in a part read what others there have made.
-                    before = {s._cdata for tensor in arguments for s in _storages(tensor)}
-                if key not in before:
-                    made = made or _Made(part, user_source(), self._capture)
-                    self.made[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
+    def note_made(self, part: str, result: Any, given: Sequence[torch.Tensor]) -> None:
+        """Note the tensors of what an operator returned that are not memory of those that it was
+        `given`, as they are now: `set_` gives one other memory."""
+        results = _memory_of(tree.tensors(result))
+        if results.keys() <= self.made.keys():
+            return
+        made, before = _Made(part, user_source(), self._capture), _memory_of(given)
+        for name, tensor in results.items():
+            if name not in self.made and name not in before:
+                self.made[name] = StorageWeakRef(tensor.untyped_storage()), made  # type: ignore[no-untyped-call]
 
 
 class _PartWatch(ThreadMode):
@@ -489,44 +464,38 @@ class _PartWatch(ThreadMode):
         self,
         doors: SideDoors,
         part: str,
-        storages: dict[int, torch.UntypedStorage],
+        given: Mapping[int, torch.Tensor],
         guard: CaptureGuard | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.doors = doors
         self._part = part
         # What it may read without a look, held so that nothing else comes by its names meanwhile.
-        self._storages = storages
-        self._addresses = {storage.data_ptr() for storage in storages.values()}
+        self._given = {name: each.untyped_storage() for name, each in given.items()}
+        self._addresses = {storage.data_ptr() for storage in self._given.values()}
         self._guard = guard
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_taken_apart(func):
-            return self.take_apart(func, args, kwargs)
-        makes_nothing = _makes_nothing(func)
-        tensors: list[torch.Tensor] = []
-        guard = self._guard
-        if guard is not None or not (makes_nothing or func is _LIFT_FRESH):
-            tensors = _tensors((*args, *kwargs.values()))
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        guard, makes_nothing = self._guard, facts_of(func).makes_nothing
+        if guard is None and makes_nothing:
+            return func(*args, **kwargs)
+        tensors = tree.tensors((*args, *kwargs.values()))
         if guard is not None:
-            self._check_read(guard, tensors, func)
+            if guard.issued is not None:
+                guard.issued.append(func)
+            for name, tensor in _memory_of(tensors).items():
+                if name not in self._given:
+                    self._check_read(guard, tensor, func)
             guard.check_written(func, args, kwargs)
         result = func(*args, **kwargs)
         if not makes_nothing:
-            self.doors.note_made(self._part, result, [] if func is _LIFT_FRESH else tensors)
+            # What is made of Python data is memory that it was given.
+            self.doors.note_made(self._part, result, () if func is LIFT_FRESH else tensors)
         return result
 
-    def _check_read(self, guard: CaptureGuard, tensors: Sequence[torch.Tensor], func: Any) -> None:
-        for tensor in tensors:
-            for each in _in_memory(tensor):
-                storage = each.untyped_storage()
-                if storage._cdata in self._storages or storage.data_ptr() in self._addresses:
-                    continue
-                if guard.owns(each):
-                    raise HIDDEN_TENSOR(described(tensor), op=func, part=self._part)
+    def _check_read(self, guard: CaptureGuard, tensor: torch.Tensor, func: Any) -> None:
+        if tensor.untyped_storage().data_ptr() not in self._addresses and guard.owns(tensor):
+            raise HIDDEN_TENSOR(described(tensor), op=func, part=self._part)
 
 
 in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_part", default=None)
@@ -544,55 +513,19 @@ def refuse_transform(function: Callable[..., Any]) -> None:
         raise TRANSFORMED_BREAK("an eager part of a transformed function", part=name_of(function))
 
 
-def _storages_in(values: Any) -> dict[int, torch.UntypedStorage]:
-    """The memory of all tensors, by what names it."""
-    return {
-        storage._cdata: storage for tensor in tree.tensors(values) for storage in _storages(tensor)
-    }
+def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The memory of tensors, and of what a subclass is made of: by the number of its storage, a
+    tensor there, which is empty only if all are."""
+    memory: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        # Parts see each operator: most have plain tensors alone.
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        for part in (tensor,) if plain else _parts_of(tensor):
+            name = part.untyped_storage()._cdata
+            if name not in memory or not memory[name].numel():
+                memory[name] = part
+    return memory
 
 
-def _in_memory(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A tensor, or those that a subclass is made of, as far as they have strided memory."""
-    if type(tensor) is not torch.Tensor:
-        flatten = getattr(tensor, "__tensor_flatten__", None)
-        if flatten is not None:
-            return [each for name in flatten()[0] for each in _in_memory(getattr(tensor, name))]
-    return (tensor,) if tensor.layout is torch.strided else ()
-
-
-def _storages(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
-    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-        return (tensor.untyped_storage(),)
-    return [each.untyped_storage() for each in _in_memory(tensor)]
-
-
-# By number: an operator's hash is computed in Python. Held, so that none is used again.
-_known_to_make: dict[int, tuple[Any, bool]] = {}
-
-
-def _makes_nothing(func: Any) -> bool:
-    """Whether an operator is one of torch's own whose results are all memory that it was given:
-    what makes a view, or writes in place."""
-    known = _known_to_make.get(id(func))
-    if known is None:
-        schema = getattr(func, "_schema", None)
-        alone = (
-            schema is not None
-            and schema.name.startswith("aten::")
-            # These put a storage that is no tensor, or Python data, into one.
-            and schema.name not in ("aten::set_", "aten::lift_fresh")
-            and all(each.alias_info is not None for each in schema.returns)
-        )
-        known = _known_to_make[id(func)] = func, alone
-    return known[1]
-
-
-def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
-    """Every tensor of an operator's arguments, mostly tensors and numbers."""
-    tensors: list[torch.Tensor] = []
-    for each in arguments:
-        if isinstance(each, torch.Tensor):
-            tensors.append(each)
-        elif isinstance(each, list | tuple | dict):
-            tensors += tree.tensors(each)
-    return tensors
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [part for part, name, _ in tree.placed((tensor,), parts=True) if name is not None]

@@ -155,10 +155,13 @@ class Recorder:
         tensors = tree.tensors(call)
         self.check_read(tensors, f"eager break {name} is given")
         leaves = tree.leaves(call) if can_change(args, kwargs) else None
-        identities = list(map(_identity_of, tensors))
+        identities = list(map(tree.identity, tensors))
         # Replays call it with the tensors of the capture; `apart` are for one that reshapes them.
         kept = tree.map_tensors(self.captured_ref, call)
-        apart = tree.map_tensors(self._kept_apart, call)
+        forwards = set(map(id, tensors))
+        apart = tree.map_tensors(
+            lambda each: unseen(each.detach) if id(each) in forwards else each, kept
+        )
         memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
         strided(result, f"eager break {name}")
@@ -169,11 +172,15 @@ class Recorder:
             # Even where this call changed nothing in its containers: a later one may.
             called = on_fresh(function, tree.copied)
         same = leaves is None or _are_same(leaves, tree.leaves(call))
-        if same and list(map(_identity_of, tree.tensors(call))) != identities:
+        if same and list(map(tree.identity, tree.tensors(call))) != identities:
             called, kept = on_fresh(function, detached), apart
         self.parts.append(EagerPart(called, kept, recorded, aliased, apart))
         pairs = zip(tree.tensors(result), tree.tensors(readable), strict=True)
-        moved = [(_weak_storage(tensor), copy) for tensor, copy in pairs if tensor is not copy]
+        moved = [
+            (StorageWeakRef(tensor.untyped_storage()), copy)  # type: ignore[no-untyped-call]
+            for tensor, copy in pairs
+            if tensor is not copy
+        ]
         # Its own references to what was copied would look like another way out.
         del result, pairs
         for storage, copy in moved:
@@ -242,7 +249,7 @@ class Recorder:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
         known = self._aliases.get(id(tensor))
         # An eager part may have given it another shape, or other memory.
-        if known and known[0]() is tensor and _identity_of(known[1]) == _identity_of(tensor):
+        if known and known[0]() is tensor and tree.identity(known[1]) == tree.identity(tensor):
             return known[1]
         # An alias of memory would lose a conjugation that torch has put off.
         if not self.pool._owns(tensor) or tensor.is_conj() or tensor.is_neg():
@@ -341,14 +348,6 @@ def strided(result: Any, what: str = "the forward") -> Any:
         if tensor.layout is not torch.strided:
             raise NOT_STRIDED(f"{tensor.layout}, {tensor.dtype}", what=what)
     return result
-
-
-def _identity_of(tensor: torch.Tensor) -> object:
-    return tree.identity(tensor) if tensor.layout is torch.strided else None
-
-
-def _weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _are_same(before: Sequence[tuple[str, Any]], after: Sequence[tuple[str, Any]]) -> bool:

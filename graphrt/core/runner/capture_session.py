@@ -473,7 +473,13 @@ class CaptureSession:
                 outputs = state.run(kind, prepared.tokens, prepared.storages(), call)
                 prepared.check_written(state.inputs_written)
             else:
-                outputs = state.capture(graph.descriptor.kind, graph.mode, prepared.tokens, call)
+                outputs = state.capture(
+                    graph.descriptor.kind,
+                    graph.mode,
+                    prepared.tokens,
+                    call,
+                    in_one=graph.mode in self._graphs.wrappers,
+                )
                 state.look()
             prepared.outputs.see(outputs)
 

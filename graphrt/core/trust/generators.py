@@ -21,7 +21,7 @@ import torch
 from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import inference_guard
-from graphrt.core.trust.watching.operators import facts_of, written
+from graphrt.core.capture.operators import facts_of, written
 
 
 class Generators:

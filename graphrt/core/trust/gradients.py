@@ -16,11 +16,11 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart, where_asked
+from graphrt.core.base.thread_mode import ThreadMode, where_asked
 from graphrt.core.base.torch_names import delayed_error, uncompiled
+from graphrt.core.capture.operators import facts_of, written
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import flat_of
-from graphrt.core.trust.watching.operators import facts_of, written
 
 WEIGHTS = ""
 """The source of what depends on a weight, where an input is one by its name."""
@@ -163,12 +163,7 @@ class GradientWatch(ThreadMode):
             if isinstance(leaf, torch.Tensor) and _differentiable(leaf)
         }
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_taken_apart(func):
-            return self.take_apart(func, args, kwargs)
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         facts = facts_of(func)
         given = [self._family(each) for each in tree.tensors([args, kwargs])]

@@ -17,7 +17,6 @@ from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import inference_guard
 from graphrt.core.capture.guard import CaptureGuard, SideDoors, in_eager_part, refuse_transform
 from graphrt.core.trust.places.slots import same_value
-from graphrt.core.trust.watching.watch import placed
 
 _MOST_SHIFTED_BYTES = 1 << 24
 
@@ -37,7 +36,7 @@ class TriedParts(SideDoors):
             # A part within a part is part of it.
             return function(*args, **kwargs)
         refuse_transform(function)
-        given = placed(tree.tensors((args, kwargs)), parts=True)
+        given = tree.placed(tree.tensors((args, kwargs)), parts=True)
         try:
             in_eager_part.set(frozenset([key for _, key, _ in given if key is not None]))
             # As in a capture: graph and part each make their own casts.

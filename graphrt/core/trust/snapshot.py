@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.base.option_values import told
 from graphrt.core.base.thread_mode import unseen
@@ -41,7 +42,6 @@ from graphrt.core.trust.places.slots import (
     same_value,
 )
 from graphrt.core.trust.places.walk import Kind, Places, is_array, shape_of
-from graphrt.core.trust.watching.watch import storage_key
 from graphrt.core.trust.watching.writes import SavedWrites
 
 
@@ -267,8 +267,8 @@ class PythonState:
             return []
         # A slot may begin with a tensor that another slot holds too, and still holds: a normalized
         # weight with the weight itself. The run has read that one, not the replaced slot.
-        stays = {storage_key(was) for _, was, value in tensors if value is was}
-        keys = [(slot.path, storage_key(held)) for slot, held in replaced]
+        stays = {tree.storage_key(was) for _, was, value in tensors if value is was}
+        keys = [(slot.path, tree.storage_key(held)) for slot, held in replaced]
         return [path for path, key in keys if key in used and key not in stays]
 
 
@@ -367,10 +367,17 @@ def _alike(
         return len(ours) == len(theirs) and bool(ours == theirs)
     if is_array(type(ours)):
         return same_array(ours, theirs) or _rounded(ours, theirs, rounding)
+    return _alike_inside(ours, theirs, depth - 1, tensors, rounding, scale)
+
+
+def _alike_inside(
+    ours: Any, theirs: Any, depth: int, tensors: bool, rounding: float, scale: float
+) -> bool:
+    """Whether containers or objects of one type hold the same."""
     mine, other = (_compared(each, tensors) for each in (ours, theirs))
     if rounding:
         scale = max([scale, *(abs(each) for each in other if isinstance(each, float))])
-    inner = partial(_alike, depth=depth - 1, tensors=tensors, rounding=rounding, scale=scale)
+    inner = partial(_alike, depth=depth, tensors=tensors, rounding=rounding, scale=scale)
     return len(mine) == len(other) and all(map(inner, mine, other))
 
 

@@ -132,6 +132,17 @@ class Run(NamedTuple):
     watch: Watch
 
 
+class Padding(NamedTuple):
+    """The runs that tell whether live rows, and state, depend on padding rows."""
+
+    alone: Run
+    """The step without padding."""
+    matched: Run
+    """The same with the numbers that the padded run has drawn."""
+    disturbed: Any
+    """Where those cannot be drawn again: the outputs with changed padding rows."""
+
+
 class Trial:
     """Tries one step of one graph.
 
@@ -195,9 +206,7 @@ class Trial:
         self._outputs_of(step.of_padding)
         replayed = Run(step.replay(), state.take(), first)
         state.restore()
-        alone = matched = disturbed = None
-        if rows is not None:
-            alone, matched, disturbed = self._without_padding(eager, draws)
+        padding = None if rows is None else self._padding(eager, draws)
         rounding = rounding_of(
             [use.dtype for use in first.uses.values()],
             [op.func for op in first.trace],
@@ -212,7 +221,8 @@ class Trial:
         if not rebound:
             # Tensors that are rebound have a name for it already.
             self._judge_values(eager, moved, numbers)
-        self._judge_python(eager, replayed, matched, rounding)
+        if padding is not None:
+            self._judge_python(eager, replayed, padding.matched, rounding)
         last = self._watch()
         again = Run(step.eager(last), state.take(), last)
         verdict.outputs = again.outputs
@@ -223,13 +233,14 @@ class Trial:
         self._look_at_parts(eager, again, rounding)
         rounding = max(rounding, self._unsteady)
         self._judge_replay(eager, again, replayed, rounding, numbers)
-        if disturbed is not None and not differs(eager.outputs, disturbed, rounding):
-            matched = None
-            verdict.notes.append(
-                "draws other numbers of Python or NumPy without padding: padding rows were "
-                "changed instead, and no live row changes with them"
-            )
-        self._judge_padding(eager, matched, rounding)
+        if padding is not None:
+            self._judge_padding(eager, padding, rounding)
+        self._leave_what_was_asked(None if padding is None else padding.alone)
+
+    def _leave_what_was_asked(self, alone: Run | None) -> None:
+        """Have the step end without padding, or as its caller's modes are, where that is another
+        step than the last run was."""
+        step, state, verdict = self._step, self._state, self._verdict
         if alone is not None and verdict.failure is not None:
             # The step as it is without graphs. Not run again: ranks whose trial passed would make
             # no such run, and a collective in it would wait for them.
@@ -285,9 +296,7 @@ class Trial:
         finally:
             self._state.restore()
 
-    def _without_padding(self, eager: Run, draws: Draws) -> tuple[Run | None, Run | None, Any]:
-        """The step without padding; the same with the numbers that the padded run has drawn; and
-        where those cannot be drawn again, the outputs with other padding."""
+    def _padding(self, eager: Run, draws: Draws) -> Padding | None:
         step = self._step
 
         def attempt(draw: Callable[..., Any]) -> Run | None:
@@ -300,9 +309,10 @@ class Trial:
             return None if run is None or run.outputs is None else run
 
         own = Draws(self._state.generators)
-        alone = matched = attempt(own.record)
+        alone = attempt(own.record)
         if alone is None:
-            return None, None, None
+            return None
+        matched = alone
         if not draws.like(own):
             again = attempt(draws.repeat)
             matched = alone if again is None or draws.lost else again
@@ -311,7 +321,7 @@ class Trial:
         if drawn[0] != drawn[1] and self._graph.has_parts:
             # Draws of Python's and NumPy's cannot be repeated: as many rows draw as many.
             disturbed = self._outputs_of(step.disturbed)
-        return alone, matched, disturbed
+        return Padding(alone, matched, disturbed)
 
     def _depends_on_modes(self, eager: Run, rounding: float) -> bool:
         """Whether the forward does something else with gradients on (graphs have none) and with
@@ -448,9 +458,14 @@ class Trial:
             text = now.trace.at_source(other)
         return text and f"\n    the first operator that is another one now is {text}"
 
-    def _judge_padding(self, eager: Run, alone: Run | None, rounding: float) -> None:
+    def _judge_padding(self, eager: Run, padding: Padding, rounding: float) -> None:
         """Are live rows, and state, what they are without padding?"""
-        if alone is None:
+        alone, disturbed = padding.matched, padding.disturbed
+        if disturbed is not None and not differs(eager.outputs, disturbed, rounding):
+            self._verdict.notes.append(
+                "draws other numbers of Python or NumPy without padding: padding rows were "
+                "changed instead, and no live row changes with them"
+            )
             return
         how = "live rows are not what they are without padding"
         apart = difference(eager.outputs, alone.outputs, rounded=True)
@@ -468,10 +483,10 @@ class Trial:
             use, text = spoilt
             self._fail(STATE_OF_PADDING, f"{text} of {use}")
 
-    def _judge_python(self, eager: Run, replayed: Run, alone: Run | None, rounding: float) -> None:
+    def _judge_python(self, eager: Run, replayed: Run, alone: Run, rounding: float) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure
         where outputs depend on them, else a warning."""
-        if alone is None or not self._graph.has_parts:
+        if not self._graph.has_parts:
             return
         python, padded = self._state.python, eager.left.python
         # What captured parts move no replay does: it leaves that as it was.

@@ -30,8 +30,8 @@ from graphrt.core.trust.snapshot import (
     only_tensors_differ,
     put_back,
 )
-from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch
-from graphrt.core.trust.watching.watch import Kept, Trace, Use, Watch, storage_key
+from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch, note_operators
+from graphrt.core.trust.watching.watch import Kept, Trace, Use, Watch
 from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
@@ -139,6 +139,7 @@ class WatchedState:
         self._snapshot.reach(places)
         self._moves = _Moves(self._snapshot.python)
         self._left.before.update([key for _, _, key in places.keyed])
+        note_operators()
 
     def _save_writes(
         self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]
@@ -165,6 +166,7 @@ class WatchedState:
         memory, run = self._snapshot.memory, partial(self._run_watched, own, function)
         before = self._snapshot.python.take()
         watch, result = run()
+        note_operators()
         self.inputs_written = watch.own_written
         made = self._made_and_reachable(watch)
         if made or watch.written():
@@ -212,14 +214,23 @@ class WatchedState:
         largest = this if known.tokens <= tokens else known
         return largest._replace(writes=writes or known.writes)
 
-    def capture(self, kind: Hashable, mode: GraphMode, tokens: int, function: Callable[[], T]) -> T:
-        """Capture a forward; of the size that was watched its operators are noted. Of each kind
-        once: that takes some microseconds an operator."""
+    def capture(
+        self,
+        kind: Hashable,
+        mode: GraphMode,
+        tokens: int,
+        function: Callable[[], T],
+        *,
+        in_one: bool,
+    ) -> T:
+        """Capture a forward, `in_one` or in pieces that it brings along; of the size that was
+        watched its operators are noted. Of each kind once: that takes some microseconds an
+        operator."""
         known = self._warmed_up.get(kind)
         if known is None or known.tokens != tokens or mode in known.captured:
             return function()
         watch = IssuedWatch()
-        result = watch.run(function)
+        result = watch.run(function, in_one=in_one)
         known.captured[mode] = watch.operators
         return result
 
@@ -458,8 +469,8 @@ class _Moves:
         for at in moved:
             self._counts[at] += not captured or self._counts[at] > 0
         for place, held, memory in self._python.elsewhere():
-            count, known = self._memory.get(place.path, (0, storage_key(memory)))
-            key = storage_key(held)
+            count, known = self._memory.get(place.path, (0, tree.storage_key(memory)))
+            key = tree.storage_key(held)
             self._memory[place.path] = count + (key != known), key
         return bool(moved)
 
@@ -470,7 +481,7 @@ class _Moves:
             count, _ = self._memory.get(place.path, (0, None))
             if count > 1:
                 held.data = memory.detach()
-                self._memory[place.path] = count, storage_key(memory)
+                self._memory[place.path] = count, tree.storage_key(memory)
 
     def anew(self) -> Iterator[tuple[Place, torch.Tensor]]:
         """The slots in which more than one run has put a tensor of its own, and the last one."""

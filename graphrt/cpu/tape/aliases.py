@@ -9,6 +9,7 @@ import torch
 from graphrt.core.base import tree
 from graphrt.core.base.torch_names import inference_guard
 from graphrt.cpu.arena import Arena
+from graphrt.cpu.private_torch import storage_ids
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types whose operators are recorded as they are."""
@@ -109,3 +110,23 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
         tensor.is_conj(),
         tensor.is_neg(),
     )
+
+
+def with_replaced(value: Any, others: dict[int, torch.Tensor]) -> Any:
+    """`value` with others in place of the tensors that these have by `id`."""
+    return tree.map_tensors(lambda tensor: others.get(id(tensor), tensor), value)
+
+
+def fresh_among(tensors: list[torch.Tensor], arguments: Any) -> list[torch.Tensor]:
+    """Those of `tensors` that share no memory with the tensors in `given`."""
+    held = set(storage_ids(tree.tensors(arguments)))
+    storages = storage_ids(tensors)
+    return [t for t, storage in zip(tensors, storages, strict=True) if storage not in held]
+
+
+def core(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the dimensions that repeat one element, which cannot be written through."""
+    if 0 not in tensor.stride():
+        return tensor
+    sizes = [1 if step == 0 else n for n, step in zip(tensor.size(), tensor.stride(), strict=True)]
+    return tensor.as_strided(sizes, tensor.stride())

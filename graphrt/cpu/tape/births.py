@@ -1,7 +1,9 @@
-"""Memory that a forward makes of Python data: each replay begins with what the capture saw."""
+"""What one capture has made itself: memory of Python data, with which each replay begins as the
+capture saw it, and tensor objects, whose shape it may change."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from weakref import ReferenceType
@@ -9,12 +11,13 @@ from weakref import ReferenceType
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphrt.core.base import tree
+from graphrt.core.replay.recording import current_capture
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import storage_ids
-from graphrt.cpu.tape.lowering import Call
+from graphrt.cpu.tape.lowering import REFUSALS, Call
 from graphrt.cpu.tape.operators import Operator
 from graphrt.cpu.tape.refusals import WRITTEN_WRAP
-from graphrt.cpu.tape.tensors import tensors_in
 
 
 class _Birth:
@@ -59,7 +62,7 @@ class Births:
 
     def are_constant(self, arguments: Any) -> bool:
         """Whether there are tensors in `given`, and all are constants."""
-        tensors = tensors_in(arguments)
+        tensors = tree.tensors(arguments)
         return bool(tensors) and all(map(self._is_constant, tensors))
 
     def derive(self, op: Operator, arguments: Any, result: Any) -> None:
@@ -67,9 +70,9 @@ class Births:
         if (
             op.repeatable
             and not op.allocates
-            and all(map(self._is_constant, tensors_in(arguments)))
+            and all(map(self._is_constant, tree.tensors(arguments)))
         ):
-            for tensor in tensors_in(result):
+            for tensor in tree.tensors(result):
                 self._note_constant(tensor)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
@@ -87,7 +90,7 @@ class Births:
         known = self._arena.wrapped
         for storage in [storage for storage, ref in known.items() if ref.expired()]:
             del known[storage]
-        tensors = [t for t in tensors_in(value) if t.layout is torch.strided]
+        tensors = [t for t in tree.tensors(value) if t.layout is torch.strided]
         for tensor, storage in zip(tensors, storage_ids(tensors), strict=True):
             known[storage] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
@@ -96,7 +99,7 @@ class Births:
         callable may write all."""
         if not (self._born or self._constant or self._arena.wrapped):
             return
-        tensors = tensors_in(arguments if written is None else written)
+        tensors = tree.tensors(arguments if written is None else written)
         if op is None or not op.built_in or op.random or not self.are_constant(arguments):
             self._forget_constants(tensors)
         of_host = self._arena.wrapped.keys()
@@ -123,3 +126,57 @@ class Births:
         self._constant.clear()
         restores = [b.restore for b in births if b.written or b.seen() is not None]
         return restores, [b.held for b in births]
+
+
+# Tensor objects, and changes of their shape, strides or memory, which are in no graph -------------
+
+
+class OwnTensors:
+    """The tensor objects that a capture itself made, or was given for itself alone: its next run
+    makes others.
+
+    Results of compiled code are none of them: they may be objects that it keeps.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def note(self, result: Any) -> Any:
+        """`result`, of an operator that made it; what is in graph memory needs no note."""
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree.tensors(result):
+            if not self._arena.owns(tensor):
+                self._made[id(tensor)] = weakref.ref(tensor)
+        return result
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether it was made in this capture."""
+        made = self._made.get(id(tensor))
+        if (made is not None and made() is tensor) or self._arena.owns(tensor):
+            return True
+        capture = current_capture()
+        return capture is not None and capture.made(tensor)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._made.clear()
+
+
+def changes_metadata(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `op` would leave its first argument with another shape, strides or memory."""
+    tensor = args[0]
+    if tensor.layout is not torch.strided or op.name == "aten::set_":
+        return True
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    meta = torch.empty(count, dtype=tensor.dtype, device="meta")
+    meta = meta.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    before = _place(meta)
+    try:
+        op.func(meta, *args[1:], **kwargs)
+    except REFUSALS:
+        return True
+    return before != _place(meta)
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.size(), tensor.stride(), tensor.storage_offset()

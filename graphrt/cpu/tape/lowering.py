@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import ThreadMode
 from graphrt.cpu.private_torch import below_autograd, bindings_of, inference_mode, schema_of
+from graphrt.cpu.tape.aliases import with_replaced
 from graphrt.cpu.tape.operators import Operator, operator_of
-from graphrt.cpu.tape.tensors import tensors_in
-from graphrt.cpu.tape.trials import REFUSALS, agrees, identity, same_bits
 
 _COPY: Callable[..., torch.Tensor] = torch.Tensor.copy_
 _COPIES = frozenset({"aten::_to_copy", "aten::clone"})
@@ -21,6 +21,14 @@ _SCALAR_DTYPES = frozenset({torch.float32, torch.float64, torch.int64, torch.int
 _EXACT_INT = 1 << 24
 _BAKED_BYTES = 4096
 _FACTORY = frozenset({"device", "dtype", "layout", "pin_memory"})
+
+REFUSALS = (TypeError, ValueError, RuntimeError, IndexError)
+"""How torch says that a call does not exist or does not fit. Anything else is a fault, raised."""
+
+_KEPT_BYTES = 1 << 20
+"""Larger arguments are weights or caches: they are tried with what they hold."""
+
+_verdicts: dict[tuple[object, ...], bool] = {}
 
 
 @dataclass(frozen=True)
@@ -66,19 +74,15 @@ def replay_guard(*, inference: bool) -> Callable[[], Any]:
 class _Probe(ThreadMode):
     """Sees which operator a Python call issues, without executing it."""
 
+    takes_apart = False
+
     def __init__(self, answer: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.answer = answer
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        self.seen.append((func, args, kwargs or {}))
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.seen.append((func, args, kwargs))
         return self.answer
 
 
@@ -133,7 +137,7 @@ def _as_copy(
         return None
     if op.name in _COPIES:
         kind, source = "copy_", args[0]
-    elif outs[0].nbytes <= _BAKED_BYTES and not tensors_in((args, kwargs)):
+    elif outs[0].nbytes <= _BAKED_BYTES and not tree.tensors((args, kwargs)):
         kind, source = "constant", results[0]
     else:
         return None
@@ -296,3 +300,101 @@ def _scalar_tensors(
     elif not dtype.is_floating_point:
         return None
     return (tensor, torch.tensor(number, dtype=dtype, device="cpu"))
+
+
+# Whether `out=` variants compute what their operators do, tried on data made up -------------------
+
+
+def agrees(
+    op: Operator,
+    variant: Callable[..., Any],
+    names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out_kwargs: dict[str, Any],
+    outs: Sequence[torch.Tensor],
+) -> bool:
+    """Whether `variant`, called with `given` in place of `kwargs` and outputs like `outs`, gives
+    the bits of `op` on random numbers in `args`. Decided once for tensors of these shapes.
+
+    A step is often captured on padding, and on zeros many a wrong variant agrees.
+    """
+    key = (op, variant, names, *map(_signature, (args, kwargs)), *map(_signature, outs))
+    known = _verdicts.get(key)
+    if known is None:
+        known = _verdicts[key] = _try(op, variant, names, args, kwargs, out_kwargs, outs)
+    return known
+
+
+def _try(
+    op: Operator,
+    variant: Callable[..., Any],
+    names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out_kwargs: dict[str, Any],
+    outs: Sequence[torch.Tensor],
+) -> bool:
+    # The numbers of the forward's own generator are not used up.
+    generator = torch.Generator("cpu").manual_seed(0)
+    made = {
+        id(t): _random_like(t, generator)
+        for t in tree.tensors((args, kwargs))
+        if t.dtype.is_floating_point or t.dtype.is_complex
+    }
+    args = with_replaced(args, made)
+    buffers = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu") for t in outs]
+    before = list(map(identity, buffers))
+    try:
+        results = tree.tensors(op.raw(*args, **with_replaced(kwargs, made)))
+        variant(*args, **with_replaced(out_kwargs, made), **dict(zip(names, buffers, strict=True)))
+    except REFUSALS:
+        return False  # it is run again and copied
+    return (
+        len(results) == len(buffers)
+        and list(map(identity, buffers)) == before
+        and all(map(same_bits, results, buffers))
+    )
+
+
+def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if (
+        tensor.layout is not torch.strided
+        or tensor.nbytes > _KEPT_BYTES
+        or not tensor.numel()
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        return tensor
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    numbers = torch.rand(
+        extent,
+        dtype=torch.complex64 if tensor.dtype.is_complex else torch.float32,
+        generator=generator,
+        device="cpu",
+    )
+    return numbers.to(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+
+
+def _signature(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        strided = value.layout is torch.strided
+        return value.dtype, value.size(), value.stride() if strided else value.layout
+    if isinstance(value, list | tuple):
+        return tuple(map(_signature, value))
+    if isinstance(value, dict):
+        return tuple((key, _signature(item)) for key, item in value.items())
+    return type(value), repr(value)
+
+
+def identity(t: torch.Tensor) -> tuple[object, ...]:
+    """Where and how `t` lies, which an operator that was given it must not change."""
+    # linalg.lu_solve marks the output that it is given as conjugated in place of conjugating it.
+    return t.data_ptr(), t.dtype, t.size(), t.stride(), t.is_conj(), t.is_neg()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equality of memory, so that a NaN equals itself."""
+    if a.dtype != b.dtype or a.size() != b.size():
+        return False
+    return torch.equal(tree.octets(a), tree.octets(b))

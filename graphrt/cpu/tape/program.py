@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base.errors import IN_PIECES, CaptureError
+from graphrt.cpu.tape.aliases import core
 from graphrt.cpu.tape.lowering import Call
 from graphrt.cpu.tape.recorder import Step
-from graphrt.cpu.tape.tensors import core, tensors_in
 
 
 class TaskCall:
@@ -86,7 +87,7 @@ def _spell(call: Call, names: _Names) -> str:
 
 
 def _checked_copies(result: Any, copies: tuple[tuple[int, torch.Tensor], ...], step: Step) -> None:
-    fresh = tensors_in(result)
+    fresh = tree.tensors(result)
     for position, out in copies:
         new = fresh[position]
         if new.size() != out.size() or new.dtype != out.dtype:

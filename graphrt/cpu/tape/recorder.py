@@ -8,14 +8,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base.errors import TaskContractError
 from graphrt.core.base.thread_mode import ThreadMode
 from graphrt.core.capture.constants import with_places
 from graphrt.core.capture.source import Source, user_source
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import disabled_dispatch
-from graphrt.cpu.tape.aliases import PLAIN, Aliases
-from graphrt.cpu.tape.births import Births
+from graphrt.cpu.tape.aliases import PLAIN, Aliases, core, fresh_among, with_replaced
+from graphrt.cpu.tape.births import Births, OwnTensors, changes_metadata
 from graphrt.cpu.tape.lowering import (
     Call,
     Lowered,
@@ -24,7 +25,6 @@ from graphrt.cpu.tape.lowering import (
     lower_in_place,
     replay_guard,
 )
-from graphrt.cpu.tape.metadata import OwnTensors, changes_metadata
 from graphrt.cpu.tape.operators import Operator, operator_of
 from graphrt.cpu.tape.refusals import (
     CHANGED_METADATA,
@@ -37,7 +37,6 @@ from graphrt.cpu.tape.refusals import (
     reads_allowed,
     rule_of,
 )
-from graphrt.cpu.tape.tensors import core, fresh_among, replace_tensors, tensors_in
 
 # Under any dispatch mode torch computes vectors that were not asked for (svdvals, eigvalsh, cond,
 # the nuclear norm): by where the vectors are among the results.
@@ -68,6 +67,8 @@ class Tape(ThreadMode):
     references. The tape refers to arena memory weakly, and strongly to everything else.
     """
 
+    takes_apart = False  # what it refuses, it refuses whole
+
     def __init__(self, arena: Arena, *, inference: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.arena = arena
@@ -83,14 +84,9 @@ class Tape(ThreadMode):
         self.own = OwnTensors(arena)
         self._factors: list[tuple[Operator, Source | None, list[int]]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def handle(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
         if func.namespace == "profiler":
@@ -169,7 +165,7 @@ class Tape(ThreadMode):
     def _mutate(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.births.write(op, (args, kwargs), op.written_arguments(args, kwargs))
         result = _run(op, args, kwargs)
-        fresh = fresh_among(tensors_in(result), (args, kwargs))
+        fresh = fresh_among(tree.tensors(result), (args, kwargs))
         if fresh:
             if self.in_task:
                 _refuse_allocation(op)
@@ -182,21 +178,21 @@ class Tape(ThreadMode):
 
     def _compute(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _run(op, args, kwargs)
-        tensors = tensors_in(result)
+        tensors = tree.tensors(result)
         fresh = [t for t in fresh_among(tensors, (args, kwargs)) if t.device.type != "meta"]
         if not fresh and (tensors or op.schema.returns):
             return result
         if self.in_task:
             _refuse_allocation(op)
         if op.allocates:
-            return replace_tensors(result, {id(t): self.place(t, op) for t in fresh})
+            return with_replaced(result, {id(t): self.place(t, op) for t in fresh})
         placed: dict[int, torch.Tensor] = {}
         whole = bool(fresh) and len(fresh) == len(tensors)
         if whole and op.repeatable and not torch.is_autocast_enabled("cpu"):
             outs = [self.place(t, op) for t in fresh]
             placed = dict(zip(map(id, fresh), outs, strict=True))
             if self._record_into(outs, op, args, kwargs, fresh):
-                return replace_tensors(result, placed)
+                return with_replaced(result, placed)
         return self._record_again(op, args, kwargs, result, fresh, placed)
 
     def _record_into(
@@ -236,7 +232,7 @@ class Tape(ThreadMode):
             call = _with_autocast(op, lower_again(op, weak_args, weak_kwargs, result))
         replaced, copies, tokens = self.copy_fresh(result, fresh, op, placed)
         if op.name in _FACTORS:
-            self._note_factors(op, tensors_in(replaced))
+            self._note_factors(op, tree.tensors(replaced))
         flat = isinstance(result, list | tuple) and all(isinstance(t, torch.Tensor) for t in result)
         simple = op.built_in and (flat or isinstance(result, torch.Tensor))
         simple = simple and not any(0 in out.stride() for _, out in copies)
@@ -279,7 +275,7 @@ class Tape(ThreadMode):
         replaced: dict[int, torch.Tensor] = {}
         copies: list[tuple[int, torch.Tensor]] = []
         tokens: list[int] = []
-        for position, tensor in enumerate(tensors_in(result)):
+        for position, tensor in enumerate(tree.tensors(result)):
             if id(tensor) not in wanted or id(tensor) in replaced:
                 continue
             out = placed.get(id(tensor))
@@ -289,7 +285,7 @@ class Tape(ThreadMode):
             replaced[id(tensor)] = out
             copies.append((position, self.aliases.weak_output(out)))
             tokens.append(self.arena.token_of(out) if out.numel() else 0)
-        return replace_tensors(result, replaced), tuple(copies), tuple(tokens)
+        return with_replaced(result, replaced), tuple(copies), tuple(tokens)
 
     def place(self, like: torch.Tensor, op: Operator) -> torch.Tensor:
         """Arena memory for an output with the sizes and strides of `like`."""
@@ -302,7 +298,7 @@ class Tape(ThreadMode):
     ) -> tuple[Any, tuple[tuple[int, torch.Tensor], ...], tuple[int, ...]]:
         """What is fresh in `result`, next to the tensors in `given`, as `copy_fresh` says it; the
         tensors themselves become the recorded outputs, kept alive."""
-        tensors = tensors_in(result)
+        tensors = tree.tensors(result)
         fresh = {id(t) for t in fresh_among(tensors, arguments)}
         copies = tuple((place, t) for place, t in enumerate(tensors) if id(t) in fresh)
         return result, copies, (0,) * len(copies)

@@ -7,11 +7,12 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base._fork import fork_safe
+from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.errors import IN_PIECES, CaptureSyncError, RefusedOpError
 from graphrt.core.capture.constants import MASK_DTYPES
 from graphrt.core.capture.refusals import Refusal
@@ -191,10 +192,6 @@ _COPYING_READS = frozenset(
 _WRAPPERS = ("frombuffer", "from_dlpack", "load")
 """They make tensors of memory that no operator wrote."""
 
-_lock = fork_safe(threading.Lock())
-# Those that are open, by name and not counted: closing twice changes nothing.
-_open: set[int] = set()
-_restores: list[Callable[[], None]] = []
 _thread = threading.local()
 
 
@@ -211,21 +208,13 @@ class HostReads:
         _thread.refusing = True
         _thread.wrapped = self._wrapped
         _thread.are_constant = self._are_constant
-        with _lock:
-            _open.add(id(self))
-            if not _restores:
-                functions = ("tensor_split", *_WRAPPERS)
-                replace_reads(_HOST_READS, functions, _guarded, _restores)
+        guards.enter(self)
 
     def close(self) -> None:
         """Allow them again; it may be called again, and where `open` came half-way."""
         _thread.refusing = False
         _thread.wrapped = _thread.are_constant = None
-        with _lock:
-            _open.discard(id(self))
-            while _restores and not _open:
-                _restores[-1]()
-                _restores.pop()
+        guards.leave(self)
 
     def pause(self) -> Callable[[], None]:
         """Allow reads until the returned function is called."""
@@ -260,6 +249,10 @@ def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return guarded
+
+
+guards = ProcessChange(partial(replace_reads, _HOST_READS, ("tensor_split", *_WRAPPERS), _guarded))
+"""Stand in place of the methods and functions."""
 
 
 def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -33,15 +33,15 @@ class OperatorWatch(ThreadMode):
     no request has.
     """
 
+    takes_apart = False
+
     def __init__(self, workspace: torch.Tensor | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._workspace = workspace
         self._seen: list[Issued] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
         if func.namespace not in ("aten", "prim", "prims") and _writes(func):
             if self._workspace is not None and kwargs.get("workspace") is None and _takes(func):
                 kwargs["workspace"] = self._workspace

@@ -43,7 +43,6 @@ from graphrt.core.trust.places.slots import (
     name_of,
     namespace_of,
 )
-from graphrt.core.trust.watching.watch import placed
 
 # Types -------------------------------------------------------------------------------------------
 
@@ -401,7 +400,7 @@ def with_keys(tensors: Iterable[tuple[Place, torch.Tensor]]) -> Keyed:
     tensors = [*tensors]
     keyed: Keyed = []
     for (place, held), (_, key, _) in zip(
-        tensors, placed([each for _, each in tensors]), strict=True
+        tensors, tree.placed([each for _, each in tensors]), strict=True
     ):
         if key is not None:
             keyed.append((place, held, key))

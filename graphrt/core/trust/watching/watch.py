@@ -13,24 +13,20 @@ import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base.thread_mode import ThreadMode, is_taken_apart, unseen
+from graphrt.core.base import tree
+from graphrt.core.base.thread_mode import ThreadMode, unseen
 from graphrt.core.base.torch_names import storage_of_weak
 from graphrt.core.capture.guard import in_eager_part
+from graphrt.core.capture.operators import LIFT_FRESH, OperatorFacts, facts_of, in_bounds, written
 from graphrt.core.capture.source import Source, user_source
 from graphrt.core.replay.recording import in_task
 from graphrt.core.trust.generators import Generators
-from graphrt.core.trust.watching.operators import OperatorFacts, facts_of, in_bounds, written
 from graphrt.core.trust.watching.writes import SavedWrites
-
-_BARE = (torch.Tensor, torch.nn.Parameter)
-
-Placed: TypeAlias = tuple[torch.Tensor, int | None, int]
-"""A tensor, its `storage_key`, and where its storage begins."""
 
 
 class Use:
@@ -158,12 +154,7 @@ class Watch(ThreadMode):
         # What the run has made, and memory from outside: None where its uses are not noted.
         self._memory: dict[int, Kept | Use | None] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_taken_apart(func):
-            return self.take_apart(func, args, kwargs)
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts, is_data = facts_of(func), func is LIFT_FRESH
         targets, from_inputs = self._begin(func, facts, args, kwargs)
         if self._draw is not None and facts.draws:
@@ -174,8 +165,12 @@ class Watch(ThreadMode):
             self.trace.note_sum(None if is_data else result)
         if targets and self._compared:
             self._rewrite(targets, from_inputs)
+        if facts.makes_nothing:
+            return result
         memory, own = self._memory, self._own
-        for part, key, address in placed((args[0], result) if is_data else (result,), parts=True):
+        for part, key, address in tree.placed(
+            (args[0], result) if is_data else (result,), parts=True
+        ):
             if key is not None and key not in memory and address not in own:
                 memory[key] = Kept(StorageWeakRef(part.untyped_storage()), from_inputs)  # type: ignore[no-untyped-call]
         if is_data:
@@ -216,7 +211,7 @@ class Watch(ThreadMode):
         elif self._compared:
             arguments, from_inputs = self._use(call)
         else:
-            for _, key, _ in placed((*args, *kwargs.values()), parts=True):
+            for _, key, _ in tree.placed((*args, *kwargs.values()), parts=True):
                 if key is not None:
                     self._memory.setdefault(key, None)
         op = Op(func, arguments)
@@ -228,7 +223,7 @@ class Watch(ThreadMode):
 
     def _note_data(self, made: torch.Tensor) -> None:
         """The last operator has made a tensor of Python data."""
-        key, place = storage_key(made), len(self.trace) - 1
+        key, place = tree.storage_key(made), len(self.trace) - 1
         kept = None if key is None else self._memory.get(key)
         # Memory of an array is read where it is, and a task makes its own anew at every replay.
         is_baked = made.untyped_storage().resizable() or not self._reads_arrays
@@ -248,7 +243,7 @@ class Watch(ThreadMode):
             raise Deviation(str(op), in_part=in_eager_part.get() is not None)
 
     def _before_writes(self, call: _Call) -> None:
-        for tensor, key, address in placed(call.written):
+        for tensor, key, address in tree.placed(call.written):
             use = None if key is None else self._memory.get(key)
             if key is None or isinstance(use, Kept):
                 continue
@@ -272,7 +267,7 @@ class Watch(ThreadMode):
     def _use(self, call: _Call) -> tuple[tuple[object, ...], bool]:
         """Note what an operator uses of what it is given; returns its arguments as traces have
         them, and whether some were computed from the inputs."""
-        given = placed((*call.args, *call.kwargs.values()))
+        given = tree.placed((*call.args, *call.kwargs.values()))
         overwritten = _overwritten(call.written, given) if call.facts.overwrites else ()
         tensors: dict[int, object] = {}
         from_inputs = False
@@ -282,7 +277,7 @@ class Watch(ThreadMode):
                 tensors[id(whole)] = Of(tuple(whole.shape), whole.dtype)
             else:
                 tensors[id(whole)] = At(whole.data_ptr(), tuple(whole.shape), whole.stride())
-            parts = [each] if type(whole) in _BARE else placed([whole], parts=True)
+            parts = [each] if type(whole) in tree.BARE else tree.placed([whole], parts=True)
             for part, key, address in parts:
                 known = None if key is None else self._memory.get(key)
                 if key is None:
@@ -300,7 +295,7 @@ class Watch(ThreadMode):
         return arguments_of(call.args, call.kwargs, tensors), from_inputs
 
     def _rewrite(self, targets: list[torch.Tensor], from_inputs: bool) -> None:
-        for _, key, _ in placed(targets, parts=True):
+        for _, key, _ in tree.placed(targets, parts=True):
             known = None if key is None else self._memory.get(key)
             if isinstance(known, Kept):
                 known.rewritten = True
@@ -308,7 +303,7 @@ class Watch(ThreadMode):
                 known.from_inputs |= from_inputs
 
 
-def _overwritten(targets: list[torch.Tensor], given: list[Placed]) -> Collection[int]:
+def _overwritten(targets: list[torch.Tensor], given: list[tree.Placed]) -> Collection[int]:
     """What an operator fills without reading it, by `id`."""
     filled = {id(each) for each in targets}
     if len(filled) > 1:
@@ -316,43 +311,6 @@ def _overwritten(targets: list[torch.Tensor], given: list[Placed]) -> Collection
     # torch.add(state, x, out=state) reads it too.
     ids = [id(tensor) for tensor, *_ in given]
     return {each for each in filled if ids.count(each) == 1}
-
-
-def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
-    """The tensors among values and in lists of them, each with its `storage_key` and where the
-    storage begins; with `parts` those that a subclass is made of in place of it."""
-    tensors: list[Placed] = []
-    left = [*values]
-    while left:
-        value = left.pop(0)
-        if not isinstance(value, torch.Tensor):
-            if isinstance(value, list | tuple):
-                left[:0] = value
-            continue
-        flatten = None
-        if parts and type(value) not in _BARE:
-            flatten = getattr(value, "__tensor_flatten__", None)
-        if flatten is not None:
-            left[:0] = [getattr(value, name) for name in flatten()[0]]
-            continue
-        key, address = None, 0
-        if value.layout is torch.strided and not value.is_meta:
-            try:
-                storage = value.untyped_storage()
-                # A tracer's tensors have a storage, and no memory.
-                if storage.device.type != "meta":
-                    address = storage.data_ptr()
-                    key = storage._cdata
-            except (NotImplementedError, RuntimeError):
-                pass
-        tensors.append((value, key, address))
-    return tensors
-
-
-def storage_key(tensor: torch.Tensor) -> int | None:
-    """What a tensor's memory is known by while it lives; None where it has none of its own."""
-    [(_, key, _)] = placed((tensor,))
-    return key
 
 
 def _from_compiled_code() -> bool:
@@ -368,9 +326,6 @@ def _from_compiled_code() -> bool:
 
 
 # What a run did, operator by operator, so that two runs can be compared ---------------------------
-
-LIFT_FRESH = torch.ops.aten.lift_fresh.default
-"""What every tensor made from Python data, or from a NumPy array, goes through."""
 
 _COMPARED_AS_IS = (int, bool, str, type(None), torch.dtype)
 _SHORT = 64

@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import inference_guard, storage_of_weak
+from graphrt.core.capture.operators import OperatorFacts, RowAccess
 from graphrt.core.trust.compare import difference, listed
-from graphrt.core.trust.watching.operators import OperatorFacts, RowAccess
 
 
 class _Region(NamedTuple):

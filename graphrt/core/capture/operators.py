@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+LIFT_FRESH = torch.ops.aten.lift_fresh.default
+"""What every tensor made from Python data, or from a NumPy array, goes through."""
 
 
 class RowAccess(NamedTuple):
@@ -29,7 +30,8 @@ Rows = Callable[[Sequence[Any]], RowAccess]
 class OperatorFacts(NamedTuple):
     """Of one overload: its name; the arguments that it writes, by place and name; how to save only
     the rows that it writes; whether it is one of torch's own, makes a view and touches no memory,
-    reads nothing of what it writes, says that it draws random numbers, or may be given a generator.
+    makes no memory, reads nothing of what it writes, says that it draws random numbers, or may be
+    given a generator. A higher-order one, which says nothing of itself, has no name.
     """
 
     name: str
@@ -37,6 +39,7 @@ class OperatorFacts(NamedTuple):
     rows: Rows | None
     is_aten: bool
     is_view: bool
+    makes_nothing: bool
     overwrites: bool
     draws: bool = False
     may_draw: bool = False
@@ -48,14 +51,8 @@ def facts_of(func: Any) -> OperatorFacts:
     nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return OperatorFacts("", (), None, False, False, False, may_draw=True)
-    writes = tuple(
-        (place, argument.name)
-        for place, argument in enumerate(schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write)
-        # Their schemas do not say so.
-        or ("batch_norm" in schema.name and argument.name in ("running_mean", "running_var"))
-    )
+        return OperatorFacts("", (), None, False, False, False, False, may_draw=True)
+    writes = writes_of(schema)
     aliases = [result.alias_info for result in schema.returns]
     return OperatorFacts(
         schema.name,
@@ -63,6 +60,9 @@ def facts_of(func: Any) -> OperatorFacts:
         _ROWS.get(schema.name),
         schema.name.startswith("aten::"),
         schema.name in _TOUCHING or (not writes and any(each is not None for each in aliases)),
+        schema.name.startswith("aten::")
+        and schema.name not in _MAKING
+        and all(each is not None for each in aliases),
         # Of an operator of the host's own nobody knows whether it reads what it writes; most fill
         # a buffer anew.
         schema.name in _OVERWRITING
@@ -70,6 +70,17 @@ def facts_of(func: Any) -> OperatorFacts:
         or (bool(writes) and not schema.name.startswith("aten::")),
         torch.Tag.nondeterministic_seeded in func.tags,
         any("Generator" in str(argument.type) for argument in schema.arguments),
+    )
+
+
+def writes_of(schema: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operator writes, by place and name."""
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        # Their schemas do not say so.
+        or ("batch_norm" in schema.name and argument.name in ("running_mean", "running_var"))
     )
 
 
@@ -144,6 +155,9 @@ _ROWS: dict[str, Rows] = {
     ),
     **dict.fromkeys(("aten::scatter_", "aten::scatter_add_", "aten::scatter_reduce_"), _by_element),
 }
+
+# These put a storage that is no tensor, or Python data, into one.
+_MAKING = {"aten::set_", "aten::lift_fresh"}
 
 # They change a tensor, and no memory.
 _TOUCHING = {"aten::resize_", "aten::resize_as_", "aten::set_"}
