@@ -1,6 +1,7 @@
 """Thirty-one families of transformers through graphrt, as a table: what replays, what is refused.
 
-    python -m tests.models.table [--device cuda] [--jobs 8] [--json FILE] [FAMILY ...]
+    python -m tests.models.table [--device cuda] [--jobs 8] [--json FILE] [--columns C ...]
+        [FAMILY ...]
 
 Models are tiny and random. Decoders decode 14 tokens for two rows beside an eager twin, which is
 fed the same tokens; encoders take batches of 1 to 4. Columns:
@@ -8,7 +9,9 @@ fed the same tokens; encoders take batches of 1 to 4. Columns:
 - full: one graph for a whole step, over a `StaticCache`;
 - full length: the same with cache layers that keep every token, for families that slide;
 - pieces: the model's own attention, in plain PyTorch, between two segments by `eager_break`;
-- sdpa pieces: the same with PyTorch's SDPA and the mask that transformers makes for it.
+- sdpa pieces: the same with PyTorch's SDPA and the mask that transformers makes for it;
+- generate: calls of `generate` (greedy, padded, sampled, beams) on `with_graphs`, whose tokens are
+  compared with those of the model before, and more families of decoders beside an encoder.
 
 A cell says HIT if every step was replayed and equal, else what graphrt said. Each cell has its own
 process, since a wrong graph may end the process on a GPU.
@@ -35,7 +38,7 @@ from tests.models.families import FAMILIES, SHARED, VOCAB, WINDOW, Family
 
 ROWS = 2
 STEPS = 14
-COLUMNS = ("full", "full length", "pieces", "sdpa pieces")
+COLUMNS = ("full", "full length", "pieces", "sdpa pieces", "generate")
 BROKEN = "graphrt_table_break"
 
 _HEADS = {"head_dim": 16}
@@ -266,7 +269,9 @@ def run(name: str, device: str, column: str) -> Cell:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            if name in ENCODERS:
+            if column == "generate":
+                _generate(name, device, cell)
+            elif name in ENCODERS:
                 _encode(name, device, column, mode, cell)
             else:
                 _decode(name, device, column, mode, cell)
@@ -320,6 +325,21 @@ def _decode(name: str, device: str, column: str, mode: str, cell: Cell) -> None:
         _count(cell, runner)
 
 
+def _generate(name: str, device: str, cell: Cell) -> None:
+    from graphrt.hosts.transformers import graphs_of, with_graphs
+    from tests.models import generating
+
+    model = generating.new_model(name, device)
+    expected = {way: call(model, name, device) for way, call in generating.WAYS.items()}
+    with_graphs(model, max_batch=4, max_len=32)
+    for way, call in generating.WAYS.items():
+        cell.steps += generating.STEPS[way]
+        cell.equal += generating.STEPS[way] * torch.equal(call(model, name, device), expected[way])
+    report = graphs_of(model).report()
+    cell.reasons = {Reason.HIT.name: report.served, **report.eager}
+    cell.findings += [] if report.refused is None else [report.refused]
+
+
 def _compare(cell: Cell, got: torch.Tensor, expected: torch.Tensor) -> None:
     """Tokens for decoders, rounding for encoders: of other matrix shapes, kernels differ."""
     cell.steps += 1
@@ -353,21 +373,26 @@ def cell_in_process(name: str, device: str, column: str) -> Cell:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("families", nargs="*", metavar="FAMILY", default=NAMES)
+    parser.add_argument("families", nargs="*", metavar="FAMILY")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--json", help="file for the cells")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--cell", choices=COLUMNS, help="one cell, in this process, as JSON")
     arguments = parser.parse_args()
     if arguments.cell:
         cell = run(arguments.families[0], arguments.device, arguments.cell)
         print(json.dumps(cell.__dict__))
         return
+    from tests.models.generating import GENERATING
+
+    families = arguments.families or [*NAMES, *(name for name in GENERATING if name not in NAMES)]
     cells = [
         (name, column)
-        for name in arguments.families
-        for column in COLUMNS
-        if column != "full length" or name in SLIDING
+        for name in families
+        for column in arguments.columns
+        if (name in GENERATING if column == "generate" else name in NAMES)
+        and (column != "full length" or name in SLIDING)
     ]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         rows = zip(

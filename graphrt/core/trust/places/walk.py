@@ -146,6 +146,9 @@ _LIBRARIES = sys.stdlib_module_names | {
 }  # fmt: skip
 _PARTS_WITH_MODELS = ("demo", "testing", "attention", "hosts")
 """Parts of graphrt that hold models; the others are the runtime, and no user's forward."""
+_RUNTIMES = tuple(f"hosts.transformers.{name}" for name in ("seam", "graphs", "encoders"))
+"""Modules of these parts that are runtime all the same. A model leads to its graphs, and these to
+the cache of the sequence under way, which is another one at the next: it would count as moved."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -153,7 +156,7 @@ def is_library(module: str) -> bool:
     """Whether a module of this dotted name holds no code of a user."""
     root, _, rest = module.partition(".")
     if root == "graphrt":
-        return rest.partition(".")[0] not in _PARTS_WITH_MODELS
+        return rest in _RUNTIMES or rest.partition(".")[0] not in _PARTS_WITH_MODELS
     return root in _LIBRARIES
 
 

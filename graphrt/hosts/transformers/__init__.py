@@ -1,0 +1,11 @@
+"""`generate` of transformers' models through graphs: see `docs/transformers.md`.
+
+`with_graphs(model, max_batch=4, max_len=512)` puts the graphs in front of a model's `forward`, and
+`without_graphs(model)` takes them away. transformers is imported by the first call.
+"""
+
+from __future__ import annotations
+
+from graphrt.hosts.transformers.entry import graphs_of, with_graphs, without_graphs
+
+__all__ = ["graphs_of", "with_graphs", "without_graphs"]

@@ -1,0 +1,227 @@
+"""`Buckets`: the captured calls of an encoder, by batch and by length.
+
+1. A text is padded to the next length that has graphs, under a mask; its batch to the next size, as
+   a runner does it. Pictures have one length.
+2. Two short eager runs tell which dimensions of the outputs are lengths: there, padding is cut off.
+3. Graphs are compared with the model's own call of the same inputs without padding. A model that
+   lets padding through (it pools without a mask, say) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from graphrt import Batch, Dispatch, Example, GraphOptions, GraphPool, GraphRunner, Host, InputSpec
+from graphrt.errors import CaptureError, VerificationError
+from graphrt.hosts.transformers.steps import CLOSE
+
+Inputs = Mapping[str, torch.Tensor]
+
+_TEXT = ("input_ids", "attention_mask", "token_type_ids")
+_SHORT = 4
+
+
+class Buckets:
+    """Graphs of one encoder; `names` are the inputs that they take."""
+
+    def __init__(
+        self,
+        model: Any,
+        forward: Callable[..., Any],
+        names: Sequence[str],
+        *,
+        max_batch: int,
+        lengths: Sequence[int],
+        sizes: Sequence[int],
+        options: GraphOptions,
+        makes_mask: bool,
+    ) -> None:
+        """Captures; raises what capturing raises, and `VerificationError` for calls that are not
+        the model's own. Pictures have no `lengths`. `makes_mask` passes the mask that attention
+        takes, for which no model reads tensors on the host; those with another kind of mask beside
+        it (causal, sliding) must make theirs."""
+        self._makes_mask = makes_mask
+        self._model, self._forward, self._max_batch = model, forward, max_batch
+        self.is_text = model.main_input_name == "input_ids"
+        self.names = [name for name in _TEXT if name in names] if self.is_text else ["pixel_values"]
+        self.lengths = sorted(lengths) if self.is_text else [0]
+        shapes = [
+            {
+                name: each.shape
+                for name, each in _tensors(self._call_model(self._random(1, length))).items()
+            }
+            for length in ((_SHORT, _SHORT + 1) if self.is_text else (0, 0))
+        ]
+        self._cut = {
+            name: _first_other(shape, shapes[1][name]) for name, shape in shapes[0].items()
+        }
+        self._output: Callable[..., Any] = type(self._call_model(self._random(1, _SHORT)))
+        pool = GraphPool(model.device.type, device=model.device)
+        self.pool, self._runners = pool, dict[int, GraphRunner[Any]]()
+        try:
+            for length in reversed(self.lengths):
+                self._runners[length] = runner = GraphRunner(
+                    self._call,
+                    inputs={
+                        name: InputSpec(each.dtype, ("tokens", *each.shape[1:]), pad=_padding(name))
+                        for name, each in self._random(1, length).items()
+                    },
+                    mode="FULL",
+                    sizes=sizes,
+                    host=Host(example=self._example_of(length)),
+                    options=options,
+                    pool=pool,
+                )
+                runner.capture()
+                self._compare(length)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Destroy the graphs."""
+        for runner in self._runners.values():
+            runner.close()
+        self.pool.close()
+
+    def length_of(self, inputs: Inputs) -> int | None:
+        """The length of the graphs that serve these inputs; None if none is long enough."""
+        if not self.is_text:
+            return 0
+        live = inputs["input_ids"].shape[1]
+        return next((length for length in self.lengths if length >= live), None)
+
+    def run(self, inputs: Inputs, length: int) -> tuple[Any, Dispatch | None]:
+        """The model's output, by a graph of this length."""
+        runner, rows, live = self._runners[length], len(next(iter(inputs.values()))), 0
+        if self.is_text:
+            live = inputs["input_ids"].shape[1]
+            inputs = self._padded(inputs, length - live)
+        outputs = runner.step(Batch(rows), inputs)
+        cut = {
+            name: each if self._cut[name] is None else each.narrow(self._cut[name], 0, live)
+            for name, each in outputs.items()
+        }
+        copies = {name: each.clone() for name, each in cut.items()}
+        return self._output(**copies), runner.last_dispatch
+
+    def _padded(self, inputs: Inputs, more: int) -> Inputs:
+        tokens = inputs["input_ids"]
+        full: dict[str, torch.Tensor] = {}
+        for name in self.names:
+            tensor = inputs.get(name)
+            if tensor is None:
+                missing = torch.ones_like if name == "attention_mask" else torch.zeros_like
+                tensor = missing(tokens)
+            full[name] = pad(tensor, (0, more), value=self._filler(name)) if more else tensor
+        return full
+
+    def _filler(self, name: str) -> int:
+        return int(self._model.config.pad_token_id or 0) if name == "input_ids" else 0
+
+    def _call(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The call that is captured."""
+        mask = inputs.get("attention_mask")
+        call: dict[str, Any] = dict(inputs)
+        if mask is not None and self._makes_mask:
+            call["attention_mask"] = self._mask(mask)
+        return _tensors(self._call_model(call))
+
+    def _mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """The mask `(size, 1, 1, length)`: models look into one of two dimensions on the host."""
+        from transformers.masking_utils import create_bidirectional_mask
+
+        made: torch.Tensor = create_bidirectional_mask(
+            config=self._model.config,
+            inputs_embeds=mask[:, :, None].to(self._model.dtype),
+            attention_mask=mask,
+            allow_is_bidirectional_skip=False,
+        )
+        return made
+
+    def _call_model(self, inputs: Mapping[str, Any]) -> Any:
+        return self._forward(**inputs, return_dict=True)
+
+    def _random(
+        self, rows: int, length: int, generator: torch.Generator | None = None
+    ) -> dict[str, torch.Tensor]:
+        generator = generator or torch.Generator("cpu").manual_seed(0)
+        config, device = self._model.config, self._model.device
+        if not self.is_text:
+            size = config.image_size
+            height, width = size if isinstance(size, list | tuple) else (size, size)
+            shape = rows, config.num_channels, height, width
+            return {
+                "pixel_values": torch.randn(shape, generator=generator, device="cpu").to(
+                    device, self._model.dtype
+                )
+            }
+        tokens = torch.randint(
+            config.vocab_size, (rows, length), generator=generator, device="cpu"
+        ).to(device)
+        made = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        made["attention_mask"][0, length - length // 4 :] = 0
+        made["token_type_ids"] = torch.zeros_like(tokens)
+        return {name: made[name] for name in self.names}
+
+    def _example_of(self, length: int) -> Callable[[Batch, torch.Generator], Example]:
+        return lambda batch, generator: Example(self._random(batch.num_tokens, length, generator))
+
+    def _compare(self, length: int) -> None:
+        for rows in {self._max_batch, max(self._max_batch - 1, 1)}:
+            inputs = self._random(rows, max(length - 1, 1))
+            ours, theirs = _tensors(self.run(inputs, length)[0]), _tensors(self._call_model(inputs))
+            for name, expected in theirs.items():
+                apart = float((ours[name] - expected).float().norm() / expected.float().norm())
+                if not apart <= CLOSE.get(expected.dtype, 1e-2):
+                    raise VerificationError(
+                        "a call by a graph is not what the model gives without padding",
+                        got=f"{name} that differs by {apart:.2g} of its norm",
+                        expected="the same, but for rounding",
+                        advice="leave with_graphs() out for this model",
+                    )
+
+
+def check_encoder(model: Any) -> None:
+    """Raise `CaptureError` for a model whose inputs are neither a text nor a picture."""
+    config, name = model.config, model.main_input_name
+    if name == "input_ids" and hasattr(config, "vocab_size"):
+        return
+    if name == "pixel_values" and hasattr(config, "image_size") and hasattr(config, "num_channels"):
+        return
+    raise CaptureError(
+        "nobody knows an input of the model to capture with",
+        got=f"{type(model).__name__}, which takes {name}",
+        expected="input_ids, or pixel_values of an image_size",
+        advice="leave with_graphs() out, or call it for the parts of the model",
+    )
+
+
+def _tensors(output: Any) -> dict[str, torch.Tensor]:
+    """The outputs of a model by name; raises `CaptureError` where one is no tensor."""
+    tensors = dict(output.items())
+    other = sorted(name for name, each in tensors.items() if not isinstance(each, torch.Tensor))
+    if other:
+        raise CaptureError(
+            "the model returns more than tensors",
+            got=", ".join(other),
+            expected="tensors alone",
+            advice="turn it off in model.config (output_hidden_states, output_attentions)",
+        )
+    return tensors
+
+
+def _first_other(one: torch.Size, other: torch.Size) -> int | None:
+    """The first dimension in which two shapes differ."""
+    return next(
+        (at for at, both in enumerate(zip(one, other, strict=True)) if both[0] != both[1]), None
+    )
+
+
+def _padding(name: str) -> int:
+    """Rows of padding look at all of their tokens: NaN else."""
+    return 1 if name == "attention_mask" else 0

@@ -1,0 +1,562 @@
+"""Two caches over one `Memory`: the one that transformers sees, and the one inside of graphs.
+
+- `KeptCache` is a `DynamicCache` whose keys, values and states lie in the memory. Eager forwards
+  see tensors as long as the sequence, so masks and kernels are those of a `DynamicCache`. Beam
+  search, cropping and all else that transformers does to its layers work on it.
+- `StepCache` has the same memory at full length, for one captured step of one token a row. Where
+  that token goes is in tensors, so one graph serves all positions. It is made anew in each run of
+  the forward and holds nothing.
+
+A `KeptCache` that leaves the memory takes its tensors along and is an ordinary `DynamicCache` from
+then on: when another sequence needs the memory, or when its own has no place for it (more rows, or
+more positions).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    EncoderDecoderCache,
+    LinearAttentionLayer,
+)
+
+from graphrt.hosts.transformers.memory import LayerMemory, Memory
+
+Tensors = tuple[torch.Tensor, torch.Tensor]
+
+# The cache that transformers sees --------------------------------------------------------------
+
+
+TAKEN = "another call has the memory"
+_OTHER = "the cache has other rows, shapes or dtypes than the memory"
+_PAST = "the cache keeps past states, to be cropped"
+
+
+class Residence:
+    """Whether the layers of one `KeptCache` are in the memory, and in how many of its rows."""
+
+    def __init__(self, most_rows: int, attached: bool = True) -> None:
+        self.most_rows = most_rows
+        self.rows = 0
+        self.attached = attached
+        self.why_left = TAKEN
+        self.layers: list[Any] = []
+
+    def takes(self, rows: int) -> bool:
+        """Whether tensors of this many rows may lie in the memory; the first ones say how many rows
+        the sequence has."""
+        if self.attached and self.rows == 0 and rows <= self.most_rows:
+            self.rows = rows
+        return self.attached and rows == self.rows
+
+    def leave(self, why: str) -> None:
+        """Copy all layers out of the memory."""
+        if self.attached:
+            for layer in self.layers:
+                layer.take_along()
+            self.attached, self.why_left = False, why
+
+
+class KeptLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values in the memory, or the layer's own tensors once the cache has left it.
+
+    `keys` and `values` are views as long as the sequence. What is assigned to them (by
+    `reorder_cache` or `crop`) is copied into the memory.
+    """
+
+    def __init__(self, memory: LayerMemory, residence: Residence) -> None:
+        self._memory, self._residence = memory, residence
+        self._seen = 0
+        self._tensors: dict[str, torch.Tensor] = {}
+        super().__init__()
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return self._read("keys")
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor | None) -> None:
+        self._write("keys", keys)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self._read("values")
+
+    @values.setter
+    def values(self, values: torch.Tensor | None) -> None:
+        self._write("values", values)
+        # After the keys: until both are written, both are read as long as before.
+        self._seen = self.get_seq_length() if values is None else values.shape[-2]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Tensors:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        memory, start = self._memory, self._seen
+        end = start + key_states.shape[-2]
+        if self._fits(key_states, end, memory.keys) and self._fits(
+            value_states, end, memory.values
+        ):
+            rows = key_states.shape[0]
+            memory.keys[:rows, start:end].copy_(key_states.transpose(1, 2))
+            memory.values[:rows, start:end].copy_(value_states.transpose(1, 2))
+            self._seen = end
+            if start == 0:
+                return key_states, value_states
+            return self._view(memory.keys), self._view(memory.values)
+        for name, states in (("keys", key_states), ("values", value_states)):
+            before = self._tensors.get(name)
+            self._tensors[name] = states if before is None else torch.cat([before, states], dim=-2)
+        self._seen = end
+        return self._tensors["keys"], self._tensors["values"]
+
+    def get_seq_length(self) -> int:
+        return self._seen
+
+    def stepped(self) -> None:
+        """A graph has written one position more."""
+        self._seen += 1
+
+    def take_along(self) -> None:
+        """Copy keys and values into tensors of the layer's own."""
+        keys, values = self.keys, self.values
+        if keys is not None and values is not None and self._seen:
+            self._tensors = {"keys": keys.clone(), "values": values.clone()}
+
+    def move_in(self, residence: Residence) -> None:
+        """Copy keys and values into the memory."""
+        tensors, self._tensors, self._residence = self._tensors, {}, residence
+        for name, tensor in tensors.items():
+            self._write(name, tensor)
+
+    def _view(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory[: self._residence.rows, : self._seen].transpose(1, 2)
+
+    def _read(self, name: str) -> torch.Tensor | None:
+        if not self.is_initialized:
+            return None
+        if self._residence.attached:
+            return self._view(getattr(self._memory, name))
+        return self._tensors.get(name)
+
+    def _write(self, name: str, tensor: torch.Tensor | None) -> None:
+        if tensor is None:
+            return
+        rows, length = tensor.shape[0], tensor.shape[-2]
+        memory: torch.Tensor = getattr(self._memory, name)
+        if not self._fits(tensor, length, memory):
+            self._tensors[name] = tensor
+            return
+        target = memory[:rows, :length].transpose(1, 2)
+        if target.data_ptr() != tensor.data_ptr() or target.stride() != tensor.stride():
+            target.copy_(tensor)
+
+    def _fits(self, states: torch.Tensor, length: int, memory: torch.Tensor) -> bool:
+        """Whether states may lie in the memory as its first `length` positions; else the cache
+        leaves it. Under autocast, say, they have another dtype."""
+        residence = self._residence
+        if not residence.attached:
+            return False
+        if length > memory.shape[1]:
+            residence.leave(f"the sequence is longer than {memory.shape[1]} tokens")
+        elif (
+            states.dtype is not memory.dtype
+            or states.device != memory.device
+            or (states.shape[1], states.shape[3]) != tuple(memory.shape[2:])
+            or not residence.takes(states.shape[0])
+        ):
+            residence.leave(_OTHER)
+        return residence.attached
+
+
+class KeptStates(LinearAttentionLayer):  # type: ignore[misc]
+    """Convolution and recurrent states in the memory, which transformers writes in place."""
+
+    def __init__(self, memory: LayerMemory, residence: Residence, count: int) -> None:
+        super().__init__(number_of_states=count)
+        self._memory, self._residence = memory, residence
+
+    def lazy_initialization(
+        self,
+        conv_states: torch.Tensor | None = None,
+        recurrent_states: torch.Tensor | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> None:
+        super().lazy_initialization(conv_states, recurrent_states, state_idx, conv_kernel_size)
+        for states, ours, memory in (
+            (conv_states, self.conv_states, self._memory.conv),
+            (recurrent_states, self.recurrent_states, self._memory.recurrent),
+        ):
+            if states is None:
+                continue
+            state, whole = ours[state_idx], memory.get(state_idx)
+            rows = state.shape[0]
+            if (
+                whole is not None
+                and whole.dtype is state.dtype
+                and whole.device == state.device
+                and whole.shape[1:] == state.shape[1:]
+                and self._residence.takes(rows)
+            ):
+                ours[state_idx] = whole[:rows].zero_()
+            else:
+                self._residence.leave(_OTHER)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for _, state in _filled(states):
+                state.copy_(state.index_select(0, beam_idx.to(state.device)))
+
+    def activate_past_recording(self) -> None:
+        # From here on states are replaced by longer ones.
+        self._residence.leave(_PAST)
+        super().activate_past_recording()
+
+    def stepped(self) -> None:
+        """A graph has advanced the states: nothing is counted here."""
+
+    def take_along(self) -> None:
+        """Copy the states into tensors of the layer's own."""
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({at: state.clone() for at, state in _filled(states)})
+
+    def move_in(self, residence: Residence) -> None:
+        """Copy the states into the memory."""
+        self._residence = residence
+        for states, memory in (
+            (self.conv_states, self._memory.conv),
+            (self.recurrent_states, self._memory.recurrent),
+        ):
+            for at, state in _filled(states):
+                if residence.takes(state.shape[0]):
+                    states[at] = memory[at][: state.shape[0]].copy_(state)
+                else:
+                    residence.leave(_OTHER)
+
+
+def _filled(states: dict[int, torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
+    return [(at, state) for at, state in states.items() if state is not None]
+
+
+class KeptBoth(KeptStates, KeptLayer):
+    """Keys, values and states of one layer."""
+
+    def __init__(self, memory: LayerMemory, residence: Residence, count: int) -> None:
+        KeptLayer.__init__(self, memory, residence)
+        KeptStates.__init__(self, memory, residence, count)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        # Of keys and values by position, of states by name, as transformers' own layer of both.
+        kind = KeptLayer if args else KeptStates
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        KeptStates.reorder_cache(self, beam_idx)
+        KeptLayer.reorder_cache(self, beam_idx)
+
+    def reset(self) -> None:
+        KeptStates.reset(self)
+        KeptLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        KeptStates.crop(self, tokens_to_remove)
+        KeptLayer.crop(self, tokens_to_remove)
+
+    def stepped(self) -> None:
+        KeptLayer.stepped(self)
+
+    def take_along(self) -> None:
+        KeptStates.take_along(self)
+        KeptLayer.take_along(self)
+
+    def move_in(self, residence: Residence) -> None:
+        KeptStates.move_in(self, residence)
+        KeptLayer.move_in(self, residence)
+
+
+class KeptCache(DynamicCache):  # type: ignore[misc]
+    """A cache of one call of `generate`, in the memory that graphs read while it is `attached`."""
+
+    def __init__(self, memory: Memory, *, attached: bool = True) -> None:
+        self.memory = memory
+        self.residence = Residence(memory.rows, attached)
+        layers = [_kept(layer, self.residence) for layer in memory.layers]
+        self.residence.layers = layers
+        Cache.__init__(self, layers=layers)
+        self.counted = next((each for each in layers if isinstance(each, KeptLayer)), None)
+
+    @property
+    def is_compileable(self) -> bool:
+        # Else transformers compiles the forward of models without keys, and makes masks itself.
+        return False
+
+    @property
+    def attached(self) -> bool:
+        """Whether graphs serve it."""
+        return self.residence.attached
+
+    @property
+    def why_left(self) -> str:
+        """Why it is not in the memory."""
+        return self.residence.why_left
+
+    @property
+    def rows(self) -> int:
+        """How many sequences it holds; 0 before the first prompt."""
+        return self.residence.rows
+
+    @property
+    def seen(self) -> int:
+        """How many tokens it holds; 0 in a model without keys."""
+        return 0 if self.counted is None else self.counted.get_seq_length()
+
+    def stepped(self) -> None:
+        """A graph has written one token of each row."""
+        for layer in self.layers:
+            layer.stepped()
+
+    def detach(self) -> None:
+        """Leave the memory, with the tensors."""
+        self.residence.leave(TAKEN)
+
+    def attach(self) -> bool:
+        """Go back into the memory, which holds no other sequence; whether there is room."""
+        if not self.attached and self.seen <= self.memory.length:
+            residence = Residence(self.memory.rows)
+            residence.layers = self.layers
+            for layer in self.layers:
+                layer.move_in(residence)
+            self.residence = residence
+        return self.attached
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptCache:
+        # The copy has tensors of its own: there is one memory.
+        twin = copy.copy(self)
+        twin.residence = Residence(0, attached=False)
+        twin.layers = [_alone(layer, twin.residence) for layer in self.layers]
+        twin.counted = next((each for each in twin.layers if isinstance(each, KeptLayer)), None)
+        return twin
+
+
+class KeptPair(EncoderDecoderCache):  # type: ignore[misc]
+    """The caches of a decoder beside an encoder: of its own tokens, and of the encoder's."""
+
+    self_attention_cache: KeptCache
+    cross_attention_cache: KeptCache
+
+    @property
+    def memory(self) -> Memory:
+        return self.self_attention_cache.memory
+
+    @property
+    def attached(self) -> bool:
+        return self.self_attention_cache.attached and self.cross_attention_cache.attached
+
+    @property
+    def why_left(self) -> str:
+        ours, cross = self.self_attention_cache, self.cross_attention_cache
+        return cross.why_left if ours.attached else ours.why_left
+
+    @property
+    def rows(self) -> int:
+        return self.self_attention_cache.rows
+
+    @property
+    def seen(self) -> int:
+        return self.self_attention_cache.seen
+
+    @property
+    def counted(self) -> KeptLayer | None:
+        return self.self_attention_cache.counted
+
+    def stepped(self) -> None:
+        self.self_attention_cache.stepped()
+
+    def detach(self) -> None:
+        self.self_attention_cache.detach()
+        self.cross_attention_cache.detach()
+
+    def attach(self) -> bool:
+        ours, cross = self.self_attention_cache.attach(), self.cross_attention_cache.attach()
+        return ours and cross
+
+
+Kept = (KeptCache, KeptPair)
+
+
+def _alone(layer: Any, residence: Residence) -> Any:
+    """A copy of a layer that is not in the memory."""
+    twin = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(twin, name, dict(value))
+    twin.take_along()
+    twin._residence = residence
+    return twin
+
+
+def _kept(memory: LayerMemory, residence: Residence) -> Any:
+    count = max(len(memory.conv), len(memory.recurrent))
+    if memory.has_keys and count:
+        return KeptBoth(memory, residence, count)
+    if memory.has_keys:
+        return KeptLayer(memory, residence)
+    return KeptStates(memory, residence, max(count, 1))
+
+
+# The cache inside of graphs --------------------------------------------------------------------
+
+
+class StepLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of all positions, for a step that writes one token of each row."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor) -> None:
+        self._memory, self._rows, self._length = memory, rows, length
+        super().__init__()
+        self.keys = memory.keys[: rows.shape[0]].transpose(1, 2)
+        self.values = memory.values[: rows.shape[0]].transpose(1, 2)
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise AssertionError("its memory is there")
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Tensors:
+        # Padding writes the last row of the memory, so no live row changes by it.
+        for memory, states in (
+            (self._memory.keys, key_states),
+            (self._memory.values, value_states),
+        ):
+            memory.index_put_((self._rows, self._length), states.transpose(1, 2).squeeze(1))
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_max_length(), 0
+
+    def get_seq_length(self) -> Any:
+        return self._length[0]
+
+    def get_max_length(self) -> int:
+        return int(self._memory.keys.shape[1])
+
+
+class StepStates(LinearAttentionLayer):  # type: ignore[misc]
+    """Convolution and recurrent states, in copies that the forward may write as it likes.
+
+    Models write them in place, all rows at once: in the memory itself padding would write rows too,
+    which may hold a sequence at a later step. `write_back` copies row by row.
+    """
+
+    def __init__(self, memory: LayerMemory, rows: torch.Tensor, count: int) -> None:
+        super().__init__(number_of_states=count)
+        self._memory, self._rows = memory, rows
+        self._take(self.conv_states, memory.conv, self.is_conv_states_initialized)
+        self._take(self.recurrent_states, memory.recurrent, self.is_recurrent_states_initialized)
+        self.has_previous_state = dict.fromkeys(range(count), True)
+        self.conv_kernel_size.update({at: each.shape[-1] for at, each in memory.conv.items()})
+
+    def _take(
+        self, states: dict[int, Any], memory: dict[int, torch.Tensor], known: dict[int, bool]
+    ) -> None:
+        for at, state in memory.items():
+            states[at] = state.index_select(0, self._rows)
+            known[at] = True
+            self.dtype, self.device = state.dtype, state.device
+
+    def write_back(self) -> None:
+        """Copy the states into the memory; padding's into the last row, which is nobody's."""
+        for states, memory in (
+            (self.conv_states, self._memory.conv),
+            (self.recurrent_states, self._memory.recurrent),
+        ):
+            for at, state in _filled(states):
+                memory[at].index_copy_(0, self._rows, state)
+
+
+class StepBoth(StepStates, StepLayer):
+    """Keys, values and states of one layer."""
+
+    def __init__(
+        self, memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor, count: int
+    ) -> None:
+        StepLayer.__init__(self, memory, rows, length)
+        StepStates.__init__(self, memory, rows, count)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("its memory is there")
+
+
+class StepCache(Cache):  # type: ignore[misc]
+    """The memory of the rows `(size,)` at full length, as `length` `(1,)` says how much is used."""
+
+    def __init__(self, memory: Memory, rows: torch.Tensor, length: torch.Tensor) -> None:
+        super().__init__(layers=[_step(each, rows, length) for each in memory.layers])
+
+    def write_back(self) -> None:
+        """Write the states of the step; keys and values are written already."""
+        for layer in self.layers:
+            if isinstance(layer, StepStates):
+                layer.write_back()
+
+
+class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of what an encoder gave, which no step changes."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, memory: LayerMemory, size: int) -> None:
+        super().__init__()
+        self.keys = memory.keys[:size].transpose(1, 2)
+        self.values = memory.values[:size].transpose(1, 2)
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise AssertionError("its memory is there")
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Tensors:
+        raise AssertionError("steps read what the prompt has written")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_max_length(), 0
+
+    def get_seq_length(self) -> int:
+        return self.get_max_length()
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[2])
+
+
+class CrossCache(Cache):  # type: ignore[misc]
+    """The memory of an encoder's keys and values, for the first rows."""
+
+    def __init__(self, memory: Memory, size: int) -> None:
+        super().__init__(layers=[CrossLayer(layer, size) for layer in memory.layers])
+
+
+def _step(memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor) -> Any:
+    count = max(len(memory.conv), len(memory.recurrent))
+    if memory.has_keys and count:
+        return StepBoth(memory, rows, length, count)
+    if memory.has_keys:
+        return StepLayer(memory, rows, length)
+    return StepStates(memory, rows, max(count, 1))

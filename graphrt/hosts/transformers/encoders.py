@@ -1,0 +1,127 @@
+"""`EncoderGraphs`: the seam between a model that is called once a batch, and its graphs.
+
+Encoders, embedders and classifiers of texts (BERT) and pictures (ViT, CLIP's towers). Their
+`forward` alone has ours in front: a call that graphs serve is replayed, and others go on to the
+model's own, with a reason in the log and in `report()`.
+
+A change of the model is found within some calls: each looks at a part of its modules.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphrt import GraphOptions, Reason
+from graphrt.errors import VerificationError
+from graphrt.hosts.transformers.buckets import Buckets, check_encoder
+from graphrt.hosts.transformers.reports import ModelReport
+from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
+
+_LOOKED_AT = 16
+"""Modules that a call looks at."""
+
+
+class EncoderGraphs(Seam):
+    """The graphs of one encoder; `with_graphs` makes them, `graphs_of` finds them."""
+
+    def __init__(
+        self,
+        model: Any,
+        max_batch: int,
+        lengths: Sequence[int],
+        sizes: Sequence[int],
+        options: GraphOptions,
+    ) -> None:
+        super().__init__(model)
+        self.max_batch, self.lengths = max_batch, lengths
+        self.buckets: Buckets | None = None
+        self._sizes, self._options = sizes, options
+        self._names = list(inspect.signature(self._forward).parameters)
+
+    def _methods(self) -> dict[str, Callable[..., Any]]:
+        return {"forward": self._dispatch}
+
+    def _capture(self) -> None:
+        check_encoder(self.model)
+        make = partial(
+            Buckets,
+            self.model,
+            self._forward,
+            self._names,
+            max_batch=self.max_batch,
+            lengths=self.lengths,
+            sizes=self._sizes,
+            options=self._options,
+        )
+        try:
+            self.buckets = make(makes_mask=True)
+        except VerificationError:
+            self.buckets = make(makes_mask=False)
+
+    def _release(self) -> None:
+        if self.buckets is not None:
+            self.buckets.close()
+            self.buckets = None
+
+    def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        call = {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
+        if not self._using.acquire(blocking=False):
+            self._counts.note("another thread is in a call of the model")
+            return self._forward(*args, **kwargs)
+        try:
+            reason, length = self._why_eager(call)
+            if reason is not None or self.buckets is None:
+                self._counts.note(reason or NO_GRAPHS)
+                return self._forward(*args, **kwargs)
+            inputs = {name: call[name] for name in self.buckets.names if call.get(name) is not None}
+            output, dispatch = self.buckets.run(inputs, length)
+        finally:
+            self._using.release()
+        if dispatch is None or dispatch.reason is Reason.HIT:
+            self._counts.served += 1
+        else:
+            self._counts.note(f"graphrt says {dispatch.reason.name}")
+        return output
+
+    def _why_eager(self, call: Mapping[str, Any]) -> tuple[str | None, int]:
+        """Why a call is not served, None if it is; and the length of its graphs."""
+        buckets = self.buckets
+        if buckets is None:
+            return NO_GRAPHS, 0
+        if self._captured is not None:
+            whole = self._changed is not None
+            self._changed = self._captured.first_change(None if whole else _LOOKED_AT)
+        main = call.get(self.model.main_input_name)
+        reason = self._why_other_model() or _why_other_inputs(call, buckets, main)
+        if reason is not None:
+            return reason, 0
+        assert isinstance(main, torch.Tensor)
+        if main.shape[0] > self.max_batch:
+            return f"{main.shape[0]} rows are above max_batch={self.max_batch}", 0
+        length = buckets.length_of({"input_ids": main})
+        if length is None:
+            return f"the text is longer than {buckets.lengths[-1]} tokens", 0
+        return None, length
+
+    def report(self) -> ModelReport:
+        """How calls ran since `with_graphs()`."""
+        counts = self._counts
+        return ModelReport(counts.served, dict(counts.eager), counts.prompts, self._refused, None)
+
+
+def _why_other_inputs(call: Mapping[str, Any], buckets: Buckets, main: Any) -> str | None:
+    if not isinstance(main, torch.Tensor) or main.dim() != (2 if buckets.is_text else 4):
+        return "no input of the usual dimensions"
+    for name, value in call.items():
+        if value is None or value is False or (name == "return_dict" and value is True):
+            continue
+        if name not in buckets.names:
+            return f"{name}= was passed"
+        if not isinstance(value, torch.Tensor) or value.shape != main.shape:
+            return f"{name}= of another shape than the inputs was passed"
+    return "return_dict=False was passed" if call.get("return_dict") is False else None

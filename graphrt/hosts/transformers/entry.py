@@ -1,0 +1,128 @@
+"""`with_graphs` and `without_graphs`: which model, which sizes, and whether it can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from graphrt.core.base.homes import public
+from graphrt.core.base.option_values import count_of, shown
+from graphrt.core.capture.options import GraphOptions
+from graphrt.errors import InvalidOptionError
+from graphrt.hosts.transformers.versions import check_transformers
+
+if TYPE_CHECKING:
+    from graphrt.hosts.transformers.encoders import EncoderGraphs
+    from graphrt.hosts.transformers.graphs import ModelGraphs
+    from graphrt.hosts.transformers.seam import Seam
+
+Model = TypeVar("Model")
+
+_HOME = "graphrt.hosts.transformers"
+_ATTRIBUTE = "_graphrt_graphs"
+
+
+@public(_HOME)
+def with_graphs(
+    model: Model,
+    *,
+    max_batch: int,
+    max_len: int,
+    max_encoder_len: int | None = None,
+    sizes: Iterable[int] | None = None,
+    capture: bool = True,
+    strict: bool = False,
+    options: GraphOptions | None = None,
+) -> Model:
+    """Let a model run through graphs: the decode steps of `generate`, or the calls of an encoder;
+    returns the model itself.
+
+    Up to `max_batch` rows (beams and returned sequences count) of up to `max_len` tokens, prompt
+    included, are served; their cache is allocated here. `sizes` are the row counts that have graphs
+    (1, 2, 4, ... `max_batch`); between them rows are padded. Beside an encoder of text its inputs
+    may have `max_encoder_len` tokens (`max_len`). Texts of encoders are padded to 16, 32, 64, ...
+    `max_len` tokens. What is not served runs as before, and
+    `graphs_of(model).report()` says why. So does a model that cannot be captured: `strict` raises
+    its error. Without `capture`, `graphs_of(model).recapture()` captures later.
+
+    Raises `UnsupportedHostError` for a transformers that was not tested, and `InvalidOptionError`.
+    """
+    check_transformers()
+    target = _target(model)
+    max_batch = count_of("max_batch", max_batch, least=1)
+    max_len = count_of("max_len", max_len, least=16)
+    max_encoder_len = count_of("max_encoder_len", max_encoder_len or max_len, least=8)
+    sizes = _doubling(1, max_batch) if sizes is None else sorted(sizes)
+    options = options or GraphOptions()
+    without_graphs(model)
+    graphs: Seam
+    if hasattr(target, "_prepare_cache_for_generation"):
+        from graphrt.hosts.transformers.graphs import ModelGraphs
+
+        graphs = ModelGraphs(
+            target,
+            max_batch,
+            max_len,
+            max_encoder_len=max_encoder_len,
+            sizes=sizes,
+            options=options,
+        )
+    else:
+        from graphrt.hosts.transformers.encoders import EncoderGraphs
+
+        graphs = EncoderGraphs(target, max_batch, _doubling(16, max_len), sizes, options)
+    graphs.install()
+    target.__dict__[_ATTRIBUTE] = graphs
+    if capture:
+        try:
+            graphs.capture(strict=strict)
+        except BaseException:
+            without_graphs(model)
+            raise
+    return model
+
+
+@public(_HOME)
+def without_graphs(model: Model) -> Model:
+    """Give a model its own methods back, and the memory of its graphs to the device."""
+    graphs = _target(model).__dict__.pop(_ATTRIBUTE, None)
+    if graphs is not None:
+        graphs.uninstall()
+    return model
+
+
+@public(_HOME)
+def graphs_of(model: Any) -> Any:
+    """The graphs of a model that `with_graphs` was called with, `ModelGraphs` or `EncoderGraphs`;
+    raises `InvalidOptionError` for any other."""
+    graphs: ModelGraphs | EncoderGraphs | None = _target(model).__dict__.get(_ATTRIBUTE)
+    if graphs is None:
+        raise InvalidOptionError(
+            "the model has no graphs",
+            got=shown(model),
+            expected="a model that with_graphs() has returned",
+            advice="with_graphs(model, max_batch=4, max_len=512)",
+        )
+    return graphs
+
+
+def _target(model: Any) -> Any:
+    """The model of transformers; of a PEFT model the one below its adapters."""
+    target = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(target, "main_input_name") or not hasattr(target, "config"):
+        raise InvalidOptionError(
+            "with_graphs() takes a model of transformers",
+            got=type(model).__name__,
+            expected="a PreTrainedModel, or a PEFT model over one",
+            advice="AutoModelForCausalLM.from_pretrained(...)",
+        )
+    return target
+
+
+def _doubling(least: int, most: int) -> list[int]:
+    """The least, twice that, and so on, and the most."""
+    sizes = []
+    while least < most:
+        sizes.append(least)
+        least *= 2
+    return [*sizes, most]

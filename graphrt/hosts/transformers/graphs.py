@@ -1,0 +1,330 @@
+"""`ModelGraphs`: the seam between a model that generates and its graphs.
+
+1. Three methods are in front of the model's own: `forward`, `generate` and
+   `_prepare_cache_for_generation`.
+2. `generate` takes the lease of the memory: one call at a time has it, others run as before. The
+   cache that it prepares is then a `KeptCache` over the memory.
+3. `forward` recognises a step of one token a row with that cache, and replays a graph. All else,
+   prompts included, goes to transformers' own forward.
+
+What is not served says why: once in the log, and with a count in `report()`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
+
+from graphrt import Reason
+from graphrt.errors import InvalidInputError
+from graphrt.hosts.transformers.caches import Kept, KeptCache, KeptPair
+from graphrt.hosts.transformers.reports import ModelReport
+from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
+from graphrt.hosts.transformers.signature import Signature
+from graphrt.hosts.transformers.steps import StepGraphs
+
+
+class ModelGraphs(Seam):
+    """The graphs of one model; `with_graphs` makes them, `graphs_of` finds them."""
+
+    def __init__(self, model: Any, max_batch: int, max_len: int, **arguments: Any) -> None:
+        """`arguments` are those of `StepGraphs`."""
+        super().__init__(model)
+        self.max_batch, self.max_len = max_batch, max_len
+        self.steps: StepGraphs | None = None
+        self._arguments = arguments
+        self._generate: Callable[..., Any] = model.generate
+        self._prepare: Callable[..., Any] = model._prepare_cache_for_generation
+        self._signature = Signature(model, self._forward)
+        # Held by the one call of `generate` that may have the memory.
+        self._lease = threading.Lock()
+        self._calls = _Calls()
+        self._holder: Callable[[], KeptCache | KeptPair | None] = _nobody
+        self._loop: _Loop | None = None
+
+    def _methods(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "forward": self._dispatch,
+            "generate": self._generate_leased,
+            "_prepare_cache_for_generation": self._prepare_cache,
+        }
+
+    def _capture(self) -> None:
+        # Experts decode with other kernels on some devices, and `generate` chooses them so.
+        with self.model._optimize_model_for_decode():
+            self.steps = StepGraphs(
+                self._signature,
+                self._forward,
+                max_batch=self.max_batch,
+                max_len=self.max_len,
+                **self._arguments,
+            )
+
+    def _release(self) -> None:
+        self._take_over(None)
+        if self.steps is not None:
+            self.steps.close()
+            self.steps = None
+
+    # The memory -----------------------------------------------------------------------------------
+
+    def new_cache(self) -> Any:
+        """A cache for `generate(past_key_values=...)` or a loop over the model, which graphs serve;
+        while another call of `generate` has the memory, one that they do not."""
+        with self._using:
+            if self.steps is None or self._changed is not None:
+                return self._signature.new_cache()
+            is_free = self._calls.has_lease() or not self._lease.locked()
+            cache = self.steps.new_cache(attached=is_free)
+            if is_free:
+                self._take_over(cache)
+            return cache
+
+    def _take_over(self, cache: KeptCache | KeptPair | None) -> None:
+        """Give the memory to another cache; the one that has it takes its tensors along."""
+        before = self._holder()
+        if before is not None:
+            before.detach()
+        self._holder = _nobody if cache is None else weakref.ref(cache)
+        if self.steps is not None:
+            self.steps.clear()
+
+    # generate -------------------------------------------------------------------------------------
+
+    def _generate_leased(self, *args: Any, **kwargs: Any) -> Any:
+        leased = self.steps is not None and self._lease.acquire(blocking=False)
+        call = _Call(leased, None if leased else self._why_no_lease())
+        self._calls.stack.append(call)
+        try:
+            if leased:
+                self._look_at_model()
+            return self._generate(*args, **kwargs)
+        finally:
+            self._calls.stack.pop()
+            if leased:
+                self._lease.release()
+
+    def _why_no_lease(self) -> str:
+        return NO_GRAPHS if self.steps is None else "another call of generate() has the memory"
+
+    def _prepare_cache(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        """Where `generate` makes its cache."""
+        name = self._signature.cache
+        cache, call = model_kwargs.get(name), self._calls.current()
+        if call is not None and call.leased:
+            if isinstance(cache, Kept) and not cache.attached:
+                with self._using:
+                    if self.steps is not None and self.steps.owns(cache):
+                        self._take_over(cache)
+                        cache.attach()
+            elif cache is None and generation_config.use_cache is not False:
+                call.reason = self._why_no_cache(generation_config, batch_size)
+                if call.reason is None:
+                    model_kwargs[name] = self.new_cache()
+                    if generation_config.is_assistant:
+                        model_kwargs[name].activate_past_recording()
+                    return None
+        return self._prepare(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+
+    def _why_no_cache(self, config: Any, batch_size: int) -> str | None:
+        rows = batch_size * max(config.num_beams, config.num_return_sequences)
+        kind = config.cache_implementation
+        # A cache of fixed size, as some checkpoints ask for by themselves, is what ours is.
+        fixed = kind in ALL_STATIC_CACHE_IMPLEMENTATIONS and "offloaded" not in kind
+        if kind not in (None, "dynamic") and not fixed:
+            return f"cache_implementation={kind!r} was asked for"
+        if rows > self.max_batch:
+            return f"{rows} rows are above max_batch={self.max_batch}"
+        return self._why_other_model()
+
+    # forward --------------------------------------------------------------------------------------
+
+    def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        signature, counts = self._signature, self._counts
+        call = signature.named(args, kwargs)
+        cache, tokens = call.get(signature.cache), call.get(signature.tokens)
+        is_step = isinstance(tokens, torch.Tensor) and tokens.dim() == 2 and tokens.shape[1] == 1
+        if not isinstance(cache, Kept):
+            if is_step and cache is not None and _is_filled(cache):
+                counts.note(*self._why_foreign(cache))
+            else:
+                counts.prompts += 1
+            return self._forward(*args, **kwargs)
+        with self._using:
+            steps = self.steps
+            reason = self._why_eager(call, cache, is_step)
+            if reason is None and steps is not None:
+                logits, dispatch = steps.replay(call, cache)
+                if dispatch is None or dispatch.reason is Reason.HIT:
+                    counts.served += 1
+                else:
+                    counts.note(f"graphrt says {dispatch.reason.name}")
+                return steps.output(call, logits, cache)
+            if is_step and (cache.rows or not cache.attached):
+                counts.note(reason or NO_GRAPHS)
+            else:
+                counts.prompts += 1
+            return self._forward(*args, **kwargs)
+
+    def _why_eager(self, call: Mapping[str, Any], cache: Any, is_step: bool) -> str | None:
+        """Why a forward with a cache of ours is no step of a graph; None if it is one."""
+        signature, steps, rows = self._signature, self.steps, cache.rows
+        if not is_step:
+            return "more than one token a row"
+        if steps is None:
+            return NO_GRAPHS
+        if not steps.owns(cache):
+            return "the cache is of other graphs than the model's"
+        if not cache.attached:
+            return str(cache.why_left)
+        if cache.seen >= self.max_len:
+            return f"the sequence is longer than {self.max_len} tokens"
+        if call[signature.tokens].shape[0] != rows:
+            return "other rows than the prompt's"
+        other = self._why_other_model()
+        if other is not None:
+            return other
+        if call.get("use_cache") is False or call.get("return_dict") is False:
+            return "use_cache=False or return_dict=False was passed"
+        mask = None if signature.mask is None else call.get(signature.mask)
+        expected = None if cache.counted is None else (rows, cache.seen + 1)
+        if mask is not None and tuple(mask.shape) != expected:
+            return f"{signature.mask}= is not of the shape (rows, tokens so far and this one)"
+        if signature.positions is not None:
+            positions = call.get(signature.positions)
+            if positions is None or tuple(positions.shape) not in ((rows, 1), (1, 1)):
+                return f"{signature.positions}= of the shape (rows, 1) was not passed"
+        for name, value in call.items():
+            if name in signature.served or value is None or value is False:
+                continue
+            if name == "logits_to_keep" and isinstance(value, int) and value <= 1:
+                continue
+            return f"{name}= was passed"
+        if not steps.serves_encoder(call, cache):
+            return "the encoder's inputs have another length than graphs were captured for"
+        return None
+
+    def _why_foreign(self, cache: Any) -> tuple[str, str]:
+        call = self._calls.current()
+        if self.steps is None:
+            return NO_GRAPHS, ""
+        if call is not None and call.reason is not None:
+            return call.reason, ""
+        name = self._signature.cache
+        return (
+            f"a {type(cache).__name__} was passed as {name}=",
+            f"leave {name}= out, or pass graphs_of(model).new_cache()",
+        )
+
+    # Loops of one's own ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Begin sequences with prompts `(rows, length)`, padded on the left where the mask is 0;
+        returns the logits `(rows, vocabulary)` of their next tokens. A model beside an encoder
+        raises `InvalidInputError`."""
+        if self._signature.has_encoder:
+            raise InvalidInputError(
+                "prefill() is for decoders alone",
+                got=type(self.model).__name__,
+                expected="a model without an encoder",
+                advice="model.generate(...)",
+            )
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        self._look_at_model()
+        self._loop = _Loop(self.new_cache(), mask)
+        return self._next_logits(input_ids)
+
+    @torch.no_grad()
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Go on with one token `(rows,)` of each sequence; returns the logits
+        `(rows, vocabulary)` of the next ones. Raises `InvalidInputError` before `prefill`."""
+        loop = self._loop
+        if loop is None:
+            raise InvalidInputError(
+                "step() goes on with a sequence",
+                got="no sequence",
+                expected="prefill(input_ids) before",
+                advice="logits = graphs.prefill(input_ids)",
+            )
+        loop.mask = torch.cat([loop.mask, loop.mask.new_ones((len(tokens), 1))], 1)
+        return self._next_logits(tokens[:, None])
+
+    def reset(self) -> None:
+        """Forget the sequences of `prefill` and `step`."""
+        self._loop = None
+
+    def _next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        loop, signature = self._loop, self._signature
+        assert loop is not None
+        has_keys = not isinstance(loop.cache, KeptCache) or loop.cache.counted is not None
+        masked = has_keys or tokens.shape[1] > 1
+        call = signature.call(tokens, loop.mask, None, loop.cache, masked=masked)
+        if "logits_to_keep" in signature.names:
+            call["logits_to_keep"] = 1
+        logits: torch.Tensor = self.model(**call).logits[:, -1]
+        return logits
+
+    def report(self) -> ModelReport:
+        """How steps ran since `with_graphs()`."""
+        counts, steps = self._counts, self.steps
+        runner = None if steps is None else steps.runner.report()
+        eager = dict(counts.eager)
+        return ModelReport(counts.served, eager, counts.prompts, self._refused, runner)
+
+
+class _Call:
+    """One call of `generate`: whether it has the lease, and if not, why steps are eager."""
+
+    def __init__(self, leased: bool, reason: str | None) -> None:
+        self.leased, self.reason = leased, reason
+
+
+class _Calls(threading.local):
+    """The calls of `generate` under way in a thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
+
+    def current(self) -> _Call | None:
+        return self.stack[-1] if self.stack else None
+
+    def has_lease(self) -> bool:
+        return bool(self.stack) and self.stack[-1].leased
+
+
+class _Loop:
+    """The sequences of `prefill` and `step`."""
+
+    def __init__(self, cache: Any, mask: torch.Tensor) -> None:
+        self.cache, self.mask = cache, mask
+
+
+def _nobody() -> None:
+    return None
+
+
+def _is_filled(cache: Any) -> bool:
+    """Whether a cache of transformers holds tokens: else its forward is of a prompt."""
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
+    return any(getattr(layer, "keys", None) is not None or _has_state(layer) for layer in layers)
+
+
+def _has_state(layer: Any) -> bool:
+    return any(getattr(layer, "has_previous_state", {}).values())

@@ -1,0 +1,139 @@
+"""The memory that graphs read and write in place of a cache that grows.
+
+1. `shapes_of` reads the shapes of one token's keys, values and states off a cache that transformers
+   has filled in a short eager run: no family is known by name.
+2. `Memory` allocates them for `rows + 1` sequences: the last one is the row that padding writes.
+
+Keys and values lie as (row, position, head, width), so that what a step writes is one index write,
+and graphrt can save the rows of a trial alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphrt.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer's memory for one row: examples that have its shapes, dtypes and device."""
+
+    keys: torch.Tensor | None = None
+    """(1, heads, positions, width), as are the values."""
+    values: torch.Tensor | None = None
+    conv: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    recurrent: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+def shapes_of(cache: Any) -> list[LayerShape]:
+    """The shapes of a cache that a run of one row has filled.
+
+    Raises `CaptureError` for a layer of another kind than keys and values or states.
+    """
+    from transformers.cache_utils import (
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionLayer,
+    )
+
+    shapes = []
+    for layer in cache.layers:
+        kind = type(layer)
+        has_keys = kind in (
+            DynamicLayer,
+            DynamicSlidingWindowLayer,
+            LinearAttentionAndFullAttentionLayer,
+        )
+        has_states = kind in (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+        if not (has_keys or has_states):
+            raise CaptureError(
+                "the model keeps its past in a way that no graph of this host follows",
+                got=f"a layer of {kind.__name__}",
+                expected="DynamicLayer, DynamicSlidingWindowLayer or LinearAttentionLayer",
+                advice="leave with_graphs() out for this model",
+            )
+        filled = has_keys and layer.is_initialized
+        shapes.append(
+            LayerShape(
+                layer.keys if filled else None,
+                layer.values if filled else None,
+                _filled(layer.conv_states) if has_states else {},
+                _filled(layer.recurrent_states) if has_states else {},
+            )
+        )
+    return shapes
+
+
+def _filled(states: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    return {at: state for at, state in states.items() if state is not None}
+
+
+class LayerMemory:
+    """The memory of one layer; the last row is padding's."""
+
+    def __init__(self, shape: LayerShape, rows: int, length: int) -> None:
+        self.has_keys = shape.keys is not None
+        if shape.keys is not None and shape.values is not None:
+            self.keys = _positions(shape.keys, rows + 1, length)
+            self.values = _positions(shape.values, rows + 1, length)
+        self.conv = {at: _states(state, rows + 1) for at, state in shape.conv.items()}
+        self.recurrent = {at: _states(state, rows + 1) for at, state in shape.recurrent.items()}
+
+    def states(self) -> list[torch.Tensor]:
+        return [*self.conv.values(), *self.recurrent.values()]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*([self.keys, self.values] if self.has_keys else []), *self.states()]
+
+
+def _positions(like: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    return like.new_zeros((rows, length, like.shape[1], like.shape[3]))
+
+
+def _states(like: torch.Tensor, rows: int) -> torch.Tensor:
+    return like.new_zeros((rows, *like.shape[1:]))
+
+
+class Memory:
+    """Keys, values and states of all layers, and the mask of padding before prompts."""
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], rows: int, length: int, device: torch.device
+    ) -> None:
+        self.rows, self.length = rows, length
+        self.layers = [LayerMemory(shape, rows, length) for shape in shapes]
+        self.has_keys = any(layer.has_keys for layer in self.layers)
+        self.mask = torch.ones((rows + 1, length), dtype=torch.int64, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(each.numel() * each.element_size() for each in self._tensors())
+
+    def clear(self) -> None:
+        """Write zeros everywhere.
+
+        A masked position has no weight, but 0 times NaN is NaN: a sequence that had one would spoil
+        all later ones.
+        """
+        for each in self._tensors():
+            each.zero_()
+        # A row of padding without any position to look at is NaN: experts are then chosen by NaN.
+        self.mask[:, 0].fill_(1)
+
+    def set_mask(self, rows: int, length: int, mask: torch.Tensor | None) -> None:
+        """Which of the first positions of the first rows hold tokens."""
+        target = self.mask[:rows, :length]
+        if mask is None:
+            target.fill_(1)
+        else:
+            target.copy_(mask)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [self.mask, *(each for layer in self.layers for each in layer.tensors())]

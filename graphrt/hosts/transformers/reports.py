@@ -1,0 +1,48 @@
+"""How steps of a model ran: by a graph, or eagerly, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from graphrt.core.base.log import logger
+from graphrt.core.runner.report import RunnerReport
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """Counts since `with_graphs()`: steps of one token a row that graphs `served`, those that ran
+    `eager` by reason, and eager forwards of more tokens (`prompts`). `refused` says why the model
+    has no graphs at all; `runner` is the report of its graphs."""
+
+    served: int
+    eager: dict[str, int]
+    prompts: int
+    refused: str | None
+    runner: RunnerReport | None
+
+    def __str__(self) -> str:
+        steps = [f"  {count:>8}  {reason}" for reason, count in self.eager.items()]
+        lines = [f"{self.served} steps by graphs, {self.prompts} prompts"]
+        if self.refused is not None:
+            lines.append(f"no graphs: {self.refused}")
+        if steps:
+            lines += [f"{sum(self.eager.values())} steps without a graph:", *steps]
+        return "\n".join(lines)
+
+
+class Counts:
+    """The counts of one model; each reason is logged when it is first met."""
+
+    def __init__(self, model: str) -> None:
+        self.served = 0
+        self.prompts = 0
+        self.eager: Counter[str] = Counter()
+        self._model = model
+
+    def note(self, reason: str, advice: str = "") -> None:
+        """Count one eager step."""
+        if reason not in self.eager:
+            what = f"{reason}; {advice}" if advice else reason
+            logger.warning("%s runs without a graph: %s", self._model, what)
+        self.eager[reason] += 1

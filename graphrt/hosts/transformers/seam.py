@@ -1,0 +1,144 @@
+"""`Seam`: methods of ours in front of a model's own, and what a capture of that model came to.
+
+What cannot be captured runs as before. A model with other weights, layers, adapters or attributes
+than at the capture is not served until `recapture()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphrt.core.base.log import logger
+from graphrt.errors import CaptureError
+from graphrt.hosts.transformers.fingerprint import Fingerprint
+from graphrt.hosts.transformers.reports import Counts
+
+NO_GRAPHS = "the model has no graphs"
+
+
+class Seam(ABC):
+    """Stands between one model and its graphs."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._refused: str | None = "captured nothing yet: recapture() does"
+        self._counts = Counts(type(model).__name__)
+        self._forward: Callable[..., Any] = model.forward
+        self._before: dict[str, Any] = {}
+        # Held while somebody works on the memory of graphs.
+        self._using = threading.RLock()
+        self._captured: Fingerprint | None = None
+        self._changed: str | None = None
+
+    def install(self) -> None:
+        """Put our methods in front of the model's."""
+        for name, method in self._methods().items():
+            self._before[name] = self.model.__dict__.get(name)
+            self.model.__dict__[name] = _Installed(method, getattr(self.model, name))
+
+    def uninstall(self) -> None:
+        """Give the model its methods back, and the memory to the device."""
+        for name, before in self._before.items():
+            if before is None:
+                self.model.__dict__.pop(name, None)
+            else:
+                self.model.__dict__[name] = before
+        with self._using:
+            self._release()
+
+    def capture(self, *, strict: bool) -> None:
+        """Capture all graphs. What fails is raised with `strict`, and else logged: the model then
+        runs as before."""
+        with self._using:
+            self._release()
+            try:
+                self._check_model()
+                # Memory made in inference mode could not be written outside of it.
+                with torch.inference_mode(False), torch.no_grad():
+                    self._capture()
+            except Exception as error:
+                # graphrt's, or the model's own from a call such as users make.
+                if strict:
+                    raise
+                self._refused = f"{type(error).__name__}: {error}"
+                name = type(self.model).__name__
+                logger.warning("%s has no graphs: %s", name, self._refused)
+            else:
+                self._refused, self._changed = None, None
+                self._captured = Fingerprint(self.model)
+
+    def recapture(self) -> None:
+        """Capture again, for a model that is another one now; raises what capturing raises."""
+        self.capture(strict=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        # A copy of the model has no graphs.
+        return None
+
+    @abstractmethod
+    def _methods(self) -> dict[str, Callable[..., Any]]:
+        """Methods by the name of the model's that each takes the place of."""
+
+    @abstractmethod
+    def _capture(self) -> None:
+        """Capture all graphs, of which there are none."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Destroy the graphs, if there are some."""
+
+    def _check_model(self) -> None:
+        if self.model.training:
+            raise CaptureError(
+                "the model is in training mode",
+                got="model.training is True",
+                expected="a model that runs without dropout",
+                advice="model.eval()",
+            )
+        placed = getattr(self.model, "hf_device_map", None) or {}
+        devices = {str(each) for each in placed.values()}
+        if len(devices) > 1:
+            raise CaptureError(
+                "the model is on several devices",
+                got=", ".join(sorted(devices)),
+                expected="all of it on one device",
+                advice='device_map={"": 0}, or leave with_graphs() out',
+            )
+
+    def _look_at_model(self) -> None:
+        captured = self._captured
+        self._changed = None if captured is None else captured.first_change()
+
+    def _why_other_model(self) -> str | None:
+        """Why the model of now is not the one that graphs stand for; None if it is."""
+        if self.model.training:
+            return "the model is in training mode"
+        if torch.is_grad_enabled():
+            return "gradients are on"
+        if self._changed is not None:
+            return f"the model is not as it was captured ({self._changed}): recapture()"
+        return None
+
+
+class _Installed:
+    """A method in place of a model's own, whose name and signature it has."""
+
+    def __init__(self, method: Callable[..., Any], original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the model calls its own method: ours would run the first model's weights.
+        seam = self._method.__self__  # type: ignore[attr-defined]
+        method = getattr(type(seam.model), self.__name__)  # type: ignore[attr-defined]
+        return types.MethodType(method, memo.get(id(seam.model)))

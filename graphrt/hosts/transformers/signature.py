@@ -1,0 +1,133 @@
+"""How a model's forward is called: the names of its arguments, and a call of `generate`'s kind.
+
+Decoders take `input_ids`, a mask and positions; decoders beside an encoder take the same with
+`decoder_` before, and what the encoder has given. Models of states alone call their cache
+`cache_params`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from graphrt.errors import CaptureError
+
+CACHES = ("cache", "cache_params", "past_key_values")
+"""Names of a forward's cache. From transformers 5.24 on it is the first, and the others are older
+names of it."""
+
+_FEATURES = "input_features"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What an encoder has given: its outputs, and the mask of its inputs if there is one."""
+
+    outputs: Any
+    mask: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return int(self.outputs[0].shape[1])
+
+
+class Signature:
+    """The arguments of one model's forward."""
+
+    def __init__(self, model: Any, forward: Callable[..., Any]) -> None:
+        self.model = model
+        self.names = list(inspect.signature(forward).parameters)
+        self.has_encoder = bool(model.config.is_encoder_decoder)
+        before = "decoder_" if self.has_encoder else ""
+        self.tokens = f"{before}input_ids"
+        self.mask = self._known(f"{before}attention_mask")
+        # Beside an encoder `generate` passes none: the model counts.
+        self.positions = None if self.has_encoder else self._known("position_ids")
+        self.cache = next((name for name in CACHES if name in self.names), CACHES[-1])
+        # Sound has one length: models of it pass no mask to their decoder.
+        self.masks_encoder = self.has_encoder and model.main_input_name == "input_ids"
+        served = {self.tokens, self.mask, self.positions, self.cache, "use_cache", "return_dict"}
+        if self.has_encoder:
+            served.add("encoder_outputs")
+        if self.masks_encoder:
+            served.add("attention_mask")
+        self.served = served - {None}
+
+    def _known(self, name: str) -> str | None:
+        return name if name in self.names else None
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, the cache by its newest."""
+        call = {**dict(zip(self.names, args, strict=False)), **kwargs} if args else kwargs
+        if self.cache not in call:
+            for name in CACHES:
+                if name in call:
+                    call = {**call, self.cache: call[name]}
+                    del call[name]
+        return call
+
+    def call(
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor | None,
+        encoded: Encoded | None,
+        cache: Any,
+        *,
+        masked: bool = True,
+    ) -> dict[str, Any]:
+        """The arguments that `generate` passes for these tokens, the last ones of the mask."""
+        call = {self.tokens: tokens, self.cache: cache, "use_cache": True, "return_dict": True}
+        if encoded is not None:
+            call["encoder_outputs"] = encoded.outputs
+            if self.masks_encoder and encoded.mask is not None:
+                call["attention_mask"] = encoded.mask
+        if mask is None:
+            return call
+        if self.mask is not None and masked:
+            call[self.mask] = mask
+        if self.positions is not None:
+            call[self.positions] = positions_of(mask)[:, -tokens.shape[1] :]
+        return call
+
+    def new_cache(self) -> Any:
+        """A cache of transformers'."""
+        config = self.model.config.get_text_config(decoder=True)
+        if not self.has_encoder:
+            return DynamicCache(config=config)
+        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+
+    def encode(self, rows: int, length: int, tokens: torch.Tensor) -> Encoded | None:
+        """What the encoder gives for some inputs of this length; of sound, for as long as it must
+        be. None without an encoder."""
+        if not self.has_encoder:
+            return None
+        config, name = self.model.config, self.model.main_input_name
+        mask = None
+        if name == "input_ids":
+            inputs = tokens[:, :1].repeat(1, length)
+            mask = torch.ones_like(inputs)
+            mask[0, -1] = 0
+        elif name == _FEATURES and hasattr(config, "num_mel_bins"):
+            shape = rows, config.num_mel_bins, 2 * config.max_source_positions
+            generator = torch.Generator("cpu").manual_seed(0)
+            sound = torch.randn(shape, generator=generator, device="cpu")
+            inputs = sound.to(tokens.device, self.model.dtype)
+        else:
+            raise CaptureError(
+                "nobody knows an input of the model's encoder to capture with",
+                got=name,
+                expected="input_ids, or input_features of num_mel_bins",
+                advice="leave with_graphs() out",
+            )
+        masked: Mapping[str, Any] = {} if mask is None else {"attention_mask": mask}
+        return Encoded(self.model.get_encoder()(inputs, **masked, return_dict=True), mask)
+
+
+def positions_of(mask: torch.Tensor) -> torch.Tensor:
+    """The positions of tokens, as `generate` counts them: not counting padding."""
+    return (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)

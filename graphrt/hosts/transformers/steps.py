@@ -1,0 +1,314 @@
+"""`StepGraphs`: the captured steps of one model, over memory of its own.
+
+1. A short eager run shows what the model keeps of its past; `Memory` has that for `max_batch` rows
+   of `max_len` tokens.
+2. A step of one token a row is captured for each size. Its cache is made of views of the memory in
+   each run; which rows and which position it writes are inputs.
+3. graphrt tries the graphs on a sequence (`Host(example=)`), and `_compare` compares some steps
+   with transformers' own cache and masks: that is what graphrt cannot know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import EncoderDecoderCache
+
+from graphrt import Batch, Dispatch, Example, GraphOptions, GraphRunner, Host, InputSpec
+from graphrt.errors import CaptureError, VerificationError
+from graphrt.hosts.transformers.caches import CrossCache, KeptCache, KeptPair, StepCache
+from graphrt.hosts.transformers.memory import Memory, shapes_of
+from graphrt.hosts.transformers.signature import Encoded, Signature
+
+_PROMPT = 6
+"""Tokens of the prompt that graphs are captured and tried after."""
+
+CLOSE = {torch.float32: 1e-2, torch.float64: 1e-6, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+"""How far logits may be from transformers' own, over their norm: other kernels round otherwise
+(on a GPU by TF32 too), a wrong mask or position gives other logits altogether."""
+
+
+class StepGraphs:
+    """Graphs of steps, and the caches that they serve."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        forward: Callable[..., Any],
+        *,
+        max_batch: int,
+        max_len: int,
+        max_encoder_len: int,
+        sizes: Sequence[int],
+        options: GraphOptions,
+    ) -> None:
+        """Captures; raises what capturing raises, and `VerificationError` for steps that are not
+        transformers'."""
+        self.signature, self._forward = signature, forward
+        self._max_batch, self._max_len = max_batch, max_len
+        device = signature.model.device
+        tokens = self._random_tokens(device)
+        encoder_len = min(_PROMPT, max_encoder_len)
+        encoded = signature.encode(max_batch, encoder_len, tokens)
+        twin = signature.new_cache()
+        probe = self._run(tokens[:1, :2], None, _rows_of(encoded, 1), twin)
+        self._output = _output_of(probe, signature)
+        self.memory = Memory(shapes_of(_decoder(twin)), max_batch, max_len, device)
+        self.cross: Memory | None = None
+        if encoded is not None:
+            length = max_encoder_len if signature.masks_encoder else encoded.length
+            shapes = shapes_of(twin.cross_attention_cache)
+            self.cross = Memory(shapes, max_batch, length, device)
+        self._hosts_rows, self._hosts_length = (
+            torch.arange(max_batch, device="cpu"),
+            torch.arange(max_len, device="cpu"),
+        )
+        self._batches = [Batch(max(rows, 1)) for rows in range(max_batch + 1)]
+        self._positions_inputs = signature.positions is not None
+        self.runner: GraphRunner[torch.Tensor] = GraphRunner(
+            self._step(None if encoded is None else encoded.outputs[0]),
+            inputs=self._inputs(),
+            outputs=("tokens", 1, probe.logits.shape[-1]),
+            mode="FULL",
+            sizes=sizes,
+            host=Host(example=self._example),
+            options=options,
+            platform=device.type,
+            device=device,
+        )
+        try:
+            self._capture(tokens, encoded)
+        except BaseException:
+            self.runner.close()
+            raise
+
+    # The forward that is captured -----------------------------------------------------------------
+
+    def _inputs(self) -> dict[str, InputSpec]:
+        inputs = {"tokens": InputSpec(torch.int64, ("tokens", 1))}
+        if self.signature.positions is not None:
+            inputs["positions"] = InputSpec(torch.int64, ("tokens", 1))
+        # Padding writes the memory's last row, which is nobody's.
+        inputs["rows"] = InputSpec(torch.int64, ("tokens",), pad=self._max_batch, index=True)
+        inputs["length"] = InputSpec(torch.int64, (1,))
+        return inputs
+
+    def _step(self, encoder_states: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+        """The forward of one token a row `(size, 1)`, which returns logits `(size, 1, ...)`.
+
+        It holds what a step needs and no more: graphrt looks through all of it.
+        """
+        forward, signature, memory, cross = self._forward, self.signature, self.memory, self.cross
+        more: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        if "logits_to_keep" in signature.names:
+            more["logits_to_keep"] = 1
+        if encoder_states is not None:
+            # Nobody reads the values: what steps need of them is in the cross-attention's cache.
+            no_states = encoder_states.new_zeros((1, 1, encoder_states.shape[-1]))
+        mask_name = signature.mask if memory.has_keys else None
+        config = signature.model.config.get_text_config(decoder=True)
+
+        def step(
+            tokens: torch.Tensor,
+            rows: torch.Tensor,
+            length: torch.Tensor,
+            positions: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            size = rows.shape[0]
+            kept = StepCache(memory, rows, length)
+            call = {**more, signature.tokens: tokens, signature.cache: kept}
+            if positions is not None and signature.positions is not None:
+                call[signature.positions] = positions
+            if mask_name is not None:
+                call[mask_name] = memory.mask[:size]
+            if cross is not None:
+                states = no_states.expand(size, cross.length, -1)
+                call["encoder_outputs"] = (states,)
+                call[signature.cache] = EncoderDecoderCache(kept, CrossCache(cross, size))
+                if signature.masks_encoder:
+                    call["attention_mask"] = _encoder_mask(config, cross.mask[:size], states)
+            logits: torch.Tensor = forward(**call).logits
+            kept.write_back()
+            return logits
+
+        return step
+
+    # Capturing ------------------------------------------------------------------------------------
+
+    def _capture(self, tokens: torch.Tensor, encoded: Encoded | None) -> None:
+        mask = torch.ones_like(tokens)
+        mask[0, :2] = 0
+        # Graphs are tried on sequences, not on zeros.
+        cache = self.new_cache()
+        self._run(tokens, mask, encoded, cache)
+        seen = torch.cat([mask, mask[:, -1:]], 1)
+        self._set_masks(cache, seen, None if encoded is None else encoded.mask)
+        self.runner.capture()
+        lengths: list[int | None] = [None if encoded is None else encoded.length]
+        if self.signature.masks_encoder and self.cross is not None:
+            lengths.append(self.cross.length)
+        for rows in sorted({self._max_batch, max(self._max_batch - 1, 1)}):
+            for length in lengths:
+                self._compare(tokens[:rows], mask[:rows], length)
+        self.clear()
+
+    def _example(self, batch: Batch, generator: torch.Generator) -> Example:
+        rows, seen = batch.num_tokens, _PROMPT
+        tokens = torch.randint(self._vocabulary, (rows, 1), generator=generator, device="cpu")
+        return Example(self._values(tokens, torch.full((rows, 1), seen, device="cpu"), seen))
+
+    def _compare(self, prompt: torch.Tensor, mask: torch.Tensor, length: int | None) -> None:
+        """Raise `VerificationError` unless steps of graphs give what transformers' own give."""
+        self.clear()
+        ours, theirs = self.new_cache(), self.signature.new_cache()
+        encoded = None
+        if length is not None:
+            encoded = self.signature.encode(len(prompt), length, prompt)
+        for cache in (ours, theirs):
+            self._run(prompt, mask, encoded, cache)
+        for at in range(2):
+            mask = torch.cat([mask, mask.new_ones((len(prompt), 1))], 1)
+            tokens = prompt[:, at : at + 1]
+            # `generate` passes no mask to steps of models of states alone.
+            masked = self.memory.has_keys
+            call = self.signature.call(tokens, mask, encoded, theirs, masked=masked)
+            got, expected = self.replay(call, ours)[0], self._forward(**call).logits
+            apart = float((got - expected).float().norm() / expected.float().norm())
+            if not apart <= CLOSE.get(expected.dtype, 1e-2):
+                raise VerificationError(
+                    "a step by a graph is not the step that transformers makes with its own cache",
+                    got=f"logits of {len(prompt)} rows that differ by {apart:.2g} of their norm",
+                    expected="the same logits, but for rounding",
+                    advice="leave with_graphs() out for this model, and report it",
+                )
+
+    def _run(
+        self, tokens: torch.Tensor, mask: torch.Tensor | None, encoded: Encoded | None, cache: Any
+    ) -> Any:
+        """transformers' own forward."""
+        return self._forward(**self.signature.call(tokens, mask, encoded, cache))
+
+    def _random_tokens(self, device: torch.device) -> torch.Tensor:
+        generator = torch.Generator("cpu").manual_seed(0)
+        shape = self._max_batch, _PROMPT
+        return torch.randint(self._vocabulary, shape, generator=generator, device="cpu").to(device)
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.signature.model.config.get_text_config(decoder=True).vocab_size)
+
+    # Steps ----------------------------------------------------------------------------------------
+
+    def new_cache(self, *, attached: bool = True) -> KeptCache | KeptPair:
+        """A cache over the memory, which has to be nobody's; or one with tensors of its own."""
+        cache = KeptCache(self.memory, attached=attached)
+        if self.cross is None:
+            return cache
+        return KeptPair(cache, KeptCache(self.cross, attached=attached))
+
+    def owns(self, cache: Any) -> bool:
+        """Whether a cache is over this memory: not one of another model, or of an earlier capture,
+        or one that was saved to a file."""
+        return cache.memory is self.memory
+
+    def clear(self) -> None:
+        """Forget the sequence that is in the memory."""
+        self.memory.clear()
+        if self.cross is not None:
+            self.cross.clear()
+
+    def serves_encoder(self, call: Mapping[str, Any], cache: Any) -> bool:
+        """Whether what the encoder gave has a length that graphs were captured for."""
+        if self.cross is None:
+            return True
+        length = cache.cross_attention_cache.seen
+        if not self.signature.masks_encoder:
+            return bool(length == self.cross.length)
+        mask = call.get("attention_mask")
+        return mask is None or tuple(mask.shape) == (cache.rows, length)
+
+    def replay(self, call: Mapping[str, Any], cache: Any) -> tuple[torch.Tensor, Dispatch | None]:
+        """Run one step by a graph; returns its logits, and how it was dispatched."""
+        signature, tokens = self.signature, call[self.signature.tokens]
+        mask = None if signature.mask is None else call.get(signature.mask)
+        encoder_mask = call.get("attention_mask") if signature.masks_encoder else None
+        self._set_masks(cache, mask, encoder_mask)
+        positions = None if signature.positions is None else call.get(signature.positions)
+        values = self._values(tokens, positions, cache.seen)
+        logits = self.runner.step(self._batches[tokens.shape[0]], values).clone()
+        cache.stepped()
+        return logits, self.runner.last_dispatch
+
+    def output(self, call: Mapping[str, Any], logits: torch.Tensor, cache: Any) -> Any:
+        """The output of a step, as the model's forward returns it."""
+        more = {}
+        if self.signature.has_encoder:
+            more["encoder_last_hidden_state"] = call["encoder_outputs"][0]
+        return self._output(logits=logits, **{self.signature.cache: cache}, **more)
+
+    def close(self) -> None:
+        self.runner.close()
+
+    def _set_masks(
+        self, cache: Any, mask: torch.Tensor | None, encoder_mask: torch.Tensor | None
+    ) -> None:
+        if self.memory.has_keys and self.signature.mask is not None:
+            self.memory.set_mask(cache.rows, cache.seen + 1, mask)
+        if self.cross is not None and self.signature.masks_encoder:
+            length = cache.cross_attention_cache.seen
+            self.cross.set_mask(cache.rows, length, encoder_mask)
+
+    def _values(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None, seen: int
+    ) -> Mapping[str, torch.Tensor]:
+        rows = tokens.shape[0]
+        values = {
+            "tokens": tokens,
+            "rows": self._hosts_rows[:rows],
+            "length": self._hosts_length[seen : seen + 1],
+        }
+        if positions is not None and self._positions_inputs:
+            values["positions"] = positions.expand(rows, 1)
+        return values
+
+
+def _decoder(cache: Any) -> Any:
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def _rows_of(encoded: Encoded | None, rows: int) -> Encoded | None:
+    if encoded is None:
+        return None
+    mask = None if encoded.mask is None else encoded.mask[:rows]
+    return Encoded((encoded.outputs[0][:rows],), mask)
+
+
+def _encoder_mask(config: Any, mask: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """The mask `(size, 1, 1, length)` of an encoder's inputs: made here, because models look into
+    one of two dimensions on the host."""
+    from transformers.masking_utils import create_bidirectional_mask
+
+    made: torch.Tensor = create_bidirectional_mask(
+        config=config,
+        inputs_embeds=states[:, :1],
+        attention_mask=mask,
+        encoder_hidden_states=states,
+        allow_is_bidirectional_skip=False,
+    )
+    return made
+
+
+def _output_of(probe: Any, signature: Signature) -> Callable[..., Any]:
+    """The class of a step's output; raises `CaptureError` where it has more than logits."""
+    known = {"logits", signature.cache, "encoder_last_hidden_state"}
+    more = sorted(name for name in probe if name not in known)
+    if more:
+        raise CaptureError(
+            "the model's forward returns more than logits and its cache",
+            got=", ".join(more),
+            expected="logits alone",
+            advice="turn it off in model.config (output_hidden_states, output_attentions)",
+        )
+    return type(probe)

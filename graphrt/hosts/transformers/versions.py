@@ -1,0 +1,116 @@
+"""The versions of transformers that are known, and the names of it that graphrt uses."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from graphrt.errors import UnsupportedHostError
+
+KNOWN = tuple(f"5.{minor}" for minor in range(17, 25))
+"""With which the tests of this host were run."""
+
+_NAMES = {
+    "transformers": ("PreTrainedModel", "GenerationMixin"),
+    "transformers.cache_utils": (
+        "Cache.is_compileable",
+        "Cache.get_query_offset",
+        "CacheLayerMixin.lazy_initialization",
+        "DynamicCache",
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "EncoderDecoderCache.is_compileable",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionLayer.activate_past_recording",
+    ),
+    "transformers.generation.configuration_utils": ("ALL_STATIC_CACHE_IMPLEMENTATIONS",),
+    "transformers.masking_utils": ("create_bidirectional_mask",),
+}
+_ARGUMENTS = {
+    ("transformers", "GenerationMixin._prepare_cache_for_generation"): (
+        "generation_config",
+        "model_kwargs",
+        "generation_mode",
+        "batch_size",
+        "max_cache_length",
+    ),
+    ("transformers", "GenerationMixin._optimize_model_for_decode"): (),
+    ("transformers.cache_utils", "DynamicLayer.update"): ("key_states", "value_states"),
+    ("transformers.cache_utils", "LinearAttentionLayer.lazy_initialization"): (
+        "conv_states",
+        "recurrent_states",
+        "state_idx",
+        "conv_kernel_size",
+    ),
+    ("transformers.cache_utils", "LinearAttentionLayer.update_conv_state"): (
+        "conv_states",
+        "state_idx",
+    ),
+    ("transformers.cache_utils", "LinearAttentionLayer.update_recurrent_state"): (
+        "recurrent_states",
+        "state_idx",
+    ),
+}
+"""Those that graphrt overrides or calls, with the arguments that it needs."""
+
+_ADVICE = (
+    "install one of these, or leave with_graphs() out: the model then runs as transformers runs it"
+)
+
+
+def check_transformers() -> None:
+    """Raise `UnsupportedHostError` where transformers is missing, of a version that was not tested,
+    or without a name that graphrt relies on: the error has all of those."""
+    try:
+        version = importlib.import_module("transformers").__version__
+    except ModuleNotFoundError as error:
+        raise _error("transformers is not installed", "no module transformers") from error
+    if not is_known(version):
+        raise _error("graphrt does not know this version of transformers", version)
+    missing = [*_missing_names(), *_missing_arguments()]
+    if missing:
+        got = "no " + ", no ".join(missing)
+        raise _error(f"transformers {version} is not as graphrt knows it", got)
+
+
+def is_known(version: str) -> bool:
+    """Whether a version is one of `KNOWN`, or a patch of one."""
+    return any(version == known or version.startswith(f"{known}.") for known in KNOWN)
+
+
+def _error(what: str, got: str) -> UnsupportedHostError:
+    expected = "transformers " + ", ".join(f"{known}.*" for known in KNOWN)
+    return UnsupportedHostError(what, got=got, expected=expected, advice=_ADVICE)
+
+
+def _missing_names() -> Iterator[str]:
+    for module, names in _NAMES.items():
+        yield from (f"{module}.{name}" for name in names if _find(module, name) is _MISSING)
+
+
+def _missing_arguments() -> Iterator[str]:
+    for (module, name), expected in _ARGUMENTS.items():
+        function = _find(module, name)
+        if function is _MISSING:
+            yield f"{module}.{name}"
+            continue
+        has = inspect.signature(inspect.unwrap(function)).parameters
+        yield from (f"argument {each!r} of {module}.{name}" for each in expected if each not in has)
+
+
+_MISSING: Any = object()
+
+
+def _find(module: str, path: str) -> Any:
+    """The object of a dotted name of a module; `_MISSING` if there is none."""
+    try:
+        value: Any = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return _MISSING
+    for name in path.split("."):
+        value = getattr(value, name, _MISSING)
+        if value is _MISSING:
+            break
+    return value

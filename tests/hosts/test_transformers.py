@@ -1,0 +1,650 @@
+"""`generate` of transformers' models through graphs gives the tokens of `generate` without, and
+every step of one token a row is a replay."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import logging
+import re
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.errors import CaptureError, InvalidInputError, InvalidOptionError
+from tests.models.families import SHARED
+from tests.models.generating import (
+    GENERATING,
+    STEPS,
+    WAYS,
+    new_model,
+    prompt,
+    random_tokens,
+)
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from graphrt.hosts.transformers import graphs_of, with_graphs, without_graphs  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+CHOSEN = (
+    "llama",
+    "gemma2",
+    "mixtral",
+    "deepseek_v3",
+    "qwen3_next",
+    "mamba",
+    "opt",
+    "t5",
+    "whisper",
+)
+"""One family of each kind; all of them are in `tests/models/table.py`."""
+OTHER = "the cache has other rows, shapes or dtypes than the memory"
+REFUSED = {"m2m_100": "CaptureSyncError"}
+
+
+def served(model: Any) -> tuple[int, dict[str, int]]:
+    report = graphs_of(model).report()
+    return report.served, report.eager
+
+
+def generate(model: Any, tokens: torch.Tensor, new: int = 8, **more: Any) -> Any:
+    mask = more.pop("attention_mask", torch.ones_like(tokens))
+    return model.generate(
+        tokens, attention_mask=mask, max_new_tokens=new, **{"do_sample": False, **more}
+    )
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A Llama without graphs."""
+    return new_model("llama")
+
+
+@pytest.fixture(scope="module")
+def shared_model():
+    return with_graphs(new_model("llama"), max_batch=4, max_len=32, strict=True)
+
+
+@pytest.fixture
+def model(shared_model):
+    """A Llama with graphs for 4 rows of 32 tokens; its counts start at 0."""
+    graphs = graphs_of(shared_model)
+    graphs.reset()
+    graphs._counts.__init__("Llama")
+    return shared_model
+
+
+# Families ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_generate_gives_its_own_tokens_and_every_step_is_served(name, device):
+    model = new_model(name, device)
+    expected = {way: call(model, name, device) for way, call in WAYS.items()}
+    with_graphs(model, max_batch=4, max_len=32, strict=True)
+    before = 0
+    for way, call in WAYS.items():
+        assert torch.equal(call(model, name, device), expected[way]), way
+        steps, eager = served(model)
+        assert (steps - before, eager) == (STEPS[way], {}), way
+        before = steps
+    without_graphs(model)
+    assert torch.equal(WAYS["greedy"](model, name, device), expected["greedy"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(set(GENERATING) - set(CHOSEN) - set(REFUSED)))
+def test_generate_gives_its_own_tokens_in_all_other_families(name):
+    test_generate_gives_its_own_tokens_and_every_step_is_served(name, "cpu")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_captured_runs_as_before_and_says_why(name, caplog):
+    model = new_model(name)
+    expected = WAYS["greedy"](model, name, "cpu")
+    with caplog.at_level(logging.WARNING, "graphrt"):
+        with_graphs(model, max_batch=4, max_len=32)
+        assert torch.equal(WAYS["greedy"](model, name, "cpu"), expected)
+        WAYS["greedy"](model, name, "cpu")
+    report = graphs_of(model).report()
+    assert report.refused.startswith(REFUSED[name])
+    assert report.served == 0 and sum(report.eager.values()) == 2 * STEPS["greedy"]
+    # Once for the model, and once for its steps.
+    assert [REFUSED[name] in each.message for each in caplog.records] == [True, False]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "jamba"])
+def test_logits_are_those_of_the_same_steps_run_eagerly_bit_for_bit(name, device, monkeypatch):
+    given = {**prompt(name, 3, device, padded=True), "max_new_tokens": 12, "do_sample": False}
+    given |= {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
+    results = []
+    for eagerly in (False, True):
+        model = with_graphs(new_model(name, device), max_batch=4, max_len=32, strict=True)
+        if eagerly:
+            runner = graphs_of(model).steps.runner
+
+            def step(batch, values, runner=runner):
+                # 3 rows in the graph of 4.
+                dispatch = runner.dispatcher.dispatch(batch)
+                return runner.run_padded_eagerly(batch, dispatch, values)
+
+            monkeypatch.setattr(runner, "step", step)
+        results.append(model.generate(**given))
+    replayed, eager = results
+    assert len(replayed.logits) == 12
+    assert all(torch.equal(*both) for both in zip(replayed.logits, eager.logits, strict=True))
+
+
+# Modes of generate -------------------------------------------------------------------------------
+
+
+def test_a_streamer_is_given_every_token(model, plain):
+    class Streamer(transformers.generation.streamers.BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    tokens, streamer = random_tokens(1, 6), Streamer()
+    expected = generate(plain, tokens)
+    assert torch.equal(generate(model, tokens, streamer=streamer), expected)
+    assert streamer.tokens == expected.flatten().tolist() and streamer.ended
+    assert served(model) == (7, {})
+
+
+def test_many_beams_reorder_the_memory(model, plain):
+    tokens = random_tokens(1, 6, seed=5)
+    given = {"num_beams": 4, "num_return_sequences": 3, "new": 12}
+    assert torch.equal(generate(model, tokens, **given), generate(plain, tokens, **given))
+    assert served(model) == (11, {})
+
+
+@pytest.mark.parametrize("assistant", ["prompt lookup", "another model", "with graphs"])
+def test_assisted_generation_crops_the_memory(model, plain, assistant):
+    tokens = random_tokens(1, 4, seed=7).repeat(1, 3)
+    given: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
+    if assistant != "prompt lookup":
+        other = new_model("llama", num_hidden_layers=1)
+        other.generation_config.update(
+            num_assistant_tokens=4,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
+        given = {"assistant_model": other}
+    expected = generate(plain, tokens, 12, **given)
+    if assistant == "with graphs":
+        with_graphs(given["assistant_model"], max_batch=1, max_len=32, strict=True)
+    assert torch.equal(generate(model, tokens, 12, **given), expected)
+    if assistant == "with graphs":
+        assert served(given["assistant_model"])[0] > 0
+
+
+def test_assisted_generation_of_a_model_with_states_leaves_the_memory():
+    plain, model = new_model("lfm2"), new_model("lfm2")
+    with_graphs(model, max_batch=2, max_len=32, strict=True)
+    tokens = random_tokens(1, 4, seed=7).repeat(1, 3)
+    given = {"prompt_lookup_num_tokens": 3}
+    assert torch.equal(generate(model, tokens, **given), generate(plain, tokens, **given))
+    assert served(model)[0] == 0
+
+
+@pytest.mark.parametrize("what", ["output_attentions", "output_hidden_states"])
+def test_more_outputs_than_logits_are_made_eagerly(what):
+    plain, model = (new_model("llama", attn_implementation="eager") for _ in range(2))
+    with_graphs(model, max_batch=1, max_len=32, strict=True)
+    tokens = random_tokens(1, 6)
+    given = {what: True, "return_dict_in_generate": True}
+    ours, theirs = generate(model, tokens, **given), generate(plain, tokens, **given)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    name = what.removeprefix("output_")
+    assert len(getattr(ours, name)) == 8
+    assert served(model) == (0, {f"{what}= was passed": 7})
+    # transformers leaves hooks in the model for it.
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model)[0] == 7
+
+
+def test_pictures_are_a_part_of_the_prompt():
+    vision = {"image_size": 16, "patch_size": 8, "hidden_size": 32, "intermediate_size": 64}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**vision),
+        text_config=transformers.LlamaConfig(**SHARED),
+        image_token_index=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    tokens = torch.cat([torch.full((2, 4), 2), random_tokens(2, 5)], 1)
+    given = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    expected = generate(model, tokens, **given)
+    with_graphs(model, max_batch=2, max_len=32, strict=True)
+    assert torch.equal(generate(model, tokens, **given), expected)
+    assert served(model) == (7, {})
+
+
+# What has no room --------------------------------------------------------------------------------
+
+
+def test_a_sequence_that_grows_too_long_goes_on_eagerly(model, plain):
+    tokens = random_tokens(2, 20)
+    assert torch.equal(generate(model, tokens, 20), generate(plain, tokens, 20))
+    assert served(model) == (12, {"the sequence is longer than 32 tokens": 7})
+
+
+def test_a_prompt_that_is_too_long_runs_eagerly(model, plain):
+    tokens = random_tokens(2, 40)
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model) == (0, {"the sequence is longer than 32 tokens": 7})
+
+
+def test_more_rows_than_the_memory_has_run_eagerly(model, plain, caplog):
+    tokens = random_tokens(5, 6)
+    with caplog.at_level(logging.WARNING, "graphrt"):
+        assert torch.equal(generate(model, tokens), generate(plain, tokens))
+        generate(model, tokens)
+    assert served(model) == (0, {"5 rows are above max_batch=4": 14})
+    assert len(caplog.records) == 1
+
+
+def test_rows_between_two_sizes_without_a_graph_above_run_eagerly(plain):
+    model = with_graphs(new_model("llama"), max_batch=4, max_len=32, sizes=[1, 2], strict=True)
+    tokens = random_tokens(3, 6)
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model) == (0, {"graphrt says TOO_LARGE": 7})
+
+
+# Caches ------------------------------------------------------------------------------------------
+
+
+def test_a_returned_cache_survives_the_next_call(model, plain):
+    """As transformers' own does: it takes its tensors along when the memory is needed."""
+    tokens, more = random_tokens(2, 6), random_tokens(2, 3, seed=4)
+
+    def two_turns(model):
+        first = generate(model, tokens, return_dict_in_generate=True)
+        keys = first.past_key_values.layers[0].keys.clone()
+        generate(model, random_tokens(3, 9, seed=8))
+        assert torch.equal(first.past_key_values.layers[0].keys, keys)
+        longer = torch.cat([first.sequences, more], 1)
+        return generate(model, longer, past_key_values=first.past_key_values)
+
+    assert torch.equal(two_turns(model), two_turns(plain))
+    assert served(model) == (3 * 7, {})
+
+
+def test_two_calls_share_a_cache(model, plain):
+    tokens, more = random_tokens(2, 6), random_tokens(2, 3, seed=4)
+
+    def two_turns(model):
+        first = generate(model, tokens, return_dict_in_generate=True)
+        longer = torch.cat([first.sequences, more], 1)
+        return generate(model, longer, past_key_values=first.past_key_values)
+
+    assert torch.equal(two_turns(model), two_turns(plain))
+    assert served(model) == (2 * 7, {})
+
+
+def test_one_prefix_serves_several_prompts(model, plain):
+    prefix, ends = random_tokens(1, 8), [random_tokens(1, 3, seed=seed) for seed in (1, 2)]
+
+    def prompts(model, cache):
+        with torch.no_grad():
+            model(prefix, past_key_values=cache, use_cache=True)
+        given = [torch.cat([prefix, end], 1) for end in ends]
+        return [generate(model, each, past_key_values=copy.deepcopy(cache)) for each in given]
+
+    ours = prompts(model, graphs_of(model).new_cache())
+    theirs = prompts(plain, transformers.DynamicCache(config=plain.config))
+    assert all(torch.equal(*both) for both in zip(ours, theirs, strict=True))
+    assert served(model) == (2 * 7, {})
+
+
+def test_a_cache_of_transformers_is_used_as_it_is(model, plain):
+    tokens = random_tokens(2, 6)
+    cache = transformers.DynamicCache(config=model.config)
+    assert torch.equal(generate(model, tokens, past_key_values=cache), generate(plain, tokens))
+    assert cache.get_seq_length() == 13
+    # `cache` from transformers 5.24 on.
+    name = graphs_of(model)._signature.cache
+    assert served(model) == (0, {f"a DynamicCache was passed as {name}=": 7})
+
+
+def test_a_cache_of_fixed_size_that_is_asked_for_is_ours(model, plain):
+    """Checkpoints of Gemma ask for one in their generation_config."""
+    tokens, given = random_tokens(2, 6), {"cache_implementation": "static"}
+    assert torch.equal(generate(model, tokens, **given), generate(plain, tokens))
+    assert served(model) == (7, {})
+
+
+def test_other_caches_that_are_asked_for_are_transformers(model, plain, monkeypatch):
+    asked = []
+    graphs = graphs_of(model)
+    monkeypatch.setattr(graphs, "_prepare", lambda config, *args: asked.append(config))
+    tokens = random_tokens(2, 6)
+    ours = generate(model, tokens, cache_implementation="offloaded")
+    assert torch.equal(ours, generate(plain, tokens))
+    assert asked[0].cache_implementation == "offloaded"
+    assert served(model) == (0, {"cache_implementation='offloaded' was asked for": 7})
+
+
+def test_a_cache_of_an_earlier_capture_is_used_eagerly(plain):
+    model = with_graphs(new_model("llama"), max_batch=2, max_len=32, strict=True)
+    tokens, more = random_tokens(2, 6), random_tokens(2, 3, seed=4)
+    first = generate(model, tokens, return_dict_in_generate=True)
+    graphs_of(model).recapture()
+    longer = torch.cat([first.sequences, more], 1)
+    ours = generate(model, longer, past_key_values=first.past_key_values)
+    cache = generate(plain, tokens, return_dict_in_generate=True).past_key_values
+    assert torch.equal(ours, generate(plain, longer, past_key_values=cache))
+    assert served(model) == (7, {"the cache is of other graphs than the model's": 7})
+
+
+def test_a_cache_that_nobody_holds_is_not_copied(model):
+    generate(model, random_tokens(2, 6))
+    holder = graphs_of(model)._holder
+    gc.collect()
+    assert holder() is None
+
+
+def test_a_sequence_with_nan_does_not_spoil_the_next_one(model, plain):
+    cache = graphs_of(model).new_cache()
+    tokens = random_tokens(2, 6)
+    with torch.no_grad():
+        model(random_tokens(2, 12), past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        layer.keys = torch.full_like(layer.keys, torch.nan)
+        layer.values = torch.full_like(layer.values, torch.nan)
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model) == (7, {})
+
+
+# Threads -----------------------------------------------------------------------------------------
+
+
+def test_a_second_thread_generates_as_before(model, plain):
+    tokens, other = random_tokens(2, 6), random_tokens(1, 5, seed=3)
+    expected = generate(plain, other, 6)
+    results = []
+
+    class Between(transformers.generation.streamers.BaseStreamer):
+        """Generates in another thread in the middle of a call."""
+
+        calls = 0
+
+        def put(self, value):
+            self.calls += 1
+            if self.calls == 4:
+                thread = threading.Thread(target=lambda: results.append(generate(model, other, 6)))
+                thread.start()
+                thread.join()
+
+        def end(self):
+            pass
+
+    ours = generate(model, tokens[:1], 8, streamer=Between())
+    assert torch.equal(ours, generate(plain, tokens[:1], 8))
+    assert torch.equal(results[0], expected)
+    assert served(model) == (7, {"another call of generate() has the memory": 5})
+
+
+def test_threads_that_generate_at_once_all_get_their_own_tokens(model, plain):
+    prompts = [random_tokens(1 + seed % 3, 5 + seed, seed=seed) for seed in range(6)]
+    expected = [generate(plain, each) for each in prompts]
+    results: dict[int, torch.Tensor] = {}
+
+    def run(at):
+        for _ in range(3):
+            results[at] = generate(model, prompts[at])
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(results[at], each) for at, each in enumerate(expected))
+    steps, eager = served(model)
+    assert steps + sum(eager.values()) == 6 * 3 * 7
+
+
+# The model ---------------------------------------------------------------------------------------
+
+
+def test_without_graphs_gives_the_model_back_as_it_was():
+    model = new_model("llama")
+    before, signature = dict(model.__dict__), inspect.signature(model.forward)
+    with_graphs(model, max_batch=1, max_len=16, strict=True)
+    assert inspect.signature(model.forward) == signature
+    assert model.forward.__name__ == "forward"
+    without_graphs(model)
+    assert model.__dict__ == before
+    without_graphs(model)
+    with pytest.raises(InvalidOptionError, match="with_graphs"):
+        graphs_of(model)
+
+
+def test_the_memory_is_freed_with_the_model():
+    model = with_graphs(new_model("llama"), max_batch=2, max_len=16, strict=True)
+    generate(model, random_tokens(2, 4), 4)
+    keys = weakref.ref(graphs_of(model).steps.memory.layers[0].keys)
+    del model
+    gc.collect()
+    assert keys() is None
+
+
+def test_a_copy_of_the_model_runs_its_own_weights(model, plain):
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(-1)
+    tokens = random_tokens(1, 6)
+    assert not torch.equal(generate(twin, tokens), generate(plain, tokens))
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    with pytest.raises(InvalidOptionError, match="no graphs"):
+        graphs_of(twin)
+
+
+def test_weights_written_in_place_are_the_graphs_too():
+    plain, model = new_model("llama"), new_model("llama")
+    with_graphs(model, max_batch=1, max_len=32, strict=True)
+    for each in (plain, model):
+        with torch.no_grad():
+            each.model.layers[0].mlp.up_proj.weight.mul_(-1)
+    tokens = random_tokens(1, 6)
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model) == (7, {})
+
+
+def change_hook(model):
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def change_layer(model):
+    layer = copy.deepcopy(model.model.layers[1])
+    with torch.no_grad():
+        layer.mlp.up_proj.weight.mul_(-1)
+    model.model.layers[1] = layer
+
+
+def change_number(model):
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+def change_weight(model):
+    model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
+
+
+CHANGES = (change_hook, change_layer, change_number, change_weight)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_model_that_is_another_one_now_is_not_served_until_it_is_captured_again(change):
+    plain, model = new_model("llama"), new_model("llama")
+    with_graphs(model, max_batch=1, max_len=32, strict=True)
+    tokens = random_tokens(1, 6)
+    for each in (plain, model):
+        change(each)
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    steps, eager = served(model)
+    assert steps == 0 and list(eager.values()) == [7] and "recapture" in next(iter(eager))
+    graphs_of(model).recapture()
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model)[0] == 7
+
+
+def test_adapters_of_peft_are_served_as_they_were_captured():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def adapted():
+        config = peft.LoraConfig(
+            target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_alpha=64
+        )
+        torch.manual_seed(1)
+        model = peft.get_peft_model(new_model("llama"), config)
+        torch.manual_seed(2)
+        model.add_adapter("other", config)
+        return model.eval()
+
+    tokens, plain = random_tokens(2, 6), adapted()
+    model = with_graphs(adapted(), max_batch=2, max_len=32, strict=True)
+    for adapter, count in (("default", 7), ("other", 7), ("default", 14)):
+        plain.set_adapter(adapter)
+        model.set_adapter(adapter)
+        expected = plain.generate(input_ids=tokens, max_new_tokens=8, do_sample=False)
+        ours = model.generate(input_ids=tokens, max_new_tokens=8, do_sample=False)
+        assert torch.equal(ours, expected), adapter
+        assert served(model)[0] == count
+    with plain.disable_adapter(), model.disable_adapter():
+        assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model)[0] == 14
+
+
+def test_hooks_of_a_device_map_are_served(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    plain = new_model("llama")
+    plain.save_pretrained(tmp_path)
+    model = type(plain).from_pretrained(tmp_path, device_map={"": "cpu"})
+    with_graphs(model, max_batch=2, max_len=32, strict=True)
+    tokens = random_tokens(2, 6)
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model) == (7, {})
+
+
+def test_a_model_on_several_devices_is_refused(plain):
+    model = new_model("llama")
+    model.hf_device_map = {"model": 0, "lm_head": "cpu"}
+    with_graphs(model, max_batch=2, max_len=32)
+    tokens = random_tokens(2, 6)
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert "several devices" in graphs_of(model).report().refused
+
+
+# Loops of one's own ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba", "mamba"])
+def test_a_greedy_loop_over_the_graphs(name):
+    model, plain = new_model(name), new_model(name)
+    graphs = graphs_of(with_graphs(model, max_batch=2, max_len=32, strict=True))
+    call = prompt(name, 2, padded=True)
+    tokens, found = graphs.prefill(**call).argmax(-1), []
+    for _ in range(8):
+        found.append(tokens)
+        tokens = graphs.step(tokens).argmax(-1)
+    expected = plain.generate(**call, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(torch.stack(found, 1), expected[:, 9:])
+    assert served(model) == (8, {})
+    graphs.reset()
+    with pytest.raises(InvalidInputError, match="prefill"):
+        graphs.step(tokens)
+
+
+def test_a_loop_goes_on_eagerly_when_generate_has_taken_the_memory(model, plain):
+    graphs, ours = (
+        graphs_of(model),
+        graphs_of(with_graphs(new_model("llama"), max_batch=2, max_len=32)),
+    )
+    tokens = random_tokens(2, 6)
+    expected = [ours.prefill(tokens), *(ours.step(tokens[:, at]) for at in range(3))]
+    logits = [graphs.prefill(tokens), graphs.step(tokens[:, 0])]
+    generate(model, random_tokens(3, 4))
+    logits += [graphs.step(tokens[:, at]) for at in (1, 2)]
+    for one, other in zip(logits, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    reason = "another call has the memory"
+    assert served(model) == (8, {reason: 2})
+
+
+def test_a_step_with_gradients_is_not_served(model):
+    cache, tokens = graphs_of(model).new_cache(), random_tokens(1, 4)
+    positions = torch.full((1, 1), 4)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache, use_cache=True)
+    logits = model(tokens[:, :1], past_key_values=cache, position_ids=positions).logits
+    assert logits.requires_grad
+    assert served(model) == (0, {"gradients are on": 1})
+
+
+def test_the_page_runs_as_it_stands(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(code, "transformers.md", "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["11 steps by graphs, 1 prompts", "torch.Size([3, 7, 64])"]
+    assert served(names["model"]) == (8, {})
+
+
+def test_autocast_steps_run_under_it(model, plain):
+    tokens = random_tokens(2, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = generate(model, tokens, return_dict_in_generate=True, output_logits=True)
+        theirs = generate(plain, tokens, return_dict_in_generate=True, output_logits=True)
+    for one, other in zip(ours.logits, theirs.logits, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
+    assert served(model) == (0, {OTHER: 7})
+
+
+def test_a_training_model_is_refused_and_one_that_trains_later_is_not_served(plain):
+    model = new_model("llama").train()
+    with pytest.raises(CaptureError, match="training"):
+        with_graphs(model, max_batch=1, max_len=32, strict=True)
+    with_graphs(model.eval(), max_batch=1, max_len=32, strict=True).train()
+    tokens = random_tokens(1, 6)
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model)[0] == 0
+    assert torch.equal(generate(model.eval(), tokens), generate(plain, tokens))
+    assert served(model)[0] == 7
+
+
+def test_an_interrupted_call_gives_the_memory_back(model, plain):
+    class Interrupted(Exception):
+        pass
+
+    def stop(tokens, scores, **more):
+        if tokens.shape[1] == 9:
+            raise Interrupted
+        return torch.zeros(len(tokens), dtype=torch.bool)
+
+    tokens = random_tokens(2, 6)
+    with pytest.raises(Interrupted):
+        generate(model, tokens, stopping_criteria=[stop])
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model) == (2 + 7, {})
+
+
+def test_nothing_but_a_model_that_generates_is_taken():
+    with pytest.raises(InvalidOptionError, match="of transformers"):
+        with_graphs(torch.nn.Linear(2, 2), max_batch=1, max_len=16)
+    with pytest.raises(InvalidOptionError, match="max_len"):
+        with_graphs(new_model("llama"), max_batch=1, max_len=2)

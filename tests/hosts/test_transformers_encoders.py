@@ -1,0 +1,179 @@
+"""Encoders of transformers, called through graphs: their own outputs, at any batch and length."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.families import SHARED, VOCAB, Family
+from tests.models.table import ENCODERS
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from graphrt.hosts.transformers import graphs_of, with_graphs, without_graphs  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+_PICTURES = {"image_size": 32, "patch_size": 8}
+FAMILIES = {
+    **ENCODERS,
+    "roberta": Family("RobertaConfig", "RobertaModel", {"pad_token_id": 1}),
+    "classifier": Family("BertConfig", "BertForSequenceClassification", {"pad_token_id": 0}),
+    "clip text": Family("CLIPTextConfig", "CLIPTextModel", {"pad_token_id": 0, "eos_token_id": 2}),
+    "dinov2": Family("Dinov2Config", "Dinov2Model", _PICTURES),
+}
+SERVED = ("bert", "vit", "clip", "roberta", "classifier", "dinov2")
+ON_A_GPU = ("modernbert", "clip text")
+"""They read their masks on the host, unless a CUDA stream captures."""
+
+
+def new_model(name: str, device: str = "cpu") -> Any:
+    family = FAMILIES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = getattr(transformers, family.config)(**{**SHARED, **family.extra})
+        return getattr(transformers, family.model)(config).eval().to(device)
+
+
+def tokens_of(rows: int, length: int, device: str = "cpu") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows * length)
+    return torch.randint(3, VOCAB, (rows, length), generator=generator).to(device)
+
+
+@torch.no_grad()
+def calls(model: Any, device: str) -> list[Any]:
+    """Calls of several batches and lengths, with padding and without."""
+    outputs = []
+    for rows, length in ((1, 5), (3, 16), (4, 29), (3, 32)):
+        if model.main_input_name == "pixel_values":
+            generator = torch.Generator().manual_seed(rows)
+            outputs.append(model(torch.randn(rows, 3, 32, 32, generator=generator).to(device)))
+            continue
+        tokens = tokens_of(rows, length, device)
+        mask = torch.ones_like(tokens)
+        mask[0, length - 3 :] = 0
+        outputs += [model(tokens), model(input_ids=tokens, attention_mask=mask)]
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [(name, "cpu") for name in SERVED]
+    + [pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in (*SERVED, *ON_A_GPU)],
+)
+def test_calls_give_the_models_own_outputs_and_all_are_served(name, device):
+    model = new_model(name, device)
+    expected = calls(model, device)
+    with_graphs(model, max_batch=4, max_len=32, strict=True)
+    outputs = calls(model, device)
+    for ours, theirs in zip(outputs, expected, strict=True):
+        assert type(ours) is type(theirs) and list(ours) == list(theirs)
+        for key in theirs:
+            torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3, atol=5e-3)
+    report = graphs_of(model).report()
+    assert (report.served, report.eager) == (len(expected), {})
+    without_graphs(model)
+    assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_a_model_that_reads_its_mask_on_the_host_runs_as_before(name, caplog):
+    model = new_model(name)
+    expected = calls(model, "cpu")
+    with caplog.at_level(logging.WARNING, "graphrt"):
+        with_graphs(model, max_batch=4, max_len=32)
+    outputs = calls(model, "cpu")
+    assert all(
+        torch.equal(ours.last_hidden_state, theirs.last_hidden_state)
+        for ours, theirs in zip(outputs, expected, strict=True)
+    )
+    assert "CaptureSyncError" in graphs_of(model).report().refused
+    # Once for the model, and once for its calls.
+    assert [each.name for each in caplog.records].count("graphrt") == 2
+
+
+@pytest.fixture(scope="module")
+def model():
+    return with_graphs(new_model("bert"), max_batch=2, max_len=32, strict=True)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return new_model("bert")
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({"input_ids": tokens_of(3, 8)}, "3 rows are above max_batch=2"),
+        ({"input_ids": tokens_of(1, 40)}, "the text is longer than 32 tokens"),
+        (
+            {"input_ids": tokens_of(1, 8), "output_hidden_states": True},
+            "output_hidden_states= was passed",
+        ),
+        ({"inputs_embeds": torch.ones(1, 8, 64)}, "no input of the usual dimensions"),
+        (
+            {"input_ids": tokens_of(1, 8), "position_ids": torch.arange(8, 16)[None]},
+            "position_ids= was passed",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_calls_are_the_models_own(model, plain, call, reason):
+    before = graphs_of(model).report()
+    with torch.no_grad():
+        assert torch.equal(model(**call)[0], plain(**call)[0])
+    report = graphs_of(model).report()
+    assert report.served == before.served
+    assert report.eager[reason] == before.eager.get(reason, 0) + 1
+
+
+def test_a_call_with_gradients_has_them(model):
+    assert model(tokens_of(1, 8)).last_hidden_state.requires_grad
+    assert graphs_of(model).report().eager["gradients are on"] > 0
+
+
+def test_outputs_survive_the_next_call(model, plain):
+    with torch.no_grad():
+        first = model(tokens_of(2, 9)).last_hidden_state
+        model(tokens_of(2, 30))
+        expected = plain(tokens_of(2, 9)).last_hidden_state
+    torch.testing.assert_close(first, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_threads_that_call_at_once_get_their_own_outputs(model, plain):
+    inputs = [tokens_of(1 + at % 2, 5 + at) for at in range(4)]
+    with torch.no_grad():
+        expected = [plain(each).last_hidden_state for each in inputs]
+    wrong = []
+
+    def run(at: int) -> None:
+        with torch.no_grad():
+            for _ in range(10):
+                got = model(inputs[at]).last_hidden_state
+                if not torch.allclose(got, expected[at], rtol=1e-3, atol=1e-4):
+                    wrong.append(at)
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_hook_is_found_within_some_calls():
+    model = with_graphs(new_model("bert"), max_batch=1, max_len=16, strict=True)
+    tokens = tokens_of(1, 8)
+    hook = model.encoder.layer[1].register_forward_hook(lambda module, args, output: output * 2)
+    with torch.no_grad():
+        for _ in range(len([*model.modules()]) // 16 + 1):
+            model(tokens)
+        assert any("recapture" in reason for reason in graphs_of(model).report().eager)
+        hook.remove()
+        served = graphs_of(model).report().served
+        model(tokens)
+    assert graphs_of(model).report().served == served + 1

@@ -1,0 +1,58 @@
+"""Another transformers than the tested ones is refused by name; it need not be installed."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+from graphrt.errors import UnsupportedHostError
+from graphrt.hosts.transformers import with_graphs
+from graphrt.hosts.transformers.versions import KNOWN, is_known
+
+
+def call() -> None:
+    with_graphs(torch.nn.Linear(2, 2), max_batch=1, max_len=16)
+
+
+def standin(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    module = types.ModuleType("transformers")
+    module.__version__ = version  # type: ignore[attr-defined]
+    module.__path__ = []
+    monkeypatch.setitem(sys.modules, "transformers", module)
+
+
+def test_an_unknown_version_is_named_with_those_that_are_known(monkeypatch):
+    standin(monkeypatch, "4.57.1")
+    with pytest.raises(UnsupportedHostError, match=r"4\.57\.1") as raised:
+        call()
+    assert all(f"{known}.*" in str(raised.value) for known in KNOWN)
+    assert "with_graphs" in str(raised.value)
+
+
+def test_a_known_version_without_a_name_is_refused_with_all_that_it_lacks(monkeypatch):
+    standin(monkeypatch, f"{KNOWN[0]}.9")
+    with pytest.raises(UnsupportedHostError) as raised:
+        call()
+    for name in ("PreTrainedModel", "_prepare_cache_for_generation", "DynamicLayer.update"):
+        assert name in str(raised.value)
+
+
+def test_without_transformers_the_error_says_so(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnsupportedHostError, match="not installed"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("5.17", True), ("5.17.0", True), ("5.170.0", False), ("5.16.9", False), ("5.24.1", True)],
+)
+def test_patches_of_known_versions_are_known(version, known):
+    assert is_known(version) is known
