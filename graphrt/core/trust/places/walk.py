@@ -144,7 +144,7 @@ _LIBRARIES = sys.stdlib_module_names | {
     "builtins", "torch", "torch_npu", "torchvision", "torchaudio", "numpy", "triton", "cuda",
     "pluggy", "typing_extensions", "pytest", "_pytest",
 }  # fmt: skip
-_PARTS_WITH_MODELS = ("demo", "testing", "attention", "hosts")
+_PARTS_WITH_MODELS = ("demo", "testing", "attention", "hosts.vllm")
 """Parts of graphrt that hold models; the others are the runtime, and no user's forward."""
 
 
@@ -153,7 +153,7 @@ def is_library(module: str) -> bool:
     """Whether a module of this dotted name holds no code of a user."""
     root, _, rest = module.partition(".")
     if root == "graphrt":
-        return rest.partition(".")[0] not in _PARTS_WITH_MODELS
+        return not rest.startswith(_PARTS_WITH_MODELS)
     return root in _LIBRARIES
 
 
