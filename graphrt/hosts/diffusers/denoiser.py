@@ -49,8 +49,10 @@ from graphrt.hosts.diffusers.modules import ModulePicture
 from graphrt.platforms import Platform, get_platform
 
 _ONE = Batch(1, 1)
+_CREDIT = 8.0
 _HITS_FOR_A_CAPTURE = 8
-"""A capture runs the denoiser a handful of times, so it must bring more replays than that."""
+"""A capture costs a handful of eager calls, so replays must earn it. The first ones are free, as a
+pipeline begins with some resolutions, batches and prompts."""
 
 
 class EagerReason(enum.Enum):
@@ -123,7 +125,7 @@ class DenoiserForward:
         self._max_batch = max_batch
         self._most = most
         # A capture takes one, and replays bring them back.
-        self._credit = float(most)
+        self._credit = _CREDIT
         self._picture: ModulePicture | None = None
         # A text in place of a runner says why there is none.
         self._runners: OrderedDict[Signature, GraphRunner[Any] | str] = OrderedDict()
@@ -198,7 +200,7 @@ class DenoiserForward:
         reason = Reason.FAILED if dispatch is None else dispatch.reason
         if reason is Reason.HIT:
             self._report.hits += 1
-            self._credit = min(self._credit + 1 / _HITS_FOR_A_CAPTURE, self._most)
+            self._credit = min(self._credit + 1 / _HITS_FOR_A_CAPTURE, _CREDIT)
         else:
             self._count(reason, "")
         return outputs
