@@ -40,6 +40,7 @@ SURFACE = {
     "graphrt",
     *(f"graphrt.{name}" for name in (*PLATFORMS, *UPPER)),
     "graphrt.ascend.attention",
+    "graphrt.hosts.diffusers",
     "graphrt.hosts.vllm",
     "graphrt.hosts.vllm_ascend",
 }

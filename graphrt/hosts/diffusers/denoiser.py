@@ -16,7 +16,6 @@ from __future__ import annotations
 import enum
 import inspect
 import types
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ from graphrt import (
     Reason,
     current_platform,
 )
+from graphrt.core.base._warnings import warn_caller
 from graphrt.core.replay.recording import is_inside_capture
 from graphrt.errors import GraphRTError
 from graphrt.hosts.diffusers.arguments import (
@@ -162,9 +162,10 @@ class DenoiserForward:
         if self._before is not None:
             self._module.forward = self._before
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy of the denoiser has the forward of its class: graphs read weights of the original.
-        return types.MethodType(type(self._module).forward, memo[id(self._module)])
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # A copy of the denoiser, also a pickled one, has the forward of its class: graphs read the
+        # weights of the original.
+        return _bound, (type(self._module).forward, self._module)
 
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._most:
@@ -261,9 +262,7 @@ class DenoiserForward:
         if reason not in self._warned_of:
             self._warned_of.add(reason)
             why = f"{reason.value} ({detail})" if detail else reason.value
-            warnings.warn(
-                f"calls of {self._name} run eagerly: {why}", EagerDenoiserWarning, stacklevel=2
-            )
+            warn_caller(f"calls of {self._name} run eagerly: {why}", EagerDenoiserWarning)
 
 
 def _call(
@@ -271,6 +270,10 @@ def _call(
 ) -> Any:
     args, kwargs = template.filled([tensors[name] for name in names])
     return eager(*args, **kwargs)
+
+
+def _bound(forward: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    return types.MethodType(forward, module)
 
 
 def _positional(forward: Callable[..., Any]) -> list[str]:

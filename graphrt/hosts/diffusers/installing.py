@@ -12,8 +12,9 @@ import torch
 from graphrt.core.base.option_values import count_of, shown
 from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.diffusers.denoiser import DenoiserForward, DenoiserReport, SharedPool
+from graphrt.hosts.diffusers.versions import check_names
 
-Pipeline = TypeVar("Pipeline")
+T = TypeVar("T")
 
 DENOISERS = ("unet", "transformer", "transformer_2")
 DECODER = "vae.decoder"
@@ -22,8 +23,8 @@ SERVED_VAE = "AutoencoderKL"
 
 
 def with_graphs(
-    pipe: Pipeline, *, max_batch: int = 2, max_signatures: int = 8, vae_decoder: bool = False
-) -> Pipeline:
+    pipe: T, *, max_batch: int = 2, max_signatures: int = 8, vae_decoder: bool = False
+) -> T:
     """Let graphs serve the denoisers of a pipeline of diffusers from now on; returns the pipeline.
 
     Calls whose latents have more than `max_batch` rows run eagerly; guidance doubles the rows in
@@ -32,10 +33,11 @@ def with_graphs(
     too. Called again, it begins anew.
 
     Raises `UnsupportedHostError` for a pipeline without a denoiser, or without that decoder, and
-    `InvalidOptionError`.
+    for a diffusers whose hooks are unknown; and `InvalidOptionError`.
     """
     max_batch = count_of("max_batch", max_batch, least=1)
     max_signatures = count_of("max_signatures", max_signatures, least=1)
+    check_names()
     modules = dict(_modules(pipe))
     decoder = modules.pop(DECODER, None)
     if not modules:
@@ -62,7 +64,7 @@ def with_graphs(
     return pipe
 
 
-def without_graphs(pipe: Pipeline) -> Pipeline:
+def without_graphs(pipe: T) -> T:
     """Give the denoisers of a pipeline their own forwards back, and destroy their graphs; returns
     the pipeline."""
     for module, served in _served(pipe).values():

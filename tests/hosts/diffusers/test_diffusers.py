@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import inspect
+import pickle
+import re
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -648,7 +652,9 @@ def test_a_copy_of_the_denoiser_is_a_plain_one():
     eager = denoise(model).sample
     pipe = with_graphs(Pipe(model))
     denoise(model)
-    twin = copy.deepcopy(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(denoise(twin).sample, eager)
+        assert hits(pipe) == 1
     with torch.no_grad():
         twin.x_embedder.weight.mul_(2)
     assert not torch.equal(denoise(twin).sample, eager)
@@ -697,6 +703,23 @@ def test_what_cannot_be_a_pipeline_is_refused():
     for wrong in ({"max_batch": 0}, {"max_signatures": 0}, {"max_batch": "2"}):
         with pytest.raises(InvalidOptionError):
             with_graphs(dit(), **wrong)
+
+
+def test_a_diffusers_with_other_hooks_is_refused(monkeypatch: pytest.MonkeyPatch):
+    registry = importlib.import_module("diffusers.hooks.hooks").HookRegistry
+    monkeypatch.setattr(registry, "check_if_exists_or_initialize", lambda module: None)
+    with pytest.raises(UnsupportedHostError, match=r"no '_diffusers_hook' in .*check_if_exists"):
+        with_graphs(dit())
+    monkeypatch.delattr(registry, "register_hook")
+    with pytest.raises(UnsupportedHostError, match="register_hook"):
+        with_graphs(dit())
+
+
+def test_the_example_of_the_page_runs_as_it_stands(capsys: pytest.CaptureFixture[str]):
+    page = Path(__file__).parents[3] / "docs" / "diffusers.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(code, page.name, "exec"), {})
+    assert capsys.readouterr().out == "10 2\n"
 
 
 def test_with_graphs_off_calls_run_eagerly(monkeypatch: pytest.MonkeyPatch):
