@@ -612,6 +612,22 @@ def test_the_first_call_after_a_change_sees_it():
     assert not ran_eagerly(pipe)
 
 
+def test_a_callback_that_changes_the_denoiser_is_seen_at_the_next_step():
+    def images(pipe: Any) -> torch.Tensor:
+        def change(_pipe: Any, step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            if step == 1:
+                attention(pipe.transformer).norm_q.eps = 3.0
+            return tensors
+
+        return FLUX.images(pipe, guided=False, callback_on_step_end=change)
+
+    pipe, twin = FLUX.make(), FLUX.make()
+    eager = images(twin)
+    assert not torch.equal(eager, FLUX.images(pipe, guided=False))
+    assert torch.equal(images(with_graphs(pipe)), eager)
+    assert captures(pipe) == 2 and hits(pipe) == 4
+
+
 def test_weights_that_are_written_in_place_need_no_capture():
     model, twin = flux_transformer(), flux_transformer()
     pipe = with_graphs(Pipe(model))
