@@ -24,6 +24,7 @@ diffusers = pytest.importorskip("diffusers", reason=REASON)
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
 
 from graphrt import Reason  # noqa: E402
+from graphrt.core.trust.places.walk import places_of  # noqa: E402
 from graphrt.errors import InvalidOptionError, UnsupportedHostError  # noqa: E402
 from graphrt.hosts.diffusers import (  # noqa: E402
     EagerDenoiserWarning,
@@ -676,6 +677,23 @@ def test_a_copy_of_the_denoiser_is_a_plain_one():
     assert not torch.equal(denoise(twin).sample, eager)
     assert hits(pipe) == 1
     assert torch.equal(denoise(model).sample, eager)
+
+
+def test_walks_through_a_denoiser_do_not_enter_what_serves_it():
+    """It holds copies of the module's dicts, and counters that move at every call."""
+    model = Small()
+
+    def found() -> tuple[list[str], list[str]]:
+        places = places_of(model)
+        return (
+            [place.path for place, _ in places.tensors],
+            [place.path for place in places.numbers],
+        )
+
+    before = found()
+    with_graphs(Pipe(model))
+    small_call(model)
+    assert found() == before and before[0] == ["model.inner.weight", "model.inner.bias"]
 
 
 def test_graphs_end_with_their_pipeline():
