@@ -120,7 +120,7 @@ class DenoiserForward:
         self.__wrapped__ = self.eager
         self._report = DenoiserReport()
         self._name = name
-        self._names = _positional(type(module).forward)
+        self._names = _positional(type(module).forward) or ["hidden_states"]
         self._pool = pool
         self._max_batch = max_batch
         self._most = most
@@ -182,8 +182,9 @@ class DenoiserForward:
         except UnservedArgument as error:
             return self._eagerly(EagerReason.ARGUMENT, str(error), args, kwargs)
         latents = call.tensors.get(self._names[0])
-        if latents is not None and latents.shape[0] > self._max_batch:
-            detail = f"{latents.shape[0]}, where max_batch is {self._max_batch}"
+        rows = latents.shape[0] if latents is not None and latents.ndim else 1
+        if rows > self._max_batch:
+            detail = f"{rows}, where max_batch is {self._max_batch}"
             return self._eagerly(EagerReason.TOO_LARGE, detail, args, kwargs)
         runner = self._runners.get(call.signature)
         if runner is None:
@@ -213,7 +214,7 @@ class DenoiserForward:
         try:
             runner: GraphRunner[Any] | str = self._captured(call, template)
             self._report.captures += 1
-        except GraphRTError as error:
+        except (GraphRTError, torch.OutOfMemoryError) as error:
             runner = str(error)
         self._credit -= 1
         self._runners[call.signature] = runner
@@ -222,6 +223,7 @@ class DenoiserForward:
         return runner
 
     def _captured(self, call: Call, template: Template) -> GraphRunner[Any]:
+        one = next(self._module.parameters(), next(iter(call.tensors.values())))
         runner = GraphRunner[Any](
             partial(_call, self.eager, template, [*call.tensors]),
             mode="FULL",
@@ -231,7 +233,7 @@ class DenoiserForward:
                 for name, tensor in call.tensors.items()
             },
             options=GraphOptions(outputs="clone"),
-            pool=self._pool.on(next(self._module.parameters()).device),
+            pool=self._pool.on(one.device),
         )
         try:
             runner.capture()

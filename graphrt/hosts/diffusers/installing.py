@@ -32,8 +32,9 @@ def with_graphs(
     batch sizes, lengths of prompts. With `vae_decoder` the decoder of an `AutoencoderKL` is served
     too. Called again, it begins anew.
 
-    Raises `UnsupportedHostError` for a pipeline without a denoiser, or without that decoder, and
-    for a diffusers whose hooks are unknown; and `InvalidOptionError`.
+    Raises `UnsupportedHostError` for a pipeline without a denoiser, or without that decoder, for a
+    denoiser under `torch.compile`, and for a diffusers whose hooks are unknown; and
+    `InvalidOptionError`.
     """
     max_batch = count_of("max_batch", max_batch, least=1)
     max_signatures = count_of("max_signatures", max_signatures, least=1)
@@ -57,6 +58,14 @@ def with_graphs(
                 advice="leave vae_decoder= out",
             )
         modules[DECODER] = decoder
+    for name, module in modules.items():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None):
+            raise UnsupportedHostError(
+                "the denoiser is compiled as a whole, and its compiled code calls no forward",
+                got=f"pipe.{name}, under torch.compile",
+                expected="a denoiser as diffusers makes it",
+                advice="leave one of the two out: mode='reduce-overhead' has graphs of its own",
+            )
     without_graphs(pipe)
     pool = SharedPool()
     for name, module in modules.items():

@@ -512,6 +512,14 @@ def test_a_second_thread_runs_eagerly():
     assert torch.equal(results[0], eager) and ran_eagerly(pipe)[EagerReason.BUSY] == 1
 
 
+def test_a_denoiser_that_is_compiled_already_is_refused():
+    in_place = Small()
+    in_place.compile(backend="eager")
+    for model in (in_place, torch.compile(Small(), backend="eager")):
+        with pytest.raises(UnsupportedHostError, match="compiled as a whole"):
+            with_graphs(Pipe(model))
+
+
 def test_a_compiler_sees_the_denoiser_itself():
     model = Small()
     eager = small_call(model)
@@ -734,6 +742,15 @@ def test_a_forward_that_was_replaced_before_is_put_back():
 def test_what_cannot_be_a_pipeline_is_refused():
     with pytest.raises(UnsupportedHostError, match="no denoiser"):
         with_graphs(torch.nn.Linear(1, 1))
+    # One with other names for its arguments is served.
+    model = torch.nn.Linear(4, 4)
+    pipe = with_graphs(Pipe(model))
+    with torch.no_grad():
+        assert torch.equal(
+            model(torch.ones(2, 4)),
+            torch.nn.functional.linear(torch.ones(2, 4), model.weight, model.bias),
+        )
+    assert hits(pipe) == 1
     for wrong in ({"max_batch": 0}, {"max_signatures": 0}, {"max_batch": "2"}):
         with pytest.raises(InvalidOptionError):
             with_graphs(dit(), **wrong)
