@@ -621,6 +621,36 @@ def test_the_first_call_after_a_change_sees_it():
     assert not ran_eagerly(pipe)
 
 
+class Gated(Small):
+    """With tensors of one element, whose `==` has a truth: a buffer, and a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gate", torch.ones(1))
+        self.table = [torch.ones(1)]
+        self.shift = torch.ones(1)
+
+    def forward(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        result: torch.Tensor = super().forward(hidden_states, kwargs)
+        return result * self.gate + self.shift * self.table[0]
+
+
+@pytest.mark.parametrize("name", ["gate", "shift", "table"])
+def test_an_equal_tensor_in_the_place_of_another_is_not_the_same(name: str):
+    model = Gated()
+    pipe = with_graphs(Pipe(model))
+    before = small_call(model)
+    fresh = torch.ones(1)
+    if name == "table":
+        model.table[0] = fresh
+    else:
+        setattr(model, name, fresh)
+    assert torch.equal(small_call(model), before)
+    fresh.fill_(5.0)
+    assert not torch.equal(small_call(model), before)
+    assert captures(pipe) == 2 and not ran_eagerly(pipe)
+
+
 def test_a_callback_that_changes_the_denoiser_is_seen_at_the_next_step():
     def images(pipe: Any) -> torch.Tensor:
         def change(_pipe: Any, step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
