@@ -318,6 +318,40 @@ def test_residuals_of_a_controlnet_are_inputs():
     assert captures(pipe) == 1 and not ran_eagerly(pipe)
 
 
+def with_ip_adapter(model: Any) -> Any:
+    """As `load_ip_adapter` leaves a UNet, with random weights."""
+    from diffusers.models import attention_processor, embeddings
+
+    torch.manual_seed(3)
+    processors = {
+        name: attention_processor.IPAdapterAttnProcessor2_0(4, 8, num_tokens=(2,), scale=[1.0])
+        if "attn2" in name
+        else processor
+        for name, processor in model.attn_processors.items()
+    }
+    model.set_attn_processor(processors)
+    images = embeddings.ImageProjection(8, 8, num_image_text_embeds=2)
+    model.encoder_hid_proj = embeddings.MultiIPAdapterImageProjection([images])
+    model.register_to_config(encoder_hid_dim_type="ip_image_proj")
+    return model.eval()
+
+
+def test_images_of_an_ip_adapter_are_inputs_and_its_scale_is_seen():
+    model, twin = with_ip_adapter(unet()), with_ip_adapter(unet())
+    pipe = with_graphs(Pipe(model))
+    eager = []
+    for scale, seed in ((1.0, 1), (1.0, 2), (0.3, 1)):
+        for each in (model, twin):
+            for processor in each.attn_processors.values():
+                if hasattr(processor, "scale"):
+                    processor.scale[0] = scale
+        added = {"image_embeds": [embedding(2, 1, 8, seed=seed)]}
+        eager.append(unet_call(twin, added_cond_kwargs=added).sample)
+        assert torch.equal(unet_call(model, added_cond_kwargs=added).sample, eager[-1])
+    assert len({each.double().sum().item() for each in eager}) == 3
+    assert captures(pipe) == 2 and not ran_eagerly(pipe)
+
+
 def test_lists_that_a_forward_empties_are_given_to_each_run():
     """UNet pops the residuals of a T2I adapter."""
     model = unet()
