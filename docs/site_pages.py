@@ -24,6 +24,7 @@ PUBLIC = (
     "graphrt.cuda",
     "graphrt.ascend",
     "graphrt.accelerator",
+    "graphrt.hosts.diffusers",
     "graphrt.hosts.vllm_ascend",
 )
 """The modules whose `__all__` is the surface, a page each."""

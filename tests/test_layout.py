@@ -41,6 +41,7 @@ SURFACE = {
     *(f"graphrt.{name}" for name in (*PLATFORMS, *UPPER)),
     "graphrt.ascend.attention",
     "graphrt.hosts.transformers",
+    "graphrt.hosts.diffusers",
     "graphrt.hosts.vllm",
     "graphrt.hosts.vllm_ascend",
 }

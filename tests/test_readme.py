@@ -33,7 +33,7 @@ def test_the_fifteen_lines_run_as_they_stand(capsys):
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 15
     exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out == "torch.Size([3, 256]) HIT\n"
+    assert capsys.readouterr().out == "torch.Size([3, 10]) HIT\n"
 
 
 def test_the_plan_prints_what_the_readme_shows(capsys):

@@ -32,6 +32,7 @@ PUBLIC = (
     "graphrt.cuda",
     "graphrt.ascend",
     "graphrt.accelerator",
+    "graphrt.hosts.diffusers",
     "graphrt.hosts.vllm_ascend",
 )
 """Modules whose `__all__` is the surface; see docs/architecture.md."""

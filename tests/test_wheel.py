@@ -62,5 +62,5 @@ def test_what_it_installs_runs_the_first_example(wheel: Path, tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     *printed, place = done.stdout.splitlines()
-    assert printed == ["torch.Size([3, 256]) HIT"]
+    assert printed == ["torch.Size([3, 10]) HIT"]
     assert Path(place) == tmp_path / "site" / "graphrt" / "__init__.py"

@@ -212,7 +212,7 @@ def test_a_bad_input_is_a_named_error_and_the_next_fill_works(change, text):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"shape": ("rows",)},
+        {"shape": ("lines",)},
         {"shape": ("tokens", "reqs")},
         {"shape": ("tokens-1",)},
         {"shape": ("tokens",), "pad": "zero"},

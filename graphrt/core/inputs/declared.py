@@ -79,12 +79,12 @@ class DeclaredInputs:
                 if axis is None:
                     continue
                 rows = flat[name].shape[dim] - axis.extra
-                if counts.setdefault(axis.name, rows) != rows:
+                if counts.setdefault(axis.counts, rows) != rows:
                     raise InvalidInputError(
                         f"the inputs disagree on the number of {axis.name}",
                         got=f"{rows} by {name!r}",
-                        expected=counts[axis.name],
-                        advice=f"pass {counts[axis.name] + axis.extra} rows of {name!r} in "
+                        expected=counts[axis.counts],
+                        advice=f"pass {counts[axis.counts] + axis.extra} rows of {name!r} in "
                         f"dimension {dim}, as the inputs before it have",
                     )
         except (AttributeError, IndexError, RuntimeError, TypeError) as error:

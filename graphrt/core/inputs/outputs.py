@@ -48,8 +48,8 @@ class OutputLayout:
 
     def __init__(self, declared: OutputAxes = None) -> None:
         """`declared` are the axes of a tensor, or a mapping of names (keys, or fields of a
-        dataclass) to axes, or a tuple with the axes of each element. An axis is "tokens", "reqs",
-        either with a constant added, a constant size, or None for any size.
+        dataclass) to axes, or a tuple with the axes of each element. An axis is "tokens" (or
+        "rows"), "reqs", either with a constant added, a constant size, or None for any size.
 
         What is not declared is found by comparing shapes at two sizes. Raises `InvalidInputError`
         for an axis that there is not, `InvalidOptionError` for anything else.
@@ -393,8 +393,8 @@ def _no_axes(prefix: str, axes: object) -> InvalidOptionError:
     return InvalidOptionError(
         f"outputs= gives no axes{at_path(prefix)}",
         got=shown(axes),
-        expected='"tokens", "reqs", "reqs+1", a size, or None for any size, in a tuple for every '
-        "tensor",
+        expected='"tokens", "rows", "reqs", "reqs+1", a size, or None for any size, in a tuple for '
+        "every tensor",
         advice='outputs=("tokens", 4096), or outputs={"logits": ("tokens", vocab)}',
     )
 

@@ -26,10 +26,11 @@ class InputSpec:
     """One input of a forward: its dtype, its shape with named batch axes, and its padding.
 
     A dimension of `shape` is an int or, for at most one of them, a batch axis: "tokens", "reqs", or
-    either with a constant added ("reqs+1"). A step brings the live rows, a graph reads padded ones.
-    `pad` is the value of padding rows, by default 0, or "repeat" (the last live row).
-    `index=True` marks what kernels use as an address (slot mappings, block
-    tables): its padding must point where nothing live is, so `pad` has to be given, and as a value.
+    either with a constant added ("reqs+1"); "rows" is "tokens" for models that have none. A step
+    brings the live rows, a graph reads padded ones. `pad` is the value of padding rows, by default
+    0, or "repeat" (the last live row). `index=True` marks what kernels use as an address (slot
+    mappings, block tables): its padding must point where nothing live is, so `pad` has to be given,
+    and as a value.
 
     Inputs are packed anew for every size, so that one copy brings all that come from the host: an
     input has an address for each size.
@@ -155,7 +156,7 @@ def _shaped_right(
         return f"{name} with the sizes that inputs= declares; or {declared}"
     if shape[at] > live[at]:
         return f"{name}.narrow({at}, 0, {live[at]}): the live rows only; graphrt pads them"
-    counted = "num_tokens" if axis.name == "tokens" else "num_reqs"
+    counted = f"num_{axis.counts}"
     return f"Batch({counted}={max(shape[at] - axis.extra, 1)}), or {live[at]} rows of {name}"
 
 

@@ -110,7 +110,7 @@ class HostArg:
             )
         self._check_bounds(key, values)
         if live is not None:
-            self._check_live(key, values, axis.name, live)
+            self._check_live(key, values, axis, live)
         if self.pad == "zero":
             return values + [0] * missing
         if self.pad == "query_len":
@@ -130,13 +130,13 @@ class HostArg:
                 "what it was captured for",
             )
 
-    def _check_live(self, key: str, values: list[int], axis: str, live: Batch) -> None:
-        needed = live.num_tokens if axis == "tokens" else live.num_reqs
+    def _check_live(self, key: str, values: list[int], axis: Axis, live: Batch) -> None:
+        needed = live.num_tokens if axis.counts == "tokens" else live.num_reqs
         if needed is None:
             return
         if len(values) < needed:
             raise InvalidUpdateError(
-                f"host argument {key!r} leaves out live {axis}",
+                f"host argument {key!r} leaves out live {axis.name}",
                 got=f"{len(values)} values",
                 expected=f"one for each of {needed}",
                 advice="pass one value for each live request, in the order of the batch",

@@ -144,7 +144,7 @@ _LIBRARIES = sys.stdlib_module_names | {
     "builtins", "torch", "torch_npu", "torchvision", "torchaudio", "numpy", "triton", "cuda",
     "pluggy", "typing_extensions", "pytest", "_pytest",
 }  # fmt: skip
-_PARTS_WITH_MODELS = ("demo", "testing", "attention", "hosts")
+_PARTS_WITH_MODELS = ("demo", "testing", "attention", "hosts.transformers", "hosts.vllm")
 """Parts of graphrt that hold models; the others are the runtime, and no user's forward."""
 _RUNTIMES = tuple(f"hosts.transformers.{name}" for name in ("seam", "graphs", "encoders"))
 """Modules of these parts that are runtime all the same. A model leads to its graphs, and these to
@@ -156,7 +156,7 @@ def is_library(module: str) -> bool:
     """Whether a module of this dotted name holds no code of a user."""
     root, _, rest = module.partition(".")
     if root == "graphrt":
-        return rest in _RUNTIMES or rest.partition(".")[0] not in _PARTS_WITH_MODELS
+        return rest in _RUNTIMES or not rest.startswith(_PARTS_WITH_MODELS)
     return root in _LIBRARIES
 
 

@@ -1,0 +1,291 @@
+"""The forward of a denoiser, served by graphs: one for each signature of its calls.
+
+1. A call is read: its tensors by name, and its signature (`arguments.py`).
+2. What no graph can stand for runs eagerly, with a reason.
+3. A signature has a `GraphRunner` of one size, made and captured at its first call. Nothing is
+   padded, so an image equals the eager one bit for bit. All runners of a pipeline share a pool.
+4. Beyond `max_signatures` the least recently used runner is closed.
+5. If the module is not what graphs have seen (a LoRA, other processors, moved weights), all are
+   closed, and signatures are captured again (`modules.py`).
+
+Outputs are copies: PNDM, UniPC and others keep what the denoiser returned over several steps.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import types
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+
+from graphrt import (
+    Batch,
+    GraphOptions,
+    GraphPool,
+    GraphRunner,
+    InputSpec,
+    Reason,
+    current_platform,
+)
+from graphrt.core.base._warnings import warn_caller
+from graphrt.core.replay.recording import is_inside_capture
+from graphrt.errors import GraphRTError
+from graphrt.hosts.diffusers.arguments import (
+    Call,
+    Signature,
+    Template,
+    UnservedArgument,
+    read_call,
+    shapes_of,
+)
+from graphrt.hosts.diffusers.modules import ModulePicture
+from graphrt.platforms import Platform, get_platform
+
+_ONE = Batch(1, 1)
+_CREDIT = 8.0
+_HITS_FOR_A_CAPTURE = 8
+"""A capture costs a handful of eager calls, so replays must earn it. The first ones are free, as a
+pipeline begins with some resolutions, batches and prompts."""
+
+
+class EagerReason(enum.Enum):
+    """Why a call of a denoiser ran eagerly; what a runner itself runs eagerly has a `Reason`."""
+
+    GRADIENTS = "gradients are on; call the pipeline under torch.no_grad()"
+    HOOKS = "hooks run Python code inside of it"
+    ARGUMENT = "an argument is neither a tensor nor a plain value"
+    TOO_LARGE = "its batch is larger than max_batch"
+    CHANGING = "signatures, or the denoiser itself, change too often to be worth a capture"
+    FAILED = "its capture failed"
+    BUSY = "another thread is in the denoiser"
+
+    __hash__ = object.__hash__
+
+
+class EagerDenoiserWarning(UserWarning):
+    """Calls of a denoiser run eagerly; given once for each reason."""
+
+
+@dataclass
+class DenoiserReport:
+    """How the calls of one denoiser ran, and the signatures that have graphs."""
+
+    hits: int = 0
+    captures: int = 0
+    dropped: int = 0
+    """Signatures that made room for others, or whose denoiser changed."""
+    eager: Counter[Reason | EagerReason] = field(default_factory=Counter)
+    signatures: tuple[str, ...] = ()
+    """The shapes of the tensors of each, the least recently used first."""
+
+
+class SharedPool:
+    """What the denoisers of one pipeline share: a pool on each device, and one lock."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self._pools: dict[torch.device, GraphPool] = {}
+
+    def on(self, device: torch.device) -> GraphPool:
+        """The pool on a device, made where it is first asked for."""
+        if device not in self._pools:
+            self._pools[device] = GraphPool(_platform_of(device), device=device)
+        return self._pools[device]
+
+    def close(self) -> None:
+        """Destroy the pools, and all that is in them."""
+        while self._pools:
+            self._pools.popitem()[1].close()
+
+
+class DenoiserForward:
+    """Takes the place of `module.forward`, on the instance: see the module's docstring."""
+
+    def __init__(
+        self, name: str, module: torch.nn.Module, pool: SharedPool, max_batch: int, most: int
+    ) -> None:
+        """`name` is that of the component, for messages; `most` is `max_signatures`."""
+        self._module = module
+        # Another one than the class's, if somebody has replaced it before.
+        self._before = vars(module).get("forward")
+        self.eager: Callable[..., Any] = module.forward
+        # By which `inspect.signature` goes on; and others that wrap this name it so.
+        self.__wrapped__ = self.eager
+        self._report = DenoiserReport()
+        self._name = name
+        self._names = _positional(type(module).forward) or ["hidden_states"]
+        self._pool = pool
+        self._max_batch = max_batch
+        self._most = most
+        # A capture takes one, and replays bring them back.
+        self._credit = _CREDIT
+        self._picture: ModulePicture | None = None
+        # A text in place of a runner says why there is none.
+        self._runners: OrderedDict[Signature, GraphRunner[Any] | str] = OrderedDict()
+        self._warned_of: set[object] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the denoiser returns, from a graph where there can be one."""
+        if torch.compiler.is_compiling() or is_inside_capture():
+            # Whoever traces or captures the denoiser wants its operators.
+            return self.eager(*args, **kwargs)
+        if not self._pool.lock.acquire(blocking=False):
+            return self._eagerly(EagerReason.BUSY, "", args, kwargs)
+        try:
+            return self._serve(args, kwargs)
+        finally:
+            self._pool.lock.release()
+
+    def report(self) -> DenoiserReport:
+        """How calls ran so far."""
+        captured = [key for key, runner in self._runners.items() if not isinstance(runner, str)]
+        signatures = tuple(map(shapes_of, captured))
+        return replace(self._report, eager=self._report.eager.copy(), signatures=signatures)
+
+    def close(self) -> None:
+        """Destroy the graphs; calls run eagerly from now on, wherever this is still called."""
+        with self._pool.lock:
+            self._drop_all()
+            self._most = 0
+            self._pool.close()
+
+    def uninstall(self) -> None:
+        """Give the denoiser the forward back that it had before."""
+        del self._module.forward
+        if self._before is not None:
+            self._module.forward = self._before
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # A copy of the denoiser, also a pickled one, has the forward of its class: graphs read the
+        # weights of the original.
+        return _bound, (type(self._module).forward, self._module)
+
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._most:
+            return self.eager(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return self._eagerly(EagerReason.GRADIENTS, "", args, kwargs)
+        if self._picture is None or not self._picture.holds():
+            self._drop_all()
+            self._picture = ModulePicture(self._module)
+        if self._picture.hook is not None:
+            return self._eagerly(EagerReason.HOOKS, self._picture.hook, args, kwargs)
+        try:
+            call = read_call(self._names, args, kwargs)
+        except UnservedArgument as error:
+            return self._eagerly(EagerReason.ARGUMENT, str(error), args, kwargs)
+        latents = call.tensors.get(self._names[0])
+        rows = latents.shape[0] if latents is not None and latents.ndim else 1
+        if rows > self._max_batch:
+            detail = f"{rows}, where max_batch is {self._max_batch}"
+            return self._eagerly(EagerReason.TOO_LARGE, detail, args, kwargs)
+        runner = self._runners.get(call.signature)
+        if runner is None:
+            if self._credit < 1:
+                return self._eagerly(EagerReason.CHANGING, "", args, kwargs)
+            runner = self._capture(call, Template(args, kwargs))
+        self._runners.move_to_end(call.signature)
+        if isinstance(runner, str):
+            return self._eagerly(EagerReason.FAILED, runner, args, kwargs)
+        return self._run(runner, call)
+
+    def _run(self, runner: GraphRunner[Any], call: Call) -> Any:
+        outputs = runner.step(_ONE, call.tensors)
+        dispatch = runner.last_dispatch
+        reason = Reason.FAILED if dispatch is None else dispatch.reason
+        if reason is Reason.HIT:
+            self._report.hits += 1
+            self._credit = min(self._credit + 1 / _HITS_FOR_A_CAPTURE, _CREDIT)
+        else:
+            self._count(reason, "")
+        return outputs
+
+    def _capture(self, call: Call, template: Template) -> GraphRunner[Any] | str:
+        """The runner of a signature, captured; or why there is none."""
+        while len(self._runners) >= self._most:
+            self._drop(next(iter(self._runners)))
+        try:
+            runner: GraphRunner[Any] | str = self._captured(call, template)
+            self._report.captures += 1
+        except (GraphRTError, torch.OutOfMemoryError) as error:
+            runner = str(error)
+        self._credit -= 1
+        self._runners[call.signature] = runner
+        # Warm-ups may have filled caches of the module.
+        self._picture = ModulePicture(self._module)
+        return runner
+
+    def _captured(self, call: Call, template: Template) -> GraphRunner[Any]:
+        one = next(self._module.parameters(), next(iter(call.tensors.values())))
+        runner = GraphRunner[Any](
+            partial(_call, self.eager, template, [*call.tensors]),
+            mode="FULL",
+            sizes=[1],
+            inputs={
+                name: InputSpec(tensor.dtype, tuple(tensor.shape))
+                for name, tensor in call.tensors.items()
+            },
+            options=GraphOptions(outputs="clone"),
+            pool=self._pool.on(one.device),
+        )
+        try:
+            runner.capture()
+        except BaseException:  # an interrupt too leaves no graphs behind
+            runner.close()
+            raise
+        return runner
+
+    def _drop_all(self) -> None:
+        self._picture = None
+        for signature in list(self._runners):
+            self._drop(signature)
+
+    def _drop(self, signature: Signature) -> None:
+        runner = self._runners.pop(signature)
+        if not isinstance(runner, str):
+            runner.close()
+            self._report.dropped += 1
+
+    def _eagerly(
+        self, reason: EagerReason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._count(reason, detail)
+        return self.eager(*args, **kwargs)
+
+    def _count(self, reason: Reason | EagerReason, detail: str) -> None:
+        self._report.eager[reason] += 1
+        if reason not in self._warned_of:
+            self._warned_of.add(reason)
+            why = f"{reason.value} ({detail})" if detail else reason.value
+            warn_caller(f"calls of {self._name} run eagerly: {why}", EagerDenoiserWarning)
+
+
+def _call(
+    eager: Callable[..., Any], template: Template, names: Sequence[str], **tensors: Any
+) -> Any:
+    args, kwargs = template.filled([tensors[name] for name in names])
+    return eager(*args, **kwargs)
+
+
+def _bound(forward: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    return types.MethodType(forward, module)
+
+
+def _positional(forward: Callable[..., Any]) -> list[str]:
+    """The names of the positional arguments behind `self`, for messages."""
+    parameters = [*inspect.signature(forward).parameters.values()][1:]
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in parameters if each.kind in by_place]
+
+
+def _platform_of(device: torch.device) -> Platform:
+    """The CPU's own for a denoiser on the CPU of a machine with GPUs."""
+    current = current_platform()
+    return get_platform("cpu") if device.type == "cpu" != current.device_type else current

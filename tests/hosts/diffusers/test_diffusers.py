@@ -1,0 +1,893 @@
+"""Pipelines of diffusers whose denoisers replay graphs: every image equals the eager one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import inspect
+import pickle
+import re
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+REASON = "diffusers is not installed (pip install graphrt[diffusers])"
+diffusers = pytest.importorskip("diffusers", reason=REASON)
+
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
+
+from graphrt import Reason  # noqa: E402
+from graphrt.core.trust.places.walk import places_of  # noqa: E402
+from graphrt.errors import InvalidOptionError, UnsupportedHostError  # noqa: E402
+from graphrt.hosts.diffusers import (  # noqa: E402
+    EagerDenoiserWarning,
+    EagerReason,
+    capture,
+    report,
+    with_graphs,
+    without_graphs,
+)
+from tests.hosts.diffusers.pipelines import (  # noqa: E402
+    FAMILIES,
+    PROMPT,
+    Family,
+    built,
+    dit,
+    embedding,
+    flux_transformer,
+    stable_diffusion,
+    unet,
+    wan,
+)
+from tests.hosts.diffusers.pipelines import UNET as UNET_CONFIG  # noqa: E402
+
+UNET, DIT, FLUX = FAMILIES["UNet"], FAMILIES["DiT"], FAMILIES["Flux"]
+DENOISERS = ("unet", "transformer", "transformer_2")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_warning_of_ours() -> Iterator[None]:
+    """Every eager call has to be expected by its test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EagerDenoiserWarning)
+        yield
+
+
+def denoisers(pipe: Any) -> list[torch.nn.Module]:
+    return [getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) is not None]
+
+
+def hits(pipe: Any) -> int:
+    return sum(each.hits for each in report(pipe).values())
+
+
+def ran_eagerly(pipe: Any) -> dict[Any, int]:
+    return {reason: n for each in report(pipe).values() for reason, n in each.eager.items()}
+
+
+def captures(pipe: Any) -> int:
+    return sum(each.captures for each in report(pipe).values())
+
+
+def call_counter(pipe: Any) -> list[int]:
+    """A list that gets one item more at each call of a denoiser."""
+    calls: list[int] = []
+    for module in denoisers(pipe):
+        module.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def calls(n: int, call: Callable[[], Any]) -> list[Any]:
+    return [call() for _ in range(n)]
+
+
+def denoise_with_gradients(model: Any, *, length: int = 16, step: int = 500, **more: Any) -> Any:
+    """One call of Flux's transformer."""
+    arguments: dict[str, Any] = {
+        "hidden_states": embedding(1, length, 16),
+        "timestep": torch.tensor([step / 1000]),
+        "guidance": torch.tensor([3.5]),
+        "pooled_projections": embedding(1, 8),
+        "encoder_hidden_states": embedding(1, 7, 8),
+        "txt_ids": torch.zeros(7, 3),
+        "img_ids": torch.arange(3.0 * length).reshape(length, 3),
+        **more,
+    }
+    return model(**arguments)
+
+
+def denoise(model: Any, **more: Any) -> Any:
+    with torch.no_grad():
+        return denoise_with_gradients(model, **more)
+
+
+def unet_call(model: Any, **more: Any) -> Any:
+    with torch.no_grad():
+        return model(embedding(2, 4, 8, 8), torch.tensor(500), embedding(2, 7, 8), **more)
+
+
+class Pipe:
+    """As much of a pipeline as graphs need."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.transformer = model
+
+
+# Images -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_images_are_those_of_the_eager_pipeline(name: str):
+    family = FAMILIES[name]
+    pipe = family.make()
+    count = call_counter(pipe)
+    kinds = [(size, guided) for size in range(len(family.sizes) or 1) for guided in (False, True)]
+    eager = {kind: family.images(pipe, *kind) for kind in kinds}
+    assert len({image.double().sum().item() for image in eager.values()}) == len(kinds)
+    assert with_graphs(pipe) is pipe
+    count.clear()
+    # Two resolutions and guidance on and off take turns; each comes twice.
+    for kind in kinds * 2:
+        assert torch.equal(family.images(pipe, *kind), eager[kind]), kind
+    assert hits(pipe) == len(count) > 0 and not ran_eagerly(pipe)
+    before = captures(pipe)
+    family.images(pipe)
+    assert captures(pipe) == before
+    without_graphs(pipe)
+    assert not any("forward" in vars(module) for module in denoisers(pipe)) and not report(pipe)
+    assert torch.equal(family.images(pipe), eager[0, True])
+
+
+SCHEDULERS = [
+    diffusers.PNDMScheduler(skip_prk_steps=True, steps_offset=1),
+    diffusers.UniPCMultistepScheduler(),
+    diffusers.DPMSolverMultistepScheduler(),
+    diffusers.HeunDiscreteScheduler(),
+]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda each: type(each).__name__)
+def test_schedulers_that_keep_outputs_of_the_denoiser(scheduler: Any):
+    """Without guidance they get the denoiser's own tensor."""
+    pipe = dit()
+    pipe.scheduler = scheduler
+    eager = DIT.images(pipe, guided=False, num_inference_steps=6)
+    with_graphs(pipe)
+    assert torch.equal(DIT.images(pipe, guided=False, num_inference_steps=6), eager)
+    assert not ran_eagerly(pipe)
+
+
+def test_an_output_outlives_later_calls():
+    model = flux_transformer()
+    pipe = with_graphs(Pipe(model))
+    first = denoise(model).sample
+    before = first.clone()
+    for step in (400, 300):
+        assert not torch.equal(denoise(model, step=step).sample, before)
+    assert torch.equal(first, before) and hits(pipe) == 3
+
+
+def test_batches_of_one_and_two_and_one_that_is_too_large():
+    pipe = dit()
+    labels = {n: list(range(n)) for n in (1, 2, 3)}
+
+    def images(n: int) -> torch.Tensor:
+        return DIT.images(pipe, guided=False, class_labels=labels[n])
+
+    eager = {n: images(n) for n in labels}
+    with_graphs(pipe, max_batch=2)
+    for n in (1, 2, 1, 2):
+        assert torch.equal(images(n), eager[n])
+    assert captures(pipe) == 2 and not ran_eagerly(pipe)
+    with pytest.warns(EagerDenoiserWarning, match="larger than max_batch .3, where max_batch is 2"):
+        assert torch.equal(images(3), eager[3])
+    assert ran_eagerly(pipe) == {EagerReason.TOO_LARGE: 4}
+
+
+def test_a_decoder_of_images_is_served_if_asked():
+    pipe = stable_diffusion()
+    eager = UNET.images(pipe)
+    with_graphs(pipe, vae_decoder=True)
+    assert torch.equal(UNET.images(pipe), eager) and torch.equal(UNET.images(pipe), eager)
+    assert report(pipe)["vae.decoder"].hits == 2
+    without_graphs(pipe)
+    assert "forward" not in vars(pipe.vae.decoder)
+    with pytest.raises(UnsupportedHostError, match="NoneType"):
+        with_graphs(wan(), vae_decoder=True)
+
+
+def test_a_call_that_an_error_ends_changes_nothing_for_the_next():
+    pipe = FLUX.make()
+    eager = FLUX.images(pipe)
+
+    def fail(_pipe: Any, step: int, _timestep: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        if step == 1:
+            raise KeyboardInterrupt
+        return arguments
+
+    with_graphs(pipe)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            FLUX.images(pipe, callback_on_step_end=fail)
+        assert torch.equal(FLUX.images(pipe), eager)
+    wrong = embedding(1, 7, 9)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        FLUX.images(pipe, prompt_embeds=wrong, negative_prompt_embeds=wrong)
+    assert torch.equal(FLUX.images(pipe), eager) and not ran_eagerly(pipe)
+
+
+def test_an_interrupted_capture_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    pipe = FLUX.make()
+    eager = FLUX.images(pipe)
+    with_graphs(pipe)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pipe.transformer.transformer_blocks[0]), "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            FLUX.images(pipe)
+    assert captures(pipe) == 0
+    assert torch.equal(FLUX.images(pipe), eager)
+    assert captures(pipe) == 1 and not ran_eagerly(pipe)
+
+
+def test_capturing_ahead_leaves_images_as_they_were():
+    pipe = wan()
+    family = FAMILIES["Wan"]
+    eager = family.images(pipe)
+    with_graphs(pipe)
+    torch.manual_seed(4)
+    expected = torch.get_rng_state()
+    capture(pipe, height=32, width=32, num_frames=5, **PROMPT)
+    assert torch.equal(torch.get_rng_state(), expected)
+    # Both of its denoisers, by two steps.
+    assert [each.captures for each in report(pipe).values()] == [1, 1]
+    assert torch.equal(family.images(pipe), eager) and captures(pipe) == 2
+
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_a_result_keeps_its_type(return_dict: bool):
+    model = flux_transformer()
+    eager = denoise(model, return_dict=return_dict)
+    with_graphs(Pipe(model))
+    for _ in range(3):
+        result = denoise(model, return_dict=return_dict)
+        assert type(result) is type(eager) and torch.equal(result[0], eager[0])
+        assert not return_dict or result.sample is result["sample"]
+
+
+def test_nested_arguments_are_read_anew_at_each_call():
+    """As SDXL has them."""
+    model = unet(
+        addition_embed_type="text_time",
+        addition_time_embed_dim=4,
+        projection_class_embeddings_input_dim=32,
+    )
+
+    def added(seed: int) -> dict[str, torch.Tensor]:
+        return {"text_embeds": embedding(2, 8, seed=seed), "time_ids": embedding(2, 6, seed=seed)}
+
+    eager = [unet_call(model, added_cond_kwargs=added(seed)).sample for seed in (1, 2)]
+    assert not torch.equal(*eager)
+    pipe = with_graphs(Pipe(model))
+    for seed in (1, 2, 1):
+        result = unet_call(model, added_cond_kwargs=added(seed)).sample
+        assert torch.equal(result, eager[seed - 1])
+    assert captures(pipe) == 1 and hits(pipe) == 3
+    assert "added_cond_kwargs/text_embeds (2, 8)" in report(pipe)["transformer"].signatures[0]
+
+
+def test_residuals_of_a_controlnet_are_inputs():
+    with_middle = UNET_CONFIG | {"mid_block_type": "UNetMidBlock2D"}
+    known = inspect.signature(diffusers.ControlNetModel).parameters
+    control = built(
+        diffusers.ControlNetModel,
+        **{name: value for name, value in with_middle.items() if name in known},
+        conditioning_embedding_out_channels=(4, 8),
+    )
+    parts = stable_diffusion().components | {"unet": unet(**with_middle)}
+    parts.pop("image_encoder")
+    pipe = diffusers.StableDiffusionControlNetPipeline(**parts, controlnet=control)
+    pipe.set_progress_bar_config(disable=True)
+    images = [embedding(1, 3, 32, 32, seed=seed).sigmoid() for seed in (1, 2)]
+    eager = [UNET.images(pipe, image=image) for image in images]
+    assert not torch.equal(*eager)
+    with_graphs(pipe)
+    for image, expected in zip(images * 2, eager * 2, strict=True):
+        assert torch.equal(UNET.images(pipe, image=image), expected)
+    assert captures(pipe) == 1 and not ran_eagerly(pipe)
+
+
+def with_ip_adapter(model: Any) -> Any:
+    """As `load_ip_adapter` leaves a UNet, with random weights."""
+    from diffusers.models import attention_processor, embeddings
+
+    torch.manual_seed(3)
+    processors = {
+        name: attention_processor.IPAdapterAttnProcessor2_0(4, 8, num_tokens=(2,), scale=[1.0])
+        if "attn2" in name
+        else processor
+        for name, processor in model.attn_processors.items()
+    }
+    model.set_attn_processor(processors)
+    images = embeddings.ImageProjection(8, 8, num_image_text_embeds=2)
+    model.encoder_hid_proj = embeddings.MultiIPAdapterImageProjection([images])
+    model.register_to_config(encoder_hid_dim_type="ip_image_proj")
+    return model.eval()
+
+
+def test_images_of_an_ip_adapter_are_inputs_and_its_scale_is_seen():
+    model, twin = with_ip_adapter(unet()), with_ip_adapter(unet())
+    pipe = with_graphs(Pipe(model))
+    eager = []
+    for scale, seed in ((1.0, 1), (1.0, 2), (0.3, 1)):
+        for each in (model, twin):
+            for processor in each.attn_processors.values():
+                if hasattr(processor, "scale"):
+                    processor.scale[0] = scale
+        added = {"image_embeds": [embedding(2, 1, 8, seed=seed)]}
+        eager.append(unet_call(twin, added_cond_kwargs=added).sample)
+        assert torch.equal(unet_call(model, added_cond_kwargs=added).sample, eager[-1])
+    assert len({each.double().sum().item() for each in eager}) == 3
+    assert captures(pipe) == 2 and not ran_eagerly(pipe)
+
+
+def test_lists_that_a_forward_empties_are_given_to_each_run():
+    """UNet pops the residuals of a T2I adapter."""
+    model = unet()
+    adapter = [embedding(2, 4, 8, 8), embedding(2, 8, 4, 4)]
+    eager = unet_call(model, down_intrablock_additional_residuals=list(adapter)).sample
+    pipe = with_graphs(Pipe(model))
+    for _ in range(3):
+        given = list(adapter)
+        result = unet_call(model, down_intrablock_additional_residuals=given).sample
+        assert torch.equal(result, eager)
+    assert hits(pipe) == 3
+    assert not torch.equal(eager, unet_call(model).sample)
+
+
+class Small(torch.nn.Module):
+    """A denoiser that is captured fast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = torch.nn.Linear(16, 16)
+
+    def forward(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        scale = kwargs["scale"]
+        return self.inner(hidden_states) * (3 if scale is True else scale)
+
+
+def small_call(model: Any, length: int = 4, scale: Any = 1.0) -> torch.Tensor:
+    with torch.no_grad():
+        return model(embedding(1, length, 16), {"scale": scale})
+
+
+def test_plain_values_have_graphs_of_their_own():
+    """The weight of a LoRA, say: 1, 1.0 and True are three values."""
+    model, twin = Small(), Small()
+    pipe = with_graphs(Pipe(model))
+    values = (1, 1.0, True, 0.0, -0.0, float("nan"), 0.5)
+    for value in values * 2:
+        result, eager = small_call(model, scale=value), small_call(twin, scale=value)
+        assert torch.equal(result.view(torch.int32), eager.view(torch.int32))
+    assert captures(pipe) == len(values) and hits(pipe) == 2 * len(values)
+
+
+def test_an_object_among_the_arguments_is_named():
+    model = flux_transformer()
+    pipe = with_graphs(Pipe(model))
+    with pytest.warns(
+        EagerDenoiserWarning, match="joint_attention_kwargs/mine is a builtins.object"
+    ):
+        denoise(model, joint_attention_kwargs={"mine": object()})
+    assert ran_eagerly(pipe) == {EagerReason.ARGUMENT: 1}
+
+
+def test_the_forward_is_still_known_by_its_arguments():
+    """Pipelines ask whether a denoiser takes guidance or masks."""
+    model = flux_transformer()
+    before = inspect.signature(model.forward)
+    with_graphs(Pipe(model))
+    assert inspect.signature(model.forward) == before
+
+
+# What is not served -------------------------------------------------------------------------------
+
+
+def test_gradients_are_the_eager_ones():
+    model = flux_transformer()
+    pipe = with_graphs(Pipe(model))
+    with pytest.warns(EagerDenoiserWarning, match="gradients are on"):
+        denoise_with_gradients(model).sample.sum().backward()
+    assert model.x_embedder.weight.grad is not None
+    assert ran_eagerly(pipe) == {EagerReason.GRADIENTS: 1}
+
+
+def test_a_hook_in_the_denoiser_runs_at_every_call_and_without_it_graphs_are_back():
+    model = Small()
+    pipe = with_graphs(Pipe(model))
+    small_call(model)
+    seen: list[int] = []
+    hook = model.inner.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.warns(EagerDenoiserWarning, match="submodule inner has a forward hook") as caught:
+        calls(3, lambda: small_call(model))
+    assert len(caught) == 1
+    assert len(seen) == 3 and ran_eagerly(pipe) == {EagerReason.HOOKS: 3}
+    hook.remove()
+    small_call(model)
+    assert captures(pipe) == 2 and hits(pipe) == 2
+
+
+def test_hooks_of_diffusers_are_named():
+    pipe = FAMILIES["Flux"].make()
+    config = diffusers.FirstBlockCacheConfig(threshold=10.0)
+    pipe.transformer.enable_cache(config)
+    eager = FAMILIES["Flux"].images(pipe, guided=False)
+    pipe.transformer.disable_cache()
+    with_graphs(pipe)
+    pipe.transformer.enable_cache(config)
+    with pytest.warns(EagerDenoiserWarning, match="has the hooks? "):
+        assert torch.equal(FAMILIES["Flux"].images(pipe, guided=False), eager)
+    pipe.transformer.disable_cache()
+    FAMILIES["Flux"].images(pipe, guided=False)
+    assert hits(pipe) == 4
+
+
+@pytest.mark.parametrize("order", ["graphs first", "hooks first"])
+def test_hooks_of_offloading_are_named(order: str):
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    model = flux_transformer()
+    eager = denoise(model).sample
+    pipe = Pipe(model)
+    if order == "graphs first":
+        with_graphs(pipe)
+    hooks.add_hook_to_module(model, hooks.ModelHook())
+    if order == "hooks first":
+        with_graphs(pipe)
+    with pytest.warns(EagerDenoiserWarning, match="the denoiser has a hook of accelerate"):
+        assert torch.equal(denoise(model).sample, eager)
+    if order == "graphs first":
+        hooks.remove_hook_from_module(model)
+        assert torch.equal(denoise(model).sample, eager) and hits(pipe) == 1
+    without_graphs(pipe)
+    assert torch.equal(denoise(model).sample, eager)
+
+
+def test_graphs_that_hooks_have_wrapped_can_still_be_taken_out():
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    model = flux_transformer()
+    eager = denoise(model).sample
+    pipe = with_graphs(Pipe(model))
+    denoise(model)
+    hooks.add_hook_to_module(model, hooks.ModelHook())
+    without_graphs(pipe)
+    assert torch.equal(denoise(model).sample, eager)
+
+
+def test_a_forward_that_no_graph_can_stand_for_says_why_once():
+    class Asks(Small):
+        def forward(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+            return self.inner(hidden_states) * hidden_states.sum().item()
+
+    model, twin = Asks(), Asks()
+    pipe = with_graphs(Pipe(model))
+    with pytest.warns(EagerDenoiserWarning, match="its capture failed") as caught:
+        results = calls(3, lambda: small_call(model))
+    assert all(torch.equal(result, small_call(twin)) for result in results)
+    assert len(caught) == 1 and ran_eagerly(pipe) == {EagerReason.FAILED: 3}
+
+
+def test_signatures_beyond_the_most_are_dropped_and_endless_ones_run_eagerly():
+    model, twin = Small(), Small()
+    pipe = with_graphs(Pipe(model), max_signatures=2)
+    for length in (2, 3, 2, 4):
+        small_call(model, length)
+    # 3 is the least recently used one.
+    kept = report(pipe)["transformer"].signatures
+    assert kept == ("hidden_states (1, 2, 16)", "hidden_states (1, 4, 16)")
+    assert report(pipe)["transformer"].dropped == 1
+    lengths = iter(range(5, 15))
+    with pytest.warns(EagerDenoiserWarning, match="change too often") as caught:
+        results = calls(10, lambda: small_call(model, next(lengths)))
+    for length, result in zip(range(5, 15), results, strict=True):
+        assert torch.equal(result, small_call(twin, length))
+    # Eight captures came first, and each had a replay, which is an eighth of another one.
+    assert len(caught) == 1 and ran_eagerly(pipe) == {EagerReason.CHANGING: 4}
+    assert captures(pipe) == 9
+    calls(8, lambda: small_call(model, 10))
+    small_call(model, 32)
+    assert captures(pipe) == 10
+
+
+def test_a_second_thread_runs_eagerly():
+    model = Small()
+    pipe = with_graphs(Pipe(model))
+    eager = small_call(model)
+    inside, on = threading.Event(), threading.Event()
+    results: list[torch.Tensor] = []
+    original = model.inner.forward
+
+    def waiting(hidden_states: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is thread:
+            inside.set()
+            assert on.wait(30)
+        return original(hidden_states)
+
+    model.inner.forward = waiting
+    thread = threading.Thread(target=lambda: results.append(small_call(model)))
+    thread.start()
+    assert inside.wait(30)
+    with pytest.warns(EagerDenoiserWarning, match="another thread"):
+        assert torch.equal(small_call(model), eager)
+    on.set()
+    thread.join()
+    assert torch.equal(results[0], eager) and ran_eagerly(pipe)[EagerReason.BUSY] == 1
+
+
+def test_a_denoiser_that_is_compiled_already_is_refused():
+    in_place = Small()
+    in_place.compile(backend="eager")
+    for model in (in_place, torch.compile(Small(), backend="eager")):
+        with pytest.raises(UnsupportedHostError, match="compiled as a whole"):
+            with_graphs(Pipe(model))
+
+
+def test_a_compiler_sees_the_denoiser_itself():
+    model = Small()
+    eager = small_call(model)
+    pipe = with_graphs(Pipe(model))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(small_call(compiled), eager)
+    assert hits(pipe) == 0 and not ran_eagerly(pipe)
+
+
+# A denoiser that changes --------------------------------------------------------------------------
+
+
+class Lora(torch.nn.Module):
+    """What peft puts in the place of a linear layer."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.b = torch.nn.Linear(2, base.out_features, bias=False)
+        self.scaling = {"default": 1.0}
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.base(hidden_states) + self.b(self.a(hidden_states)) * self.scaling["default"]
+
+
+class Inverted:
+    """An attention processor that is no module."""
+
+    def __init__(self) -> None:
+        self.inner = FluxAttnProcessor()
+        self.sign = -1.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        image, text = self.inner(*args, **kwargs)
+        return image * self.sign, text
+
+
+def attention(model: Any) -> Any:
+    return model.transformer_blocks[0].attn
+
+
+def load_lora(model: Any) -> None:
+    torch.manual_seed(1)
+    attention(model).to_q = Lora(attention(model).to_q)
+
+
+def change_its_weight(model: Any) -> None:
+    attention(model).to_q.scaling["default"] = 0.25
+
+
+def set_processor(model: Any) -> None:
+    attention(model).processor = Inverted()
+
+
+def change_processor(model: Any) -> None:
+    attention(model).processor.sign = 2.0
+
+
+def replace_weight(model: Any) -> None:
+    attention(model).to_k.weight = torch.nn.Parameter(torch.ones(32, 32))
+
+
+def replace_data(model: Any) -> None:
+    attention(model).to_v.weight.data = torch.ones(32, 32)
+
+
+def change_attribute(model: Any) -> None:
+    attention(model).norm_q.eps = 3.0
+
+
+CHANGES = [
+    load_lora,
+    change_its_weight,
+    set_processor,
+    change_processor,
+    replace_weight,
+    replace_data,
+    change_attribute,
+]
+
+
+def test_the_first_call_after_a_change_sees_it():
+    model, twin = flux_transformer(), flux_transformer()
+    pipe = with_graphs(Pipe(model))
+    last = denoise(model).sample
+    for n, change in enumerate(CHANGES):
+        change(model)
+        change(twin)
+        eager = denoise(twin).sample
+        assert not torch.equal(eager, last), change
+        for _ in range(2):
+            assert torch.equal(denoise(model).sample, eager), change
+        assert captures(pipe) == n + 2
+        last = eager
+        # So that captures are worth it.
+        for _ in range(8):
+            denoise(model)
+    assert not ran_eagerly(pipe)
+
+
+class Gated(Small):
+    """With tensors of one element, whose `==` has a truth: a buffer, and a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gate", torch.ones(1))
+        self.table = [torch.ones(1)]
+        self.shift = torch.ones(1)
+
+    def forward(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        result: torch.Tensor = super().forward(hidden_states, kwargs)
+        return result * self.gate + self.shift * self.table[0]
+
+
+@pytest.mark.parametrize("name", ["gate", "shift", "table"])
+def test_an_equal_tensor_in_the_place_of_another_is_not_the_same(name: str):
+    model = Gated()
+    pipe = with_graphs(Pipe(model))
+    before = small_call(model)
+    fresh = torch.ones(1)
+    if name == "table":
+        model.table[0] = fresh
+    else:
+        setattr(model, name, fresh)
+    assert torch.equal(small_call(model), before)
+    fresh.fill_(5.0)
+    assert not torch.equal(small_call(model), before)
+    assert captures(pipe) == 2 and not ran_eagerly(pipe)
+
+
+def test_a_callback_that_changes_the_denoiser_is_seen_at_the_next_step():
+    def images(pipe: Any) -> torch.Tensor:
+        def change(_pipe: Any, step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            if step == 1:
+                attention(pipe.transformer).norm_q.eps = 3.0
+            return tensors
+
+        return FLUX.images(pipe, guided=False, callback_on_step_end=change)
+
+    pipe, twin = FLUX.make(), FLUX.make()
+    eager = images(twin)
+    assert not torch.equal(eager, FLUX.images(pipe, guided=False))
+    assert torch.equal(images(with_graphs(pipe)), eager)
+    assert captures(pipe) == 2 and hits(pipe) == 4
+
+
+def test_weights_that_are_written_in_place_need_no_capture():
+    model, twin = flux_transformer(), flux_transformer()
+    pipe = with_graphs(Pipe(model))
+    denoise(model)
+    with torch.no_grad():
+        for each in (model, twin):
+            each.x_embedder.weight.mul_(2)
+    assert torch.equal(denoise(model).sample, denoise(twin).sample)
+    assert captures(pipe) == 1 and not ran_eagerly(pipe)
+
+
+def test_loras_of_peft():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    model, twin = flux_transformer(), flux_transformer()
+    pipe = with_graphs(Pipe(model))
+    denoise(model)
+
+    def both(change: Callable[[Any], Any], **call: Any) -> None:
+        for each in (model, twin):
+            torch.manual_seed(2)
+            change(each)
+        for _ in range(3):
+            assert torch.equal(denoise(model, **call).sample, denoise(twin, **call).sample)
+
+    both(lambda each: each.add_adapter(config, "one"))
+    both(lambda each: each.set_adapters("one", 0.5))
+    both(lambda each: each.disable_adapters())
+    both(lambda each: each.enable_adapters())
+    both(lambda each: each, joint_attention_kwargs={"scale": 0.5})
+    both(lambda each: each, joint_attention_kwargs={"scale": 0.7})
+    both(lambda each: each.delete_adapters("one"))
+    assert not ran_eagerly(pipe)
+
+
+def test_a_copy_of_the_denoiser_is_a_plain_one():
+    model = flux_transformer()
+    eager = denoise(model).sample
+    pipe = with_graphs(Pipe(model))
+    denoise(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(denoise(twin).sample, eager)
+        assert hits(pipe) == 1
+    with torch.no_grad():
+        twin.x_embedder.weight.mul_(2)
+    assert not torch.equal(denoise(twin).sample, eager)
+    assert hits(pipe) == 1
+    assert torch.equal(denoise(model).sample, eager)
+
+
+def test_walks_through_a_denoiser_do_not_enter_what_serves_it():
+    """It holds copies of the module's dicts, and counters that move at every call."""
+    model = Small()
+
+    def found() -> tuple[list[str], list[str]]:
+        places = places_of(model)
+        return (
+            [place.path for place, _ in places.tensors],
+            [place.path for place in places.numbers],
+        )
+
+    before = found()
+    with_graphs(Pipe(model))
+    small_call(model)
+    assert found() == before and before[0] == ["model.inner.weight", "model.inner.bias"]
+
+
+def test_graphs_end_with_their_pipeline():
+    pipe = dit()
+    with_graphs(pipe)
+    DIT.images(pipe)
+    gone = weakref.ref(pipe.transformer)
+    del pipe
+    gc.collect()
+    assert gone() is None
+
+
+# The host's functions -----------------------------------------------------------------------------
+
+
+def test_called_again_it_begins_anew():
+    pipe = dit()
+    DIT.images(with_graphs(pipe))
+    with_graphs(pipe, max_signatures=1)
+    assert captures(pipe) == 0 and hits(pipe) == 0
+    DIT.images(pipe)
+    without_graphs(pipe)
+    assert "forward" not in vars(pipe.transformer)
+    without_graphs(pipe)
+
+
+def test_a_forward_that_was_replaced_before_is_put_back():
+    model = flux_transformer()
+    before = model.forward
+    model.forward = lambda *args, **kwargs: before(*args, **kwargs)
+    replaced = model.forward
+    pipe = with_graphs(Pipe(model))
+    denoise(model)
+    without_graphs(pipe)
+    assert vars(model)["forward"] is replaced
+
+
+def test_what_cannot_be_a_pipeline_is_refused():
+    with pytest.raises(UnsupportedHostError, match="no denoiser"):
+        with_graphs(torch.nn.Linear(1, 1))
+    # One with other names for its arguments is served.
+    model = torch.nn.Linear(4, 4)
+    pipe = with_graphs(Pipe(model))
+    with torch.no_grad():
+        assert torch.equal(
+            model(torch.ones(2, 4)),
+            torch.nn.functional.linear(torch.ones(2, 4), model.weight, model.bias),
+        )
+    assert hits(pipe) == 1
+    for wrong in ({"max_batch": 0}, {"max_signatures": 0}, {"max_batch": "2"}):
+        with pytest.raises(InvalidOptionError):
+            with_graphs(dit(), **wrong)
+
+
+def test_a_diffusers_with_other_hooks_is_refused(monkeypatch: pytest.MonkeyPatch):
+    registry = importlib.import_module("diffusers.hooks.hooks").HookRegistry
+    monkeypatch.setattr(registry, "check_if_exists_or_initialize", lambda module: None)
+    with pytest.raises(UnsupportedHostError, match=r"no '_diffusers_hook' in .*check_if_exists"):
+        with_graphs(dit())
+    monkeypatch.delattr(registry, "register_hook")
+    with pytest.raises(UnsupportedHostError, match="register_hook"):
+        with_graphs(dit())
+
+
+def test_the_example_of_the_page_runs_as_it_stands(capsys: pytest.CaptureFixture[str]):
+    page = Path(__file__).parents[3] / "docs" / "diffusers.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(code, page.name, "exec"), {})
+    assert capsys.readouterr().out == "10 2\n"
+
+
+def test_with_graphs_off_calls_run_eagerly(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GRAPHRT_MODE", "NONE")
+    pipe = dit()
+    eager = DIT.images(pipe)
+    with_graphs(pipe)
+    with pytest.warns(EagerDenoiserWarning, match="graphs are off"):
+        assert torch.equal(DIT.images(pipe), eager)
+    assert set(ran_eagerly(pipe)) == {Reason.MODE_NONE}
+
+
+# On a GPU -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", FAMILIES)
+def test_images_on_a_gpu(name: str):
+    family: Family = FAMILIES[name]
+    pipe = family.make().to("cuda")
+    family_call = {
+        n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in family.call.items()
+    }
+    on_gpu = Family(**{**vars(family), "call": family_call})
+    kinds = [(size, guided) for size in range(len(family.sizes) or 1) for guided in (False, True)]
+    eager = {kind: on_gpu.images(pipe, *kind) for kind in kinds}
+    count = call_counter(pipe)
+    with_graphs(pipe)
+    for kind in kinds * 2:
+        assert torch.equal(on_gpu.images(pipe, *kind), eager[kind]), kind
+    assert hits(pipe) == len(count) and not ran_eagerly(pipe)
+
+
+@pytest.mark.cuda
+def test_a_scheduler_that_keeps_outputs_on_a_gpu():
+    """Outputs in the pool's memory would be overwritten under it."""
+    pipe = dit().to("cuda")
+    pipe.scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, steps_offset=1)
+    call = {name: tensor.cuda() for name, tensor in PROMPT.items()}
+    eager = DIT.images(pipe, guided=False, num_inference_steps=8, **call)
+    with_graphs(pipe)
+    assert torch.equal(DIT.images(pipe, guided=False, num_inference_steps=8, **call), eager)
+
+
+@pytest.mark.cuda
+def test_a_pipeline_that_moves_to_another_device():
+    pipe = dit()
+    eager = DIT.images(pipe)
+    with_graphs(pipe)
+    assert torch.equal(DIT.images(pipe), eager)
+    pipe.to("cuda")
+    call = {name: tensor.cuda() for name, tensor in PROMPT.items()}
+    moved = DIT.images(pipe, **call)
+    assert torch.equal(DIT.images(pipe, **call), moved)
+    pipe.to("cpu")
+    assert torch.equal(DIT.images(pipe), eager) and not ran_eagerly(pipe)
