@@ -42,7 +42,7 @@ def test_no_dispatch_mode_is_on_while_a_capture_begins(monkeypatch, inference):
     tasks: Any = None
     opened: Any = OpenCapture("stream", Memory(), "pool")
     with torch.inference_mode(inference):
-        watch.run(lambda: CudaCaptures(tasks)._begin(graph, opened))
+        watch.run(lambda: CudaCaptures(tasks)._begin(graph, opened), in_one=False)
         assert torch.is_inference_mode_enabled() is inference
     assert graph.begun == [("pool", "thread_local", [], False)]
     assert watch.operators == []
@@ -53,6 +53,6 @@ def test_no_dispatch_mode_is_on_while_a_pool_is_held(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())
     monkeypatch.setattr(memory, "own_stream", lambda: None)
-    watch.run(lambda: memory._Held(0, (0, 1)))
+    watch.run(lambda: memory._Held(0, (0, 1)), in_one=False)
     assert graph.begun == [((0, 1), "thread_local", [], False)]
     assert watch.operators == []
