@@ -16,8 +16,8 @@ from rich.text import Text
 
 from graphrt.compile.cache.entry import default_directory
 from graphrt.compile.cache.listing import StoredKey, find_key, remove, stored_keys
-from graphrt.compile.cache.store import size_text
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.texts import size_text
 
 cache_app = typer.Typer(
     help="List, show and remove compiled code kept for later starts.",

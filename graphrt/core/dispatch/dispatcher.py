@@ -48,14 +48,51 @@ class Count:
         self.batches = 0
 
 
-class Reserved(Count):
+class Served(Count):
+    """The same of batches of one live size that go to a graph: C knows this class."""
+
+    __slots__ = ()
+
+
+class BySize(dict[int, Count]):
+    """Counts of batches by their live tokens, of which a batch that is seen again has its own: it
+    costs no step anything. After 1,024 sizes, further ones count as the next power of two."""
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: type[Count] = Count) -> None:
+        self._kind = kind
+
+    def of(self, tokens: int) -> Count:
+        """The count of batches with so many live tokens."""
+        if len(self) >= REMEMBERED and tokens not in self:
+            tokens = 1 << (tokens - 1).bit_length()
+        return self.setdefault(tokens, self._kind())
+
+    @property
+    def batches(self) -> int:
+        """How many there are of all sizes."""
+        # A list: other threads may add sizes meanwhile.
+        return sum(count.batches for count in list(self.values()))
+
+    def counted(self) -> dict[int, int]:
+        """How many there are of each size, the smallest first."""
+        return {tokens: self[tokens].batches for tokens in sorted(self) if self[tokens].batches}
+
+    def reset(self) -> None:
+        """Set all counts to zero."""
+        for count in list(self.values()):
+            count.batches = 0
+
+
+class Reserved:
     """A reserved graph: the dispatch of its batches, how many it has served, the context of its
     steps, itself alone where ranks have agreed on it."""
 
-    __slots__ = ("alone", "context", "dispatch")
+    __slots__ = ("alone", "context", "dispatch", "sizes")
 
     def __init__(self, dispatch: Dispatch, context: ForwardContext) -> None:
-        super().__init__()
+        self.sizes = BySize(Served)
         self.dispatch = dispatch
         self.context = context
         self.alone = Ladders([dispatch])
@@ -99,7 +136,7 @@ class GraphDispatcher(Uncopied):
         self._graphs: list[Reserved] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
-        self._misses = {reason: Count() for reason in Reason if reason not in OF_CALLS}
+        self._misses = {reason: BySize() for reason in Reason if reason not in OF_CALLS}
         self._not_replayed: Counter[tuple[int, Reason]] = Counter()
         # The last step that a wrapper could not replay.
         self._last_missed: object = None
@@ -271,7 +308,7 @@ class GraphDispatcher(Uncopied):
         """How many batches were dispatched for each reason so far."""
         with self._lock:
             counts = {reason: missed.batches for reason, missed in self._misses.items()}
-            hits = sum(graph.batches for graph in self._graphs)
+            hits = sum(graph.sizes.batches for graph in self._graphs)
             counts[Reason.HIT] = hits - self._not_replayed.total()
             for (_, reason), count in self._not_replayed.items():
                 counts[reason] += count
@@ -281,20 +318,35 @@ class GraphDispatcher(Uncopied):
         """How many batches each reserved graph has served; with `announced`, those too that ran
         padded as it would be, because a wrapper did not have it (MISSING_GRAPH)."""
         with self._lock:
-            hits = [graph.batches for graph in self._graphs]
+            hits = [graph.sizes.batches for graph in self._graphs]
             for (slot, reason), count in self._not_replayed.items():
                 padded = announced and reason is Reason.MISSING_GRAPH
                 hits[slot] -= 0 if padded else count
             return {key: hits[slot] for key, slot in self._slots.items()}
 
+    def sizes(self) -> dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]]:
+        """How many batches of each live size were dispatched to a graph, also those that it has not
+        served, by its key; or to none, by the reason."""
+        with self._lock:
+            sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, BySize] = {**self._misses}
+            sizes.update({key: self._graphs[slot].sizes for key, slot in self._slots.items()})
+            return {key: each.counted() for key, each in sizes.items()}
+
+    def not_served_by(self) -> dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]]:
+        """How many batches a graph was to serve and has not, by graph and reason."""
+        with self._lock:
+            counts: dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]] = {}
+            for (slot, reason), count in self._not_replayed.items():
+                dispatch = self._graphs[slot].dispatch
+                counts.setdefault((dispatch.mode, dispatch.descriptor), {})[reason] = count
+            return counts
+
     def reset_counts(self) -> None:
         """Set all counts to zero."""
         with self._lock:
-            for missed in self._misses.values():
-                missed.batches = 0
             self._not_replayed.clear()
-            for graph in self._graphs:
-                graph.batches = 0
+            for sizes in (*self._misses.values(), *(graph.sizes for graph in self._graphs)):
+                sizes.reset()
 
     def _answer(
         self,
@@ -345,9 +397,9 @@ class GraphDispatcher(Uncopied):
         if dispatch is None:
             # As all of a `Dispatch`, which takes as long as its descriptor.
             dispatch = _new_tuple(Dispatch, (_NONE, descriptor_of(live), reason, -1))
-            answer = self._misses[reason], dispatch
+            answer = self._misses[reason].of(live[0]), dispatch
         else:
-            answer = self._graphs[dispatch.slot], dispatch
+            answer = self._graphs[dispatch.slot].sizes.of(live[0]), dispatch
         # Not of what a host may change in place.
         if key is not None and checked is batch and batch.exclude.__class__ is frozenset:
             if len(version.answers) >= REMEMBERED:
