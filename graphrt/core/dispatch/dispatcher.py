@@ -328,9 +328,12 @@ class GraphDispatcher(Uncopied):
         """How many batches of each live size were dispatched to a graph, also those that it has not
         served, by its key; or to none, by the reason."""
         with self._lock:
-            sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, BySize] = {**self._misses}
-            sizes.update({key: self._graphs[slot].sizes for key, slot in self._slots.items()})
-            return {key: each.counted() for key, each in sizes.items()}
+            sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = {}
+            for key, slot in self._slots.items():
+                sizes[key] = self._graphs[slot].sizes.counted()
+            for reason, missed in self._misses.items():
+                sizes[reason] = missed.counted()
+            return sizes
 
     def not_served_by(self) -> dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]]:
         """How many batches a graph was to serve and has not, by graph and reason."""

@@ -184,12 +184,9 @@ def _idle(figures: Figures) -> Iterator[Finding]:
 
 
 def _graphs(graphs: Sequence[Figures]) -> str:
-    """The graph's name, or how many there are, and the first names."""
-    names = [graph["graph"] for graph in graphs]
-    if len(names) == 1:
-        return str(names[0])
-    more = ", ..." if len(names) > 3 else ""
-    return f"{len(names)} graphs ({', '.join(names[:3])}{more})"
+    """The name of the first graph, and how many more there are."""
+    first, more = graphs[0]["graph"], len(graphs) - 1
+    return f"{first} and {more} more" if more else str(first)
 
 
 def _sizes_text(sizes: Sequence[Sequence[int]]) -> str:

@@ -99,6 +99,7 @@ class GraphRunner(Uncopied, Generic[R]):
         trials = StepTrials(self._executor)
         self._scheduler = CaptureScheduler(self.graphs, trials)
         self._engine = StepEngine(self._executor, trials, self._scheduler)
+        # Observers wrap it (graphrt/observe/tap.py): a step that nobody observes pays nothing.
         self._run: Callable[..., R] = self._engine.entrance()
 
     def __call__(

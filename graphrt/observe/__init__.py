@@ -1,0 +1,28 @@
+"""What a run of graphs does, to look at: pages, timelines, metrics.
+
+- `write_page("run.html", runner.report())`: one page, which needs no network; two reports are
+  compared. `graphrt report run.json --html run.html` does the same for saved reports.
+- `with trace("trace.json", runner):` a timeline for Perfetto, and ranges for torch's profiler.
+- `Metrics(runner).read()`: counters and latencies, to poll.
+
+Everything here takes values of a runner from outside. A step that is not observed costs nothing
+more, and nothing in `graphrt.core` knows of it.
+"""
+
+from __future__ import annotations
+
+from graphrt.observe.files import load_report
+from graphrt.observe.metrics import Histogram, Metrics, Reading
+from graphrt.observe.page.page import page, write_page
+from graphrt.observe.trace import Trace, trace
+
+__all__ = [
+    "Histogram",
+    "Metrics",
+    "Reading",
+    "Trace",
+    "load_report",
+    "page",
+    "trace",
+    "write_page",
+]
