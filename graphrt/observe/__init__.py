@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from graphrt.observe.files import load_report
 from graphrt.observe.metrics import Histogram, Metrics, Reading
-from graphrt.observe.page.page import page, write_page
-from graphrt.observe.trace import Trace, trace
+from graphrt.observe.pages.whole import page, write_page
+from graphrt.observe.timeline import Trace, trace
 
 __all__ = [
     "Histogram",

@@ -16,7 +16,7 @@ from graphrt._version import __version__
 from graphrt.core.base.texts import counted, seconds_text, size_text
 from graphrt.core.runner.report import RunnerReport
 from graphrt.observe.files import Run, runs_of
-from graphrt.observe.page.parts import (
+from graphrt.observe.pages.parts import (
     Cell,
     escaped,
     findings,
@@ -25,7 +25,7 @@ from graphrt.observe.page.parts import (
     tiles,
     time_line,
 )
-from graphrt.observe.page.style import SCRIPT, STYLE
+from graphrt.observe.pages.style import SCRIPT, STYLE
 
 _MOST_ROWS = 24
 """Rows of a chart; more sizes are put together."""
