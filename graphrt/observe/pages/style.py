@@ -49,6 +49,7 @@ th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var
 thead th { color: var(--soft); font-weight: 600; font-size: .87rem; white-space: nowrap; }
 tbody th { font-weight: 500; }
 td.n, th.n { text-align: right; white-space: nowrap; }
+tbody th.n { width: 6em; }
 td.wide { width: 50%; min-width: 110px; }
 th small { display: block; font-weight: 400; color: var(--soft); }
 td.n .track { height: 6px; margin: 2px 0 0 auto; min-width: 70px; }
@@ -78,7 +79,7 @@ footer { max-width: 1080px; margin: 48px auto 24px; padding: 0 24px; color: var(
   font-size: .87rem; }
 @media (max-width: 600px) { main, header, footer { padding-left: 14px; padding-right: 14px; }
   dl.tiles { grid-template-columns: 1fr 1fr; } th, td { padding-right: 8px; }
-  .finding { padding: 8px 10px; } }
+  td.wide { min-width: 84px; } .finding { padding: 8px 10px; } }
 @media print { .scroll { overflow: visible; } }
 """
 

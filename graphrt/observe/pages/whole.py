@@ -164,7 +164,7 @@ def _graphs(run: Run) -> str:
                     "" if padding is None else f"{padding:.0%}",
                     padding or 0.0,
                     "n hot" if pads else "n",
-                    bar=[("pad", padding or 0.0, "padding")],
+                    bar=() if padding is None else [("pad", padding, "padding")],
                 ),
                 Cell(seconds_text(seconds), seconds, "n", bar=[("live", seconds / most_s, "")]),
                 Cell(size_text(size), size, "n", bar=[("live", size / most_bytes, "")]),
@@ -387,7 +387,8 @@ def _change(
 ) -> Cell:
     if before == after:
         return Cell("same", None, "soft")
-    difference = ("+" if after > before else "-") + write(abs(after - before))
+    size = write(abs(after - before)).replace("%", " points")
+    difference = ("+" if after > before else "-") + size
     if less_is_better is None:
         return Cell(difference, None, "soft")
     better = (after < before) is less_is_better
