@@ -64,7 +64,9 @@ def test_each_planted_fault_is_on_the_page_with_what_to_try(traced: Path):
     assert quarantine.startswith("Fault") and "quarantine" in quarantine
     assert "aten.sub.Tensor" in quarantine and "Try: let each row depend" in quarantine
     assert "TOO_LARGE (20 tokens)" in too_large and "Try: plan a size of 20" in too_large
-    assert "50% padding in 12 steps" in padding and "Try: add 8 to sizes=" in padding
+    assert "12 steps (8 tokens) ran in" in padding and "50% padding" in padding
+    assert "add 8 to sizes=, which saves 96 rows" in padding
+    assert "Try: add 8 to sizes=" in padding
 
 
 def test_a_page_is_whole_and_fetches_nothing(traced: Path):

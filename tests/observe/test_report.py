@@ -40,8 +40,8 @@ def test_each_planted_fault_is_printed_with_what_to_try(planted):
     first = "!! FULL [16 tokens 16 reqs variant='mixed'] and 2 more in quarantine: "
     assert quarantine == f"{first}{MIXED} steps ran eagerly"
     assert too_large == f"!  {TOO_LARGE} steps of 26 ran eagerly, as TOO_LARGE (20 tokens)"
-    first = "!  FULL [16 tokens 16 reqs] computes 2.0 times its live rows: 50% padding in "
-    assert padding == f"{first}{PADDED} steps"
+    last = "ran in FULL [16 tokens 16 reqs]: 50% padding"
+    assert padding == f"!  {PADDED} steps (8 tokens) {last}"
     assert sum(line.startswith("     try: ") for line in lines) == 3
     assert "aten.sub.Tensor" in str(planted) and "plan a size of 20" in str(planted)
     assert "add 8 to sizes=" in str(planted)
@@ -106,6 +106,20 @@ def test_warm_ups_are_a_part_of_captures_and_captures_follow_one_another(planted
     assert all(0 < record.warm_up_s < record.capture_s for record in records)
     for before, after in pairwise(records):
         assert before.began_s + before.capture_s <= after.began_s
+
+
+def test_a_size_that_pads_is_named_where_others_fill_its_graph():
+    runner = planted_runner()
+    for _ in range(30):
+        step(runner, 16)
+    for tokens, count in ((5, 2), (8, 8), (7, 4)):
+        for _ in range(count):
+            step(runner, tokens)
+    (finding,) = runner.report().findings
+    assert finding.what.startswith("14 steps (5 to 8 tokens) ran in FULL [16 tokens")
+    # (16 - 5) * 2 + (16 - 8) * 8 + (16 - 7) * 4, of 44 steps.
+    assert finding.why == "122 of 704 computed rows are their padding"
+    assert finding.advice.startswith("add 8 to sizes=, which saves 112 rows")
 
 
 def test_a_run_without_faults_has_no_findings():

@@ -17,9 +17,9 @@ Figures = Mapping[str, Any]
 """What `RunnerReport.to_dict()` gives, from this process or from a file."""
 
 _PADS = 0.4
-"""The share of a graph's rows that is too much padding: 5 rows in a graph of 8 are less."""
+"""The share of padding that is too much: 5 rows in a graph of 8 have less."""
 _MATTERS = 0.05
-"""The share of all computed rows that a graph's padding is at least, to be worth a line."""
+"""The share of all computed rows that such padding is at least, to be worth a line."""
 _IDLE_STEPS = 200
 """So many steps show that a graph without any is not needed."""
 
@@ -120,22 +120,34 @@ def _larger(figures: Figures, sizes: Sequence[Sequence[int]]) -> str:
 
 
 def _padding(figures: Figures) -> Iterator[Finding]:
+    """Batches that are much smaller than their graph, though others may fill it."""
     computed = figures["padded_tokens"]
     for graph in figures["graphs"]:
-        rows, padding = graph["padded_tokens"], graph["padded_tokens"] - graph["live_tokens"]
-        if not graph["steps"] or padding < _PADS * rows or padding < _MATTERS * computed:
+        rows = graph["tokens"]
+        sizes = [(size, count) for size, count in graph["sizes"] if rows - size >= _PADS * rows]
+        steps = sum(count for _, count in sizes)
+        padding = sum((rows - size) * count for size, count in sizes)
+        if not graph["steps"] or not sizes or padding < _MATTERS * computed:
             continue
-        size, count = max(graph["sizes"], key=lambda pair: pair[1])
-        steps = sum(steps for _, steps in graph["sizes"])
+        best, saved = _best_size(rows, sizes)
         yield Finding(
             "warning",
-            f"{graph['graph']} computes {rows / max(graph['live_tokens'], 1):.1f} times its live "
-            f"rows: {padding / rows:.0%} padding in {counted(steps, 'step')}",
-            f"most often {size} live tokens ({counted(count, 'step')}) in a graph of "
-            f"{graph['tokens']}",
-            f"add {size} to sizes=, or give traffic= to have sizes fitted; GraphOptions("
-            "max_padding=) runs such batches eagerly",
+            f"{counted(steps, 'step')}{_sizes_text(sizes)} ran in {graph['graph']}: "
+            f"{padding / (rows * steps):.0%} padding",
+            f"{padding:,} of {computed:,} computed rows are their padding",
+            f"add {best} to sizes=, which saves {saved:,} rows, or give traffic= to have sizes "
+            "fitted; GraphOptions(max_padding=) runs such batches eagerly",
         )
+
+
+def _best_size(rows: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The one further size that saves most rows of these batches, and how many."""
+    saved = {
+        best: sum((rows - best) * count for size, count in sizes if size <= best)
+        for best, _ in sizes
+    }
+    best = max(saved, key=lambda size: saved[size])
+    return best, saved[best]
 
 
 def _memory(figures: Figures) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ ul.findings { list-style: none; padding: 0; margin: 14px 0; display: grid; gap: 
 .level { font-weight: 700; margin-right: .5em; }
 .level.error { color: var(--error); } .level.warning { color: var(--warning); }
 .level.note { color: var(--note); } .level.good { color: var(--good); }
-dl.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 10px;
+dl.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)); gap: 10px;
   margin: 16px 0; }
 dl.tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 6px;
   padding: 8px 12px; }
