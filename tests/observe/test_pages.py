@@ -140,7 +140,7 @@ def test_two_runs_are_compared(tmp_path: Path):
         for head, cells in re.findall(r"<tr>(<th [^>]*row.*?</th>)(.*?)</tr>", text)
     }
     assert rows["Eager steps"] == ["10", "0", "-10,", "better"]
-    assert rows["Served by graphs"] == ["61.5%", "100.0%", "+38.5", "points,", "better"]
+    assert rows["Steps by graphs"] == ["61.5%", "100.0%", "+38.5", "points,", "better"]
     back = page(after.report(), before.report())
     assert "+10, worse" in back and "run 1" in back
 

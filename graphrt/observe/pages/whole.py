@@ -123,7 +123,7 @@ def _tiles(run: Run) -> str:
         [
             ("Graphs", f"{int(totals['graphs']):,}", ", ".join(remarks)),
             ("Steps", f"{int(totals['steps']):,}", ""),
-            ("Served by graphs", f"{totals['share']:.1%}", f"{int(totals['eager']):,} eager"),
+            ("By graphs", f"{totals['share']:.1%}", f"{int(totals['eager']):,} eager"),
             (
                 "Padding",
                 f"{totals['padding']:.1%}",
@@ -353,7 +353,7 @@ def _compared(first: Run, second: Run) -> Iterator[str]:
         ("graphs", "Graphs", _count, None),
         ("quarantined", "Graphs in quarantine", _count, True),
         ("steps", "Steps", _count, None),
-        ("share", "Served by graphs", _percent, False),
+        ("share", "Steps by graphs", _percent, False),
         ("eager", "Eager steps", _count, True),
         ("padding", "Padding", _percent, True),
         ("capture_s", "Capture", seconds_text, True),
