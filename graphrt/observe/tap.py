@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.runner import GraphRunner
 
 _lock = threading.Lock()
@@ -76,6 +77,9 @@ class Tap:
 
     def __call__(self, batch: Any, values: Any, updates: Any, metadata: Any, agreed: Any) -> Any:
         engine, observers = self._engine, self.observers
+        if under_way and is_inside_capture():
+            # Of another runner, as a part of what that one captures: a range would be an operator.
+            return self.run(batch, values, updates, metadata, agreed)
         before, tokens, trials = engine.last_dispatch, engine.live_tokens, self._trials
         error: str | None = None
         with ExitStack() as stack:

@@ -1,7 +1,8 @@
 """`trace`: the steps, captures and trials of runners as a timeline for Perfetto.
 
 The file is in Chrome's trace format (https://ui.perfetto.dev opens it). Each runner is a process
-with four tracks: captures and trials, steps by graphs, eager steps, findings. The report of each
+with four tracks: captures and trials (those from before the trace just before its beginning), steps
+by graphs, eager steps, findings. The report of each
 runner is in the file too, so that `graphrt report trace.json` makes a page with the timeline of it.
 
 Times are the host's. On a device a step returns when it is launched: torch's profiler, which sees a
@@ -24,6 +25,7 @@ import torch
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import counted
+from graphrt.core.runner.report import RunnerReport
 from graphrt.core.runner.runner import GraphRunner
 from graphrt.observe.tap import Observer, SpanSeen, StepSeen, attach
 
@@ -93,29 +95,20 @@ class Trace(AbstractContextManager["Trace"]):
     def to_dict(self) -> dict[str, Any]:
         """The timeline so far, in Chrome's format."""
         reports = [runner.report() for runner in self._runners]
-        records = [record.began_s for report in reports for record in report.graphs]
-        zero = min([track.began_s for track in self._tracks] + records)
-        events: list[Event] = []
         figures = [report.to_dict() for report in reports]
-        for pid, (track, report, plain) in enumerate(
-            zip(self._tracks, reports, figures, strict=True), 1
-        ):
+        spans = [
+            track.with_captures(report) for track, report in zip(self._tracks, reports, strict=True)
+        ]
+        zero = min(track.began_s for track in self._tracks)
+        zero = min([zero, *(seen.began_s for each in spans for seen in each)])
+        events: list[Event] = []
+        for pid, (track, plain) in enumerate(zip(self._tracks, figures, strict=True), 1):
             name = f"{plain['mode']} on {plain['device']}"
             events += _names(pid, name if len(reports) == 1 else f"runner {pid}: {name}")
-            known = {(seen.what, seen.graph) for seen in track.spans}
-            for record, graph in zip(report.graphs, plain["graphs"], strict=True):
-                began, title = record.began_s, graph["graph"]
-                if ("capture", title) not in known:
-                    # Captured before the trace began, by the same clock.
-                    ended = began + record.capture_s
-                    events.append(_span(SpanSeen("capture", title, began, ended), zero, pid))
-                if record.warm_up_s:
-                    warm = SpanSeen("warm-up", title, began, began + record.warm_up_s)
-                    events.append(_span(warm, zero, pid))
-            events += (_span(seen, zero, pid) for seen in track.spans)
-            events += (_step(seen, zero, pid) for seen in track.steps)
-            last = max((e["ts"] + e["dur"] for e in events if e["ph"] == "X"), default=0.0)
-            events += _findings(plain["findings"], track, last, pid)
+            slices = [_span(seen, zero, pid) for seen in spans[pid - 1]]
+            slices += [_step(seen, zero, pid) for seen in track.steps]
+            last = max((each["ts"] + each["dur"] for each in slices), default=0.0)
+            events += [*slices, *_findings(plain["findings"], track, last, pid)]
         return {
             "traceEvents": events,
             "displayTimeUnit": "ms",
@@ -132,6 +125,22 @@ class _Track(Observer):
         self.spans: list[SpanSeen] = []
         self.lost = 0
         self._nvtx = nvtx
+
+    def with_captures(self, report: RunnerReport) -> list[SpanSeen]:
+        """What was seen, the warm-ups in it, and the captures of before. Those are moved together
+        up to the beginning of the trace: else hours without a step would lie between."""
+        records = report.graphs
+        early = [record for record in records if record.began_s < self.began_s]
+        gap = self.began_s - max((each.began_s + each.capture_s for each in early), default=0.0)
+        spans = list(self.spans)
+        for record in records:
+            graph = f"{record.mode.name} [{record.descriptor}]"
+            began = record.began_s + (max(gap, 0.0) if record in early else 0.0)
+            if record in early:
+                spans.append(SpanSeen("capture", graph, began, began + record.capture_s))
+            if record.warm_up_s:
+                spans.append(SpanSeen("warm-up", graph, began, began + record.warm_up_s))
+        return spans
 
     def step(self, seen: StepSeen) -> None:
         self.lost += len(self.steps) == self.steps.maxlen

@@ -101,6 +101,16 @@ def test_sizes_that_never_come_again_are_counted_in_bounded_memory():
     assert len(sizes) <= REMEMBERED + 64 and max(sizes) == 8192
 
 
+def test_no_live_size_of_a_graph_is_larger_than_the_graph():
+    dispatcher, tokens = GraphDispatcher("FULL"), REMEMBERED + 500
+    dispatcher.publish("FULL", BatchDescriptor(tokens))
+    for live in range(1, tokens + 1):
+        dispatcher.dispatch(Batch(live))
+    (sizes,) = [sizes for key, sizes in dispatcher.sizes().items() if type(key) is tuple]
+    assert sum(sizes.values()) == tokens and max(sizes) == tokens
+    assert sizes[tokens] == 500
+
+
 def test_warm_ups_are_a_part_of_captures_and_captures_follow_one_another(planted):
     records = planted.graphs
     assert all(0 < record.warm_up_s < record.capture_s for record in records)

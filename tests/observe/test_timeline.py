@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from graphrt import Batch
+from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
 from graphrt.observe import Metrics, trace
 from graphrt.observe.timeline import TRACKS
@@ -63,12 +64,36 @@ def test_captures_and_trials_lie_inside_of_their_steps_and_in_order(tmp_path: Pa
     assert all(event["ts"] >= 0 for track in found.values() for event in track)
 
 
-def test_graphs_that_were_captured_before_are_on_the_timeline(tmp_path: Path):
+def test_graphs_that_were_captured_before_lie_just_before_the_first_step(tmp_path: Path):
     runner = planted_runner()
+    time.sleep(0.5)
     with trace(tmp_path / "trace.json", runner):
         step(runner, 2)
-    captures = slices_of(tmp_path / "trace.json")["captures and trials"]
-    assert sum(event["name"].startswith("capture") for event in captures) == 6
+    found = slices_of(tmp_path / "trace.json")
+    spans = [e for e in found["captures and trials"] if not e["name"].startswith("trial")]
+    assert sum(event["name"].startswith("capture") for event in spans) == 6
+    ended, (first,) = max(e["ts"] + e["dur"] for e in spans), found["steps by graphs"]
+    assert 0 <= first["ts"] - ended < 250_000
+    assert ended == pytest.approx(1e6 * runner.report().capture_s, rel=0.5)
+
+
+def test_a_step_inside_of_another_capture_is_no_step_of_its_own(tmp_path: Path):
+    inner = planted_runner()
+    outer = GraphRunner(
+        lambda x: inner(x=x) + 1,
+        mode="FULL",
+        sizes=[2],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
+        outputs=("tokens", 8),
+        platform="cpu",
+    )
+    x = torch.randn(2, 8)
+    with trace(tmp_path / "trace.json", inner, outer):
+        outer.capture()
+        for _ in range(2):
+            assert torch.equal(outer(x=x), x + 1)
+    assert slices_of(tmp_path / "trace.json", 1)["steps by graphs"] == []
+    assert len(slices_of(tmp_path / "trace.json", 2)["steps by graphs"]) == 2
 
 
 def test_a_runner_is_left_as_it_was(tmp_path: Path):
@@ -161,8 +186,6 @@ def test_what_cannot_be_traced_is_refused(tmp_path: Path):
 
 @pytest.mark.cuda
 def test_nvtx_ranges_and_the_trace_of_a_gpu(tmp_path: Path):
-    from graphrt import GraphRunner, InputSpec
-
     runner = GraphRunner(
         lambda x: x * 2,
         mode="FULL",

@@ -56,17 +56,18 @@ class Served(Count):
 
 class BySize(dict[int, Count]):
     """Counts of batches by their live tokens, of which a batch that is seen again has its own: it
-    costs no step anything. After 1,024 sizes, further ones count as the next power of two."""
+    costs no step anything. After 1,024 sizes, further ones count as the next power of two, or as
+    the `largest` size that a graph serves."""
 
-    __slots__ = ("_kind",)
+    __slots__ = ("_kind", "_largest")
 
-    def __init__(self, kind: type[Count] = Count) -> None:
-        self._kind = kind
+    def __init__(self, kind: type[Count] = Count, largest: float = _INF) -> None:
+        self._kind, self._largest = kind, largest
 
     def of(self, tokens: int) -> Count:
         """The count of batches with so many live tokens."""
         if len(self) >= REMEMBERED and tokens not in self:
-            tokens = 1 << (tokens - 1).bit_length()
+            tokens = int(min(1 << (tokens - 1).bit_length(), self._largest))
         return self.setdefault(tokens, self._kind())
 
     @property
@@ -92,7 +93,7 @@ class Reserved:
     __slots__ = ("alone", "context", "dispatch", "sizes")
 
     def __init__(self, dispatch: Dispatch, context: ForwardContext) -> None:
-        self.sizes = BySize(Served)
+        self.sizes = BySize(Served, dispatch.descriptor.num_tokens)
         self.dispatch = dispatch
         self.context = context
         self.alone = Ladders([dispatch])

@@ -36,7 +36,7 @@ at any time."""
 
 
 @public("graphrt.types")
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrustReport:
     """What is known of whether the graphs stand for their forward.
 
@@ -57,6 +57,11 @@ class TrustReport:
     def only_graphs_bytes(self) -> int:
         """Bytes that only graphs hold: the forward has let go of them."""
         return sum(use.bytes for use in self.reads if use.moved)
+
+    def __repr__(self) -> str:
+        statuses = Counter[str](trial.status for trial in self.trials)
+        trials = "".join(f", {count} {status}" for status, count in statuses.items())
+        return f"TrustReport({len(self.reads)} tensors{trials})"
 
     def figures(self) -> dict[str, Any]:
         """As plain data; trials are with their graphs."""
