@@ -1,4 +1,5 @@
-"""The `graphrt` command: attention, cache, demo, doctor, plan and report.
+"""The `graphrt` command: attention, cache, demo, doctor, explain, plan
+and report.
 
 Help, and what is wrong with an option's form, come without torch: commands import what they need.
 """
@@ -137,6 +138,27 @@ def report(
         return
     runs = [run for file in files for run in runs_of(file)]
     print("\n\n".join(f"{run.label}: {report_text(run.figures)}" for run in runs))
+
+
+@app.command("explain")
+def explain_forward(
+    target: Annotated[str, typer.Argument(help="The forward, as module:name.")],
+    inputs: Annotated[
+        list[str],
+        typer.Option("--input", help="An input, such as x=float32[tokens,16]; may be repeated."),
+    ],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the graph.")] = 8,
+    platform: Platform = None,
+    made: Annotated[bool, typer.Option("--made", help="Call the target for the forward.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Say what stands in the way of graphs for a forward, and what they would bring."""
+    from graphrt.cli.explain import print_explanation
+
+    code = print_explanation(
+        target, inputs, tokens=tokens, platform=platform, made=made, as_json=json
+    )
+    raise typer.Exit(code)
 
 
 # Of `graphrt plan`.
