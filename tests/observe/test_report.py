@@ -11,7 +11,7 @@ import torch
 
 from graphrt import Batch, BatchDescriptor, Dispatch, GraphDispatcher, GraphMode, Reason
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.dispatch.dispatcher import REMEMBERED
+from graphrt.core.dispatch.dispatcher import COUNTED
 from tests.observe.planted import MIXED, PADDED, TOO_LARGE, planted_runner, run_planted, step
 
 KEYS = {
@@ -94,21 +94,23 @@ def test_sizes_are_counted_where_c_and_where_python_dispatches():
 
 def test_sizes_that_never_come_again_are_counted_in_bounded_memory():
     dispatcher = GraphDispatcher("FULL")
-    for tokens in range(1, 5 * REMEMBERED):
+    for tokens in range(1, 3 * COUNTED + 1):
         dispatcher.dispatch(Batch(tokens))
     sizes = dispatcher.sizes()[Reason.NO_GRAPH]
-    assert sum(sizes.values()) == 5 * REMEMBERED - 1 == dispatcher.counts()[Reason.NO_GRAPH]
-    assert len(sizes) <= REMEMBERED + 64 and max(sizes) == 8192
+    assert sum(sizes.values()) == 3 * COUNTED == dispatcher.counts()[Reason.NO_GRAPH]
+    # The next ones are rounded up, by an eighth at most.
+    assert sizes[COUNTED] == 1 and sizes[COUNTED + 64] == 64
+    assert len(sizes) == COUNTED + 13 and max(sizes) == 3 * COUNTED
 
 
 def test_no_live_size_of_a_graph_is_larger_than_the_graph():
-    dispatcher, tokens = GraphDispatcher("FULL"), REMEMBERED + 500
+    dispatcher, tokens = GraphDispatcher("FULL"), COUNTED + 100
     dispatcher.publish("FULL", BatchDescriptor(tokens))
     for live in range(1, tokens + 1):
         dispatcher.dispatch(Batch(live))
     (sizes,) = [sizes for key, sizes in dispatcher.sizes().items() if type(key) is tuple]
     assert sum(sizes.values()) == tokens and max(sizes) == tokens
-    assert sizes[tokens] == 500
+    assert sizes[tokens] == 36 and sizes[tokens - 36] == 64
 
 
 def test_warm_ups_are_a_part_of_captures_and_captures_follow_one_another(planted):

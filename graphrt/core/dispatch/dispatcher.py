@@ -29,6 +29,8 @@ from graphrt.core.dispatch.reasons import OF_CALLS, Agreed, Dispatch, Reason
 
 REMEMBERED = 1024
 """So many answers are kept: a host whose batches never come again cannot make them grow."""
+COUNTED = 768
+"""So many sizes of batches are counted each by itself, of all graphs and misses together."""
 _INF = float("inf")
 _new_tuple = tuple.__new__
 _RUNTIME_MODES = frozenset(mode for mode in GraphMode if mode.is_runtime_mode)
@@ -43,9 +45,7 @@ class Count:
     """How many batches had the same answer."""
 
     __slots__ = ("batches",)
-
-    def __init__(self) -> None:
-        self.batches = 0
+    batches: int
 
 
 class Served(Count):
@@ -54,21 +54,35 @@ class Served(Count):
     __slots__ = ()
 
 
+class Room:
+    """How many sizes of batches may still have a counter of their own."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+
 class BySize(dict[int, Count]):
-    """Counts of batches by their live tokens, of which a batch that is seen again has its own: it
-    costs no step anything. After 1,024 sizes, further ones count as the next power of two, or as
-    the `largest` size that a graph serves."""
+    """Counters of batches by their live tokens: a batch that is seen again has its own, so that
+    counting costs a step nothing more. Where there is no `room` for further sizes, they are rounded
+    up to four binary digits, or to the `largest` size that a graph serves."""
 
-    __slots__ = ("_kind", "_largest")
+    __slots__ = ("_kind", "_largest", "_room")
 
-    def __init__(self, kind: type[Count] = Count, largest: float = _INF) -> None:
-        self._kind, self._largest = kind, largest
+    def __init__(self, kind: type[Count], room: Room, largest: float = _INF) -> None:
+        self._kind, self._room, self._largest = kind, room, largest
 
-    def of(self, tokens: int) -> Count:
-        """The count of batches with so many live tokens."""
-        if len(self) >= REMEMBERED and tokens not in self:
-            tokens = int(min(1 << (tokens - 1).bit_length(), self._largest))
-        return self.setdefault(tokens, self._kind())
+    def __missing__(self, tokens: int) -> Count:
+        if self._room.left > 0:
+            self._room.left -= 1
+        else:
+            step = 1 << max(tokens.bit_length() - 4, 0)
+            tokens = int(min(-(-tokens // step) * step, self._largest))
+        count = self._kind()
+        count.batches = 0
+        # Another thread may have been here first.
+        return self.setdefault(tokens, count)
 
     @property
     def batches(self) -> int:
@@ -92,8 +106,8 @@ class Reserved:
 
     __slots__ = ("alone", "context", "dispatch", "sizes")
 
-    def __init__(self, dispatch: Dispatch, context: ForwardContext) -> None:
-        self.sizes = BySize(Served, dispatch.descriptor.num_tokens)
+    def __init__(self, dispatch: Dispatch, context: ForwardContext, room: Room) -> None:
+        self.sizes = BySize(Served, room, dispatch.descriptor.num_tokens)
         self.dispatch = dispatch
         self.context = context
         self.alone = Ladders([dispatch])
@@ -137,7 +151,10 @@ class GraphDispatcher(Uncopied):
         self._graphs: list[Reserved] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
-        self._misses = {reason: BySize() for reason in Reason if reason not in OF_CALLS}
+        self._room = Room(COUNTED)
+        self._misses = {
+            reason: BySize(Count, self._room) for reason in Reason if reason not in OF_CALLS
+        }
         self._not_replayed: Counter[tuple[int, Reason]] = Counter()
         # The last step that a wrapper could not replay.
         self._last_missed: object = None
@@ -171,7 +188,8 @@ class GraphDispatcher(Uncopied):
             if slot is None:
                 slot = len(self._graphs)
                 context = ForwardContext(mode, descriptor, slot, dispatcher=self)
-                graph = Reserved(Dispatch(mode, descriptor, Reason.HIT, slot), context)
+                dispatch = Dispatch(mode, descriptor, Reason.HIT, slot)
+                graph = Reserved(dispatch, context, self._room)
                 self._renew()
                 self._graphs.append(graph)
                 self._slots[key] = slot
@@ -401,9 +419,9 @@ class GraphDispatcher(Uncopied):
         if dispatch is None:
             # As all of a `Dispatch`, which takes as long as its descriptor.
             dispatch = _new_tuple(Dispatch, (_NONE, descriptor_of(live), reason, -1))
-            answer = self._misses[reason].of(live[0]), dispatch
+            answer = self._misses[reason][live[0]], dispatch
         else:
-            answer = self._graphs[dispatch.slot].sizes.of(live[0]), dispatch
+            answer = self._graphs[dispatch.slot].sizes[live[0]], dispatch
         # Not of what a host may change in place.
         if key is not None and checked is batch and batch.exclude.__class__ is frozenset:
             if len(version.answers) >= REMEMBERED:
