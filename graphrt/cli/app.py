@@ -232,15 +232,8 @@ def plan(
     from graphrt import GraphMode
     from graphrt.cli.budget import BudgetRequest
     from graphrt.cli.plan import PlanRequest, print_plan
-    from graphrt.core.base.errors import InvalidOptionError
-    from graphrt.core.runner.command_line import runner_settings
 
-    try:
-        arguments, options = runner_settings(config or [])
-    except InvalidOptionError as error:
-        expected, advice = error.expected, f"-c {error.advice}"
-        what = f"-c, --config: {error.what}"
-        raise InvalidOptionError(what, got=error.got, expected=expected, advice=advice) from error
+    arguments, options = _settings(config)
     arguments = {
         "query_lens": tuple(query_len or [1]),
         "pieces": None if pieces.lower() == "none" else pieces.lower(),
@@ -273,6 +266,22 @@ def plan(
         ),
     )
     print_plan(request, as_json=json)
+
+
+def _settings(config: list[str] | None) -> Any:
+    """Arguments of a plan, and options, that -c says; errors name the flag."""
+    from graphrt.core.base.errors import InvalidOptionError
+    from graphrt.core.runner.command_line import runner_settings
+
+    try:
+        return runner_settings(config or [])
+    except InvalidOptionError as error:
+        raise InvalidOptionError(
+            f"-c, --config: {error.what}",
+            got=error.got,
+            expected=error.expected,
+            advice=f"-c {error.advice}",
+        ) from error
 
 
 def _sizes(text: str | None) -> list[int] | None:

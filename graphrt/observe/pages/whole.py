@@ -143,29 +143,17 @@ def _graphs(run: Run) -> str:
     graphs = run.figures["graphs"]
     if not graphs:
         return '<p class="soft">None is captured.</p>'
-    most_steps = max((graph["steps"] for graph in graphs), default=0) or 1
+    most_steps = max(graph["steps"] + _eager_of(graph) for graph in graphs) or 1
     most_s = max(graph["capture_s"] for graph in graphs) or 1.0
     most_bytes = max(_bytes(graph) for graph in graphs) or 1
     rows = []
     for graph in graphs:
-        padding, size = _share(graph), _bytes(graph)
-        eager = sum(graph["not_served"].values())
-        replays = [
-            ("live", graph["steps"] / most_steps, f"{graph['steps']} replays"),
-            ("eager", eager / most_steps, f"{eager} eager"),
-        ]
-        served = f"{graph['steps']:,}" + (f" (+{eager:,} eager)" if eager else "")
-        seconds, pads = graph["capture_s"], padding is not None and padding >= _PADS
+        seconds, size = graph["capture_s"], _bytes(graph)
         rows.append(
             [
                 Cell(graph["graph"], graph["tokens"]),
-                Cell(served, graph["steps"], "n hot" if eager else "n", bar=replays),
-                Cell(
-                    "" if padding is None else f"{padding:.0%}",
-                    padding or 0.0,
-                    "n hot" if pads else "n",
-                    bar=() if padding is None else [("pad", padding, "padding")],
-                ),
+                _replays(graph, most_steps),
+                _padding_cell(graph),
                 Cell(seconds_text(seconds), seconds, "n", bar=[("live", seconds / most_s, "")]),
                 Cell(size_text(size), size, "n", bar=[("live", size / most_bytes, "")]),
                 Cell(graph["trial"], None, f"badge {graph['trial']}", graph["failure"] or ""),
@@ -176,6 +164,26 @@ def _graphs(run: Run) -> str:
         ("Trial", ""),
     ]  # fmt: skip
     return table("Graphs", heads, rows, sortable=True)
+
+
+def _eager_of(graph: Figures) -> int:
+    """Batches that the graph was to serve and has not."""
+    return sum(graph["not_served"].values())
+
+
+def _replays(graph: Figures, most: int) -> Cell:
+    steps, eager = graph["steps"], _eager_of(graph)
+    text = f"{steps:,} (+{eager:,} eager)" if eager else f"{steps:,}"
+    bar = [("live", steps / most, f"{steps} replays"), ("eager", eager / most, f"{eager} eager")]
+    return Cell(text, steps, "n hot" if eager else "n", bar=bar)
+
+
+def _padding_cell(graph: Figures) -> Cell:
+    share = _share(graph)
+    if share is None:
+        return Cell("", 0.0, "n")
+    css = "n hot" if share >= _PADS else "n"
+    return Cell(f"{share:.0%}", share, css, bar=[("pad", share, "padding")])
 
 
 def _share(graph: Figures) -> float | None:
