@@ -1,5 +1,4 @@
-"""The `graphrt` command: attention, cache, demo, doctor, explain, plan
-and report.
+"""The `graphrt` command: attention, cache, demo, doctor, explain, plan and report.
 
 Help, and what is wrong with an option's form, come without torch: commands import what they need.
 """
@@ -9,9 +8,13 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from graphrt._version import __version__
+
+if TYPE_CHECKING:
+    from graphrt.core.capture.options import GraphOptions
+    from graphrt.core.plan.plan import PlanArguments
 
 try:
     import typer
@@ -268,7 +271,7 @@ def plan(
     print_plan(request, as_json=json)
 
 
-def _settings(config: list[str] | None) -> Any:
+def _settings(config: list[str] | None) -> tuple[PlanArguments, GraphOptions]:
     """Arguments of a plan, and options, that -c says; errors name the flag."""
     from graphrt.core.base.errors import InvalidOptionError
     from graphrt.core.runner.command_line import runner_settings

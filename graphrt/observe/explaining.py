@@ -181,8 +181,11 @@ def _explained(
 
 
 def _made_up(spec: InputSpec, rows: int, device: torch.device) -> torch.Tensor:
-    lengths = {"tokens": rows, "reqs": rows, "reqs+1": rows + 1}
-    shape = [lengths[axis] if isinstance(axis, str) else axis for axis in spec.shape]
+    # An axis is tokens, rows or reqs, of which there are equally many here, or one of them + 1.
+    shape = [
+        rows + int(axis.partition("+")[2] or 0) if isinstance(axis, str) else axis
+        for axis in spec.shape
+    ]
     if spec.dtype.is_floating_point:
         return torch.randn(shape, device=device, dtype=torch.float32).to(spec.dtype)
     return torch.zeros(shape, device=device, dtype=spec.dtype)

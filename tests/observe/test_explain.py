@@ -115,3 +115,16 @@ def test_a_target_may_be_made_and_the_result_is_json_too():
 def test_what_cannot_be_explained_is_named(arguments, what):
     with pytest.raises(InvalidOptionError, match=what):
         run(*arguments)
+
+
+def test_inputs_have_the_rows_of_their_axes():
+    def summed(x, lengths, starts):
+        return x * (lengths + starts[1:]).unsqueeze(1)
+
+    inputs = {
+        "x": InputSpec(torch.float32, ("rows", 8)),
+        "lengths": InputSpec(torch.int64, ("reqs",)),
+        "starts": InputSpec(torch.int64, ("reqs+1",)),
+    }
+    found = explain(summed, inputs, tokens=4, platform="cpu")
+    assert (found.mode, found.trial, found.obstacles) == ("FULL", None, ())
