@@ -35,6 +35,7 @@ from graphrt import (
 from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.core.capture.wrapper import wrapper_class
 from graphrt.core.device.registry import resolve_platform
+from graphrt.observe import Metrics
 
 ROUNDS, CALLS, PIECES = 41, 400, 33
 TOO_LARGE = 600
@@ -251,6 +252,8 @@ def runner_call(platform: Any) -> dict[str, float]:
             lambda: runner(Batch(64, 64, 1), **exact),
             lambda: runner(Batch(61, 61, 1), **padded),
         )
+        with Metrics(runner):
+            (observed,) = measure(lambda: runner(Batch(64, 64, 1), **exact))
         device = platform.device_type
         copies = [(value.to(device, copy=True), value) for value in exact.values()]
 
@@ -262,6 +265,7 @@ def runner_call(platform: Any) -> dict[str, float]:
         return {
             "runner call at a captured size": at_size - bare,
             "runner call, padded": between - bare,
+            "runner call, with Metrics on": observed - bare,
             "5 input copies one by one, to compare": copied,
         }
 

@@ -19,6 +19,7 @@ PUBLIC = (
     "graphrt.lowlevel",
     "graphrt.compile",
     "graphrt.attention",
+    "graphrt.observe",
     "graphrt.testing",
     "graphrt.cpu",
     "graphrt.cuda",

@@ -5,8 +5,8 @@ runner of their own use the parts: `GraphDispatcher`, `forward_context`, `GraphW
 on a device is `wrapper_class(platform)`) and `GraphPool`.
 
 Errors are in `graphrt.errors`, what a plugin for a device needs in `graphrt.platforms`, compiled
-pieces in `graphrt.compile`, attention in `graphrt.attention`, and the test suite for platforms in
-`graphrt.testing`.
+pieces in `graphrt.compile`, attention in `graphrt.attention`, pages, timelines and metrics of a run
+in `graphrt.observe`, and the test suite for platforms in `graphrt.testing`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# First: it imports torch, and explains what makes that fail.
-from graphrt.core.base import torch_import as _torch_import  # noqa: F401  isort: skip
 from graphrt._version import __version__
-from graphrt.core.base.log import set_up_logging as _set_up_logging
 
 if TYPE_CHECKING:
     from graphrt import errors as errors
@@ -106,7 +103,7 @@ __all__ = [
 ]
 
 _LISTED = ("errors", "lowlevel", "platforms", "types")
-_MODULES = (*_LISTED, "attention", "compile", "testing")
+_MODULES = (*_LISTED, "attention", "compile", "observe", "testing")
 """Those not listed load more than who only looks what there is may have: `testing` needs pytest."""
 
 _DEFINED_IN = {
@@ -154,9 +151,6 @@ _DEFINED_IN = {
     "wrapper_class": "core.capture.wrapper",
 }
 """The modules of names that are loaded when they are asked for: a name costs what it needs."""
-
-_set_up_logging()
-
 
 # Hidden from type checkers, which take any name of a module that has it.
 if not TYPE_CHECKING:

@@ -18,6 +18,7 @@ from graphrt.core.replay.pool import HoldsGraphs, OnCapture
 from graphrt.core.replay.segments import Part
 from graphrt.core.runner.capture_session import CaptureProgress, Progress
 from graphrt.core.runner.checks import TrialRecord
+from graphrt.core.runner.findings import Finding
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord
 from graphrt.core.runner.host import AroundCapture, Bind, MakeExample, Phase
 from graphrt.core.runner.report import TrustReport
@@ -36,6 +37,7 @@ __all__ = [
     "CostModel",
     "DroppedGraph",
     "Entry",
+    "Finding",
     "GraphRecord",
     "HoldsGraphs",
     "HostValues",

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from graphrt.cli.app import app, main
+from graphrt.cli.variables import OTHERS, VARIABLES
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, InvalidSizesError
 from graphrt.core.runner.command_line import runner_settings
+from tests.observe.planted import planted_runner, run_planted
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*arguments: str) -> str:
@@ -214,3 +223,120 @@ def test_an_unknown_setting_is_told_all_that_there_are():
 def test_settings_of_a_command_line_are_those_of_a_plan_and_options():
     arguments, options = runner_settings(["sizes=[1,2]", "mode=FULL", "check=off"])
     assert arguments == {"sizes": [1, 2], "mode": "FULL"} and options.check == "off"
+
+
+def command(*arguments: str, code: str | None = None, **environment: str) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of the command in a process of its own."""
+    run_it = ["-m", "graphrt"] if code is None else ["-c", code]
+    done = subprocess.run(
+        [sys.executable, *run_it, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+HELP = """
+import sys
+from graphrt.cli.app import app
+try:
+    app(sys.argv[1:], prog_name="graphrt")
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plan", "--help"], ["cache", "ls", "--help"], ["--version"]]
+)
+def test_help_comes_without_torch(arguments):
+    returned, text, loaded = command(*arguments, code=HELP)
+    assert (returned, loaded.strip()) == (0, "False") and "graphrt" in text
+
+
+def test_the_command_is_a_module_and_has_a_version():
+    from graphrt import __version__
+
+    assert command("--version") == (0, f"graphrt {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["--mode", "FUL"], "try: --mode FULL\n"),
+        (["--sizes", "a,b"], "try: --sizes 1,2,4,8\n"),
+        (["--query-len", "0"], "--query-len"),
+        (["-c", "ouputs=clone"], "try: -c outputs\n"),
+    ],
+)
+def test_errors_name_the_flags_of_the_command(arguments, flag, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["graphrt", "plan", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert flag in capsys.readouterr().err
+
+
+WITHOUT = "import sys; sys.modules['safetensors'] = None; from graphrt.__main__ import main; main()"
+
+
+def test_the_demo_names_the_extra_that_it_lacks():
+    returned, _, said = command("demo", code=WITHOUT)
+    assert returned == 2
+    assert 'graphrt demo needs safetensors: pip install "graphrt[demo]"' in said
+
+
+def test_doctor_tries_the_platforms_that_are_available():
+    report = json.loads(run("doctor", "--json"))
+    tried = {platform["name"]: platform["tried"] for platform in report["platforms"]}
+    assert tried["cpu"]["error"] is None and 0 < tried["cpu"]["step_s"] < 1
+    for platform in report["platforms"]:
+        assert (platform["tried"] is None) == (not platform["available"])
+    assert "cpu works" in run("doctor")
+    assert "cpu works" not in run("doctor", "--no-try")
+
+
+def test_doctor_says_what_does_not_work(monkeypatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr("graphrt.cpu.platform.CpuPlatform.begin_capture", broken)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "cpu does not work: " in result.output and "no such device" in result.output
+
+
+def test_doctor_shows_variables_and_names_those_that_are_none(monkeypatch):
+    monkeypatch.setenv("GRAPHRT_CHEK", "first")
+    monkeypatch.setenv("GRAPHRT_MODE", "NONE")
+    monkeypatch.setenv("GRAPHRT_SIM_SOC", "A2")
+    text = run("doctor")
+    assert "GRAPHRT_CHEK=first: graphrt reads no such variable; is GRAPHRT_CHECK meant?" in text
+    assert "GRAPHRT_MODE=NONE: NONE turns all graphs off" in text
+    assert "cpu works" not in text
+    environment = {
+        each["name"]: each for each in json.loads(run("doctor", "--json"))["environment"]
+    }
+    assert environment["GRAPHRT_CHEK"]["nearest"] == "GRAPHRT_CHECK"
+    assert environment["GRAPHRT_SIM_SOC"]["meaning"]
+
+
+def test_every_variable_of_the_code_is_known_to_doctor():
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "graphrt").rglob("*.py"))
+    names = set(re.findall(r"\bGRAPHRT_[A-Z_]*[A-Z]\b(?!_)", text))
+    assert {name for name in names if not name.startswith(OTHERS)} == set(VARIABLES)
+
+
+def test_a_report_is_shown_and_made_a_page_of(tmp_path):
+    runner = planted_runner()
+    run_planted(runner)
+    runner.report().save(tmp_path / "run.json")
+    text = run("report", str(tmp_path / "run.json"))
+    assert text == f"run: {runner.report()}\n"
+    page = tmp_path / "run.html"
+    run("report", str(tmp_path / "run.json"), str(tmp_path / "run.json"), "--html", str(page))
+    assert "Graph by graph" in page.read_text(encoding="utf-8")
+    with pytest.raises(InvalidOptionError, match="cannot be read"):
+        run("report", str(tmp_path / "other.json"))

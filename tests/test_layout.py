@@ -29,7 +29,7 @@ THIRD_PARTY = {
     "ascend": {"torch", "pluggy", "torch_npu", "acl"},
     "accelerator": {"torch", "pluggy"},
 }
-UPPER = ("compile", "attention", "hosts", "testing", "demo", "cli")
+UPPER = ("compile", "attention", "hosts", "observe", "testing", "demo", "cli")
 """What sits on top: each may use core, the platforms' packages and those before it."""
 
 
@@ -59,6 +59,8 @@ PACKAGES = {name for name, path in MODULES.items() if path.name == "__init__.py"
 
 
 FACELESS = {name for name in PACKAGES if name not in SURFACE}
+FIRST = "graphrt.core"
+"""It imports torch before anything of core does, and says what makes that fail."""
 
 
 def folder_of(module: str) -> str:
@@ -135,7 +137,7 @@ def test_a_folder_says_what_it_is_for(folder: Path) -> None:
     assert init.exists() and ast.get_docstring(ast.parse(init.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("package", sorted(FACELESS))
+@pytest.mark.parametrize("package", sorted(FACELESS - {FIRST}))
 def test_a_folder_that_no_host_imports_from_defines_nothing(package: str) -> None:
     """A list of names there is a second home for each of them."""
     body = ast.parse(MODULES[package].read_text(encoding="utf-8")).body

@@ -35,6 +35,8 @@ NETWORK = {
     "xmlrpc",
     "zmq",
 }
+ALLOWED = {"examples/prometheus.py": {"prometheus_client"}}
+"""The example writes the text of a scrape, and serves nothing: a host does."""
 EVERYWHERE = ("0.0.0.0", "tcp://")
 
 
@@ -54,7 +56,8 @@ def imported(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize("path", sources(), ids=lambda each: str(each.relative_to(ROOT)))
 def test_no_module_imports_what_talks_to_a_network_or_names_an_address_for_all(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert not NETWORK & set(imported(tree))
+    allowed = ALLOWED.get(path.relative_to(ROOT).as_posix(), set())
+    assert not NETWORK & set(imported(tree)) - allowed
     texts = [each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)]
     assert not [text for text in texts if isinstance(text, str) and text.startswith(EVERYWHERE)]
 

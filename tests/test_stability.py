@@ -21,7 +21,8 @@ NAMES = Path(__file__).with_name("stable_names.txt")
 STABLE = [
     module
     for module in PUBLIC
-    if module != "graphrt.lowlevel" and not module.startswith("graphrt.hosts.")
+    if module not in ("graphrt.lowlevel", "graphrt.observe")
+    and not module.startswith("graphrt.hosts.")
 ]
 
 

@@ -27,6 +27,7 @@ PUBLIC = (
     "graphrt.lowlevel",
     "graphrt.compile",
     "graphrt.attention",
+    "graphrt.observe",
     "graphrt.testing",
     "graphrt.cpu",
     "graphrt.cuda",

@@ -1,15 +1,20 @@
-"""The `graphrt` command: attention, cache, demo, doctor and plan."""
+"""The `graphrt` command: attention, cache, demo, doctor, explain, plan and report.
+
+Help, and what is wrong with an option's form, come without torch: commands import what they need.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from graphrt.core.base.errors import GraphRTError
-from graphrt.core.base.settings import read_settings
-from graphrt.core.plan.sizes import check_sizes
-from graphrt.core.runner.command_line import runner_settings
+from graphrt._version import __version__
+
+if TYPE_CHECKING:
+    from graphrt.core.capture.options import GraphOptions
+    from graphrt.core.plan.plan import PlanArguments
 
 try:
     import typer
@@ -19,13 +24,29 @@ except ImportError:  # pragma: no cover - an installation without the extra
 from graphrt.cli.cache import cache_app
 
 app = typer.Typer(
-    help="Capture a PyTorch forward as static device graphs and replay the right one per batch.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.add_typer(cache_app, name="cache")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"graphrt {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Capture a PyTorch forward as static device graphs and replay the right one per batch."""
+
 
 Platform = Annotated[str | None, typer.Option(help="Platform by name; else the current one.")]
 Mode = Annotated[str | None, typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, ...")]
@@ -52,7 +73,15 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 32,
 ) -> None:
     """Serve prompts with graphs, and prove that replay equals eager on the same padding."""
-    from graphrt.demo import run_demo
+    try:
+        from graphrt.demo import run_demo
+    except ModuleNotFoundError as error:
+        if error.name not in ("numpy", "rich", "safetensors", "tokenizers"):
+            raise
+        typer.secho(
+            f'graphrt demo needs {error.name}: pip install "graphrt[demo]"', fg="red", err=True
+        )
+        raise typer.Exit(2) from error
 
     code = run_demo(
         model=model,
@@ -70,11 +99,14 @@ def demo(
 @app.command()
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    tries: Annotated[
+        bool, typer.Option("--try/--no-try", help="Capture and replay a graph on each platform.")
+    ] = True,
 ) -> None:
-    """Show which platforms there are, or why not, and versions."""
+    """Show platforms, devices, versions and variables, and whether graphs work."""
     from graphrt.cli.doctor import print_doctor
 
-    raise typer.Exit(print_doctor(as_json=json))
+    raise typer.Exit(print_doctor(as_json=json, tries=tries))
 
 
 @app.command()
@@ -90,6 +122,48 @@ def attention(
     print_attention(backend, as_json=json)
 
 
+@app.command()
+def report(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Files of runner.report().save() or graphrt.observe.trace()."),
+    ],
+    html: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
+) -> None:
+    """Show saved reports, or make a page of them; two of them are compared."""
+    from graphrt.core.runner.report_text import report_text
+    from graphrt.observe.files import runs_of
+    from graphrt.observe.pages.whole import write_page
+
+    if html is not None:
+        write_page(html, *files)
+        print(f"Wrote {html}")
+        return
+    runs = [run for file in files for run in runs_of(file)]
+    print("\n\n".join(f"{run.label}: {report_text(run.figures)}" for run in runs))
+
+
+@app.command("explain")
+def explain_forward(
+    target: Annotated[str, typer.Argument(help="The forward, as module:name.")],
+    inputs: Annotated[
+        list[str],
+        typer.Option("--input", help="An input, such as x=float32[tokens,16]; may be repeated."),
+    ],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the graph.")] = 8,
+    platform: Platform = None,
+    made: Annotated[bool, typer.Option("--made", help="Call the target for the forward.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Say what stands in the way of graphs for a forward, and what they would bring."""
+    from graphrt.cli.explain import print_explanation
+
+    code = print_explanation(
+        target, inputs, tokens=tokens, platform=platform, made=made, as_json=json
+    )
+    raise typer.Exit(code)
+
+
 # Of `graphrt plan`.
 MaxNumReqs = Annotated[
     int | None,
@@ -100,7 +174,7 @@ MaxNumTokens = Annotated[
     typer.Option(min=1, help="Most tokens of a batch: 2048, or as many as --sizes says."),
 ]
 QueryLens = Annotated[
-    list[int] | None, typer.Option(help="A decode query length; may be repeated.")
+    list[int] | None, typer.Option(min=1, help="A decode query length; may be repeated.")
 ]
 Attention = Annotated[
     list[str] | None,
@@ -162,7 +236,7 @@ def plan(
     from graphrt.cli.budget import BudgetRequest
     from graphrt.cli.plan import PlanRequest, print_plan
 
-    arguments, options = runner_settings(config or [])
+    arguments, options = _settings(config)
     arguments = {
         "query_lens": tuple(query_len or [1]),
         "pieces": None if pieces.lower() == "none" else pieces.lower(),
@@ -197,19 +271,62 @@ def plan(
     print_plan(request, as_json=json)
 
 
+def _settings(config: list[str] | None) -> tuple[PlanArguments, GraphOptions]:
+    """Arguments of a plan, and options, that -c says; errors name the flag."""
+    from graphrt.core.base.errors import InvalidOptionError
+    from graphrt.core.runner.command_line import runner_settings
+
+    try:
+        return runner_settings(config or [])
+    except InvalidOptionError as error:
+        raise InvalidOptionError(
+            f"-c, --config: {error.what}",
+            got=error.got,
+            expected=error.expected,
+            advice=f"-c {error.advice}",
+        ) from error
+
+
 def _sizes(text: str | None) -> list[int] | None:
     """`1,2,4`, with or without brackets; errors are those of the plan's `sizes`."""
     if text is None:
         return None
+    from graphrt.core.base.settings import read_settings
+    from graphrt.core.plan.sizes import check_sizes
+
     bare = text.strip().removeprefix("[").removesuffix("]")
     sizes: Any = read_settings([f"sizes=[{bare}]"])["sizes"]
     return list(check_sizes(sizes))
 
 
+_FLAGS = {
+    "attention": "--attention", "budget": "--budget", "config": "-c",
+    "max_num_reqs": "--max-num-reqs", "max_num_tokens": "--max-num-tokens", "mode": "--mode",
+    "pieces": "--pieces", "platform": "--platform", "query_lens": "--query-len",
+    "sizes": "--sizes", "traffic": "--traffic",
+}  # fmt: skip
+_WRITTEN = re.compile(rf"\b({'|'.join(_FLAGS)})=(\[[^\]]*\]|'[^']*'|[\w.]+)")
+
+
+def _with_flags(message: str) -> str:
+    """An error's text with flags in place of Python's arguments: `--mode FULL` for `mode='FULL'`.
+    Settings of -c are written as they are."""
+
+    def flag(match: re.Match[str]) -> str:
+        return f"{_FLAGS[match[1]]} {match[2].strip('[]').replace(chr(39), '').replace(', ', ',')}"
+
+    return _WRITTEN.sub(flag, message)
+
+
 def main() -> None:
     """Entry point: a named error is printed without a traceback, exit code 2."""
     try:
-        app()
-    except GraphRTError as error:
-        typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+        app(prog_name="graphrt")
+    except Exception as error:
+        from graphrt.core.base.errors import GraphRTError
+
+        if not isinstance(error, GraphRTError):
+            raise
+        text = _with_flags(f"{type(error).__name__}: {error}")
+        typer.secho(text, fg="red", err=True)
         sys.exit(2)

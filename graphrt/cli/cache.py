@@ -6,18 +6,15 @@ import json as json_format
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from graphrt.compile.cache.entry import default_directory
-from graphrt.compile.cache.listing import StoredKey, find_key, remove, stored_keys
-from graphrt.compile.cache.store import size_text
-from graphrt.core.base.errors import InvalidOptionError
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from graphrt.compile.cache.listing import StoredKey
 
 cache_app = typer.Typer(
     help="List, show and remove compiled code kept for later starts.",
@@ -37,6 +34,10 @@ _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 @cache_app.command("ls")
 def ls(directory: Directory = None, json: Json = False) -> None:
     """List the keys, the latest first."""
+    from graphrt.compile.cache.entry import default_directory
+    from graphrt.compile.cache.listing import stored_keys
+    from graphrt.core.base.texts import size_text
+
     where = directory or default_directory()
     keys = stored_keys(where)
     if json:
@@ -71,6 +72,9 @@ def show(
     json: Json = False,
 ) -> None:
     """Show what a key was made of, and check every file of it."""
+    from graphrt.compile.cache.entry import default_directory
+    from graphrt.compile.cache.listing import find_key
+
     entry = find_key(directory or default_directory(), key)
     data = as_data(entry) | {
         "groups": None if entry.key is None else entry.key.groups,
@@ -93,6 +97,11 @@ def rm(
     directory: Directory = None,
 ) -> None:
     """Remove keys; what is loaded already goes on running."""
+    from graphrt.compile.cache.entry import default_directory
+    from graphrt.compile.cache.listing import find_key, remove, stored_keys
+    from graphrt.core.base.errors import InvalidOptionError
+    from graphrt.core.base.texts import size_text
+
     where = directory or default_directory()
     if bool(keys) == every:
         raise InvalidOptionError(
@@ -137,6 +146,8 @@ def age_text(age_s: float) -> str:
 
 
 def _show(data: dict[str, Any], console: Console) -> None:
+    from graphrt.core.base.texts import size_text
+
     age, size = age_text(data["age_s"]), size_text(data["size_bytes"])
     _say(console, f"{data['key']}: {age} old, {size}, in {data['directory']}")
     groups = data["groups"]
@@ -155,6 +166,8 @@ def _show(data: dict[str, Any], console: Console) -> None:
 
 
 def _show_rank(rank: dict[str, Any], console: Console) -> None:
+    from graphrt.core.base.texts import size_text
+
     _say(console, f"\nRank {rank['rank']}")
     table = _table("piece", "size", "")
     for name, size in sorted(rank["pieces"].items()):
@@ -168,11 +181,16 @@ def _value_text(value: object) -> str:
 
 
 def _console() -> Console:
+    from rich.console import Console
+
     # A pipe has no width, and the default of 80 columns would fold every cell.
     return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
 
 
 def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -180,6 +198,8 @@ def _table(*columns: str) -> Table:
 
 
 def _row(table: Table, *cells: str) -> None:
+    from rich.text import Text
+
     # As they are: a list in a setting is no markup.
     table.add_row(*map(Text, cells))
 

@@ -1,19 +1,30 @@
-"""`graphrt doctor`: what is installed, what is available, and why not."""
+"""`graphrt doctor`: what is installed, what is available, whether it works, and why not.
+
+On each platform that is available a small graph is captured and replayed, and its output compared
+with the forward's. Variables of the environment that begin like graphrt's and are none are named.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import platform as host
+import re
 from importlib import metadata
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import graphrt
+from graphrt.cli.variables import variables_set
 from graphrt.core.base._native_door import native_state
 from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.texts import seconds_text
 from graphrt.core.device._allowed import BLOCK_VARIABLE, ONLY_VARIABLE, AllowedPlugins
 from graphrt.core.device.registry import (
     ENTRY_POINT_GROUP,
@@ -23,27 +34,35 @@ from graphrt.core.device.registry import (
 )
 
 PACKAGES = ("torch", "pluggy", "triton", "torch_npu", "cuda-bindings", "safetensors", "tokenizers")
+_NVIDIA = Path("/proc/driver/nvidia/version")
+_ROWS, _SIZE, _STEPS = 3, 4, 20
 
 
-def print_doctor(*, as_json: bool, console: Console | None = None) -> int:
-    """Print the diagnosis; the exit code is 1 if no platform can be used."""
-    report = diagnose()
+def print_doctor(*, as_json: bool, tries: bool = True, console: Console | None = None) -> int:
+    """Print the diagnosis; the exit code is 1 if no platform can be used, or one that is tried does
+    not work."""
+    # With graphs turned off there is nothing to try.
+    is_off = os.environ.get("GRAPHRT_MODE", "").upper() == "NONE"
+    report = diagnose(tries=tries and not is_off)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
         _show(report, console or Console())
-    return 0 if report["current"]["platform"] else 1
+    broken = any(each["tried"] and each["tried"]["error"] for each in report["platforms"])
+    return 1 if broken or not report["current"]["platform"] else 0
 
 
-def diagnose() -> dict[str, Any]:
-    """Everything the command shows, as plain data."""
+def diagnose(*, tries: bool = True) -> dict[str, Any]:
+    """Everything the command shows, as plain data. With `tries` a graph is captured and replayed on
+    each platform that is available."""
     return {
         "graphrt": graphrt.__version__,
         "python": host.python_version(),
         "machine": f"{host.system()} {host.machine()}",
         "native": native_state,
         "versions": {name: _version(name) for name in PACKAGES},
-        "platforms": [_platform(platform) for platform in installed_platforms()],
+        "platforms": [_platform(platform, tries=tries) for platform in installed_platforms()],
+        "environment": variables_set(os.environ),
         "notes": _notes(),
         "current": _current(),
     }
@@ -56,7 +75,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _platform(entry: FoundPlatform) -> dict[str, Any]:
+def _platform(entry: FoundPlatform, *, tries: bool) -> dict[str, Any]:
     platform = entry.platform
     # Asked first: what cannot be asked is not available, and says why.
     versions = _asked(entry, "versions") if platform and entry.availability.available else {}
@@ -71,7 +90,61 @@ def _platform(entry: FoundPlatform) -> dict[str, Any]:
         "capabilities": sorted(c.value for c in platform.capabilities) if platform else [],
         "wrapper": wrapper,
         "versions": versions,
+        "devices": _devices(entry) if platform and entry.availability.available else [],
+        "driver": _driver() if entry.name == "cuda" else None,
+        "tried": _tried(str(entry.name)) if tries and entry.availability.available else None,
     }
+
+
+def _devices(entry: FoundPlatform) -> list[str]:
+    """The names of a platform's devices, where torch knows them."""
+    kind = getattr(entry.platform, "device_type", "cpu")
+    name_of = getattr(torch.get_device_module(kind), "get_device_name", None)
+    if kind == "cpu" or name_of is None:
+        return [host.processor() or host.machine()] if kind == "cpu" else []
+    return [str(name_of(at)) for at in range(int(_asked(entry, "device_count") or 0))]
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's kernel module."""
+    try:
+        found = re.search(r"Kernel Module\S*\s+(?:for \S+\s+)?([\d.]+)", _NVIDIA.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def _tried(name: str) -> dict[str, Any]:
+    """What came of capturing a small graph on a platform and replaying it: the seconds of the
+    capture and of a step, or the error."""
+    try:
+        with graphrt.GraphRunner(
+            lambda x: (x * 2 + 1).sum(-1, keepdim=True),
+            mode="FULL",
+            sizes=[_SIZE],
+            inputs={"x": graphrt.InputSpec(torch.float32, ("tokens", 8))},
+            outputs=("tokens", 1),
+            platform=name,
+        ) as runner:
+            runner.capture()
+            x = torch.arange(_ROWS * 8, dtype=torch.float32, device="cpu").reshape(_ROWS, 8)
+            # The first step is a trial; of those after it the last is looked at.
+            began = 0.0
+            for step in range(_STEPS + 1):
+                out = runner(x=x)
+                began = perf_counter() if not step else began
+            runner.platform.synchronize()
+            step_s = (perf_counter() - began) / _STEPS
+            reason, capture_s = runner.last_dispatch, runner.report().capture_s
+            right = torch.equal(out.cpu(), (x * 2 + 1).sum(-1, keepdim=True))
+    except Exception as error:
+        # Whatever is broken there: the diagnosis of everything else is still wanted.
+        return {"error": f"{type(error).__name__}: {error}"}
+    why = None if reason is None else reason.reason
+    if why is not graphrt.Reason.HIT:
+        return {"error": f"no graph served the step: {why}"}
+    error_text = None if right else "the replay gave other values than the forward"
+    return {"error": error_text, "capture_s": capture_s, "step_s": step_s}
 
 
 def _asked(entry: FoundPlatform, method: str) -> Any:
@@ -102,6 +175,23 @@ def _current() -> dict[str, Any]:
         return {"platform": None, "error": str(error)}
 
 
+def _tried_text(name: str, tried: dict[str, Any]) -> Text:
+    if tried["error"]:
+        return Text(f"{name} does not work: {tried['error']}", style="bold red")
+    capture, step = seconds_text(tried["capture_s"]), seconds_text(tried["step_s"])
+    text = f"{name} works: a small graph was captured in {capture}, its step takes {step}"
+    return Text(text, style="green")
+
+
+def _show_variable(variable: dict[str, Any], console: Console) -> None:
+    text = f"{variable['name']}={variable['value']}"
+    if variable["meaning"]:
+        console.print(Text(f"{text}: {variable['meaning']}"))
+        return
+    nearest = f"; is {variable['nearest']} meant?" if variable["nearest"] else ""
+    console.print(Text(f"{text}: graphrt reads no such variable{nearest}", style="bold yellow"))
+
+
 def _show(report: dict[str, Any], console: Console) -> None:
     console.print(f"graphrt {report['graphrt']}, Python {report['python']}, {report['machine']}")
     console.print(Text(f"The step in C: {report['native']}"))
@@ -112,17 +202,22 @@ def _show(report: dict[str, Any], console: Console) -> None:
         versions.add_row(name, version or Text("not installed", style="dim"))
     console.print(versions)
     table = Table(title="Platforms", title_justify="left")
-    for column in ("platform", "plugin", "available", "capabilities"):
+    for column in ("platform", "plugin", "available", "devices"):
         table.add_column(column, overflow="fold")
     for entry in report["platforms"]:
         yes = entry["available"]
         state = (
             Text("yes", style="green") if yes else Text(f"no: {entry['reason']}", style="yellow")
         )
-        table.add_row(
-            entry["name"] or "?", entry["plugin"], state, ", ".join(entry["capabilities"])
-        )
+        driver = f", driver {entry['driver']}" if entry["driver"] else ""
+        devices = f"{', '.join(dict.fromkeys(entry['devices']))}{driver}"
+        table.add_row(entry["name"] or "?", entry["plugin"], state, devices)
     console.print(table)
+    for entry in report["platforms"]:
+        if entry["tried"] is not None:
+            console.print(_tried_text(entry["name"], entry["tried"]))
+    for each in report["environment"]:
+        _show_variable(each, console)
     for entry in report["platforms"]:
         if entry["error"]:
             console.print(Text(f"Plugin {entry['plugin']} failed:", style="bold red"))

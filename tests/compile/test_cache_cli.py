@@ -12,8 +12,8 @@ from graphrt.cli.app import app
 from graphrt.cli.cache import age_text
 from graphrt.compile.cache.entry import CacheEntry
 from graphrt.compile.cache.key.parts import CacheKey
-from graphrt.compile.cache.store import size_text
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.texts import size_text
 from tests.compile.cache_keys import cache_key, saving
 
 SETTINGS = {"backend": "inductor", "splitting_ops": ["demo::attention"]}

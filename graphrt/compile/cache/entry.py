@@ -32,7 +32,6 @@ from graphrt.compile.cache.store import (
     pack,
     read_piece,
     remove_tree,
-    size_text,
     sweep,
     warn,
     write_atomic,
@@ -41,6 +40,7 @@ from graphrt.compile.private_torch.inductor import SaveFormat
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
+from graphrt.core.base.texts import size_text
 
 DIRECTORY_VARIABLE = "GRAPHRT_CACHE_DIR"
 DISABLE_VARIABLE = "GRAPHRT_DISABLE_COMPILE_CACHE"

@@ -22,6 +22,7 @@ from pathlib import Path
 from graphrt.compile.cache.permissions import opened, read_file
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
+from graphrt.core.base.texts import size_text
 
 MAGIC = "graphrt compile cache 2"
 KEY_FILE = "key.json"
@@ -138,13 +139,3 @@ class CompileCacheWarning(UserWarning):
 def warn(message: str) -> None:
     """Warn about a piece or a directory; the process goes on without it."""
     warnings.warn(message, CompileCacheWarning, stacklevel=3)
-
-
-def size_text(size_bytes: int) -> str:
-    """12345 as "12.1 KiB"."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -100,6 +100,9 @@ class BatchDescriptor(_Named):
             return self.num_active_loras
         return float("inf") if self.has_lora else 0
 
+    def __repr__(self) -> str:
+        return _call_of(self, (None, False, False, 0, None, (), None))
+
     def __str__(self) -> str:
         parts = [f"{self.num_tokens} tokens"]
         if self.num_reqs is not None:
@@ -167,10 +170,20 @@ class Batch(_Fields):
             cls, (num_tokens, num_reqs, query_len, bounds, num_active_loras, variant, exclude)
         )
 
+    def __repr__(self) -> str:
+        return _call_of(self, (None, None, (), 0, None, NO_MODES))
+
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Batch:  # type: ignore[override]
         # As above: a batch of 9.0 tokens equals one of 9, and would have its answer.
         return cls(*iterable)
+
+
+def _call_of(fields: BatchDescriptor | Batch, defaults: tuple[Any, ...]) -> str:
+    """The call that makes a descriptor or a batch, without the arguments that are defaults."""
+    named = zip(fields._fields[1:], fields[1:], defaults, strict=True)
+    more = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
+    return f"{type(fields).__name__}({fields.num_tokens}{more})"
 
 
 # All code that has to know every field of a batch is from here on. A new one comes last, with a

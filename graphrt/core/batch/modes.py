@@ -31,6 +31,9 @@ class GraphMode(enum.Enum):
     # Members are singletons, so identity hashing is right and much cheaper than Enum's own.
     __hash__ = object.__hash__
 
+    def __repr__(self) -> str:
+        return f"GraphMode.{self.name}"
+
     @classmethod
     def parse(cls, value: GraphMode | str) -> GraphMode:
         """A mode from itself or its name in any case; raises `InvalidModeError`."""

@@ -29,6 +29,8 @@ from graphrt.core.dispatch.reasons import OF_CALLS, Agreed, Dispatch, Reason
 
 REMEMBERED = 1024
 """So many answers are kept: a host whose batches never come again cannot make them grow."""
+COUNTED = 768
+"""So many sizes of batches are counted each by itself, of all graphs and misses together."""
 _INF = float("inf")
 _new_tuple = tuple.__new__
 _RUNTIME_MODES = frozenset(mode for mode in GraphMode if mode.is_runtime_mode)
@@ -43,19 +45,69 @@ class Count:
     """How many batches had the same answer."""
 
     __slots__ = ("batches",)
-
-    def __init__(self) -> None:
-        self.batches = 0
+    batches: int
 
 
-class Reserved(Count):
+class Served(Count):
+    """The same of batches of one live size that go to a graph: C knows this class."""
+
+    __slots__ = ()
+
+
+class Room:
+    """How many sizes of batches may still have a counter of their own."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+
+class BySize(dict[int, Count]):
+    """Counters of batches by their live tokens: a batch that is seen again has its own, so that
+    counting costs a step nothing more. Where there is no `room` for further sizes, they are rounded
+    up to four binary digits, or to the `largest` size that a graph serves."""
+
+    __slots__ = ("_kind", "_largest", "_room")
+
+    def __init__(self, kind: type[Count], room: Room, largest: float = _INF) -> None:
+        self._kind, self._room, self._largest = kind, room, largest
+
+    def __missing__(self, tokens: int) -> Count:
+        if self._room.left > 0:
+            self._room.left -= 1
+        else:
+            step = 1 << max(tokens.bit_length() - 4, 0)
+            tokens = int(min(-(-tokens // step) * step, self._largest))
+        count = self._kind()
+        count.batches = 0
+        # Another thread may have been here first.
+        return self.setdefault(tokens, count)
+
+    @property
+    def batches(self) -> int:
+        """How many there are of all sizes."""
+        # A list: other threads may add sizes meanwhile.
+        return sum(count.batches for count in list(self.values()))
+
+    def counted(self) -> dict[int, int]:
+        """How many there are of each size, the smallest first."""
+        return {tokens: self[tokens].batches for tokens in sorted(self) if self[tokens].batches}
+
+    def reset(self) -> None:
+        """Set all counts to zero."""
+        for count in list(self.values()):
+            count.batches = 0
+
+
+class Reserved:
     """A reserved graph: the dispatch of its batches, how many it has served, the context of its
     steps, itself alone where ranks have agreed on it."""
 
-    __slots__ = ("alone", "context", "dispatch")
+    __slots__ = ("alone", "context", "dispatch", "sizes")
 
-    def __init__(self, dispatch: Dispatch, context: ForwardContext) -> None:
-        super().__init__()
+    def __init__(self, dispatch: Dispatch, context: ForwardContext, room: Room) -> None:
+        self.sizes = BySize(Served, room, dispatch.descriptor.num_tokens)
         self.dispatch = dispatch
         self.context = context
         self.alone = Ladders([dispatch])
@@ -99,7 +151,10 @@ class GraphDispatcher(Uncopied):
         self._graphs: list[Reserved] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
-        self._misses = {reason: Count() for reason in Reason if reason not in OF_CALLS}
+        self._room = Room(COUNTED)
+        self._misses = {
+            reason: BySize(Count, self._room) for reason in Reason if reason not in OF_CALLS
+        }
         self._not_replayed: Counter[tuple[int, Reason]] = Counter()
         # The last step that a wrapper could not replay.
         self._last_missed: object = None
@@ -133,7 +188,8 @@ class GraphDispatcher(Uncopied):
             if slot is None:
                 slot = len(self._graphs)
                 context = ForwardContext(mode, descriptor, slot, dispatcher=self)
-                graph = Reserved(Dispatch(mode, descriptor, Reason.HIT, slot), context)
+                dispatch = Dispatch(mode, descriptor, Reason.HIT, slot)
+                graph = Reserved(dispatch, context, self._room)
                 self._renew()
                 self._graphs.append(graph)
                 self._slots[key] = slot
@@ -271,7 +327,7 @@ class GraphDispatcher(Uncopied):
         """How many batches were dispatched for each reason so far."""
         with self._lock:
             counts = {reason: missed.batches for reason, missed in self._misses.items()}
-            hits = sum(graph.batches for graph in self._graphs)
+            hits = sum(graph.sizes.batches for graph in self._graphs)
             counts[Reason.HIT] = hits - self._not_replayed.total()
             for (_, reason), count in self._not_replayed.items():
                 counts[reason] += count
@@ -281,20 +337,38 @@ class GraphDispatcher(Uncopied):
         """How many batches each reserved graph has served; with `announced`, those too that ran
         padded as it would be, because a wrapper did not have it (MISSING_GRAPH)."""
         with self._lock:
-            hits = [graph.batches for graph in self._graphs]
+            hits = [graph.sizes.batches for graph in self._graphs]
             for (slot, reason), count in self._not_replayed.items():
                 padded = announced and reason is Reason.MISSING_GRAPH
                 hits[slot] -= 0 if padded else count
             return {key: hits[slot] for key, slot in self._slots.items()}
 
+    def sizes(self) -> dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]]:
+        """How many batches of each live size were dispatched to a graph, also those that it has not
+        served, by its key; or to none, by the reason."""
+        with self._lock:
+            sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = {}
+            for key, slot in self._slots.items():
+                sizes[key] = self._graphs[slot].sizes.counted()
+            for reason, missed in self._misses.items():
+                sizes[reason] = missed.counted()
+            return sizes
+
+    def not_served_by(self) -> dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]]:
+        """How many batches a graph was to serve and has not, by graph and reason."""
+        with self._lock:
+            counts: dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]] = {}
+            for (slot, reason), count in self._not_replayed.items():
+                dispatch = self._graphs[slot].dispatch
+                counts.setdefault((dispatch.mode, dispatch.descriptor), {})[reason] = count
+            return counts
+
     def reset_counts(self) -> None:
         """Set all counts to zero."""
         with self._lock:
-            for missed in self._misses.values():
-                missed.batches = 0
             self._not_replayed.clear()
-            for graph in self._graphs:
-                graph.batches = 0
+            for sizes in (*self._misses.values(), *(graph.sizes for graph in self._graphs)):
+                sizes.reset()
 
     def _answer(
         self,
@@ -345,9 +419,9 @@ class GraphDispatcher(Uncopied):
         if dispatch is None:
             # As all of a `Dispatch`, which takes as long as its descriptor.
             dispatch = _new_tuple(Dispatch, (_NONE, descriptor_of(live), reason, -1))
-            answer = self._misses[reason], dispatch
+            answer = self._misses[reason][live[0]], dispatch
         else:
-            answer = self._graphs[dispatch.slot], dispatch
+            answer = self._graphs[dispatch.slot].sizes[live[0]], dispatch
         # Not of what a host may change in place.
         if key is not None and checked is batch and batch.exclude.__class__ is frozenset:
             if len(version.answers) >= REMEMBERED:

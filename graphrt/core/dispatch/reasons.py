@@ -34,6 +34,9 @@ class Reason(enum.Enum):
 
     __hash__ = object.__hash__
 
+    def __repr__(self) -> str:
+        return f"Reason.{self.name}"
+
 
 @public("graphrt")
 class Dispatch(NamedTuple):
@@ -46,6 +49,10 @@ class Dispatch(NamedTuple):
     descriptor: BatchDescriptor
     reason: Reason
     slot: int = -1
+
+    def __repr__(self) -> str:
+        graph = f", slot {self.slot}" if self.slot >= 0 else ""
+        return f"Dispatch({self.mode.name} [{self.descriptor}], {self.reason.name}{graph})"
 
 
 Agreed = BatchDescriptor | Dispatch

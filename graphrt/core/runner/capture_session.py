@@ -365,6 +365,8 @@ class CaptureSession:
         # Once more: there may have been no room to put the state back.
         undo.after_error(self._state.restore)
         undo.after_error(partial(self._graphs.take_back, graph))
+        for span in self._graphs.spans:
+            undo.enter(span("capture", str(graph)))
         self._graphs.publish(graph, self._captured(graph))
 
     def _captured(self, graph: PlannedGraph) -> GraphRecord:
@@ -374,8 +376,7 @@ class CaptureSession:
         self._streams.check(graph)
         kind, warm_ups = self._kind(graph), self._setup.options.warmups
         is_cold = kind not in self._warm_ups.warm or self._state.is_new(graph.descriptor.kind)
-        if warm_ups and is_cold:
-            self._warm_up(graph)
+        warm_up_s = self._warm_up(graph) if warm_ups and is_cold else 0.0
         transaction.lifts_constants |= not warm_ups or self._graphs.reads.are_on_host()
         transaction.work = self._streams.check(graph, kind)
         outside = pool.platform.driver_bytes()
@@ -389,7 +390,7 @@ class CaptureSession:
             if is_cold or not warm_ups:
                 raise
             transaction.rollback()
-            self._warm_up(graph)
+            warm_up_s = self._warm_up(graph)
             self._attempt(graph)
         return GraphRecord(
             graph.mode,
@@ -398,9 +399,13 @@ class CaptureSession:
             _growth(before, pool.bytes()),
             _growth(outside, pool.platform.driver_bytes()),
             self._streams.took(graph),
+            warm_up_s,
+            started,
         )
 
-    def _warm_up(self, graph: PlannedGraph) -> None:
+    def _warm_up(self, graph: PlannedGraph) -> float:
+        """Run the forward as often as the options say; returns the seconds it took."""
+        began = time.perf_counter()
         try:
             for _ in range(self._setup.options.warmups):
                 self._run(graph, kind=graph.descriptor.kind)
@@ -412,6 +417,7 @@ class CaptureSession:
                     raise explained from error
             raise
         self._warm_ups.warm.add(self._kind(graph))
+        return time.perf_counter() - began
 
     def _attempt(self, graph: PlannedGraph) -> None:
         try:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from graphrt.core.base._warnings import GraphQuarantinedWarning, PaddedStateWarning, warn_caller
 from graphrt.core.base.errors import VerificationError
 from graphrt.core.base.homes import public
+from graphrt.core.base.log import logger
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch, Reason
@@ -395,8 +396,11 @@ class Checks:
 
     def _quarantine(self, graphs: Iterable[_Graph], failure: Exception) -> None:
         """Let the batches of these graphs run eagerly; strictly, raises `failure`."""
-        for graph in graphs:
+        quarantined = list(graphs)
+        for graph in quarantined:
             graph.quarantine(str(failure))
+        # At INFO: the warning below is seen by whoever has set up no logging.
+        logger.info("%d graphs are in quarantine: %s", len(quarantined), failure)
         self._note_pending()
         self._say(failure)
 

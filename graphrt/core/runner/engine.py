@@ -29,7 +29,7 @@ from graphrt.core.base.option_values import shown
 from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.dispatch.dispatcher import Reserved
+from graphrt.core.dispatch.dispatcher import Served
 from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
 from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.layout import InputLayout
@@ -109,7 +109,7 @@ class StepEngine:
             under_way=under_way,
             batches=Batch,
             version=type(self._dispatcher.version),
-            reserved=Reserved,
+            reserved=Served,
             prepared=PreparedStep,
         )
 

@@ -4,6 +4,7 @@ one of them needs at every step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -58,6 +59,10 @@ class GraphRecord:
     meanwhile, for other processes too; None where the platform cannot tell."""
     streams: int | None = None
     """Streams of the device that its graphs hold; None where the platform does not tell."""
+    warm_up_s: float = 0.0
+    """The seconds of `capture_s` that its warm-ups took."""
+    began_s: float = 0.0
+    """When its capture began, by `time.perf_counter()`."""
 
 
 @public("graphrt.types")
@@ -202,6 +207,11 @@ class PlannedGraph(NamedTuple):
         return f"{self.mode.name} [{self.descriptor}]"
 
 
+Span = Callable[[str, str], AbstractContextManager[object]]
+"""Told "capture" or "trial", and of which graph: for who wants to see them. Leaving it a second
+time must do nothing."""
+
+
 class GraphTable:
     """Which graphs of a runner are captured, and which were left out.
 
@@ -235,6 +245,8 @@ class GraphTable:
         self.checks = Checks(setup, self.reads)
         self.wrappers = setup.wrappers()
         self.setup = setup
+        # Entered around each capture and each trial: see `Span`.
+        self.spans: list[Span] = []
         # By slot. If the dispatcher does not serve a slot, an interrupted release has left it here,
         # and `destroy_leftovers` destroys it.
         self._captured: dict[int, list[Captured]] = {}
@@ -317,7 +329,7 @@ class GraphTable:
         self.steps += [None] * (graph.slot + 1 - len(self.steps))
         self.steps[graph.slot] = graph.prepared
         self.records.append(record)
-        logger.debug("%s in %.3f s", graph, record.capture_s)
+        logger.info("captured %s in %.3f s", graph, record.capture_s)
         self.dispatcher.publish(graph.mode, graph.descriptor)
         # Entries hold their transaction: its list of what was captured would be a cycle.
         transaction.commit()

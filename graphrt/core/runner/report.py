@@ -1,24 +1,42 @@
-"""The report of a runner: figures of its captures and of its steps."""
+"""The report of a runner: figures of its captures and of its steps.
+
+`to_dict()` is the one form that leaves the process: plain data, with the findings in it. The
+printed report (report_text.py), saved files and the pages of `graphrt.observe` are made of it.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from graphrt._version import __version__
+from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.device.figures import UpdateFigures
 from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.runner.checks import TrialRecord
+from graphrt.core.runner.findings import Finding, findings_of
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable
+from graphrt.core.runner.report_text import report_text
 from graphrt.core.trust.reads import TensorUse
 from graphrt.core.trust.watching.pointers import UnknownMemory
 
+FORMAT = 1
+"""Of `RunnerReport.to_dict()`: it grows when a key goes or means something else. New keys may come
+at any time."""
+
 
 @public("graphrt.types")
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrustReport:
     """What is known of whether the graphs stand for their forward.
 
@@ -40,15 +58,37 @@ class TrustReport:
         """Bytes that only graphs hold: the forward has let go of them."""
         return sum(use.bytes for use in self.reads if use.moved)
 
+    def __repr__(self) -> str:
+        statuses = Counter[str](trial.status for trial in self.trials)
+        trials = "".join(f", {count} {status}" for status, count in statuses.items())
+        return f"TrustReport({len(self.reads)} tensors{trials})"
+
+    def figures(self) -> dict[str, Any]:
+        """As plain data; trials are with their graphs."""
+        unknown = self.unknown
+        return {
+            "only_graphs_bytes": self.only_graphs_bytes,
+            "mixes_rows": self.mixes_rows,
+            "protected": list(self.protected),
+            "reads": [
+                {**use._asdict(), "dtype": str(use.dtype), "shape": list(use.shape)}
+                for use in self.reads
+            ],
+            "unknown": None
+            if unknown is None
+            else {"blocks": list(map(str, unknown.blocks)), "unread": unknown.unread},
+        }
+
 
 @public("graphrt")
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunnerReport:
     """A snapshot of one runner; every figure is a count, in seconds or in bytes, as named.
 
-    `steps` counts batches by graph, `reasons` by why they ran as they did; NO_CONTEXT, SEALED
-    and UPDATE_FAILED count calls of the runner's wrappers, MISSING_GRAPH steps. `live_tokens` and
-    `padded_tokens` are over the steps that a graph served, or should have.
+    `print` shows it as a table, with its `findings` first. `steps` counts batches by graph,
+    `reasons` by why they ran as they did; NO_CONTEXT, SEALED and UPDATE_FAILED count calls of the
+    runner's wrappers, MISSING_GRAPH steps. `live_tokens` and `padded_tokens` are over the steps
+    that a graph served, or should have.
     """
 
     graphs: tuple[GraphRecord, ...]
@@ -68,6 +108,18 @@ class RunnerReport:
     unbroken: int = 0
     """PIECEWISE graphs in which nothing broke: each is one graph of the whole forward."""
     trust: TrustReport = TrustReport()
+    mode: GraphMode = GraphMode.NONE
+    platform: str = ""
+    device: str = ""
+    sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = field(
+        default_factory=dict
+    )
+    """Live tokens to batches: of those that were dispatched to a graph, whether it served them or
+    not, and of those that no graph serves, by reason."""
+    not_served: dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]] = field(
+        default_factory=dict
+    )
+    """The batches that were dispatched to a graph and ran otherwise, such as QUARANTINED ones."""
 
     @property
     def capture_s(self) -> float:
@@ -85,35 +137,132 @@ class RunnerReport:
         """The share of the tokens that graphs computed which were padding, 0 to 1."""
         return 1 - self.live_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What deserves a look: quarantines, eager steps, padding, each with something to try; the
+        worst first."""
+        return findings_of(self._figures())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for `json` and for programs; see `docs/observing.md`."""
+        figures = self._figures()
+        return {**figures, "findings": [asdict(each) for each in findings_of(figures)]}
+
+    def to_json(self) -> str:
+        """`to_dict()` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json()` to a file, of which `graphrt report` makes a page."""
+        path = Path(path)
+        if path.suffix in (".html", ".htm"):
+            raise InvalidOptionError(
+                "a report is saved as JSON",
+                got=str(path),
+                expected="a name such as run.json",
+                advice="graphrt.observe.write_page(path, report) writes a page",
+            )
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
+
     def __str__(self) -> str:
-        """For people, in a few lines; the fields have the rest."""
-        modes = Counter(record.mode.name for record in self.graphs)
-        reasons = {reason.name: count for reason, count in self.reasons.items() if count}
-        trials = Counter[str](record.status for record in self.trust.trials)
-        failures = {
-            record.failure.splitlines()[0]: 0 for record in self.trust.trials if record.failure
-        }
-        return "\n".join(
-            [
-                f"Graphs: {_counted(modes)}; captured in {self.capture_s:.2f} s",
-                *(f"  dropped: {each.mode.name} [{each.descriptor}]" for each in self.dropped),
-                *(
-                    [f"  {self.unbroken} PIECEWISE without an eager break, captured as FULL ones"]
-                    if self.unbroken
-                    else []
-                ),
-                f"Steps: {_counted(reasons)}; {self.padding:.0%} of the tokens of graphs padding",
-                f"Trials: {_counted(trials)}",
-                *(f"  {failure}" for failure in failures),
-            ]
+        """For people, as a table; the fields have the rest."""
+        return report_text(self.to_dict())
+
+    def __repr__(self) -> str:
+        steps, hits = sum(self.reasons.values()), self.reasons.get(Reason.HIT, 0)
+        return (
+            f"RunnerReport({self.mode.name}, {len(self.graphs)} graphs, {steps} steps, {hits} by "
+            f"graphs, {len(self.findings)} findings)"
         )
 
+    def _figures(self) -> dict[str, Any]:
+        began = min((record.began_s for record in self.graphs), default=0.0)
+        trials = {(each.mode, each.descriptor): each for each in self.trust.trials}
+        captured = {(each.mode, each.descriptor) for each in self.graphs}
+        dropped = {(each.mode, each.descriptor) for each in self.dropped}
+        missing = [key for key in self.steps if key not in captured | dropped]
+        return {
+            "graphrt_report": FORMAT,
+            "versions": {"graphrt": __version__, "torch": torch.__version__},
+            "mode": self.mode.name,
+            "platform": self.platform,
+            "device": self.device,
+            "capture_s": self.capture_s,
+            "pool_bytes": self.pool_bytes,
+            "driver_bytes": self.driver_bytes,
+            "graphs": [self._graph(record, trials, began) for record in self.graphs],
+            "dropped": [
+                {**_named(each.mode, each.descriptor), "reason": each.reason}
+                for each in self.dropped
+            ],
+            "missing": [_named(*key) for key in missing],
+            "steps": [
+                {
+                    "reason": reason.name,
+                    "meaning": reason.value,
+                    "steps": count,
+                    "sizes": _pairs(self.sizes.get(reason, {})),
+                }
+                for reason, count in self.reasons.items()
+                if count
+            ],
+            "live_tokens": self.live_tokens,
+            "padded_tokens": self.padded_tokens,
+            "padding": self.padding,
+            "unbroken": self.unbroken,
+            "inputs_in_graph": self.inputs_in_graph,
+            "staging_waits": self.staging_waits,
+            "updates": None if self.updates is None else asdict(self.updates),
+            "trust": self.trust.figures(),
+        }
 
-def report_of(graphs: GraphTable, live_tokens: int) -> RunnerReport:
-    """The figures of a runner's graphs, and of its steps with so many live tokens."""
+    def _graph(
+        self, record: GraphRecord, trials: dict[CaptureKey, TrialRecord], began: float
+    ) -> dict[str, Any]:
+        key = record.mode, record.descriptor
+        sizes, trial = self.sizes.get(key, {}), trials.get(key)
+        return {
+            **_named(*key),
+            "capture_s": record.capture_s,
+            "warm_up_s": record.warm_up_s,
+            "began_s": record.began_s - began,
+            "pool_bytes": record.pool_bytes,
+            "driver_bytes": record.driver_bytes,
+            "streams": record.streams,
+            "steps": self.steps.get(key, 0),
+            "not_served": {why.name: n for why, n in self.not_served.get(key, {}).items()},
+            "sizes": _pairs(sizes),
+            "live_tokens": sum(tokens * count for tokens, count in sizes.items()),
+            "padded_tokens": record.descriptor.num_tokens * sum(sizes.values()),
+            "trial": "unchecked" if trial is None else trial.status,
+            "tried_steps": 0 if trial is None else trial.steps,
+            "deterministic": trial is None or trial.deterministic,
+            "failure": None if trial is None else trial.failure,
+            "notes": [] if trial is None else list(trial.notes),
+        }
+
+
+def _named(mode: GraphMode, descriptor: BatchDescriptor) -> dict[str, Any]:
+    return {
+        "graph": f"{mode.name} [{descriptor}]",
+        "mode": mode.name,
+        "tokens": descriptor.num_tokens,
+        "reqs": descriptor.num_reqs,
+    }
+
+
+def _pairs(sizes: dict[int, int]) -> list[list[int]]:
+    # Keys of JSON are strings.
+    return [[tokens, count] for tokens, count in sizes.items()]
+
+
+def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> RunnerReport:
+    """The figures of a runner's graphs, and of its steps with so many live tokens. A `quick` report
+    says nothing of the memory that graphs read, which takes a walk to find."""
     pool, inputs = graphs.setup.pool, graphs.setup.inputs
-    steps, announced = graphs.dispatcher.hits(), graphs.dispatcher.hits(announced=True)
-    reasons = Counter(graphs.dispatcher.counts())
+    dispatcher, plan = graphs.dispatcher, graphs.setup.plan
+    steps, announced = dispatcher.hits(), dispatcher.hits(announced=True)
+    reasons = Counter(dispatcher.counts())
     for owner in graphs.owners():
         # Their MISSING_GRAPH are calls of steps that the dispatcher has counted.
         reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
@@ -131,19 +280,20 @@ def report_of(graphs: GraphTable, live_tokens: int) -> RunnerReport:
         staging_waits=inputs.transport.waits,
         inputs_in_graph=inputs.ring is not None,
         unbroken=sum(not entry.breaks for entry in in_pieces),
-        trust=_trust(graphs),
+        trust=_trust(graphs, quick=quick),
+        mode=plan.mode,
+        platform=pool.platform.name,
+        device=str(pool.device),
+        sizes=dispatcher.sizes(),
+        not_served=dispatcher.not_served_by(),
     )
 
 
-def _trust(graphs: GraphTable) -> TrustReport:
+def _trust(graphs: GraphTable, *, quick: bool) -> TrustReport:
     trials = tuple(replace(record) for record in graphs.checks.records.values())
     reads, mixes_rows = graphs.reads, graphs.setup.host.mixes_rows
-    if not reads.watched:
+    if quick or not reads.watched:
         return TrustReport(trials=trials, mixes_rows=mixes_rows)
     tried = [record.descriptor for record in trials if record.steps]
     unknown = graphs.unknown_memory(tried) if tried else None
     return TrustReport(reads.table(), trials, tuple(reads.protected), unknown, mixes_rows)
-
-
-def _counted(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"

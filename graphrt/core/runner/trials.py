@@ -120,6 +120,8 @@ class StepTrials:
             pads=self._executor.inputs.padding.unused_addresses(runs.step.values),
             strict=setup.options.strict,
         )
+        for span in graphs.spans:
+            undo.enter(span("trial", graph.name))
         self._executor.pool._will_put_back("a trial", undo.later)
         # As captures run.
         set_for_capture(undo)

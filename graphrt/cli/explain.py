@@ -1,0 +1,79 @@
+"""`graphrt explain`: a forward of the user's own, named as module:name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import shown
+from graphrt.core.inputs.spec import InputSpec
+from graphrt.observe.explaining import explain
+
+_INPUT = re.compile(r"(\w+)=(\w+)\[([\w+, ]+)\]")
+
+
+def print_explanation(
+    target: str,
+    inputs: Sequence[str],
+    *,
+    tokens: int,
+    platform: str | None,
+    made: bool,
+    as_json: bool,
+) -> int:
+    """Explain a forward; 1 if nothing could be captured, or the replay does not equal it. With
+    `made` the target is called for the forward."""
+    forward = _found(target)
+    specs = dict(_input(text) for text in inputs)
+    explanation = explain(forward() if made else forward, specs, tokens=tokens, platform=platform)
+    print(json.dumps(asdict(explanation), indent=1) if as_json else explanation)
+    return 1 if explanation.mode is None or explanation.trial is not None else 0
+
+
+def _found(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    # As `python3 -m`: an installed command does not see the folder where it is called.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidOptionError(
+            "there is no such forward",
+            got=f"{target} ({error})",
+            expected="module:name of a function or a module",
+            advice="graphrt explain engine.model:forward --input x=float32[tokens,16]",
+        ) from error
+    if not callable(found):
+        raise InvalidOptionError(
+            "a forward is called",
+            got=f"{target}, a {type(found).__name__}",
+            expected="a function or a module",
+            advice="name the function; --made calls it for the forward",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _input(text: str) -> tuple[str, InputSpec]:
+    written = _INPUT.fullmatch(text.strip())
+    dtype = getattr(torch, written[2], None) if written else None
+    if written is None or not isinstance(dtype, torch.dtype):
+        raise InvalidOptionError(
+            "--input says a name, a dtype and a shape",
+            got=shown(text),
+            expected="name=dtype[axis,...], where an axis is tokens, reqs, reqs+1 or a number",
+            advice="--input x=float32[tokens,16]",
+        )
+    axes = [axis.strip() for axis in written[3].split(",")]
+    return written[1], InputSpec(dtype, tuple(int(a) if a.isdigit() else a for a in axes))

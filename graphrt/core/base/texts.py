@@ -1,0 +1,25 @@
+"""Bytes and seconds, as people read them."""
+
+from __future__ import annotations
+
+
+def size_text(size_bytes: int) -> str:
+    """12345 as "12.1 KiB"."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """0.0123 as "12.3 ms"."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def counted(count: int, noun: str) -> str:
+    """3 and "step" as "3 steps"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")

@@ -1,0 +1,442 @@
+"""`page`: a run on one page, or two runs compared.
+
+Top down: what deserves a look, with what to try; the figures that count most; each graph by
+replays, padding, seconds and bytes; steps by reason; padding over batch size; where capture time
+went; the timeline, if the run was traced; the memory that graphs read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from graphrt._version import __version__
+from graphrt.core.base.texts import counted, seconds_text, size_text
+from graphrt.core.runner.report import RunnerReport
+from graphrt.observe.files import Run, runs_of
+from graphrt.observe.pages.parts import (
+    Cell,
+    escaped,
+    findings,
+    keys,
+    table,
+    tiles,
+    time_line,
+)
+from graphrt.observe.pages.style import SCRIPT, STYLE
+
+_MOST_ROWS = 24
+"""Rows of a chart; more sizes are put together."""
+_PADS = 0.4
+"""Padding that is told by colour and weight."""
+
+Figures = Mapping[str, Any]
+
+
+def page(
+    *reports: RunnerReport | Mapping[str, Any] | str | os.PathLike[str], title: str = "graphrt run"
+) -> str:
+    """HTML of reports, of their plain data, or of files of them; two runs are compared.
+
+    Raises `InvalidOptionError` for what is no report.
+    """
+    runs = [run for at, each in enumerate(reports, 1) for run in runs_of(each, f"run {at}")]
+    parts = [*_compared(*runs)] if len(runs) == 2 else []
+    for number, run in enumerate(runs):
+        parts += _run(run, f"r{number}", alone=len(runs) == 1)
+    named = [_named(runs[0].figures)] if len(runs) == 1 else [run.label for run in runs]
+    heading = f"{title}: {' and '.join(named)}"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escaped(heading)}</title><style>{STYLE}</style></head><body>"
+        '<a class="skip" href="#main">Skip to the findings</a>'
+        f"<header><h1>{escaped(heading)}</h1></header>"
+        f'<main id="main">{"".join(parts)}</main>'
+        f"<footer>Made by graphrt {escaped(__version__)}. Times are the host's.</footer>"
+        f"<script>{SCRIPT}</script></body></html>"
+    )
+
+
+def write_page(
+    path: str | os.PathLike[str],
+    *reports: RunnerReport | Mapping[str, Any] | str | os.PathLike[str],
+    title: str = "graphrt run",
+) -> None:
+    """Write `page(*reports)` to a file, which needs nothing else to be looked at."""
+    Path(path).write_text(page(*reports, title=title), encoding="utf-8")
+
+
+def _named(figures: Figures) -> str:
+    return f"{figures['mode']} on {figures['device'] or figures['platform']}"
+
+
+def _run(run: Run, key: str, *, alone: bool) -> Iterator[str]:
+    figures = run.figures
+    if not alone:
+        yield f'<h2 id="{key}">{escaped(run.label)}: {escaped(_named(figures))}</h2>'
+    versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
+    yield f'<p class="soft">{escaped(versions)}, platform {escaped(figures["platform"])}</p>'
+    level = 2 if alone else 3
+    sections: tuple[tuple[str, Callable[[Run], str]], ...] = (
+        ("What deserves a look", lambda run: findings(run.figures["findings"])),
+        ("In figures", _tiles),
+        ("Graphs", _graphs),
+        ("Steps by reason", _reasons),
+        ("Padding over batch size", _padding),
+        ("Where capture time went", _captures),
+        ("Timeline", _timeline),
+        ("Memory that graphs read", _reads),
+    )
+    for title, make in sections:
+        body = make(run)
+        if body:
+            yield f"<h{level}>{title}</h{level}>{body}"
+
+
+def _totals(figures: Figures) -> dict[str, float]:
+    """Figures by which two runs are compared."""
+    steps = sum(each["steps"] for each in figures["steps"])
+    hits = sum(each["steps"] for each in figures["steps"] if each["reason"] == "HIT")
+    quarantined = sum(graph["trial"] == "quarantined" for graph in figures["graphs"])
+    return {
+        "graphs": len(figures["graphs"]),
+        "quarantined": quarantined,
+        "steps": steps,
+        "eager": steps - hits,
+        "share": hits / steps if steps else 0.0,
+        "padding": figures["padding"],
+        "capture_s": figures["capture_s"],
+        "bytes": (figures["pool_bytes"] or 0) + (figures["driver_bytes"] or 0),
+    }
+
+
+def _tiles(run: Run) -> str:
+    totals, figures = _totals(run.figures), run.figures
+    quarantined, dropped = int(totals["quarantined"]), len(figures["dropped"])
+    remarks = [f"{quarantined} in quarantine"] if quarantined else []
+    remarks += [f"{dropped} dropped"] if dropped else []
+    driver = figures["driver_bytes"]
+    return tiles(
+        [
+            ("Graphs", f"{int(totals['graphs']):,}", ", ".join(remarks)),
+            ("Steps", f"{int(totals['steps']):,}", ""),
+            ("By graphs", f"{totals['share']:.1%}", f"{int(totals['eager']):,} eager"),
+            (
+                "Padding",
+                f"{totals['padding']:.1%}",
+                f"{figures['live_tokens']:,} live of {figures['padded_tokens']:,}",
+            ),
+            ("Capture", seconds_text(totals["capture_s"]), ""),
+            (
+                "Graph memory",
+                size_text(int(totals["bytes"])),
+                f"{size_text(driver)} of the driver" if driver else "",
+            ),
+        ]
+    )
+
+
+def _graphs(run: Run) -> str:
+    graphs = run.figures["graphs"]
+    if not graphs:
+        return '<p class="soft">None is captured.</p>'
+    most_steps = max(graph["steps"] + _eager_of(graph) for graph in graphs) or 1
+    most_s = max(graph["capture_s"] for graph in graphs) or 1.0
+    most_bytes = max(_bytes(graph) for graph in graphs) or 1
+    rows = []
+    for graph in graphs:
+        seconds, size = graph["capture_s"], _bytes(graph)
+        rows.append(
+            [
+                Cell(graph["graph"], graph["tokens"]),
+                _replays(graph, most_steps),
+                _padding_cell(graph),
+                Cell(seconds_text(seconds), seconds, "n", bar=[("live", seconds / most_s, "")]),
+                Cell(size_text(size), size, "n", bar=[("live", size / most_bytes, "")]),
+                Cell(graph["trial"], None, f"badge {graph['trial']}", graph["failure"] or ""),
+            ]
+        )
+    heads = [
+        ("Graph", ""), ("Replays", "n"), ("Padding", "n"), ("Capture", "n"), ("Memory", "n"),
+        ("Trial", ""),
+    ]  # fmt: skip
+    return table("Graphs", heads, rows, sortable=True)
+
+
+def _eager_of(graph: Figures) -> int:
+    """Batches that the graph was to serve and has not."""
+    return sum(graph["not_served"].values())
+
+
+def _replays(graph: Figures, most: int) -> Cell:
+    steps, eager = graph["steps"], _eager_of(graph)
+    text = f"{steps:,} (+{eager:,} eager)" if eager else f"{steps:,}"
+    bar = [("live", steps / most, f"{steps} replays"), ("eager", eager / most, f"{eager} eager")]
+    return Cell(text, steps, "n hot" if eager else "n", bar=bar)
+
+
+def _padding_cell(graph: Figures) -> Cell:
+    share = _share(graph)
+    if share is None:
+        return Cell("", 0.0, "n")
+    css = "n hot" if share >= _PADS else "n"
+    return Cell(f"{share:.0%}", share, css, bar=[("pad", share, "padding")])
+
+
+def _share(graph: Figures) -> float | None:
+    """The share of a graph's rows that was padding; None if it had no batch."""
+    rows = graph["padded_tokens"]
+    return 1 - graph["live_tokens"] / rows if rows else None
+
+
+def _bytes(graph: Figures) -> int:
+    return max((graph["pool_bytes"] or 0) + (graph["driver_bytes"] or 0), 0)
+
+
+def _reasons(run: Run) -> str:
+    steps = run.figures["steps"]
+    total = sum(each["steps"] for each in steps)
+    if not total:
+        return '<p class="soft">There was no step.</p>'
+    rows = []
+    for each in sorted(steps, key=lambda each: -each["steps"]):
+        hit, share = each["reason"] == "HIT", each["steps"] / total
+        sizes = sorted(tokens for tokens, _ in each["sizes"])
+        span = "" if not sizes else f"{sizes[0]} to {sizes[-1]}" if sizes[1:] else f"{sizes[0]}"
+        bar = [("live" if hit else "eager", share, f"{share:.1%}")]
+        rows.append(
+            [
+                Cell(each["reason"], None, "" if hit else "hot", below=each["meaning"]),
+                Cell(css="wide", bar=bar),
+                Cell(f"{each['steps']:,}", each["steps"], "n"),
+                Cell(f"{share:.1%}", share, "n"),
+                Cell(span, None, "n"),
+            ]
+        )
+    heads = [
+        ("Reason", ""), ("", "wide"), ("Steps", "n"), ("Share", "n"), ("Batch sizes", "n")
+    ]  # fmt: skip
+    legend = keys(("live", "by a graph"), ("eager", "eagerly"))
+    return legend + table("Steps by reason", heads, rows)
+
+
+def _padding(run: Run) -> str:
+    """Live and padded rows that were computed, by the live tokens of the batch."""
+    by_size: dict[int, list[int]] = {}
+    for graph in run.figures["graphs"]:
+        for tokens, count in graph["sizes"]:
+            entry = by_size.setdefault(tokens, [0, 0, 0])
+            entry[0] += count
+            entry[1] += tokens * count
+            entry[2] += (graph["tokens"] - tokens) * count
+    if not by_size:
+        return ""
+    groups = _grouped(sorted(by_size), _MOST_ROWS)
+    rows, sums = [], []
+    for group in groups:
+        sums.append([sum(by_size[tokens][at] for tokens in group) for at in range(3)])
+    most = max(live + pad for _, live, pad in sums) or 1
+    for group, (steps, live, pad) in zip(groups, sums, strict=True):
+        share = pad / (live + pad) if live + pad else 0.0
+        name = f"{group[0]}" if len(group) == 1 else f"{group[0]} to {group[-1]}"
+        bar = [
+            ("live", live / most, f"{live:,} live"),
+            ("pad", pad / most, f"{pad:,} padding"),
+        ]
+        rows.append(
+            [
+                Cell(name, group[0], "n"),
+                Cell(css="wide", bar=bar),
+                Cell(f"{steps:,}", steps, "n"),
+                Cell(f"{live + pad:,}", live + pad, "n"),
+                Cell(f"{share:.0%}", share, "n hot" if share >= _PADS else "n"),
+            ]
+        )
+    heads = [("Batch", "n"), ("", "wide"), ("Steps", "n"), ("Rows", "n"), ("Padding", "n")]
+    legend = keys(("live", "live rows"), ("pad", "padding rows"))
+    return legend + table("Padding over batch size", heads, rows)
+
+
+def _grouped(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Sizes in at most so many groups of neighbours."""
+    each = -(-len(sizes) // most)
+    return [list(sizes[at : at + each]) for at in range(0, len(sizes), each)]
+
+
+def _captures(run: Run) -> str:
+    graphs = sorted(run.figures["graphs"], key=lambda graph: -graph["capture_s"])
+    if not graphs:
+        return ""
+    total = sum(graph["capture_s"] for graph in graphs) or 1.0
+    shown, rest = graphs[:_MOST_ROWS], graphs[_MOST_ROWS:]
+    named = [(g["graph"], g["warm_up_s"], g["capture_s"]) for g in shown]
+    if rest:
+        warm, seconds = (sum(g[name] for g in rest) for name in ("warm_up_s", "capture_s"))
+        named.append((f"{len(rest)} others", warm, seconds))
+    most = max(seconds for _, _, seconds in named) or 1.0
+    rows = [
+        [
+            Cell(name),
+            Cell(
+                css="wide",
+                bar=[
+                    ("warm", warm / most, f"warm-up {seconds_text(warm)}"),
+                    ("live", (seconds - warm) / most, f"capture {seconds_text(seconds - warm)}"),
+                ],
+            ),
+            Cell(seconds_text(warm), warm, "n"),
+            Cell(seconds_text(seconds - warm), seconds - warm, "n"),
+            Cell(f"{seconds / total:.0%}", seconds / total, "n"),
+        ]
+        for name, warm, seconds in named
+    ]
+    heads = [("Graph", ""), ("", "wide"), ("Warm-up", "n"), ("Capture", "n"), ("Share", "n")]
+    legend = keys(("warm", "warm-up"), ("live", "capture"))
+    return legend + table("Where capture time went", heads, rows)
+
+
+def _timeline(run: Run) -> str:
+    slices = [event for event in run.events if event.get("ph") == "X"]
+    if not slices:
+        return ""
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in run.events
+        if event.get("name") == "thread_name"
+    }
+    end = max(event["ts"] + event["dur"] for event in slices) or 1.0
+    parts = [f'<p class="soft">{seconds_text(end * 1e-6)} in all; Perfetto opens the file.</p>']
+    for tid, name in names.items():
+        track = sorted(
+            (event for event in slices if event["tid"] == tid and name != "findings"),
+            key=lambda event: event["ts"],
+        )
+        if not track:
+            continue
+        css = {"eager steps": "eager", "captures and trials": "warm"}.get(name, "live")
+        drawn = [(event["ts"], event["dur"], css, _words(event)) for event in track]
+        label = f"{name}: {counted(len(track), 'slice')}"
+        parts.append(f"<p>{escaped(label)}</p>{time_line(label, drawn, end)}")
+    return "".join(parts)
+
+
+def _words(event: Figures) -> str:
+    return f"{event['name']}, {seconds_text(event['dur'] * 1e-6)}"
+
+
+def _reads(run: Run) -> str:
+    reads = sorted(run.figures["trust"]["reads"], key=lambda use: -use["bytes"])
+    if not reads:
+        return ""
+    rows = [
+        [
+            Cell(use["name"] or "no name was found", None, "mono"),
+            Cell(f"{use['dtype'].removeprefix('torch.')} {use['shape']}", None, "mono"),
+            Cell(size_text(use["bytes"]), use["bytes"], "n"),
+            Cell("written" if use["written"] else "read"),
+            Cell("only graphs have it" if use["moved"] else "", None, "hot"),
+        ]
+        for use in reads[:_MOST_ROWS]
+    ]
+    heads = [("Name", ""), ("Tensor", ""), ("Bytes", "n"), ("Use", ""), ("", "")]
+    total = size_text(sum(use["bytes"] for use in reads))
+    return (
+        f"<details><summary>{counted(len(reads), 'tensor')}, {total}</summary>"
+        + table("Memory that graphs read", heads, rows)
+        + "</details>"
+    )
+
+
+# Two runs ----------------------------------------------------------------------------------------
+
+
+def _compared(first: Run, second: Run) -> Iterator[str]:
+    yield "<h2>Both runs</h2>"
+    before, after = _totals(first.figures), _totals(second.figures)
+    # Name, how it is written, and whether less of it is better (None: neither).
+    figures: tuple[tuple[str, str, Callable[[float], str], bool | None], ...] = (
+        ("graphs", "Graphs", _count, None),
+        ("quarantined", "Graphs in quarantine", _count, True),
+        ("steps", "Steps", _count, None),
+        ("share", "Steps by graphs", _percent, False),
+        ("eager", "Eager steps", _count, True),
+        ("padding", "Padding", _percent, True),
+        ("capture_s", "Capture", seconds_text, True),
+        ("bytes", "Graph memory", lambda value: size_text(int(value)), True),
+    )
+    rows = [
+        [
+            Cell(title),
+            Cell(write(before[key]), before[key], "n"),
+            Cell(write(after[key]), after[key], "n"),
+            _change(before[key], after[key], write, less_is_better),
+        ]
+        for key, title, write, less_is_better in figures
+    ]
+    heads = [("", ""), (first.label, "n"), (second.label, "n"), ("Change", "")]
+    yield table("Both runs", heads, rows)
+    yield "<h3>Graph by graph</h3>"
+    yield _graph_by_graph(first, second)
+
+
+def _count(value: float) -> str:
+    return f"{int(value):,}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _change(
+    before: float, after: float, write: Callable[[float], str], less_is_better: bool | None
+) -> Cell:
+    if before == after:
+        return Cell("same", None, "soft")
+    size = write(abs(after - before)).replace("%", " points")
+    difference = ("+" if after > before else "-") + size
+    if less_is_better is None:
+        return Cell(difference, None, "soft")
+    better = (after < before) is less_is_better
+    words = f"{difference}, {'better' if better else 'worse'}"
+    return Cell(words, None, f"level {_css(better=better)}")
+
+
+def _css(*, better: bool) -> str:
+    return "good" if better else "error"
+
+
+def _graph_by_graph(first: Run, second: Run) -> str:
+    both = [{graph["graph"]: graph for graph in run.figures["graphs"]} for run in (first, second)]
+    names = list(dict.fromkeys([*both[0], *both[1]]))
+    rows = []
+    for name in names:
+        cells = [Cell(name)]
+        pair = [graphs.get(name) for graphs in both]
+        for write in (_steps_of, _padding_of, _seconds_of, _size_of):
+            cells += [Cell("none" if each is None else write(each), None, "n") for each in pair]
+        rows.append(cells)
+    heads = [("Graph", "")]
+    for title in ("Replays", "Padding", "Capture", "Memory"):
+        heads += [(f"{title} {label}", "n") for label in ("1", "2")]
+    legend = f'<p class="soft">1: {escaped(first.label)}, 2: {escaped(second.label)}</p>'
+    return legend + table("Graph by graph", heads, rows)
+
+
+def _steps_of(graph: Figures) -> str:
+    return f"{graph['steps']:,}"
+
+
+def _padding_of(graph: Figures) -> str:
+    share = _share(graph)
+    return "" if share is None else f"{share:.0%}"
+
+
+def _seconds_of(graph: Figures) -> str:
+    return seconds_text(graph["capture_s"])
+
+
+def _size_of(graph: Figures) -> str:
+    return size_text(_bytes(graph))

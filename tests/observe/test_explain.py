@@ -1,0 +1,130 @@
+"""`graphrt explain`: the obstacles of a forward, the state that it found, and the code to use."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from graphrt import InputSpec
+from graphrt.cli.app import app
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.observe import explain
+
+WEIGHT, COUNT = torch.randn(8, 8), torch.zeros(1)
+INPUT = "x=float32[tokens,8]"
+HERE = f"{__name__}:"
+
+
+def plain(x):
+    COUNT.add_(1)
+    return torch.relu(x @ WEIGHT)
+
+
+def with_three_obstacles(x):
+    h = x @ WEIGHT
+    torch.nonzero(h[:, 0] > 1e9)
+    torch.masked_select(h, h > 1e9)
+    kept = torch.nonzero(h[:, 1] > 1e9)
+    return torch.relu(h) + kept.shape[0]
+
+
+def with_a_number(x):
+    return x * (1 + x.sum().item())
+
+
+def mixing(x):
+    return x - x.mean(0)
+
+
+def made():
+    return torch.nn.Linear(8, 8)
+
+
+not_a_forward = 3
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["explain", *arguments], catch_exceptions=False)
+    return result.exit_code, result.output
+
+
+def test_nothing_stands_in_the_way():
+    code, text = run(f"{HERE}plain", "--input", INPUT, "--platform", "cpu")
+    assert code == 0
+    assert "Nothing stands in the way of one graph (FULL)." in text
+    assert "Captured as FULL: a step is 1 graph, 0 eager parts" in text
+    assert "It reads: global WEIGHT (256 B)" in text and "It writes: global COUNT (4 B)" in text
+    assert "The replay equals the forward." in text and "times as fast" in text
+
+
+def test_the_code_that_it_shows_runs():
+    for forward, mode in ((plain, "FULL"), (with_three_obstacles, "PIECEWISE")):
+        inputs = {"x": InputSpec(torch.float32, ("tokens", 8))}
+        found = explain(forward, inputs, platform="cpu")
+        names = {"forward": forward, "torch": torch}
+        exec(found.code, names)
+        x = torch.randn(5, 8)
+        assert torch.equal(names["runner"](x=x), forward(x))
+        assert found.mode == names["runner"].mode.name == mode
+
+
+def test_every_operator_is_named_with_its_line():
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 8))}
+    found = explain(with_three_obstacles, inputs, platform="cpu")
+    # Each operator once: the pieces around the first one are those around the others, too.
+    assert [each.op for each in found.obstacles] == [
+        "aten.nonzero.default",
+        "aten.masked_select.default",
+    ]
+    assert all("test_explain.py:" in (each.source or "") for each in found.obstacles)
+    assert found.breaks == ("aten::nonzero", "aten::masked_select")
+    assert (found.graphs, found.eager_parts, found.trial) == (4, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("mixing", "without padding"), ("with_a_number", "BakedScalarError")]
+)
+def test_a_forward_that_no_graph_stands_for_is_told_why_and_given_no_code(name, why):
+    code, text = run(f"{HERE}{name}", "--input", INPUT, "--platform", "cpu")
+    assert code == 1 and "But no graph stands for it yet: " in text and why in text
+    assert "GraphRunner(" not in text
+
+
+def test_a_target_may_be_made_and_the_result_is_json_too():
+    weights = run(f"{HERE}made", "--made", "--input", "input=float32[tokens,8]", "--json")
+    data = json.loads(weights[1])
+    assert (data["mode"], data["obstacles"], data["trial"]) == ("FULL", [], None)
+    assert len(data["reads"]) == 2 and data["graph_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([f"{HERE}absent", "--input", INPUT], "no such forward"),
+        (["no_such_module:f", "--input", INPUT], "no such forward"),
+        ([__name__, "--input", INPUT], "no such forward"),
+        ([f"{HERE}not_a_forward", "--input", INPUT], "a forward is called"),
+        ([f"{HERE}plain", "--input", "x"], "--input says"),
+        ([f"{HERE}plain", "--input", "x=float[tokens;8]"], "--input says"),
+        ([f"{HERE}plain", "--input", "x=relu[tokens]"], "--input says"),
+    ],
+)
+def test_what_cannot_be_explained_is_named(arguments, what):
+    with pytest.raises(InvalidOptionError, match=what):
+        run(*arguments)
+
+
+def test_inputs_have_the_rows_of_their_axes():
+    def summed(x, lengths, starts):
+        return x * (lengths + starts[1:]).unsqueeze(1)
+
+    inputs = {
+        "x": InputSpec(torch.float32, ("rows", 8)),
+        "lengths": InputSpec(torch.int64, ("reqs",)),
+        "starts": InputSpec(torch.int64, ("reqs+1",)),
+    }
+    found = explain(summed, inputs, tokens=4, platform="cpu")
+    assert (found.mode, found.trial, found.obstacles) == ("FULL", None, ())

@@ -1,0 +1,189 @@
+"""The page of a run: it names what is wrong, needs nothing else, and two runs are compared."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphrt import Batch, GraphRunner, InputSpec
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.observe import load_report, page, trace, write_page
+from graphrt.observe.pages.parts import time_line
+from tests.observe.planted import planted_runner, run_planted, step
+
+VOID = {"meta", "br", "i/"}
+
+
+class Outline(HTMLParser):
+    """Which tags are open, what is written where, and what the page would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.findings: list[str] = []
+        self.titles: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        named = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "li":
+            self.findings.append("")
+        if tag in ("h1", "h2", "h3"):
+            self.titles.append("")
+        self.fetched += [v for k, v in attrs if k in ("src", "href") and not v.startswith("#")]
+        assert not any(key.startswith("on") for key in named)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "li" in self.open:
+            self.findings[-1] += data
+        if {"h1", "h2", "h3"} & set(self.open[-1:]):
+            self.titles[-1] += data
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory) -> Path:
+    runner, path = planted_runner(), tmp_path_factory.mktemp("page") / "planted.json"
+    with trace(path, runner):
+        run_planted(runner)
+    return path
+
+
+def test_each_planted_fault_is_on_the_page_with_what_to_try(traced: Path):
+    quarantine, too_large, padding = Outline(page(traced)).findings
+    assert quarantine.startswith("Fault") and "quarantine" in quarantine
+    assert "aten.sub.Tensor" in quarantine and "Try: let each row depend" in quarantine
+    assert "TOO_LARGE (20 tokens)" in too_large and "Try: plan a size of 20" in too_large
+    assert "12 steps (8 tokens) ran in" in padding and "50% padding" in padding
+    assert "add 8 to sizes=, which saves 96 rows" in padding
+    assert "Try: add 8 to sizes=" in padding
+
+
+def test_a_page_is_whole_and_fetches_nothing(traced: Path):
+    text = page(traced)
+    outline = Outline(text)
+    assert outline.open == [] and outline.fetched == []
+    assert "http" not in text and "@import" not in text and "url(" not in text
+    assert text.startswith("<!doctype html>") and 'lang="en"' in text
+    assert outline.titles == [
+        "graphrt run: FULL on cpu",
+        "What deserves a look",
+        "In figures",
+        "Graphs",
+        "Steps by reason",
+        "Padding over batch size",
+        "Where capture time went",
+        "Timeline",
+        "Memory that graphs read",
+    ]
+
+
+def test_a_report_has_no_timeline_and_a_run_without_a_step_no_padding():
+    runner = planted_runner()
+    titles = Outline(page(runner.report())).titles
+    assert "Timeline" not in titles and "Padding over batch size" not in titles
+    runner.release()
+    assert "None is captured." in page(runner.report())
+
+
+def test_bars_have_the_shares_of_their_figures(traced: Path):
+    text = page(traced)
+    row = re.search(r'data-v="8">8</th><td class="wide">(.*?)</td>', text)
+    # 96 live and 96 padding rows: the longest bar.
+    assert row is not None
+    assert re.findall(r'class="(\w+)" style="width:([\d.]+)%"', row[1]) == [
+        ("live", "50.00"),
+        ("pad", "50.00"),
+    ]
+
+
+def test_names_of_a_host_are_text_and_no_markup():
+    bad = '<img src="http://x" onerror="alert(1)">'
+    runner = GraphRunner(
+        lambda x: x - x.mean(0),
+        mode="FULL",
+        sizes=[2],
+        variants=[bad],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
+        outputs=("tokens", 8),
+        platform="cpu",
+    )
+    runner.capture()
+    runner(Batch(2, variant=bad), x=torch.ones(2, 8))
+    text = page(runner.report(), title=bad)
+    assert "<img" not in text and "&lt;img" in text
+    assert Outline(text).fetched == []
+
+
+def test_two_runs_are_compared(tmp_path: Path):
+    before, after = planted_runner(), planted_runner()
+    run_planted(before)
+    for _ in range(10):
+        step(after, 4)
+    before.report().save(tmp_path / "before.json")
+    after.report().save(tmp_path / "after.json")
+    text = page(tmp_path / "before.json", tmp_path / "after.json")
+    outline = Outline(text)
+    assert outline.titles[:3] == ["graphrt run: before and after", "Both runs", "Graph by graph"]
+    rows = {
+        re.sub("<.*?>", "", head): re.sub("<.*?>", " ", cells).split()
+        for head, cells in re.findall(r"<tr>(<th [^>]*row.*?</th>)(.*?)</tr>", text)
+    }
+    assert rows["Eager steps"] == ["10", "0", "-10,", "better"]
+    assert rows["Steps by graphs"] == ["61.5%", "100.0%", "+38.5", "points,", "better"]
+    back = page(after.report(), before.report())
+    assert "+10, worse" in back and "run 1" in back
+
+
+def test_what_is_no_report_is_named(tmp_path: Path):
+    for name, text in (
+        ("absent.json", None),
+        ("empty.json", ""),
+        ("list.json", "[]"),
+        ("other.json", '{"a": 1}'),
+        ("newer.json", '{"graphrt_report": 99}'),
+        ("trace.json", '{"traceEvents": []}'),
+    ):
+        path = tmp_path / name
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(InvalidOptionError, match="the report cannot be read"):
+            write_page(tmp_path / "page.html", path)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_saved_report_is_loaded_as_it_was(tmp_path: Path, traced: Path):
+    report = planted_runner().report()
+    report.save(tmp_path / "run.json")
+    assert load_report(tmp_path / "run.json") == report.to_dict()
+    assert (
+        load_report(traced)["findings"]
+        == json.loads(traced.read_text())["otherData"]["graphrt_reports"][0]["findings"]
+    )
+
+
+def test_many_sizes_are_put_together_and_slices_below_a_pixel_drawn_as_one():
+    runner = GraphRunner(
+        lambda x: x + 1,
+        mode="FULL",
+        sizes=list(range(2, 101, 2)),
+        inputs={"x": InputSpec(torch.float32, ("tokens", 2))},
+        platform="cpu",
+    )
+    runner.capture()
+    for tokens in range(1, 101):
+        runner(x=torch.zeros(tokens, 2))
+    text = page(runner.report())
+    assert ">1 to 5</th>" in text and ">96 to 100</th>" in text and "26 others" in text
+    line = time_line("steps", [(at * 1.0, 0.5, "live", "") for at in range(10_000)], 10_000.0)
+    assert 500 < line.count("<rect") <= 1000

@@ -1,0 +1,82 @@
+"""`capture(progress=True)`, and the lines of the log."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import subprocess
+import sys
+
+import pytest
+
+from graphrt.core.base.errors import InvalidOptionError
+from tests.observe.planted import planted_runner, run_planted, step
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("method", ["capture", "recapture"])
+def test_a_terminal_has_a_bar_that_one_line_ends(method, monkeypatch):
+    runner = planted_runner()
+    runner.release()
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    getattr(runner, method)(progress=True)
+    lines = stream.getvalue().split("\r")
+    assert lines[0] == "" and len(lines) == 8
+    assert lines[1].startswith("[........................] 0/6, next: 16 tokens 16 reqs")
+    assert lines[6].startswith("[####################....] 5/6, next: 2 tokens")
+    assert re.fullmatch(r"captured 6 graphs in [\d.]+ m?s *\n", lines[7])
+    # Nothing of a longer line is left of it.
+    assert len(lines[7].rstrip("\n")) >= len(lines[6])
+
+
+@pytest.mark.parametrize("progress", [True, False, None])
+def test_there_is_no_bar_off_a_terminal(progress, capsys):
+    runner = planted_runner()
+    runner.recapture(progress)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_cannot_be_told_is_refused():
+    with pytest.raises(InvalidOptionError, match="progress"):
+        planted_runner().capture(progress=3)  # type: ignore[arg-type]
+
+
+def test_a_capture_and_a_quarantine_are_a_line_and_a_step_is_none(caplog):
+    caplog.set_level(logging.INFO, "graphrt")
+    runner = planted_runner()
+    names = [record.getMessage() for record in caplog.records]
+    assert len(names) == 7 and names[6].startswith("captured 6 graphs in ")
+    assert re.fullmatch(r"captured FULL \[16 tokens 16 reqs\] in [\d.]+ s", names[0])
+    caplog.clear()
+    run_planted(runner)
+    (quarantine,) = caplog.records
+    assert quarantine.getMessage().startswith("3 graphs are in quarantine: FULL [4 tokens")
+    caplog.clear()
+    caplog.set_level(logging.DEBUG, "graphrt")
+    for _ in range(3):
+        step(runner, 4)
+        step(runner, 20)
+        step(runner, 3, "mixed")
+    assert caplog.records == []
+
+
+CODE = """
+import graphrt, torch
+inputs = {"x": graphrt.InputSpec(torch.float32, ("tokens", 2))}
+runner = graphrt.GraphRunner(lambda x: x + 1, mode="FULL", sizes=[2], inputs=inputs, platform="cpu")
+runner.capture()
+"""
+
+
+@pytest.mark.parametrize(("level", "lines"), [("INFO", 2), ("WARNING", 0)])
+def test_the_variable_prints_the_log(level, lines, monkeypatch):
+    monkeypatch.setenv("GRAPHRT_LOG", level)
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    said = [line for line in done.stderr.splitlines() if " graphrt " in line]
+    assert len(said) == lines and all(" INFO captured " in line for line in said)
