@@ -6,7 +6,7 @@ on every graph by one small collective a step, and all of them take the best gra
 use.
 
 1. `Agreement()` on every rank, after `torch.distributed.init_process_group`.
-2. `step = agreement.runner(runner)` after `runner.capture()`.
+2. `step = RankedRunner(agreement, runner)` after `runner.capture()`.
 3. `step(batch, **inputs)` at every step of every rank; `step.idle()` where a rank has nothing.
 
 Every rank makes the same steps in the same order. Ranks of one model (tensor parallel) have equal

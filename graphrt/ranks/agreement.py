@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,7 @@ from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.runner.runner import GraphRunner
 from graphrt.ranks.ballot import TRIED, UNUSABLE, USABLE, Ballot, Tally, decoded, digest_of, encoded
 from graphrt.ranks.errors import RankLostError, RanksDifferError, RankStoppedError
-from graphrt.ranks.heartbeat import Heartbeat, Sign, StoreLostError, named
-
-if TYPE_CHECKING:
-    from graphrt.ranks.stepping import RankedRunner
+from graphrt.ranks.heartbeat import Heartbeat, Sign, named
 
 
 class Answer(NamedTuple):
@@ -101,13 +98,6 @@ class Agreement:
         self._see(runner)
         self._refuse_differences(self._facts)
 
-    def runner(self, runner: GraphRunner[Any]) -> RankedRunner:
-        """The runner, whose steps are voted on; checked as by `check`."""
-        from graphrt.ranks.stepping import RankedRunner
-
-        self.check(runner)
-        return RankedRunner(self, runner)
-
     def _see(self, runner: GraphRunner[Any]) -> None:
         options = runner.options
         self._facts = self._shared_facts() | {
@@ -150,7 +140,7 @@ class Agreement:
         `batch` None is an idle rank. `to_try` are the slots whose next step this rank has to try,
         `without` those that it may not replay.
         """
-        if self._is_closed:
+        if self._failure is not None:
             raise RankStoppedError(
                 "this rank has left the agreement",
                 got=self._failure,
@@ -202,15 +192,18 @@ class Agreement:
 
     def close(self) -> None:
         """Leave the agreement: a rank that votes afterwards gets a `RankStoppedError`. Not
-        collective. Before `torch.distributed.destroy_process_group()`."""
+        collective, but rank 0, which holds the store, waits for the others, for `timeout_s` at most
+        and after an error twice as long. Before `torch.distributed.destroy_process_group()`."""
+        has_failed = self._failure is not None
         self._leave("it has left the agreement")
+        if not self._is_closed:
+            self._is_closed = True
+            self._heartbeat.close(self._timeout_s * (2 if has_failed else 1))
 
     def _leave(self, why: str, *, is_cause: bool = True) -> None:
-        if self._is_closed:
-            return
-        self._is_closed, self._failure = True, why
-        self._heartbeat.say(why, is_cause=is_cause)
-        self._heartbeat.close(self._timeout_s)
+        if self._failure is None:
+            self._failure = why
+            self._heartbeat.say(why, is_cause=is_cause)
 
     def __enter__(self) -> Self:
         return self
@@ -257,19 +250,13 @@ class Agreement:
         another rank has left."""
         if isinstance(error, GraphRTError) or not isinstance(error, RuntimeError):
             return error
-        try:
-            signs = self._heartbeat.missing(-1, 0.0)
-        except StoreLostError:
-            signs = [Sign(0, doing="it holds the store of the heartbeats, which does not answer")]
+        signs = self._heartbeat.missing(-1, 0.0)
         return self._missing(signs, "was broken off") if signs else error
 
     def _lost(self, began: float, error: Exception) -> Exception:
         """What a collective that failed, or did not end, has waited for."""
         waited = time.monotonic() - began
-        try:
-            signs = self._heartbeat.missing(self._step, max(self._timeout_s - waited, 0.0))
-        except StoreLostError:
-            signs = [Sign(0, doing="it holds the store of the heartbeats, which does not answer")]
+        signs = self._heartbeat.missing(self._step, max(self._timeout_s - waited, 0.0))
         return self._missing(signs, "has no agreement")
 
     def _missing(self, signs: Sequence[Sign], what: str) -> Exception:

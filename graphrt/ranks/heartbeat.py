@@ -39,6 +39,9 @@ class Sign:
     """Whether that is its own error, and not what it says of another rank."""
 
 
+_WITHOUT_STORE = Sign(0, doing="it holds the store of the heartbeats, which does not answer")
+
+
 class StoreLostError(Exception):
     """The store does not answer: the process that holds it is gone."""
 
@@ -71,7 +74,10 @@ class Heartbeat:
         self._step, self._doing, self._beats = 0, "not stepping yet", 0
         self._error: str | None = None
         self._is_cause = True
-        self._lock = threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._looked = time.monotonic()
+        # The last sign of each rank, and when it was first seen.
+        self._known = [(Sign(rank), self._looked) for rank in range(self.size)]
         self._ended = threading.Event()
         self._beat()
         self._thread = threading.Thread(
@@ -96,56 +102,68 @@ class Heartbeat:
 
     def close(self, wait_s: float) -> None:
         """Beat no more. Rank 0, which holds the store, waits until the others have left too or are
-        dead, for `wait_s` seconds at most: they read there why ranks have left."""
+        silent, for `wait_s` seconds at most: they read there why ranks have left."""
         ended = time.monotonic() + wait_s
-        try:
-            before = self.signs() if self.rank == 0 else []
-            while before and time.monotonic() < ended:
-                time.sleep(3 * self._interval)
-                now = self.signs()
-                left = [s.error or s.beats == before[s.rank].beats for s in now if s.rank]
-                if all(left):
-                    break
-                before = now
-        except StoreLostError:
-            pass  # the process that waits for a store of its own is at its end
+        while self.rank == 0 and time.monotonic() < ended:
+            try:
+                self._look()
+            except StoreLostError:
+                break
+            if all(sign.error is not None or self._is_silent(sign) for sign in self._others()):
+                break
+            time.sleep(self._interval)
         self._ended.set()
         self._thread.join(timeout=self._interval)
 
     def missing(self, step: int, wait_s: float) -> list[Sign]:
         """The ranks that are why step `step` does not go on: those that say so, those whose beats
-        stand still, and else those that have not come to it. Looks for at most `wait_s` seconds.
-
-        Raises `StoreLostError`.
-        """
-        before = self.signs()
+        stand still, and else those that have not come to it. Looks for at most `wait_s` seconds,
+        and without a store at what it knew last."""
         ended = time.monotonic() + wait_s
+        # As long as it takes to tell a rank that is still.
+        least = time.monotonic() + 4 * self._interval
         while True:
-            time.sleep(3 * self._interval)
-            now = self.signs()
-            others = [sign for sign in now if sign.rank != self.rank]
-            # A rank that has left because of another one says so later than that one.
-            said = [sign for sign in others if sign.error is not None and sign.is_cause]
-            still = [
-                sign
-                for sign in others
-                if sign.beats == before[sign.rank].beats and sign.error is None
-            ]
-            behind = [s for s in others if s.step < step and s.error is None]
-            for named in (said, still, behind):
-                if named:
-                    return named
-            if time.monotonic() > ended:
-                return [sign for sign in others if sign.error is not None]
+            try:
+                self._look()
+            except StoreLostError:
+                return self._said_or_silent() or [_WITHOUT_STORE]
+            named = self._said_or_silent()
+            if named:
+                return named
+            if time.monotonic() > least:
+                behind = [s for s in self._others() if s.step < step and s.error is None]
+                if behind or time.monotonic() > ended:
+                    return behind or [s for s in self._others() if s.error is not None]
+            time.sleep(self._interval)
 
-    def signs(self) -> list[Sign]:
-        """The last sign of each rank; raises `StoreLostError`."""
-        return _answered(self._read, self._patience)
+    def _others(self) -> list[Sign]:
+        return [sign for sign, _ in self._known if sign.rank != self.rank]
+
+    def _said_or_silent(self) -> list[Sign]:
+        # A rank that has left because of another one is no cause, and may end before that one does.
+        said = [sign for sign in self._others() if sign.error is not None and sign.is_cause]
+        return said or [s for s in self._others() if s.error is None and self._is_silent(s)]
+
+    def _is_silent(self, sign: Sign, longer_than_s: float = 0.0) -> bool:
+        """Whether it had not beaten for some time when this rank looked last."""
+        since = self._looked - self._known[sign.rank][1]
+        return since > max(longer_than_s, 3 * self._interval)
+
+    def _look(self) -> None:
+        """Note the last sign of each rank, and when it was another one; raises `StoreLostError`."""
+        signs = _answered(self._read, self._patience)
+        with self._lock:
+            self._looked = now = time.monotonic()
+            self._known = [
+                (sign, now if sign.beats != last.beats else since)
+                for sign, (last, since) in zip(signs, self._known, strict=True)
+            ]
 
     def _read(self) -> list[Sign]:
         keys = [str(rank) for rank in range(self.size)]
         try:
-            with self._lock:
+            # Two threads look: that of the beats, and who misses a rank.
+            with self._reading:
                 there = [key for key in keys if self._reader.check([key])]
                 texts = self._reader.multi_get(there)
         except RuntimeError as error:  # torch's errors of the network are all of them
@@ -163,24 +181,20 @@ class Heartbeat:
 
     def _run(self) -> None:
         """Beat, and look now and then whether the others still do."""
-        heard = [(0, time.monotonic())] * self.size
-        looked = time.monotonic()
-        while not self._ended.wait(self._interval):
-            try:
+        try:
+            while not self._ended.wait(self._interval):
                 self._beat()
-                if time.monotonic() - looked < self._timeout_s / 4:
+                if time.monotonic() - self._looked < self._timeout_s / 4:
                     continue
-                looked = time.monotonic()
-                for sign in self.signs():
-                    if sign.beats != heard[sign.rank][0]:
-                        heard[sign.rank] = sign.beats, looked
-                    elif looked - heard[sign.rank][1] > self._timeout_s and sign.error is None:
-                        self._on_silence(named([sign]))
-                        return
-            except StoreLostError:
-                if not self._ended.is_set():
-                    self._on_silence("rank 0: it holds the store, which does not answer")
-                return
+                self._look()
+                others = (sign for sign in self._others() if sign.error is None)
+                silent = [sign for sign in others if self._is_silent(sign, self._timeout_s)]
+                if silent:
+                    self._on_silence(named(silent))
+                    return
+        except StoreLostError:
+            if not self._ended.is_set():
+                self._on_silence(named([_WITHOUT_STORE]))
 
 
 def _answered(call: Callable[[], T], limit_s: float) -> T:

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import InvalidBatchError
+from graphrt.core.base.errors import InvalidBatchError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.runner.runner import GraphRunner
-
-if TYPE_CHECKING:
-    from graphrt.ranks.agreement import Agreement, Answer, PendingVote
+from graphrt.ranks.agreement import Agreement, Answer, PendingVote
 
 
 @public("graphrt.ranks")
 class RankedRunner:
-    """Steps of one runner, with the graph that all ranks agree on."""
+    """Steps of one runner, with the graph that all ranks agree on.
+
+    Made on every rank after `capture()`; raises what `Agreement.check` does, and
+    `InvalidOptionError` for a runner that captures lazily.
+    """
 
     def __init__(self, agreement: Agreement, runner: GraphRunner[Any]) -> None:
+        if runner.options.lazy:
+            raise InvalidOptionError(
+                "a rank that captures at its own steps has other graphs than the others",
+                got="lazy=True",
+                expected="lazy=False",
+                advice="runner.capture() on all ranks before the first step",
+            )
+        agreement.check(runner)
         self.agreement = agreement
         self.runner = runner
 

@@ -106,8 +106,12 @@ def main(
         ) as runner,
     ):
         runner.capture()
-        step = agreement.runner(runner)
-        take_steps(case, mine, rank, model, step, steps, wrong)
+        try:
+            step = RankedRunner(agreement, runner)
+            take_steps(case, mine, rank, model, step, steps, wrong)
+        except GraphRTError:
+            LAST[1] = time.monotonic()
+            raise
         reasons.update({reason.name: n for reason, n in runner.report().reasons.items() if n})
 
 
@@ -119,12 +123,13 @@ def rank_of(case: dict[str, Any]) -> dict[str, Any]:
     try:
         main(case, seen["log"], seen["steps"], seen["wrong"], reasons)
     except GraphRTError as error:
-        took = time.monotonic() - LAST[0]
+        took = LAST[1] - LAST[0]
         return seen | {"error": type(error).__name__, "text": str(error), "took": took}
     return seen | {"reasons": reasons}
 
 
-LAST = [0.0]
+LAST = [0.0, 0.0]
+"""When the last step began, and when its error was raised."""
 
 
 def take_steps(
