@@ -58,8 +58,10 @@ class Heartbeat:
         self._on_silence = on_silence
         self._timeout_s = timeout_s
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._interval = max(min(timeout_s / 10, 1.0), 0.02)
-        self._patience = max(timeout_s / 4, 3 * self._interval)
+        self._interval = max(min(timeout_s / 20, 1.0), 0.02)
+        # A machine with more to do than cores may keep a thread waiting for some beats.
+        self._silence = timeout_s / 3
+        self._patience = timeout_s / 4
         self._timeout = timedelta(seconds=max(timeout_s, 1.0))
         host: list[Any] = [None]
         if self.rank == 0:
@@ -121,7 +123,7 @@ class Heartbeat:
         and without a store at what it knew last."""
         ended = time.monotonic() + wait_s
         # As long as it takes to tell a rank that is still.
-        least = time.monotonic() + 4 * self._interval
+        least = time.monotonic() + self._silence + 2 * self._interval
         while True:
             try:
                 self._look()
@@ -147,7 +149,7 @@ class Heartbeat:
     def _is_silent(self, sign: Sign, longer_than_s: float = 0.0) -> bool:
         """Whether it had not beaten for some time when this rank looked last."""
         since = self._looked - self._known[sign.rank][1]
-        return since > max(longer_than_s, 3 * self._interval)
+        return since > max(longer_than_s, self._silence)
 
     def _look(self) -> None:
         """Note the last sign of each rank, and when it was another one; raises `StoreLostError`."""

@@ -22,7 +22,7 @@ def launch(
     case: dict[str, Any], ranks: int, *, lost: Collection[int] = (), limit_s: float = 120.0
 ) -> dict[int, dict[str, Any]]:
     """Run `worker.py` on so many ranks; what each has written, by rank. Those that are `lost` are
-    killed once the others have ended, and have written nothing."""
+    killed once the others have ended, and may have written nothing."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -56,5 +56,5 @@ def launch(
     assert not hang, f"ranks {hang} hang; the others: {seen}"
     for rank, each in seen.items():
         assert "raw" not in each, each["raw"]
-        assert ("nothing" in each) == (rank in lost), (rank, each)
+        assert rank in lost or "nothing" not in each, rank
     return seen

@@ -23,17 +23,15 @@ def assert_same(found: dict[int, dict[str, Any]]) -> None:
     ("ranks", "case"),
     [
         (2, {"idle": 0.1, "beyond": 2}),
-        (2, {"query_lens": [1, 2], "uniform": 0.5, "plan": {"query_lens": [1, 2]}}),
         (2, {"idle": 0.3, "check": "sample"}),
         (2, {"check": "always", "steps": 40}),
-        (2, {"check": "off"}),
         (2, {"loras": [0, 1, 2], "plan": {"loras": [1, 2]}}),
         (4, {"idle": 0.2, "beyond": 1, "query_lens": [1, 2], "uniform": 0.7}),
     ],
     ids=lambda value: ", ".join(map(str, value)) if isinstance(value, dict) else f"{value} ranks",
 )
 def test_ranks_with_other_batches_replay_the_same_graphs(ranks: int, case: dict[str, Any]) -> None:
-    found = launch({"sizes": SIZES, "steps": 200, "seed": ranks, **case}, ranks)
+    found = launch({"sizes": SIZES, "steps": 100, "seed": ranks, **case}, ranks)
     assert_same(found)
     assert found[0]["reasons"]["HIT"] > 20
 
@@ -46,7 +44,7 @@ def test_a_graph_that_one_rank_has_dropped_is_replayed_on_none() -> None:
     assert ["PIECEWISE", 8, "HIT"] in found[0]["steps"][10:]
 
 
-@pytest.mark.parametrize("check", ["capture", "sample", "always"])
+@pytest.mark.parametrize("check", ["capture", "always"])
 def test_a_value_that_changes_on_one_rank_alone_does_not_part_them(check: str) -> None:
     change = {"fault": {"kind": "attribute", "at": 30, "to": 3.0}}
     case = {"sizes": SIZES, "steps": 60, "check": check, "of_rank": {"1": change}}
@@ -59,10 +57,8 @@ def test_a_value_that_changes_on_one_rank_alone_does_not_part_them(check: str) -
 @pytest.mark.parametrize(
     ("kind", "lost", "error", "text"),
     [
-        ("kill", 1, "RankLostError", "rank 1, last heard at step"),
         ("kill inside", 1, "RankLostError", "rank 1, last heard at step"),
         ("stop", 1, "RankLostError", "rank 1, last heard at step"),
-        ("delay", 1, "RankLostError", "rank 1, last heard at step"),
         ("raise", 1, "RankStoppedError", "rank 1: GraphRTError: a planted error"),
         ("kill", 0, "RankLostError", "rank 0"),
         ("stop", 0, "RankLostError", "rank 0"),
