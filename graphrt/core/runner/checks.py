@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Literal
@@ -173,6 +173,7 @@ class Checks:
         "_levels",
         "_steps",
         "_warned_of",
+        "decided",
         "glances",
         "on",
         "pending",
@@ -199,6 +200,8 @@ class Checks:
         # slot -> the token count that needs no trial; -1: every batch needs a closer look.
         self.pending: dict[int, int] = {}
         self._steps = 0
+        # What ranks have decided of the next step.
+        self.decided: bool | None = None
         self._gradients.reset()
         self.glances.reset()
 
@@ -305,9 +308,12 @@ class Checks:
     def wants_trial(self, slot: int, differing: frozenset[str] | None) -> bool:
         """Whether this step of the graph is tried; `differing` are the inputs of a padded one in
         which live rows differ from the padding, where it `awaits_padding`."""
+        if self.decided is not None:
+            self._steps += 1
+            return self.decided
         graph = self._graphs[slot]
         kind = graph.kind
-        if graph.to_try or graph.moved or kind.untried or self._gradients.wanted:
+        if self._has_to_be_tried(graph):
             return True
         if differing is not None and kind.awaits_padding:
             if kind.wants_padded(differing):
@@ -315,8 +321,40 @@ class Checks:
             if not kind.awaits_padding:
                 self._note_pending()
         self._steps += 1
-        sampled = "sample" in self._levels and self._steps % _SAMPLED == 0
-        return "always" in self._levels or sampled
+        return self._is_sampled(self._steps)
+
+    def _has_to_be_tried(self, graph: _Graph) -> bool:
+        return graph.to_try or bool(graph.moved) or graph.kind.untried or self._gradients.wanted
+
+    def _is_sampled(self, step: int) -> bool:
+        return "always" in self._levels or ("sample" in self._levels and step % _SAMPLED == 0)
+
+    def for_vote(self) -> tuple[Collection[int], Collection[int]]:
+        """Of which graphs the next step has to be tried, whatever its batch is, and which are in
+        quarantine: ranks decide on a step together."""
+        if not self.on or not self.pending:
+            return (), ()
+        is_sampled = self._is_sampled(self._steps + 1)
+        to_try, failed = [], []
+        for slot in (slot for slot, tokens in self.pending.items() if tokens < 0):
+            graph = self._graphs[slot]
+            if graph.record.failure is not None:
+                failed.append(slot)
+            elif is_sampled or self._has_to_be_tried(graph):
+                to_try.append(slot)
+        return to_try, failed
+
+    def decide(self, slot: int, tried: bool) -> None:
+        """Until `undecided`, whether the step of this graph is tried: all ranks do the same,
+        whatever each of them has seen."""
+        if self.on:
+            self.decided = tried
+            if tried:
+                self.pending = self.pending | {slot: -1}
+
+    def undecided(self) -> None:
+        """The step that ranks have decided on is over."""
+        self.decided = None
 
     def tried(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
         """Note the verdict of a trial; if it failed, all graphs of its kind go into quarantine.

@@ -230,10 +230,12 @@ class StepEngine:
         """The dispatch of the step as it ran, and its live outputs.
 
         Ranks that have agreed on a graph have other live rows each. So all of them run at its size,
-        also eagerly, and none tries the step for its padding.
+        also eagerly, and none tries the step for its padding. Where they have decided to try it, it
+        is tried whatever this rank knows: its runs may hold collectives, and the outputs are those
+        of an eager run.
         """
         dispatch = step.dispatch
-        reason = self._checks.why_eager(dispatch)
+        reason = None if self._checks.decided else self._checks.why_eager(dispatch)
         if reason is None:
             differing = self._trials.differing(step)
             if self._checks.wants_trial(dispatch.slot, differing):

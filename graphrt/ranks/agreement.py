@@ -1,0 +1,341 @@
+"""`Agreement`: one vote a step, and an error with the rank's number where there is no agreement."""
+
+from __future__ import annotations
+
+import platform as host
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from typing_extensions import Self
+
+from graphrt._version import __version__
+from graphrt.core.base.errors import GraphRTError, InvalidOptionError
+from graphrt.core.base.homes import public
+from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import shown
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.dispatch.dispatcher import GraphDispatcher
+from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.runner.runner import GraphRunner
+from graphrt.ranks.ballot import TRIED, UNUSABLE, USABLE, Ballot, Tally, decoded, digest_of, encoded
+from graphrt.ranks.errors import RankLostError, RanksDifferError, RankStoppedError
+from graphrt.ranks.heartbeat import Heartbeat, Sign, named
+
+
+class Answer(NamedTuple):
+    """The graph of one step, the same on all ranks; of mode NONE where there is none that all of
+    them can use. With `tried` all ranks try the step."""
+
+    agreed: Dispatch
+    tried: bool
+
+
+@public("graphrt.ranks")
+class Agreement:
+    """The votes of the ranks of one group.
+
+    Every method but `close()` and `fail()` is collective: all ranks call it, in the same order, and
+    from one thread. A rank that raises a `Rank...Error` has not launched its step; no rank makes
+    another one afterwards.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = 60.0,
+        same: Mapping[str, object] | None = None,
+        abort: Iterable[dist.ProcessGroup] = (),
+    ) -> None:
+        """`group` is used for nothing else; by default a gloo group of all ranks, made here. Its
+        backend says where a vote lies: with NCCL the host waits for the device at every step.
+        `timeout_s` is how long a rank may be late. `same` is what of the host's own has to be equal
+        on all ranks, as text: a checkpoint's name, a LoRA's revision. `abort` are the groups whose
+        collectives graphs hold: they are aborted once a rank has been silent for `timeout_s`, so
+        that a host which waits for such a collective gets an error (NCCL; gloo sees it itself).
+
+        Raises `InvalidOptionError` where there is no process group, and `RanksDifferError`.
+        """
+        if not dist.is_initialized():
+            raise InvalidOptionError(
+                "there is no process group",
+                advice="torch.distributed.init_process_group(...) first, or start with torchrun",
+            )
+        if not timeout_s > 0:
+            raise InvalidOptionError(
+                "timeout_s is no number of seconds", got=shown(timeout_s), expected="timeout_s > 0"
+            )
+        # The rest is for finding out who is missing.
+        self._timeout = timedelta(seconds=timeout_s * 2 / 3)
+        self._timeout_s = timeout_s
+        if group is None:
+            group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._abort = tuple(abort)
+        self._group: Any = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._device = _device_of(group)
+        self._heartbeat = Heartbeat(group, timeout_s, self._note_silence)
+        self._same = {name: str(value) for name, value in (same or {}).items()}
+        self._facts: dict[str, list[str]] = self._shared_facts()
+        self._digest = b""
+        self._ballot: Ballot | None = None
+        self._step = 0
+        self._is_closed = False
+        self._failure: str | None = None
+
+    # What is equal -------------------------------------------------------------------------------
+
+    def check(self, runner: GraphRunner[Any]) -> None:
+        """Raise `RanksDifferError` on every rank unless all have the same plan, graphs, checks and
+        versions. Steps compare them too; ranks of one model that need no vote call this alone,
+        after `capture()` and after `recapture()`."""
+        self._see(runner)
+        self._refuse_differences(self._facts)
+
+    def _see(self, runner: GraphRunner[Any]) -> None:
+        options = runner.options
+        self._facts = self._shared_facts() | {
+            "plan": str(runner.plan).splitlines(),
+            "check": [str(options.check)],
+            "outputs": [str(options.outputs)],
+        }
+        self._ballot = None
+        self._graphs_of(runner.dispatcher)
+
+    def _shared_facts(self) -> dict[str, list[str]]:
+        return {
+            "graphrt": [__version__],
+            "torch": [torch.__version__],
+            "python": [host.python_version()],
+            **{f"same[{name!r}]": [text] for name, text in self._same.items()},
+        }
+
+    def _graphs_of(self, dispatcher: GraphDispatcher) -> Ballot:
+        ballot = self._ballot
+        if ballot is None or ballot.version is not dispatcher.version:
+            ballot = self._ballot = Ballot(dispatcher)
+            self._facts["graphs"] = ballot.text
+            self._digest = digest_of([f"{k}: {line}" for k, v in self._facts.items() for line in v])
+        return ballot
+
+    # Votes ---------------------------------------------------------------------------------------
+
+    def vote(
+        self,
+        dispatcher: GraphDispatcher,
+        batch: Batch | None,
+        *,
+        to_try: Collection[int] = (),
+        without: Collection[int] = (),
+    ) -> PendingVote:
+        """Begin the vote on the graph of the next step, and go on: `result()` has the answer. Begun
+        while the step before runs on the device, it costs the host the launch alone.
+
+        `batch` None is an idle rank. `to_try` are the slots whose next step this rank has to try,
+        `without` those that it may not replay.
+        """
+        if self._failure is not None:
+            raise RankStoppedError(
+                "this rank has left the agreement",
+                got=self._failure,
+                advice="start all ranks again; a rank that has left makes no more steps",
+            )
+        ballot = self._graphs_of(dispatcher)
+        graphs = ballot.usable(batch)
+        if to_try or without:
+            weaker = dict.fromkeys(to_try, TRIED) | dict.fromkeys(without, UNUSABLE)
+            slots = (graph.slot for graph in ballot.graphs)
+            graphs = bytes(map(min, graphs, (weaker.get(slot, USABLE) for slot in slots)))
+        self._step += 1
+        return self._send(ballot, batch, encoded(self._digest, self._step, True, graphs))
+
+    def _send(self, ballot: Ballot, batch: Batch | None, vote: bytearray) -> PendingVote:
+        votes = torch.frombuffer(vote, dtype=torch.uint8).to(self._device)
+        self._heartbeat.now(self._step, "voting")
+        began = time.monotonic()
+        try:
+            work = dist.all_reduce(votes, dist.ReduceOp.MIN, self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._lost(began, error) from error
+        return PendingVote(self, ballot, batch, votes, work, began)
+
+    def _result(self, pending: PendingVote) -> Answer:
+        try:
+            pending.work.wait(self._timeout)
+            least = pending.votes.tolist()
+        except RuntimeError as error:
+            raise self._lost(pending.began, error) from error
+        tally = decoded(least)
+        if not (tally.same and tally.same_step and tally.goes_on):
+            raise self._no_agreement(tally)
+        self._heartbeat.now(self._step, "in its step")
+        if tally.graph is None:
+            batch = pending.batch
+            tokens = 1 if batch is None else batch.num_tokens
+            none = BatchDescriptor(tokens, None if batch is None else batch.num_reqs)
+            return Answer(Dispatch(GraphMode.NONE, none, Reason.RANKS_DISAGREE), False)
+        return Answer(pending.ballot.graphs[tally.graph], tally.tried)
+
+    # What ends it --------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Say that this rank makes no more steps because of `error`: the others raise
+        `RankStoppedError` at their next vote, or within the time-out. Not collective."""
+        is_cause = not isinstance(error, RankLostError | RankStoppedError)
+        self._leave(f"{type(error).__name__}: {error}".splitlines()[0], is_cause=is_cause)
+
+    def close(self) -> None:
+        """Leave the agreement: a rank that votes afterwards gets a `RankStoppedError`. Not
+        collective, but rank 0, which holds the store, waits for the others, for `timeout_s` at most
+        and after an error twice as long. Before `torch.distributed.destroy_process_group()`."""
+        has_failed = self._failure is not None
+        self._leave("it has left the agreement")
+        if not self._is_closed:
+            self._is_closed = True
+            self._heartbeat.close(self._timeout_s * (2 if has_failed else 1))
+
+    def _leave(self, why: str, *, is_cause: bool = True) -> None:
+        if self._failure is None:
+            self._failure = why
+            self._heartbeat.say(why, is_cause=is_cause)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close()
+
+    def _no_agreement(self, tally: Tally) -> Exception:
+        """The error of a vote that all ranks have seen: all of them are here, and compare."""
+        facts = self._facts | {"step": [str(self._step)]}
+        try:
+            self._refuse_differences(facts)
+        except (RanksDifferError, RankLostError) as error:
+            return error
+        return RanksDifferError("ranks sent different votes, though nothing differs now")
+
+    def _refuse_differences(self, facts: dict[str, list[str]]) -> None:
+        everybody: list[Any] = [None] * self.size
+        began = time.monotonic()
+        try:
+            dist.all_gather_object(everybody, facts, group=self._group)
+        except RuntimeError as error:
+            raise self._lost(began, error) from error
+        differs = difference_of(everybody)
+        if differs is not None:
+            self._leave(differs.what)
+            raise differs
+
+    def _note_silence(self, who: str) -> None:
+        """A rank is silent: said in the log, for a host that waits for a device. In a thread."""
+        logger.error("a rank is dead or stopped: %s", who)
+        for group in self._abort:
+            group.abort()
+
+    def explained(self, error: Exception) -> Exception:
+        """What a step raised; a `RankLostError` or `RankStoppedError` if it was a collective that
+        another rank has left."""
+        if isinstance(error, GraphRTError) or not isinstance(error, RuntimeError):
+            return error
+        signs = self._heartbeat.missing(-1, 0.0)
+        return self._missing(signs, "was broken off") if signs else error
+
+    def _lost(self, began: float, error: Exception) -> Exception:
+        """What a collective that failed, or did not end, has waited for."""
+        waited = time.monotonic() - began
+        signs = self._heartbeat.missing(self._step, max(self._timeout_s - waited, 0.0))
+        return self._missing(signs, "has no agreement")
+
+    def _missing(self, signs: Sequence[Sign], what: str) -> Exception:
+        has_said = any(sign.error is not None for sign in signs)
+        who = named(signs) or "nobody is missing"
+        self._leave(who, is_cause=False)
+        kind: type[GraphRTError] = RankLostError
+        why = "a rank is dead or late"
+        if has_said:
+            kind, why = RankStoppedError, "a rank makes no more steps"
+        return kind(
+            f"step {self._step} {what}: {why}",
+            got=who,
+            expected=f"a vote of each of {self.size} ranks within {self._timeout_s:g} s",
+            advice="look at the log of that rank first, and start all ranks again; if it was only "
+            "slow, a larger timeout_s",
+        )
+
+
+@public("graphrt.ranks")
+class PendingVote:
+    """A vote that is under way."""
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        ballot: Ballot,
+        batch: Batch | None,
+        votes: torch.Tensor,
+        work: Any,
+        began: float,
+    ) -> None:
+        self.batch = batch
+        self.ballot = ballot
+        self.votes = votes
+        self.work = work
+        self.began = began
+        self._agreement = agreement
+        self._answer: Answer | None = None
+
+    def result(self) -> Answer:
+        """Wait for the other ranks. Raises `RankLostError`, `RankStoppedError` and
+        `RanksDifferError`."""
+        if self._answer is None:
+            self._answer = self._agreement._result(self)
+        return self._answer
+
+
+def difference_of(everybody: Sequence[dict[str, list[str]]]) -> RanksDifferError | None:
+    """The first fact in which ranks differ, and which ranks are not as most of them are."""
+    for fact in dict.fromkeys(name for facts in everybody for name in facts):
+        values = [tuple(facts.get(fact, ())) for facts in everybody]
+        if len(set(values)) == 1:
+            continue
+        usual = max(values, key=values.count)
+        apart = [rank for rank, value in enumerate(values) if value != usual]
+        other = values[apart[0]]
+        first = next(
+            (pair for pair in zip(_lines(other, usual), _lines(usual, other), strict=True)
+             if pair[0] != pair[1]),
+            ("nothing", "nothing"),
+        )  # fmt: skip
+        return RanksDifferError(
+            f"ranks do not agree: {fact} is another one on "
+            + ", ".join(f"rank {rank}" for rank in apart),
+            got=f"on rank {apart[0]}: {first[0]}",
+            expected=f"as on rank {values.index(usual)}: {first[1]}",
+            advice="start all ranks with the same code, plan and options, and make the same steps "
+            "on all of them; a rank without work calls idle()",
+        )
+    return None
+
+
+def _lines(of: Sequence[str], beside: Sequence[str]) -> list[str]:
+    return [*of, *["nothing"] * (len(beside) - len(of))]
+
+
+def _device_of(group: Any) -> torch.device:
+    """Where votes of this group lie."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator() or "cpu")

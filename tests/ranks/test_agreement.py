@@ -1,0 +1,104 @@
+"""Ranks in processes of their own: the same graph at every step, or an error on all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks.launching import launch
+
+SIZES = [1, 2, 4, 8]
+
+
+def assert_same(found: dict[int, dict[str, Any]]) -> None:
+    for rank, seen in found.items():
+        assert "error" not in seen, (rank, seen)
+        assert seen["wrong"] == [], (rank, seen["wrong"][:3])
+        assert seen["log"] == found[0]["log"], f"rank {rank} has made other collectives"
+        assert [step[:2] for step in seen["steps"]] == [step[:2] for step in found[0]["steps"]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        (2, {"idle": 0.1, "beyond": 2}),
+        (2, {"idle": 0.3, "check": "sample"}),
+        (2, {"check": "always", "steps": 40}),
+        (2, {"loras": [0, 1, 2], "plan": {"loras": [1, 2]}}),
+        (4, {"idle": 0.2, "beyond": 1, "query_lens": [1, 2], "uniform": 0.7}),
+    ],
+    ids=lambda value: ", ".join(map(str, value)) if isinstance(value, dict) else f"{value} ranks",
+)
+def test_ranks_with_other_batches_replay_the_same_graphs(ranks: int, case: dict[str, Any]) -> None:
+    found = launch({"sizes": SIZES, "steps": 100, "seed": ranks, **case}, ranks)
+    assert_same(found)
+    assert found[0]["reasons"]["HIT"] > 20
+
+
+def test_a_graph_that_one_rank_has_dropped_is_replayed_on_none() -> None:
+    drop = {"fault": {"kind": "drop", "at": 10, "size": 4}}
+    found = launch({"sizes": SIZES, "steps": 100, "of_rank": {"1": drop}}, 2)
+    assert_same(found)
+    assert ["PIECEWISE", 4, "HIT"] not in found[0]["steps"][10:]
+    assert ["PIECEWISE", 8, "HIT"] in found[0]["steps"][10:]
+
+
+@pytest.mark.parametrize("check", ["capture", "always"])
+def test_a_value_that_changes_on_one_rank_alone_does_not_part_them(check: str) -> None:
+    change = {"fault": {"kind": "attribute", "at": 30, "to": 3.0}}
+    case = {"sizes": SIZES, "steps": 60, "check": check, "of_rank": {"1": change}}
+    found = launch(case, 2)
+    for seen in found.values():
+        assert "error" not in seen, seen
+        assert seen["log"] == found[0]["log"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost", "error", "text"),
+    [
+        ("kill inside", 1, "RankLostError", "rank 1, last heard at step"),
+        ("stop", 1, "RankLostError", "rank 1, last heard at step"),
+        ("raise", 1, "RankStoppedError", "rank 1: GraphRTError: a planted error"),
+        ("kill", 0, "RankLostError", "rank 0"),
+        ("stop", 0, "RankLostError", "rank 0"),
+    ],
+)
+def test_a_rank_that_is_gone_is_named_on_all_others(
+    kind: str, lost: int, error: str, text: str
+) -> None:
+    fault = {"kind": kind, "at": 6, "s": 20}
+    case = {"sizes": SIZES, "steps": 50, "timeout_s": 3, "of_rank": {str(lost): {"fault": fault}}}
+    is_lost = () if kind == "raise" else (lost,)
+    found = launch(case, 3, lost=is_lost, limit_s=60)
+    for rank in {0, 1, 2} - {lost}:
+        assert found[rank]["error"] == error, found[rank]
+        assert text in found[rank]["text"], found[rank]["text"]
+        # The time-out is 3 s; the rest is for a loaded machine.
+        assert found[rank]["took"] < 9
+
+
+@pytest.mark.parametrize(
+    ("mine", "text"),
+    [
+        ({"plan": {"max_num_reqs": 4}}, "plan is another one on rank 1"),
+        ({"check": "always"}, "check is another one on rank 1"),
+        ({"same": {"checkpoint": "b"}}, "same['checkpoint'] is another one on rank 1"),
+    ],
+)
+def test_a_rank_with_another_configuration_is_named_before_a_step(
+    mine: dict[str, Any], text: str
+) -> None:
+    case = {"sizes": SIZES, "steps": 5, "of_rank": {"1": mine}}
+    for seen in launch(case, 3).values():
+        assert seen["error"] == "RanksDifferError"
+        assert text in seen["text"]
+        assert seen["steps"] == []
+
+
+def test_a_rank_that_has_left_a_step_out_is_named() -> None:
+    skip = {"fault": {"kind": "skip", "at": 6}}
+    case = {"sizes": SIZES, "steps": 12, "timeout_s": 3, "of_rank": {"1": skip}}
+    found = launch(case, 2)
+    assert found[0]["error"] == "RankStoppedError"
+    assert "rank 1: it has left the agreement" in found[0]["text"]

@@ -1,0 +1,117 @@
+"""Ranks on GPUs of their own, with NCCL inside FULL graphs and votes over gloo."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from graphrt import Batch, GraphRunner, InputSpec
+from graphrt.errors import GraphRTError
+from graphrt.ranks import Agreement, RankedRunner
+
+WIDTH, SIZES, RANKS = 256, [1, 2, 4, 8, 16], 2
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs"),
+]
+
+
+def rank_of(rank: int, port: int, steps: int, dies_at: int | None) -> dict[str, Any]:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+    )
+    torch.manual_seed(0)
+    weight = torch.randn(WIDTH, WIDTH, device="cuda") / WIDTH
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        summed = torch.ones_like(x) * (rank + 1)
+        dist.all_reduce(summed)
+        return torch.tanh(x @ weight) + summed
+
+    chosen, seen, wrong, began = random.Random(rank), [], 0, 0.0
+    spec = {"x": InputSpec(torch.float32, ("tokens", WIDTH))}
+    try:
+        with (
+            Agreement(timeout_s=6, abort=[dist.group.WORLD]) as agreement,
+            GraphRunner(
+                forward, mode="FULL", sizes=SIZES, inputs=spec, outputs=("tokens", WIDTH)
+            ) as runner,
+        ):
+            runner.capture()
+            step = RankedRunner(agreement, runner)
+            for number in range(steps):
+                began = time.monotonic()
+                if number == dies_at and rank == RANKS - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                tokens = chosen.randrange(17)
+                if tokens == 0:
+                    seen.append(step.idle().descriptor.num_tokens)
+                    continue
+                x = torch.randn(tokens, WIDTH, device="cuda")
+                y = step(Batch(tokens, tokens), x=x)
+                expected = torch.tanh(x @ weight) + RANKS * (RANKS + 1) / 2
+                wrong += not torch.allclose(y, expected, atol=1e-3)
+                seen.append(runner.last_dispatch.descriptor.num_tokens)
+    except GraphRTError as error:
+        return {"error": type(error).__name__, "text": str(error), "took": time.monotonic() - began}
+    return {"steps": seen, "wrong": wrong}
+
+
+def run(rank: int, folder: str, *rest: Any) -> None:
+    try:
+        seen = rank_of(rank, *rest)
+    except BaseException:
+        seen = {"raw": traceback.format_exc()}
+    Path(folder, f"{rank}.json").write_text(json.dumps(seen))
+    os._exit(0)
+
+
+def launch(folder: Path, steps: int, dies_at: int | None = None) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    started = [
+        context.Process(target=run, args=(rank, str(folder), port, steps, dies_at))
+        for rank in range(RANKS)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(120)
+    hang = [rank for rank, process in enumerate(started) if process.is_alive()]
+    for process in started:
+        process.kill()
+    assert not hang
+    paths = [Path(folder, f"{rank}.json") for rank in range(RANKS)]
+    return [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+
+
+def test_random_batches_replay_the_same_full_graphs_with_nccl_inside(tmp_path: Path) -> None:
+    first, second = launch(tmp_path, 500)
+    assert first == second, (first, second)
+    assert first["wrong"] == 0
+    assert set(first["steps"]) <= set(SIZES)
+
+
+def test_a_rank_that_is_killed_is_named_within_the_time_out(tmp_path: Path) -> None:
+    first, second = launch(tmp_path, 500, dies_at=50)
+    assert second == {}
+    assert first["error"] == "RankLostError", first
+    assert "rank 1" in first["text"]
+    assert first["took"] < 12

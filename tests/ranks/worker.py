@@ -1,0 +1,201 @@
+"""One rank of a test: makes steps of its own batches, logs every collective of its forward, and
+writes what it saw. Started by `launch`.
+
+The forward sums over ranks in an eager part, so two ranks with other graphs would sum other rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphrt import (
+    Batch,
+    GraphMode,
+    GraphOptions,
+    GraphRunner,
+    InputSpec,
+    Reason,
+    current_context,
+    eager_break,
+)
+from graphrt.core.base.errors import GraphRTError
+from graphrt.ranks import Agreement, RankedRunner
+
+WIDTH = 8
+
+
+class Model:
+    """A scale per rank and layer, and a sum over ranks between two layers."""
+
+    def __init__(self, group: Any, log: list[Any]) -> None:
+        torch.manual_seed(0)
+        self.weight = torch.randn(WIDTH, WIDTH)
+        self.scale = 1.0
+        self.dies = False
+        self._group, self._log = group, log
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(x @ self.weight)
+        return (hidden + self.summed(hidden)) * self.scale
+
+    def summed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _sum_over_ranks(hidden, self)
+
+
+@eager_break
+def _sum_over_ranks(hidden: torch.Tensor, model: Model) -> torch.Tensor:
+    if model.dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rows = float(len(hidden))
+    total = torch.tensor([rows, rows * rows])
+    dist.all_reduce(total, group=model._group)
+    mean, square = (total / dist.get_world_size()).tolist()
+    agree = mean * mean == square
+    # Without a graph for all each rank runs its own rows; of one graph all have the same.
+    model._log.append(rows if agree else 0)
+    is_replayed = current_context().mode is not GraphMode.NONE
+    return torch.zeros(WIDTH) + (float("nan") if is_replayed and not agree else 0.0)
+
+
+def batches(random_batches: random.Random, case: dict[str, Any]) -> Batch | None:
+    """The next batch of a rank; None where it is idle."""
+    if random_batches.random() < case.get("idle", 0.0):
+        return None
+    query_len = random_batches.choice(case.get("query_lens", [1]))
+    most = case["sizes"][-1] + case.get("beyond", 0)
+    reqs = random_batches.randint(1, max(most // query_len, 1))
+    loras = random_batches.choice(case.get("loras", [0]))
+    uniform = random_batches.random() < case.get("uniform", 1.0)
+    return Batch(reqs * query_len, reqs, query_len if uniform else None, num_active_loras=loras)
+
+
+def main(
+    case: dict[str, Any],
+    log: list[Any],
+    steps: list[Any],
+    wrong: list[Any],
+    reasons: dict[str, int],
+) -> None:
+    rank = dist.get_rank()
+    group = dist.new_group(backend="gloo")
+    model = Model(group, log)
+    plan = dict(case.get("plan", {}))
+    mine = case.get("of_rank", {}).get(str(rank), {})
+    plan.update(mine.get("plan", {}))
+    with (
+        Agreement(timeout_s=case.get("timeout_s", 20.0), same=mine.get("same")) as agreement,
+        GraphRunner(
+            model,
+            mode=case.get("mode", "PIECEWISE"),
+            sizes=case["sizes"],
+            inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+            outputs=("tokens", WIDTH),
+            options=GraphOptions(check=mine.get("check", case.get("check", "capture"))),
+            platform="cpu",
+            **plan,
+        ) as runner,
+    ):
+        runner.capture()
+        try:
+            step = RankedRunner(agreement, runner)
+            take_steps(case, mine, rank, model, step, steps, wrong)
+        except GraphRTError:
+            LAST[1] = time.monotonic()
+            raise
+        reasons.update({reason.name: n for reason, n in runner.report().reasons.items() if n})
+
+
+def rank_of(case: dict[str, Any]) -> dict[str, Any]:
+    """What one rank saw."""
+    dist.init_process_group("gloo")
+    seen: dict[str, Any] = {"rank": dist.get_rank(), "log": [], "steps": [], "wrong": []}
+    reasons: dict[str, int] = {}
+    try:
+        main(case, seen["log"], seen["steps"], seen["wrong"], reasons)
+    except GraphRTError as error:
+        took = LAST[1] - LAST[0]
+        return seen | {"error": type(error).__name__, "text": str(error), "took": took}
+    return seen | {"reasons": reasons}
+
+
+LAST = [0.0, 0.0]
+"""When the last step began, and when its error was raised."""
+
+
+def take_steps(
+    case: dict[str, Any],
+    mine: dict[str, Any],
+    rank: int,
+    model: Model,
+    step: RankedRunner,
+    steps: list[Any],
+    wrong: list[Any],
+) -> None:
+    runner, chosen = step.runner, random.Random(f"{case.get('seed', 0)} {rank}")
+    for number in range(case["steps"]):
+        LAST[0] = time.monotonic()
+        fault = mine.get("fault")
+        if fault and fault["at"] == number:
+            inject(fault, runner, model)
+            if fault["kind"] == "skip":
+                continue
+        batch = batches(chosen, case)
+        if batch is None:
+            dispatch = step.idle()
+        else:
+            x = torch.randn(batch.num_tokens, WIDTH)
+            y = step(batch, x=x)
+            expected = torch.tanh(x @ model.weight) * model.scale
+            if not torch.allclose(y, expected, atol=1e-5):
+                wrong.append(
+                    [number, runner.last_dispatch.mode.name, runner.last_dispatch.reason.name]
+                )
+            dispatch = runner.last_dispatch
+        assert dispatch is not None
+        # A graph in quarantine on one rank alone runs eagerly there, at the size of the graph.
+        mode = dispatch.mode.name
+        size = 0 if dispatch.reason is Reason.RANKS_DISAGREE else dispatch.descriptor.num_tokens
+        steps.append([mode, size, dispatch.reason.name])
+
+
+def inject(fault: dict[str, Any], runner: Any, model: Model) -> None:
+    kind = fault["kind"]
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "kill inside":
+        model.dies = True
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "delay":
+        time.sleep(fault["s"])
+    elif kind == "raise":
+        raise GraphRTError("a planted error")
+    elif kind == "attribute":
+        model.scale = fault["to"]
+    elif kind == "drop":
+        published = runner.dispatcher.published
+        graph = next(each for each in published if each.descriptor.num_tokens == fault["size"])
+        runner.dispatcher.withdraw(graph.mode, graph.descriptor)
+
+
+def run(case: dict[str, Any], folder: str, rank: int, environment: dict[str, str]) -> None:
+    """One rank, in its process: writes what it saw into a file of the folder."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        seen = rank_of(case)
+    except BaseException:
+        seen = {"raw": traceback.format_exc()}
+    Path(folder, f"{rank}.json").write_text(json.dumps(seen))
+    # What a broken group still waits for is of no interest.
+    os._exit(0)
