@@ -13,6 +13,7 @@ from graphrt.core.device.figures import UpdateFigures
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.runner.checks import TrialRecord
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable
+from graphrt.core.trust.compare import listed
 from graphrt.core.trust.reads import TensorUse
 from graphrt.core.trust.watching.pointers import UnknownMemory
 
@@ -27,6 +28,10 @@ class TrustReport:
     `protected` is memory too large to be saved, and which rows of it warm-ups wrote. `unknown` is
     what nodes of tried graphs point to and nobody has named, None where a device cannot tell. With
     `mixes_rows` live rows depend on padding by design.
+
+    What a host changes in Python is seen at the next step where it lies in one of the `watched`
+    dicts, and after `glance_steps` steps at most elsewhere; `not_watched` says why there are none.
+    `harmless` are the attributes whose changes are looked at no more, as three made no difference.
     """
 
     reads: tuple[TensorUse, ...] = ()
@@ -34,11 +39,29 @@ class TrustReport:
     protected: tuple[str, ...] = ()
     unknown: UnknownMemory | None = None
     mixes_rows: bool = False
+    watched: int = 0
+    glance_steps: int = 0
+    not_watched: str = ""
+    harmless: tuple[str, ...] = ()
 
     @property
     def only_graphs_bytes(self) -> int:
         """Bytes that only graphs hold: the forward has let go of them."""
         return sum(use.bytes for use in self.reads if use.moved)
+
+    def lines(self) -> list[str]:
+        """How changes in Python are seen, for people."""
+        if not self.glance_steps:
+            return []
+        seen = (
+            f"{self.watched} dicts watched" if self.watched else f"not told of: {self.not_watched}"
+        )
+        lines = [f"Changes in Python: {seen}; others seen after {self.glance_steps} steps at most"]
+        if self.harmless:
+            lines.append(
+                f"  make no difference, and are looked at no more: {listed(self.harmless)}"
+            )
+        return lines
 
 
 @public("graphrt")
@@ -105,6 +128,7 @@ class RunnerReport:
                 f"Steps: {_counted(reasons)}; {self.padding:.0%} of the tokens of graphs padding",
                 f"Trials: {_counted(trials)}",
                 *(f"  {failure}" for failure in failures),
+                *self.trust.lines(),
             ]
         )
 
@@ -142,7 +166,17 @@ def _trust(graphs: GraphTable) -> TrustReport:
         return TrustReport(trials=trials, mixes_rows=mixes_rows)
     tried = [record.descriptor for record in trials if record.steps]
     unknown = graphs.unknown_memory(tried) if tried else None
-    return TrustReport(reads.table(), trials, tuple(reads.protected), unknown, mixes_rows)
+    return TrustReport(
+        reads.table(),
+        trials,
+        tuple(reads.protected),
+        unknown,
+        mixes_rows,
+        watched=reads.host.watched,
+        glance_steps=reads.rounds,
+        not_watched=reads.host.why_not,
+        harmless=tuple(graphs.checks.harmless),
+    )
 
 
 def _counted(counts: Mapping[str, int]) -> str:
