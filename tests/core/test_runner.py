@@ -546,7 +546,8 @@ def test_a_report_is_printed_in_lines_and_counts_no_padding_of_steps_that_ran_wi
     report = mixing.report()
     assert (report.live_tokens, report.padded_tokens, report.padding) == (0, 0, 0.0)
     assert repr(mixing) == f"GraphRunner(FULL, {len(report.graphs)} graphs, cpu)"
-    graphs, steps, trials, failure = str(report).splitlines()
+    graphs, steps, trials, failure, python = str(report).splitlines()
+    assert python.startswith("Changes in Python: ")
     assert graphs.startswith(f"Graphs: {len(report.graphs)} FULL; captured in")
     assert steps.startswith("Steps: 2 QUARANTINED; 0% of")
     assert "quarantined" in trials and "without padding" in failure
