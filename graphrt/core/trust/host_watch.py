@@ -189,6 +189,9 @@ class HostWatch:
                 owners[id(value)] = _Owner(place, ".", False)
             elif kind is Kind.DICT:
                 groups.append(([(_Owner(place, "", True), value)], None))
+            elif kind is Kind.FUNCTION and type(value.__kwdefaults__) is dict:
+                owner = _Owner(place, ", default ", False)
+                groups.append(([(owner, value.__kwdefaults__)], None))
             held: Any = None if dict_of is None else dict_of(value)
             if held is None or dict_of is None:
                 continue
