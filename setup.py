@@ -20,7 +20,7 @@ def _native() -> Extension:
     known = runpy.run_path(str(package / "core" / "base" / "native_sources.py"))
     return Extension(
         "graphrt.core.base._native",
-        [f"native/{name}.c" for name in ("module", "path", "replay", "slots")],
+        [f"native/{name}.c" for name in ("glances", "module", "path", "replay", "slots", "watch")],
         depends=["native/native.h"],
         define_macros=[
             (name, f'"{value}"') for name, value in known["fingerprints"](package).items()

@@ -34,7 +34,15 @@ PyMODINIT_FUNC PyInit__native(void) {
     struct {
         const char *name;
         PyTypeObject *type;
-    } types[] = {{"Writer", &WriterType}, {"Replay", &ReplayType}, {"Path", &PathType}};
+    } types[] = {
+        {"Writer", &WriterType},
+        {"Replay", &ReplayType},
+        {"Path", &PathType},
+        {"Glances", &GlancesType},
+#if HAS_WATCH
+        {"Watch", &WatchType},
+#endif
+    };
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
     if (prepare_replay() < 0 || prepare_path() < 0) goto failed;

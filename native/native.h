@@ -34,7 +34,13 @@ void holder_dealloc(PyObject *self);
     .tp_clear = holder_clear, .tp_vectorcall_offset = offsetof(Holder, call),                      \
     .tp_call = (more) ? PyVectorcall_Call : NULL
 
-extern PyTypeObject WriterType, ReplayType, PathType;
+extern PyTypeObject WriterType, ReplayType, PathType, GlancesType;
+
+/* Where CPython tells who changes a dict, in the versions that this was tried with. */
+#define HAS_WATCH (PY_VERSION_HEX >= 0x030C0000 && PY_VERSION_HEX < 0x030E0000)
+#if HAS_WATCH
+extern PyTypeObject WatchType;
+#endif
 
 /* Once, before objects of these types are made; -1 with an error set. */
 int prepare_replay(void);

@@ -60,12 +60,20 @@ def diagnose(*, tries: bool = True) -> dict[str, Any]:
         "python": host.python_version(),
         "machine": f"{host.system()} {host.machine()}",
         "native": native_state,
+        "host_changes": _host_changes(),
         "versions": {name: _version(name) for name in PACKAGES},
         "platforms": [_platform(platform, tries=tries) for platform in installed_platforms()],
         "environment": variables_set(os.environ),
         "notes": _notes(),
         "current": _current(),
     }
+
+
+def _host_changes() -> str:
+    from graphrt.core.trust.host_watch import watch_state
+
+    why_not = watch_state()
+    return f"seen some steps later: {why_not}" if why_not else "seen at the next step"
 
 
 def _version(name: str) -> str | None:
@@ -195,6 +203,7 @@ def _show_variable(variable: dict[str, Any], console: Console) -> None:
 def _show(report: dict[str, Any], console: Console) -> None:
     console.print(f"graphrt {report['graphrt']}, Python {report['python']}, {report['machine']}")
     console.print(Text(f"The step in C: {report['native']}"))
+    console.print(Text(f"What a host changes in Python: {report['host_changes']}"))
     versions = Table(title="Libraries", title_justify="left")
     versions.add_column("package")
     versions.add_column("version")

@@ -42,7 +42,7 @@ def autocast_to_another_dtype(device):
     return Scenario(Net(nn.Linear(8, 8)), between=at_change(change))
 
 
-@defect("autocast", "silent")
+@defect("autocast", "late")
 def autocast_inside_by_a_flag(device):
     model = SimpleNamespace(linear=nn.Linear(8, 8), half=False)
 
@@ -126,7 +126,7 @@ def generator_built_at_each_call(device):
     return Scenario(forward)
 
 
-@defect("random", "silent", on_cuda="named")
+@defect("random", "silent", on_cuda="named", told="named")
 def generator_of_a_request_replaced(device):
     model = SimpleNamespace(generator=torch.Generator(device).manual_seed(3))
 

@@ -27,13 +27,13 @@ def simple_model() -> nn.Module:
     return Scaled()
 
 
-@defect("attribute", "silent")
+@defect("attribute", "late")
 def float_attribute(device):
     model = simple_model()
     return Scenario(model, between=at_change(lambda: setattr(model, "scale", 3.0)))
 
 
-@defect("attribute", "silent")
+@defect("attribute", "late", long=True)
 def int_attribute_in_a_slice(device):
     model = SimpleNamespace(weight=torch.randn(8, 8), window=8)
 
@@ -43,7 +43,7 @@ def int_attribute_in_a_slice(device):
     return Scenario(forward, between=at_change(lambda: setattr(model, "window", 4)))
 
 
-@defect("attribute", "silent")
+@defect("attribute", "late")
 def bool_attribute(device):
     model = SimpleNamespace(gated=False)
 
@@ -53,7 +53,7 @@ def bool_attribute(device):
     return Scenario(forward, between=at_change(lambda: setattr(model, "gated", True)))
 
 
-@defect("attribute", "silent")
+@defect("attribute", "late")
 def string_attribute(device):
     model = SimpleNamespace(activation="relu")
 
@@ -63,7 +63,7 @@ def string_attribute(device):
     return Scenario(forward, between=at_change(lambda: setattr(model, "activation", "tanh")))
 
 
-@defect("attribute", "silent")
+@defect("attribute", "late")
 def attribute_that_was_none(device):
     model = SimpleNamespace(bias=None)
 
@@ -73,7 +73,7 @@ def attribute_that_was_none(device):
     return Scenario(forward, between=at_change(lambda: setattr(model, "bias", torch.ones(8))))
 
 
-@defect("attribute", "silent")
+@defect("attribute", "late", long=True)
 def dtype_attribute(device):
     model = SimpleNamespace(dtype=torch.float32, weight=torch.randn(8, 8))
 
@@ -85,7 +85,7 @@ def dtype_attribute(device):
     return Scenario(forward, between=change, tolerance=1e-4)
 
 
-@defect("attribute", "silent")
+@defect("attribute", "late")
 def attribute_of_a_slots_object(device):
     class Settings:
         __slots__ = ("scale",)
@@ -97,7 +97,7 @@ def attribute_of_a_slots_object(device):
     )
 
 
-@defect("attribute", "silent")
+@defect("attribute", "late", long=True)
 def field_of_a_frozen_config_that_is_replaced(device):
     @dataclasses.dataclass(frozen=True)
     class Config:
@@ -119,7 +119,7 @@ def field_of_a_frozen_config_that_is_replaced(device):
     )
 
 
-@defect("attribute", "silent")
+@defect("attribute", "late")
 def property_over_a_dict(device):
     class Model:
         def __init__(self) -> None:
@@ -136,7 +136,7 @@ def property_over_a_dict(device):
     return Scenario(model.step, between=at_change(lambda: model.settings.update(scale=3.0)))
 
 
-@defect("attribute", "silent")
+@defect("attribute", "late")
 def scalar_argument_of_an_operator(device):
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -177,7 +177,7 @@ def previous_output_rebound_and_read(device):
     return Scenario(forward)
 
 
-@defect("class attribute", "silent")
+@defect("class attribute", "late")
 def class_attribute(device):
     class Model:
         scale: ClassVar[float] = 1.0
@@ -188,7 +188,7 @@ def class_attribute(device):
     return Scenario(Model().step, between=at_change(lambda: setattr(Model, "scale", 3.0)))
 
 
-@defect("class attribute", "silent")
+@defect("class attribute", "late")
 def class_attribute_shadowed_by_an_instance(device):
     model = type("Model", (), {"scale": 1.0})()
     return Scenario(
@@ -196,7 +196,7 @@ def class_attribute_shadowed_by_an_instance(device):
     )
 
 
-@defect("class attribute", "silent")
+@defect("class attribute", "late")
 def method_of_a_class_patched(device):
     class Model(nn.Module):
         def gate(self, x):
@@ -209,7 +209,7 @@ def method_of_a_class_patched(device):
     return Scenario(Model(), between=change)
 
 
-@defect("replaced method", "silent")
+@defect("replaced method", "late", long=True)
 def forward_of_a_module_replaced(device):
     model = simple_model()
 
@@ -220,7 +220,7 @@ def forward_of_a_module_replaced(device):
     return Scenario(model, between=change)
 
 
-@defect("replaced method", "silent")
+@defect("replaced method", "late", long=True)
 def method_of_an_instance_replaced(device):
     model = simple_model()
     inner = model.linear
@@ -241,7 +241,7 @@ def flag_of_the_host_that_is_on_at_capture_alone(device):
     return Scenario(forward, between=between)
 
 
-@defect("attribute", "silent")
+@defect("attribute", "late")
 def number_changed_for_one_step_alone(device):
     model = SimpleNamespace(scale=1.0)
 

@@ -17,7 +17,7 @@ import torch
 from tests.trust.scenario import CHANGE, Scenario, at_change, defect
 
 
-@defect("closure", "silent")
+@defect("closure", "late")
 def nonlocal_number(device):
     scale = 1.0
 
@@ -39,7 +39,7 @@ def number_that_changes_at_every_step(device):
     return Scenario(lambda x: x * scale, between=between)
 
 
-@defect("closure", "silent")
+@defect("closure", "late")
 def list_cell(device):
     scale = [1.0]
     return Scenario(
@@ -59,7 +59,7 @@ def tensor_of_a_closure_rebound(device):
     return Scenario(lambda x: x * weight, between=between)
 
 
-@defect("closure", "silent")
+@defect("closure", "late")
 def function_of_a_closure_rebound(device):
     activation = torch.relu
 
@@ -71,7 +71,7 @@ def function_of_a_closure_rebound(device):
     return Scenario(lambda x: activation(x), between=between)
 
 
-@defect("closure", "silent")
+@defect("closure", "late")
 def set_of_skipped_layers(device):
     weights, skipped = [torch.randn(8, 8) for _ in range(3)], set()
 
@@ -84,7 +84,7 @@ def set_of_skipped_layers(device):
     return Scenario(forward, between=at_change(lambda: skipped.add(1)))
 
 
-@defect("closure", "silent")
+@defect("closure", "late")
 def partial_with_a_list_that_changes(device):
     scales = [1.0]
     forward = functools.partial(lambda scales, x: x * scales[-1], scales)
@@ -101,7 +101,7 @@ def lora_chosen_by_a_python_index(device):
     return Scenario(lambda x: x + x @ adapters[active[0]], between=between)
 
 
-@defect("global", "silent")
+@defect("global", "late")
 def global_number(device):
     module = {"SCALE": 1.0}
     exec("def forward(x):\n    return x * SCALE", module)
@@ -116,7 +116,7 @@ def global_tensor_rebound(device):
     return Scenario(module["forward"], between=change)
 
 
-@defect("global", "silent")
+@defect("global", "late")
 def global_dict_of_settings(device):
     module: dict[str, Any] = {"SETTINGS": {"scale": 1.0}}
     exec("def forward(x):\n    return x * SETTINGS['scale']", module)
@@ -125,7 +125,7 @@ def global_dict_of_settings(device):
     )
 
 
-@defect("global", "silent")
+@defect("global", "late")
 def function_of_a_module_patched(device):
     library = SimpleNamespace(activation=torch.relu)
     return Scenario(
@@ -134,7 +134,7 @@ def function_of_a_module_patched(device):
     )
 
 
-@defect("default argument", "silent")
+@defect("default argument", "late")
 def mutable_default(device):
     default = {"scale": 1.0}
 
@@ -144,7 +144,7 @@ def mutable_default(device):
     return Scenario(forward, between=at_change(lambda: default.update(scale=3.0)))
 
 
-@defect("default argument", "silent")
+@defect("default argument", "late")
 def defaults_replaced(device):
     def forward(x, scale=1.0):
         return x * scale
@@ -162,7 +162,7 @@ def environment_variable(device):
     return Scenario(forward, between=at_change(lambda: os.environ.update(GRAPHRT_TESTS_SCALE="3")))
 
 
-@defect("environment", "silent")
+@defect("environment", "late")
 def number_that_another_thread_changes(device):
     settings = SimpleNamespace(scale=1.0)
 
@@ -174,7 +174,7 @@ def number_that_another_thread_changes(device):
     return Scenario(lambda x: x * settings.scale, between=at_change(change))
 
 
-@defect("environment", "silent")
+@defect("environment", "late", long=True)
 def number_of_a_thread(device):
     local = threading.local()
 

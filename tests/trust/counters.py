@@ -202,7 +202,7 @@ def generator_object_that_changes_its_mind(device):
     return Scenario(forward, rows=MANY)
 
 
-@defect("cache", "silent")
+@defect("cache", "late")
 def memo_by_a_setting(device):
     settings = SimpleNamespace(scale=1.0)
     tables: dict[float, torch.Tensor] = {}

@@ -243,7 +243,7 @@ def custom_operator_writes_a_global_tensor(device):
     return Scenario(global_counted)
 
 
-@defect("operator", "silent")
+@defect("operator", "late", long=True)
 def custom_autograd_function_reads_a_global(device):
     SETTINGS["scale"] = 1.0
 

@@ -36,17 +36,17 @@ def moved(change) -> Scenario:
     return changed(change, rows=LONG)
 
 
-@defect("hook", "silent")
+@defect("hook", "late", long=True)
 def forward_hook_registered(device):
     return changed(lambda m: m.layers[0].register_forward_hook(lambda mod, args, out: out * 3))
 
 
-@defect("hook", "silent")
+@defect("hook", "late", long=True)
 def forward_pre_hook_registered(device):
     return changed(lambda m: m.norm.register_forward_pre_hook(lambda mod, args: (args[0].relu(),)))
 
 
-@defect("hook", "silent")
+@defect("hook", "late", long=True)
 def hook_removed(device):
     model = Model()
     handle = model.layers[1].register_forward_hook(lambda mod, args, out: out * 3)
@@ -65,7 +65,7 @@ def hook_that_decays_by_itself(device):
     return Scenario(model)
 
 
-@defect("train and eval", "silent")
+@defect("train and eval", "late")
 def train_turned_on_after_capture(device):
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval()
 
@@ -83,7 +83,7 @@ def train_turned_on_after_capture(device):
     return Scenario(net, between=at_change(net.train), judge=judge, rows=rows)
 
 
-@defect("train and eval", "silent")
+@defect("train and eval", "late", long=True)
 def eval_reached_by_a_flag_of_the_layer(device):
     class Layer(nn.Module):
         def forward(self, x):
@@ -93,7 +93,7 @@ def eval_reached_by_a_flag_of_the_layer(device):
     return Scenario(model, between=at_change(model.eval))
 
 
-@defect("replaced part", "silent")
+@defect("replaced part", "late", long=True)
 def activation_module_replaced(device):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     return Scenario(Net(model), between=at_change(lambda: model.__setitem__(1, nn.Tanh())))
@@ -113,7 +113,7 @@ def item_of_a_module_list_replaced(device):
     return moved(lambda m: m.layers.__setitem__(1, nn.Linear(8, 8)))
 
 
-@defect("replaced part", "silent")
+@defect("replaced part", "late", long=True)
 def layer_appended(device):
     return changed(lambda m: m.layers.append(nn.Linear(8, 8)))
 

@@ -22,7 +22,7 @@ def output_that_is_the_state(device):
     return Scenario(forward, rows=(8, 8, 8, 8, 8, 8), sizes=(8,))
 
 
-@defect("output", "silent")
+@defect("output", "late")
 def output_of_another_structure_later(device):
     model = SimpleNamespace(details=False)
 
@@ -43,7 +43,7 @@ def python_number_in_the_output(device):
     return Scenario(forward)
 
 
-@defect("output", "silent")
+@defect("output", "late")
 def python_number_of_the_host_in_the_output(device):
     model = SimpleNamespace(request="a")
 

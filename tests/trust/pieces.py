@@ -24,7 +24,7 @@ def attend(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ weight)
 
 
-@defect("pieces", "silent")
+@defect("pieces", "late")
 def number_in_a_captured_piece(device):
     model = SimpleNamespace(weight=torch.randn(8, 8), scale=1.0)
 
@@ -56,7 +56,7 @@ def counter_in_a_captured_piece(device):
     return piecewise(forward)
 
 
-@defect("pieces", "silent")
+@defect("pieces", "late")
 def eager_part_left_out_by_a_flag(device):
     model = SimpleNamespace(weight=torch.randn(8, 8), skip=False)
 

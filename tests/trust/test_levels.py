@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Callable
@@ -36,13 +37,24 @@ from tests.trust.twins import ambient_state_put_back
 LEVELS = ("off", "capture", "first", "sample", "always")
 WIDTH, SIZES = 4, (1, 2, 4, 8)
 X = InputSpec(torch.float32, ("tokens", WIDTH))
+CAPTURING = "TEST_OF_LEVELS_CAPTURES"
 
 
 class Model(SimpleNamespace):
     """`wrong` are the variants of which graphs are captured that repeat something else."""
 
     def __init__(self, **more: Any) -> None:
-        super().__init__(weight=torch.eye(WIDTH), capturing=False, wrong=(), calls=0, **more)
+        super().__init__(weight=torch.eye(WIDTH), wrong=(), calls=0, **more)
+        self.capturing = False
+
+    @property
+    def capturing(self) -> bool:
+        """Kept where nobody sees that a host changes it."""
+        return os.environ.get(CAPTURING) == "1"
+
+    @capturing.setter
+    def capturing(self, value: bool) -> None:
+        os.environ[CAPTURING] = str(int(value))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         context = current_context()
@@ -54,6 +66,7 @@ class Model(SimpleNamespace):
 @pytest.fixture(autouse=True)
 def _settings_put_back(monkeypatch):
     monkeypatch.delenv("GRAPHRT_CHECK", raising=False)
+    monkeypatch.setenv(CAPTURING, "0")
     with ambient_state_put_back():
         yield
 

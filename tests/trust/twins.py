@@ -8,7 +8,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import torch
 import graphrt.errors
 from graphrt import GraphOptions, GraphRTError, GraphRunner, Host, Reason
 from graphrt.core.base import tree
-from tests.trust.scenario import Defect, Scenario, Word
+from tests.trust.scenario import LONGER, Defect, Scenario, Word
 
 LEVELS = ("off", "capture", "first", "sample", "always")
 HAS_LEVELS = any(each.name == "check" for each in fields(GraphOptions))
@@ -170,7 +170,8 @@ def _twin(defect: Defect, device: str) -> list[Any]:
 def _built(defect: Defect, device: str) -> Scenario:
     _seed(SEED)
     with torch.device(device):
-        return defect.build(device)
+        scenario = defect.build(device)
+    return replace(scenario, rows=LONGER) if defect.long else scenario
 
 
 def _seed(seed: int) -> None:

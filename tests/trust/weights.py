@@ -184,7 +184,7 @@ def parametrization_registered(device):
     return Scenario(Net(model), between=change, rows=LONG)
 
 
-@defect("parametrized weight", "silent")
+@defect("parametrized weight", "late", long=True)
 def quantised_weight_with_a_python_scale(device):
     model = SimpleNamespace(weight=torch.randint(-127, 127, (8, 8)).to(torch.int8), scale=0.01)
 

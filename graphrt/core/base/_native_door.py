@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,5 +46,9 @@ NativeReplay: Callable[..., Any] | None = None if _native is None else _native.R
 """Runs a step that is one graph, with such inputs and one tensor as its output."""
 NativePath: Callable[..., Callable[..., Any]] | None = None if _native is None else _native.Path
 """Takes a step whose batch was dispatched before to its graph: `StepEngine.step` in C."""
+NativeGlances: Callable[..., Iterator[bool]] | None = None if _native is None else _native.Glances
+"""Looks at a few slots and tensors at each step."""
+NativeWatch: Any = getattr(_native, "Watch", None)
+"""Notes who changes a dict; CPython tells from 3.12 on, and it was tried with 3.12 and 3.13."""
 MOST_INPUTS = 0 if _native is None else _native.MOST_INPUTS
 """So many inputs a `NativeWriter` can write."""

@@ -145,6 +145,19 @@ fallthrough_of_new_ones: list[Any] = NAMES.take(
 )
 """The dispatch keys that higher-order operators pass by which are made later."""
 
+# Modules -----------------------------------------------------------------------------------------
+
+_NO_HOOKS = "a hook for all modules that a host adds is not seen"
+_hooks: list[Any] = [
+    NAMES.take(f"torch.nn.modules.module.{name}", without=_NO_HOOKS)
+    for name in ("_global_forward_pre_hooks", "_global_forward_hooks")
+]
+global_hooks: dict[str, dict[int, Any]] = {
+    name: each
+    for name, each in zip(("global pre-hooks", "global hooks"), _hooks, strict=True)
+    if isinstance(each, dict)
+}
+"""The hooks that are called around the forward of every module."""
 
 # Settings ----------------------------------------------------------------------------------------
 

@@ -302,6 +302,8 @@ class CaptureSession:
             # Graphs that are captured already read the old addresses.
             graphs.reads.check_named()
             graphs.checks.check_settings()
+            # At its end what is there then counts as there at the capture of all.
+            graphs.checks.look_at_host()
         if graphs.reads.watched or self._streams.counts or not graphs.records:
             # The state that warm-ups find, and the streams that they count, are known in their own
             # session alone: every kind is warmed up again.

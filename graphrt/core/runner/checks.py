@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Literal
 
 from graphrt.core.base._warnings import GraphQuarantinedWarning, PaddedStateWarning, warn_caller
-from graphrt.core.base.errors import VerificationError
+from graphrt.core.base.errors import StateTooLargeError, VerificationError
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -17,6 +17,8 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.trust.ambient import Ambient
+from graphrt.core.trust.host_watch import Changes, Told, described_changes
+from graphrt.core.trust.places.slots import same_value
 from graphrt.core.trust.places.walk import Link
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.verdict import Verdict
@@ -29,7 +31,8 @@ _LOOKS = 64
 an input that differs from it. Inputs that never differ would else be compared for ever."""
 
 _PASSED = 3
-"""Trials with other values after which a Python value that is no number counts as harmless."""
+"""Trials with other values after which a Python value counts as harmless; a number that only the
+forward moves is moved further in one trial."""
 
 
 @public("graphrt.types")
@@ -89,36 +92,61 @@ class _Kind:
 @dataclass
 class _Graph:
     """One graph: the record of its trials; whether its next step is tried in any case; and the
-    Python values that eager steps have moved since its capture, with which it is tried once."""
+    Python values that eager steps have moved since its capture, and those that the host has
+    `changed`, with which it is tried once."""
 
     record: TrialRecord
     kind: _Kind
     to_try: bool = False
     moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    changed: Changes = field(default_factory=Changes)
+    # By path, how many trials have passed with what the host had changed.
+    passed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether its next step is a trial."""
+        return self.to_try or bool(self.moved) or bool(self.changed) or self.kind.untried
+
+    def note(self, path: str, was: Any, now: Any) -> None:
+        """The host has changed a value; one that is as it was at the last trial is no change. Nor
+        is one that every run of the forward changes, and that makes no difference."""
+        if self.passed[path] >= _PASSED or self.kind.passed[path] >= _PASSED:
+            return
+        was, _ = self.changed.get(path, (was, now))
+        self.changed[path] = was, now
+        if not isinstance(was, Told) and same_value(was, now):
+            del self.changed[path]
 
     def quarantine(self, failure: str) -> None:
         self.record.status, self.record.failure = "quarantined", failure
 
 
 class Glances:
-    """The look of a step before it is simply replayed: are the settings those of the capture, and
-    does one place still lead to the tensor that graphs read there?
+    """The look of a step before it is simply replayed: are the settings those of the capture, has
+    the host changed nothing in Python, and is a tensor that graphs read where it was?
 
-    `looks` has one answer for each step: False sends it to `Checks.why_eager`. Places take turns,
-    so a moved weight is found after as many steps as there are places, at the latest.
+    `looks` has one answer for each step: False sends it to `Checks.why_eager`. Where nobody tells
+    of changes a few places take turns, so those are found after `ReadSet.rounds` steps at most.
     """
 
     # C knows where in an object `looks` is, and `pending` in `Checks`.
-    __slots__ = ("_ambient", "_device_type", "_glances", "looks", "reads")
+    __slots__ = ("_ambient", "_device_type", "_look_at", "looks", "reads")
 
     def __init__(self, reads: ReadSet | None, device_type: str) -> None:
         self.reads = reads
         self._device_type = device_type
         self.reset()
 
+    @property
+    def rung(self) -> bool:
+        """Whether somebody has told of a change."""
+        return self.reads is not None and self.reads.host.rung
+
     def reset(self) -> None:
         """There are no graphs: every step may go on."""
         self._ambient: Ambient | None = None
+        self._look_at: Callable[[Iterator[bool]], Iterator[bool]] | None
         self.only_settings()
 
     def begin(self) -> None:
@@ -129,17 +157,19 @@ class Glances:
 
     def go_round(self) -> None:
         """Look at every place that leads to a tensor again, one at each step."""
-        self._look_at(repeat(True) if self.reads is None else self.reads.glances())
+        self._look_at = None if self.reads is None else self.reads.glances
+        self._look()
 
     def only_settings(self) -> None:
         """Look at no more tensors: their graphs are not replayed."""
-        self._look_at(repeat(True))
+        self._look_at = None
+        self._look()
 
     def ask(self) -> None:
         """The forward asks for gradients, or for inference mode: these are settings too."""
         if self._ambient is not None:
             self._ambient.ask()
-            self._look_at(self._glances)
+            self._look()
 
     def changed_settings(self) -> list[str]:
         """The settings that are not what they were at the first capture; none before it."""
@@ -147,13 +177,15 @@ class Glances:
         if ambient is None or ambient.holds():
             return []
         changed = ambient.differences()
-        self._look_at(self._glances)
+        self._look()
         return changed
 
-    def _look_at(self, glances: Iterator[bool]) -> None:
-        self._glances = glances
+    def _look(self) -> None:
+        looks: Iterator[bool] = repeat(True) if self._ambient is None else self._ambient.looks()
+        if self._look_at is not None:
+            looks = self._look_at(looks)
         # A step takes one of them.
-        self.looks = glances if self._ambient is None else self._ambient.looks(glances)
+        self.looks = looks if self.reads is None else self.reads.host.over(looks)
 
 
 class Checks:
@@ -175,6 +207,7 @@ class Checks:
         "_warned_of",
         "decided",
         "glances",
+        "harmless",
         "on",
         "pending",
         "strict",
@@ -202,6 +235,8 @@ class Checks:
         self._steps = 0
         # What ranks have decided of the next step.
         self.decided: bool | None = None
+        # The paths at which changes of the host make no difference.
+        self.harmless: dict[str, None] = {}
         self._gradients.reset()
         self.glances.reset()
 
@@ -256,8 +291,10 @@ class Checks:
                 advice="capture under the settings of the steps, or recapture()",
             )
 
-    def why_eager(self, dispatch: Dispatch) -> Reason | None:
-        """Why the step of a graph must not be replayed; None if it may.
+    def why_eager(self, dispatch: Dispatch, *, agreed: bool = False) -> Reason | None:
+        """Why the step of a graph must not be replayed; None if it may. A graph that ranks have
+        `agreed` on is not tried for what the host of one of them has changed: the others would not
+        make the runs of the trial, and collectives in it would wait for them for ever.
 
         Strictly, raises the error instead.
         """
@@ -275,11 +312,13 @@ class Checks:
                 )
             )
             return Reason.SETTINGS_CHANGED
-        record, reads = self._graphs[dispatch.slot].record, self.glances.reads
-        # A walk takes milliseconds, and a graph in quarantine is replayed no more.
-        looks = reads is not None and record.failure is None
-        if reads is not None and looks and not all(map(Link.holds, reads.links)):
-            self._look_for_moved(reads)
+        graph = self._graphs[dispatch.slot]
+        record = graph.record
+        # A graph in quarantine is replayed no more.
+        if record.failure is None:
+            self.look_at_host()
+        if record.failure is None and agreed and graph.changed:
+            self._give_up(graph, "ranks have agreed on the step, so it cannot be tried")
         if record.failure is None:
             return None
         if self.strict:
@@ -291,15 +330,44 @@ class Checks:
             )
         return Reason.QUARANTINED
 
-    def _look_for_moved(self, reads: ReadSet) -> None:
-        moved = reads.moved()
-        if not moved:
-            # Something on the way was replaced, and leads to the same tensors.
-            reads.settle()
-            self.glances.go_round()
+    def look_at_host(self) -> None:
+        """Note what the host has changed: after a tensor that graphs read all are in quarantine,
+        after anything else the next step of each graph is a trial."""
+        reads, served = self.glances.reads, self._served()
+        if reads is None or reads.values is None or not served:
             return
-        self.glances.only_settings()
-        self._quarantine(self._graphs.values(), reads.stale(moved))
+        found = reads.host.take(reads.links)
+        is_structural = found is not None and found.is_structural
+        if not all(map(Link.holds, reads.links)):
+            moved = reads.moved()
+            if moved:
+                self.glances.only_settings()
+                self._quarantine(self._graphs.values(), reads.stale(moved))
+                return
+            # Something on the way was replaced, and leads to the same tensors.
+            is_structural = True
+        for path, (was, now) in ({} if found is None else found.changes).items():
+            if path in self.harmless:
+                # Another object is there than the one whose changes are left out already.
+                reads.host.ignore(path)
+                continue
+            for graph in served:
+                graph.note(path, was, now)
+        if is_structural:
+            reads.settle()
+        if is_structural or found is not None:
+            self.glances.go_round()
+            self._note_pending()
+
+    def ran_forward(self, *, own: bool) -> None:
+        """The forward has run eagerly: what has changed since the last look it has changed itself;
+        with `own` as it does in every run."""
+        reads = self.glances.reads
+        if reads is not None and reads.host.forget(own=own):
+            self.glances.go_round()
+
+    def _served(self) -> list[_Graph]:
+        return [graph for graph in self._graphs.values() if graph.record.failure is None]
 
     def awaits_padding(self, slot: int) -> bool:
         """Whether padded steps of the graph may be tried for being padded."""
@@ -324,7 +392,7 @@ class Checks:
         return self._is_sampled(self._steps)
 
     def _has_to_be_tried(self, graph: _Graph) -> bool:
-        return graph.to_try or bool(graph.moved) or graph.kind.untried or self._gradients.wanted
+        return graph.is_wanted or self._gradients.wanted
 
     def _is_sampled(self, step: int) -> bool:
         return "always" in self._levels or ("sample" in self._levels and step % _SAMPLED == 0)
@@ -395,14 +463,20 @@ class Checks:
         graph = self._graphs.get(slot)
         return {} if graph is None else graph.moved
 
+    def changed(self, slot: int) -> Changes:
+        """What the host has changed since the last trial of the graph, or since its capture."""
+        graph = self._graphs.get(slot)
+        return Changes() if graph is None else graph.changed
+
     def look_after_eager_step(self) -> None:
         """An eager step is over: graphs may have baked in the Python values that it has moved, so
         the next step of each is a trial."""
-        reads = self.glances.reads
-        served = [graph for graph in self._graphs.values() if graph.record.failure is None]
+        reads, served = self.glances.reads, self._served()
         if reads is None or reads.values is None or not served:
             return
-        moved = reads.values.moved()
+        before = reads.values.was
+        self.ran_forward(own=False)
+        moved = reads.values.changed(before, reads.values.was)
         if not moved:
             return
         for graph in served:
@@ -412,8 +486,14 @@ class Checks:
         self._note_pending()
 
     def _note_harmless(self, graph: _Graph, numbers: Iterable[str]) -> None:
-        """A trial of a graph has passed, with Python values that had moved; `numbers` were moved
-        further, and change nothing."""
+        """A trial of a graph has passed, with Python values that had moved, or that the host had
+        changed; `numbers` were moved further, and change nothing."""
+        graph.passed.update(graph.changed.keys())
+        tried = [*graph.changed]
+        graph.changed = Changes()
+        for path in tried:
+            if graph.passed[path] >= _PASSED:
+                self._leave_out(path)
         passed = graph.kind.passed
         for path in graph.moved:
             passed[path] += 1
@@ -423,6 +503,37 @@ class Checks:
         for other in self._graphs.values():
             passed = other.kind.passed
             other.moved = {p: v for p, v in other.moved.items() if passed[p] < _PASSED}
+
+    def _leave_out(self, path: str) -> None:
+        """Look at changes of a value no more: three made no difference to one graph. Every other
+        one is tried once, with the value that it has then."""
+        self.harmless[path] = None
+        if self.glances.reads is not None:
+            self.glances.reads.host.ignore(path)
+        for graph in self._served():
+            if graph.passed[path] < _PASSED:
+                graph.passed[path] = _PASSED - 1
+                graph.changed.setdefault(path, (Told("another value"), Told("this one")))
+
+    def cannot_try(self, slot: int, error: StateTooLargeError) -> Reason:
+        """A trial cannot save the state of a graph; without a change of the host's, raises that."""
+        graph = self._graphs[slot]
+        if not graph.changed:
+            raise error
+        self._give_up(graph, f"it cannot be tried: {error}")
+        return Reason.QUARANTINED
+
+    def _give_up(self, graph: _Graph, why: str) -> None:
+        """A graph may not stand for what the host has changed, and no trial can tell."""
+        record = graph.record
+        failure = VerificationError(
+            f"{record.mode.name} [{record.descriptor}]: the host has changed Python state; {why}",
+            got=described_changes(graph.changed),
+            expected="the Python state of the capture",
+            advice="recapture() after a change that is for good; or keep what changes out of the "
+            "forward's reach",
+        )
+        self._quarantine([graph], failure)
 
     def set_aside(self, failure: Exception) -> None:
         """Let all batches run eagerly; the caller raises `failure` itself."""
@@ -447,7 +558,7 @@ class Checks:
         for slot, graph in self._graphs.items():
             record, kind = graph.record, graph.kind
             always = "sample" in self._levels or record.failure is not None
-            if always or graph.to_try or graph.moved or kind.untried:
+            if always or graph.is_wanted:
                 pending[slot] = -1
             elif kind.awaits_padding:
                 pending[slot] = record.descriptor.num_tokens

@@ -23,6 +23,7 @@ from graphrt.core.base.errors import (
     InputSlotError,
     InvalidBatchError,
     PoolClosedError,
+    StateTooLargeError,
     VerificationError,
 )
 from graphrt.core.base.option_values import shown
@@ -235,17 +236,21 @@ class StepEngine:
         of an eager run.
         """
         dispatch = step.dispatch
-        reason = None if self._checks.decided else self._checks.why_eager(dispatch)
+        checks = self._checks
+        reason = None if checks.decided else checks.why_eager(dispatch, agreed=step.agreed)
         if reason is None:
             differing = self._trials.differing(step)
-            if self._checks.wants_trial(dispatch.slot, differing):
+            if not checks.wants_trial(dispatch.slot, differing):
+                return dispatch, self._run_padded(step)
+            try:
                 return self._trials.run(step, differing)
-            return dispatch, self._run_padded(step)
+            except StateTooLargeError as error:
+                reason = checks.cannot_try(dispatch.slot, error)
         eager = self._dispatcher.run_eagerly(dispatch, step.batch, reason)
         if not step.agreed:
             return eager, self._run_unpadded(step._replace(dispatch=eager))
         outputs = self._run_padded(step, eager=True)
-        self._checks.look_after_eager_step()
+        checks.look_after_eager_step()
         return eager, outputs
 
     def failed(
@@ -326,6 +331,9 @@ class StepEngine:
                 expected=f"a batch that one of {len(graphs.setup.plan.keys)} graphs serves",
             )
         updates = executor.updates.resolve(step, padded=False)
+        # Before the forward: what it changes itself is another thing.
+        if self._checks.glances.rung:
+            self._checks.look_at_host()
         try:
             return executor.run_unpadded(step, updates)
         finally:

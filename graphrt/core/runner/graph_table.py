@@ -307,6 +307,7 @@ class GraphTable:
             self._check_compiled()
             if self.records:
                 self.reads.check(self.entries(), self.setup.pool, self.own_tensors())
+                self.checks.look_at_host()
         except GraphRTError as error:
             if not isinstance(error, UntrackedWeightsError):
                 self.checks.set_aside(error)

@@ -45,6 +45,10 @@ class TrustReport:
     `protected` is memory too large to be saved, and which rows of it warm-ups wrote. `unknown` is
     what nodes of tried graphs point to and nobody has named, None where a device cannot tell. With
     `mixes_rows` live rows depend on padding by design.
+
+    What a host changes in Python is seen at the next step where it lies in one of the `watched`
+    dicts, and after `glance_steps` steps at most elsewhere; `not_watched` says why there are none.
+    `harmless` are the attributes whose changes are looked at no more, as three made no difference.
     """
 
     reads: tuple[TensorUse, ...] = ()
@@ -52,6 +56,10 @@ class TrustReport:
     protected: tuple[str, ...] = ()
     unknown: UnknownMemory | None = None
     mixes_rows: bool = False
+    watched: int = 0
+    glance_steps: int = 0
+    not_watched: str = ""
+    harmless: tuple[str, ...] = ()
 
     @property
     def only_graphs_bytes(self) -> int:
@@ -70,6 +78,10 @@ class TrustReport:
             "only_graphs_bytes": self.only_graphs_bytes,
             "mixes_rows": self.mixes_rows,
             "protected": list(self.protected),
+            "dicts_watched": self.watched,
+            "not_watched": self.not_watched,
+            "glance_steps": self.glance_steps,
+            "harmless": list(self.harmless),
             "reads": [
                 {**use._asdict(), "dtype": str(use.dtype), "shape": list(use.shape)}
                 for use in self.reads
@@ -296,4 +308,14 @@ def _trust(graphs: GraphTable, *, quick: bool) -> TrustReport:
         return TrustReport(trials=trials, mixes_rows=mixes_rows)
     tried = [record.descriptor for record in trials if record.steps]
     unknown = graphs.unknown_memory(tried) if tried else None
-    return TrustReport(reads.table(), trials, tuple(reads.protected), unknown, mixes_rows)
+    return TrustReport(
+        reads.table(),
+        trials,
+        tuple(reads.protected),
+        unknown,
+        mixes_rows,
+        watched=reads.host.watched,
+        glance_steps=reads.rounds,
+        not_watched=reads.host.why_not,
+        harmless=tuple(graphs.checks.harmless),
+    )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from graphrt.core.base.texts import counted, seconds_text, size_text
+from graphrt.core.trust.compare import listed
 
 _MOST_ROWS = 24
 """Graphs with a row; of more, those that took most steps have one."""
@@ -49,6 +50,18 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     )
     trials = Counter(graph["trial"] for graph in graphs)
     yield "Trials: " + (", ".join(f"{n} {status}" for status, n in trials.items()) or "none")
+    yield from _changes(figures["trust"])
+
+
+def _changes(trust: Mapping[str, Any]) -> Iterator[str]:
+    """How changes in Python are seen."""
+    if not trust["glance_steps"]:
+        return
+    watched = trust["dicts_watched"]
+    seen = f"{watched} dicts watched" if watched else f"not told of: {trust['not_watched']}"
+    yield f"Changes in Python: {seen}; others seen after {trust['glance_steps']} steps at most"
+    if trust["harmless"]:
+        yield f"  make no difference, and are looked at no more: {listed(trust['harmless'])}"
 
 
 def _table(graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:

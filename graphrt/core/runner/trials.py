@@ -21,6 +21,7 @@ from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.replay.recording import enter_under_way, warming_up
 from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.host import Example, MakeExample
+from graphrt.core.trust.host_watch import described_changes
 from graphrt.core.trust.parts import PartResults, TriedParts
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.trial import Trial, TriedGraph
@@ -51,6 +52,8 @@ class StepTrials:
 
     def verify(self, step: Step) -> Verdict:
         """Try one step of a graph, whatever the level of checks is."""
+        # What changes from here on is the forward's own doing.
+        self._graphs.checks.look_at_host()
         return self._try(StepRuns(self._executor, step))
 
     @undoing
@@ -107,6 +110,7 @@ class StepTrials:
             same_size=warm is not None and warm.tokens == prepared.tokens,
             has_parts=dispatch.mode is GraphMode.PIECEWISE,
             moved=graphs.checks.moved(dispatch.slot),
+            changed=described_changes(graphs.checks.changed(dispatch.slot)),
         )
         trial = Trial(
             runs,
@@ -127,6 +131,7 @@ class StepTrials:
         set_for_capture(undo)
         verdict = trial.run(undone=undone)
         setup.run_forward.follows |= verdict.asks
+        graphs.checks.ran_forward(own=True)
         return verdict
 
     def _note(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:

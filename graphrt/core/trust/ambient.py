@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from operator import and_, gt
+from operator import gt
 from typing import Any
 
 import torch
@@ -96,15 +96,15 @@ class Ambient:
             return self._equal()
         return self._guard() and self._modes == self._modes_now()
 
-    def looks(self, glances: Iterator[bool]) -> Iterator[bool]:
-        """`glances`, each of them true only where `holds()` is too when it is taken. Put together
-        of what runs in C, unless there are modes to be told from one another."""
+    def looks(self) -> Iterator[bool]:
+        """Whether `holds()`, without end. Put together of what runs in C, unless there are modes to
+        be told from one another."""
         if self._asks or self._modes or not function_mode_is_on:
-            return map(and_, each_call(self.holds), glances)
+            return each_call(self.holds)
         settings = each_call(self._guard)
         # Where the one is 1 and the other 0, no mode is on.
         modeless = map(gt, settings, each_call(function_mode_is_on))
-        return map(and_, map(gt, modeless, each_call(count_dispatch_modes)), glances)
+        return map(gt, modeless, each_call(count_dispatch_modes))
 
     def _accept(self) -> None:
         self._guard = self._equal if not state_guard else state_guard().check

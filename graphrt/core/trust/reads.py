@@ -7,25 +7,27 @@ another since. What is read is known from two sources:
 - Tensors that watched warm-ups have used: `note` keeps their memory. `settle` walks through the
   Python objects of the forward (places/) and finds where it has them.
 
-`check` compares both with now. `glances` are for steps: each looks at one slot on the way to one
-tensor. Nothing is known of reads of code that torch shows no operators of, unless a node of a graph
-points to memory that the forward holds (`keep_touched`).
+`check` compares both with now. `glances` are for steps: each looks at a few slots, and at one
+tensor. What a host changes in Python is told by `host` (host_watch.py). Nothing is known of reads
+of code that torch shows no operators of, unless a node of a graph points to memory that the
+forward holds (`keep_touched`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, repeat
-from operator import and_, eq, is_
-from types import CodeType, FunctionType, MethodType
+from operator import eq, is_
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from graphrt.core.base import tree
+from graphrt.core.base._native_door import NativeGlances
 from graphrt.core.base.errors import InvalidOptionError, StaleInputError, UntrackedWeightsError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
@@ -36,7 +38,8 @@ from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.segments import graphs_of
 from graphrt.core.trust.compare import listed
-from graphrt.core.trust.places.slots import FIXED, Place
+from graphrt.core.trust.host_watch import HostWatch
+from graphrt.core.trust.places.slots import MISSING, Place, getter
 from graphrt.core.trust.places.walk import Link, Places, places_of, where_is
 from graphrt.core.trust.snapshot import PythonState
 from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
@@ -53,8 +56,11 @@ call = getattr(operator, "call", call)
 
 T = TypeVar("T")
 
-_CODE = (type, FunctionType, MethodType, CodeType, property, staticmethod, classmethod)
 _MOST_TOLD = 8
+
+LOOKS = 1, 1, 1
+"""Slots on the way to a tensor, other slots, and tensors that a step looks at. In C they take about
+as long as one slot and one tensor did by iterators."""
 
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
@@ -113,6 +119,11 @@ class ReadSet:
         """Where every eager run of the forward puts another tensor, computed of its weights."""
         self.values: PythonState | None = None
         """Python values as of the last capture; None without graphs."""
+        # The tensors that glances look at: what gives an address, and the address.
+        self._tensors: tuple[tuple[torch.Tensor, Callable[[torch.Tensor], int], int], ...] = ()
+        self.host = HostWatch()
+        self.rounds = 0
+        """After so many steps glances have looked at everything that they look at."""
         self._forward = forward
         self._has_full = has_full
         self._weights = Weights(forward, parameters, compiled)
@@ -169,7 +180,7 @@ class ReadSet:
 
     def settle(self) -> Places:
         """Find names for what is held, and note where it is; returns the walk."""
-        places = places_of(self._forward)
+        places, address = places_of(self._forward), torch.Tensor.data_ptr
         self.values = PythonState(places, baked=True)
         reads = []
         self._places = {}
@@ -181,37 +192,49 @@ class ReadSet:
                 reads.append((place, tensor))
                 self._places.setdefault(key, []).append(place)
         self.links = places.links(reads)
+        held = [link.held for link in self.links if issubclass(type(link.held), torch.Tensor)]
+        self._tensors = tuple([(each, address, address(each)) for each in held])
+        self.host.aim(places, self.values)
         return places
 
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""
         self._held.clear()
         self._places.clear()
-        self.links = []
+        self.links, self._tensors = [], ()
         self.values = None
+        self.host.stop()
+        self.rounds = 0
         self.remade.clear()
         self.protected.clear()
 
     # Whether it has moved ------------------------------------------------------------------------
 
-    def glances(self) -> Iterator[bool]:
-        """An endless iterator: each answer looks at the next slot on the way to what is held, and
-        at the next tensor, and says whether the slot holds, and the tensor lies, what and where it
-        did.
-
-        Made of iterators that run in C, as every step takes an answer.
-        """
-        slots = [link for link in self.links if link.place.way is not FIXED]
-        # Code is replaced by hand alone, and takes longer to look at.
-        slots = [link for link in slots if not issubclass(type(link.held), _CODE)]
-        tensors = [link.held for link in self.links if issubclass(type(link.held), torch.Tensor)]
-        values = map(call, cycle([link.get for link in slots]))
-        same = map(is_, values, cycle([link.held for link in slots])) if slots else repeat(True)
-        if not tensors:
-            return same
-        addresses = map(torch.Tensor.data_ptr, cycle(tensors))
-        there = map(eq, addresses, cycle([tensor.data_ptr() for tensor in tensors]))
-        return map(and_, same, there)
+    def glances(self, settings: Iterator[bool]) -> Iterator[bool]:
+        """An endless iterator: each answer takes that of `settings`, looks at the next `LOOKS` of
+        what `host` is not told of, and says whether all is what and where it was."""
+        leading, others = self.host.looks(self.links)
+        tensors = self._tensors
+        counts = map(len, (leading, others, tensors))
+        self.rounds = max(map(_rounds, counts, LOOKS))
+        if NativeGlances is not None:
+            return NativeGlances(
+                leading=tuple(leading),
+                others=tuple(others),
+                tensors=tensors,
+                looks=LOOKS,
+                missing=MISSING,
+                over=settings,
+            )
+        # Made of iterators that run in C, as every step takes an answer.
+        addresses = [(functools.partial(get, held), was) for held, get, was in tensors]
+        rings = [
+            _in_turn(is_, itertools.starmap(getter, leading)),
+            _in_turn(is_, itertools.starmap(getter, others)),
+            _in_turn(eq, addresses),
+        ]
+        looks = [ring for ring, count in zip(rings, LOOKS, strict=True) for _ in range(count)]
+        return map(all, zip(settings, *looks, strict=False))
 
     def moved(self) -> list[str]:
         """The paths at which another tensor is now than the one that graphs read, or the same one
@@ -359,6 +382,18 @@ class ReadSet:
 
     def _uses(self) -> list[tuple[torch.UntypedStorage, Use]]:
         return [(storage, use) for storage, use in self._held.values() if use is not None]
+
+
+def _rounds(count: int, looks: int) -> int:
+    return -(-count // looks)
+
+
+def _in_turn(
+    same: Callable[[Any, Any], bool], looks: Iterable[tuple[Callable[[], Any], Any]]
+) -> Iterator[bool]:
+    """Whether what is got is what it was, one after the other without end."""
+    gets, was = [*zip(*looks, strict=True)] or ((), ())
+    return map(same, map(call, cycle(gets)), cycle(was)) if gets else repeat(True)
 
 
 def _graph_read(storage: torch.UntypedStorage, use: Use) -> GraphRead:

@@ -142,7 +142,9 @@ class PythonState:
         # Holders first: `restore` puts an old container back before what was in it.
         slots = [place for place, _ in places.objects]
         if baked:
-            contents = [Place(place, "", LENGTH, held) for place, held in places.containers]
+            contents = [
+                Place(place, "", LENGTH, held, base_of(held)) for place, held in places.containers
+            ]
         else:
             # Arrays of objects are neither compared nor put back, nor are read-only ones.
             arrays = [(p, a) for p, a in arrays if a.flags.writeable and a.dtype != object]
@@ -316,7 +318,8 @@ def much_later(was: Any, now: Any) -> Any:
         b if same_value(a, b) or step_of(a, b) is None else further(a, b, _MANY)
         for a, b in zip(was, now, strict=True)
     ]
-    return tuple.__new__(type(now), moved)
+    # torch's own sizes refuse to be made by `tuple`.
+    return torch.Size(moved) if type(now) is torch.Size else tuple.__new__(type(now), moved)
 
 
 def described(changes: Changes, text: str = "{path} = {0}, then {1}") -> str:

@@ -122,6 +122,8 @@ class TriedGraph(NamedTuple):
     """Whether it may have eager parts."""
     moved: Changes | None = None
     """Python values that eager steps have changed since the capture: path -> (then, now)."""
+    changed: str = ""
+    """What the host has changed since, in words."""
 
 
 class Run(NamedTuple):
@@ -370,6 +372,8 @@ class Trial:
     def _fail(self, failure: Failure, got: str, **more: object) -> None:
         """Note a failure; the first one counts. `more` is for its texts."""
         what, expected = (text.format(**more) for text in (failure.what, failure.expected))
+        if self._graph.changed:
+            got += f"\n    what the host has changed since the capture: {self._graph.changed}"
         self._verdict.failure = self._verdict.failure or failure.error(
             f"{self._graph.name}: {what}", got=got, expected=expected, advice=failure.advice
         )

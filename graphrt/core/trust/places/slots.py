@@ -10,7 +10,7 @@ import itertools
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -125,6 +125,8 @@ class Way(NamedTuple):
     """Whether two values are one, by identity or as plain values."""
     text: str = "{}"
     """What is told of a slot in place of its path."""
+    anew: bool = False
+    """Whether `get` makes another object at each call."""
 
 
 class Place(NamedTuple):
@@ -192,6 +194,48 @@ def getters(places: Iterable[Place]) -> list[Callable[[], Any]]:
         else:
             bound.append(functools.partial(way.get, holder, key))
     return bound
+
+
+Look = tuple[Any, Any, Any]
+"""What a glance compares: see `looks`."""
+
+
+def looks(entries: Iterable[tuple[Place, Any]]) -> list[Look]:
+    """What a glance compares by identity, (holder, key, value as it was), for slots and what was in
+    them; of containers (these, None, their sizes). Of another slot whose value is made anew when it
+    is asked for, whether it is the same. `NativeGlances` looks at them, or what `getter` makes."""
+    entries = [*entries]
+    looks: list[Look] = []
+    for (place, was), get in zip(entries, getters([each for each, _ in entries]), strict=True):
+        way, holder, key = place.way, place.holder, place.key
+        if way.get is _item or way is CELL or (way is ELEMENT and type(holder) is list):
+            looks.append((holder, key, was))
+        elif way is LENGTH and key is not deque:
+            looks.append(((holder,), None, (was,)))
+        elif way.anew:
+            looks.append((functools.partial(_holds, place, was), None, True))
+        else:
+            looks.append((get, None, was))
+    return looks
+
+
+def getter(holder: Any, key: Any, was: Any) -> tuple[Callable[[], Any], Any]:
+    """What gets the value of a look, and the value that it had."""
+    if issubclass(type(holder), dict):
+        return functools.partial(dict.get, holder, key, MISSING), was
+    if type(holder) is list:
+        return functools.partial(_element, holder, key), was
+    if type(holder) is tuple:
+        return functools.partial(_have_sizes, holder, was), True
+    return (functools.partial(_cell, holder, None) if type(holder) is CellType else holder), was
+
+
+def _have_sizes(containers: Sequence[Any], was: Sequence[int]) -> bool:
+    return [base_of(each).__len__(each) for each in containers] == [*was]
+
+
+def _holds(place: Place, was: object) -> bool:
+    return place.way.same(was, place.get())
 
 
 def _itself(holder: object, key: None) -> object:
@@ -362,7 +406,7 @@ TUPLE_ITEM = Way(_tuple_item)
 """An item of the tuple that is at a place now."""
 MEMBER = Way(_member)
 """One object of a set, found by identity."""
-MEMBERS = Way(_members, _set_members)
+MEMBERS = Way(_members, _set_members, anew=True)
 """All members of a set of plain values, as a frozenset."""
 CELL = Way(_cell, _set_cell)
 """A variable of a closure."""
@@ -375,13 +419,15 @@ CONTEXT_VALUE = Way(_context_value, _set_context_value)
 """The value of a context variable in the current context."""
 SCRIPT_TENSOR = Way(_script_tensor)
 """A parameter or buffer of a scripted module, which torch keeps in C++."""
-CONTENTS = Way(items_of, _refill, same_items)
+CONTENTS = Way(items_of, _refill, same_items, anew=True)
 """All that is in a container; of a set its members: theirs is the hash, which is not asked."""
-LENGTH = Way(lambda holder, key: len(holder), text="len({})")
+LENGTH = Way(lambda holder, base: base.__len__(holder), text="len({})", anew=True)
+"""How much is in a container, by its `base_of`."""
 ARRAY = Way(
     lambda holder, key: holder.copy(),
     lambda holder, key, value: holder.__setitem__(..., value),
     same_array,
+    anew=True,
 )
 """The elements of an array of NumPy's."""
 

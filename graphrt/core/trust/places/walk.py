@@ -292,9 +292,9 @@ _MOST_HOPS = 3
 """Code is read that is so many calls away from the forward, or from a method of what it holds; a
 walk without this end would read all of an installed package."""
 
-_INNER = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+INNER = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 """Attributes of a module that matter to a forward, of those that torch gives to all of them."""
-# The attributes that torch gives to every module: no state of a forward but for `_INNER`.
+# The attributes that torch gives to every module: no state of a forward but for `INNER`.
 _OWN_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 
 _BASES: dict[Kind, Any] = {
@@ -370,7 +370,7 @@ def _link_to(shape: Shape, place: Place, held: Any, get: Callable[[], Any]) -> L
     elif shape.dict_of is not None:
         own = shape.dict_of(held)
         look = functools.partial(_outline, shape, type(held))
-        kept = (own, *map(own.get, _INNER))
+        kept = (own, *map(own.get, INNER))
     elif shape.kind in _CHANGES:
         look = _BASES[shape.kind].__len__
     with contextlib.suppress(RuntimeError):
@@ -385,7 +385,7 @@ def _outline(shape: Shape, of: type, value: Any) -> tuple[int, ...]:
         return ()
     held = shape.dict_of(value)
     outline = [id(held), len(held)]
-    for name in _INNER if shape.kind is Kind.MODULE else ():
+    for name in INNER if shape.kind is Kind.MODULE else ():
         inner: Any = held.get(name)
         if type(inner) in _DICTS:
             outline += (id(inner), len(inner))
@@ -441,6 +441,9 @@ class Places:
         """Whether everything was seen; False if the limit was reached."""
         self.first: dict[int, Place] = {}
         """By the id of an object, the place at which it was read."""
+        self.named: dict[int, tuple[dict[str, Any], set[str], str]] = {}
+        """By the id of a module's globals: these, the names that code has looked up there, and what
+        stands before a name in its place's label."""
         self.shapes = Shapes()
         self._keyed: Keyed | None = None
 
@@ -560,7 +563,8 @@ class Walk:
             if kind is Kind.PLAIN or (kind in (Kind.TUPLE, Kind.FROZENSET) and _is_plain(value)):
                 places.numbers.append(place)
             elif kind in _OFTEN_SKIPPED and _is_skipped(kind, value):
-                continue
+                if kind is not Kind.SKIPPED and place.way is not FIXED:
+                    places.code.append((place, value))
             elif kind in _LEAVES:
                 (places.packed if kind is Kind.PACKED else places.arrays).append((place, value))
             else:
@@ -708,6 +712,7 @@ class Walk:
         if self._main_globals is None:
             self._main_globals = held
         module = "" if held is self._main_globals else f"{held.get('__name__')}."
+        self.places.named.setdefault(id(held), (held, set(), module))[1].update(names)
         # All functions of a module share its globals. They grow with every import, so they are no
         # container to watch: one fixed place stands for them.
         own = self.places.first.setdefault(id(held), Place(owner, "", FIXED, held))
@@ -794,7 +799,7 @@ class Walk:
 def _registered(place: Place, held: dict[str, Any]) -> Slots:
     """The parameters, buffers, submodules and hooks of a module with this `__dict__`."""
     registered: Slots = []
-    for name in _INNER:
+    for name in INNER:
         inner: Any = held.get(name)
         before = f".{name}" if name.endswith("hooks") else ""
         for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():

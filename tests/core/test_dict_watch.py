@@ -1,0 +1,494 @@
+"""The watch in C: what it notes of changed dicts, whom it runs, when it ends; and glances in C."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import os
+import random
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from graphrt.core.base._native_door import NativeGlances, NativeWatch, native_state
+
+watched = pytest.mark.skipif(
+    NativeWatch is None,
+    reason=f"dicts are watched in C, on Python 3.12 and 3.13: {native_state}",
+)
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.name = "a"
+
+
+def watch_of(*dicts: Any, keys: frozenset[Any] | None = None) -> Any:
+    watch = NativeWatch(itertools.repeat(True))
+    watch.aim({id(each): (each, keys) for each in dicts})
+    return watch
+
+
+def keys_of(watch: Any) -> list[Any]:
+    return sorted((key for _, key in watch.take()), key=repr)
+
+
+def set_in_a_loop(held: Holder) -> None:
+    for number in range(3000):
+        held.scale = number
+
+
+CHANGES: dict[str, tuple[Callable[[Holder], object], list[Any]]] = {
+    "attribute": (lambda held: setattr(held, "scale", 2.0), ["scale"]),
+    "attribute, in a specialised loop": (set_in_a_loop, ["scale"]),
+    "object.__setattr__": (lambda held: object.__setattr__(held, "scale", 2.0), ["scale"]),
+    "a new attribute": (lambda held: setattr(held, "other", 2.0), ["other"]),
+    "deleted": (lambda held: delattr(held, "scale"), ["scale"]),
+    "through the dict": (lambda held: vars(held).update(scale=3, name=4), ["name", "scale"]),
+    "a key that is equal, and another object": (
+        lambda held: vars(held).__setitem__("".join(["sca", "le"]), 4),
+        ["scale"],
+    ),
+    "cleared": (lambda held: vars(held).clear(), [None]),
+    "the same object again": (lambda held: setattr(held, "name", held.name), []),
+    "popped": (lambda held: vars(held).pop("name"), ["name"]),
+}
+
+
+@watched
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_an_object_is_noted_once_and_the_look_says_so(name: str) -> None:
+    change, keys = CHANGES[name]
+    held = Holder()
+    watch = watch_of(vars(held))
+    assert next(watch) and not watch.rung
+    change(held)
+    assert watch.rung == bool(keys)
+    assert next(watch) is (not keys)
+    assert keys_of(watch) == keys
+    assert next(watch) is True
+    watch.stop()
+    held.scale = held.other = 7.0  # type: ignore[attr-defined]
+    assert not watch.rung
+
+
+@watched
+def test_what_it_is_over_decides_as_long_as_nothing_has_changed() -> None:
+    held = Holder()
+    watch = watch_of(vars(held))
+    watch.looks = iter([True, False])
+    assert [next(watch), next(watch)] == [True, False]
+    with pytest.raises(StopIteration):
+        next(watch)
+    held.scale = 2
+    assert next(watch) is False
+    with pytest.raises(TypeError, match="iterator"):
+        watch.looks = []
+
+
+@watched
+def test_the_order_of_attributes_and_all_values_stay_when_a_watch_begins() -> None:
+    class Many:
+        pass
+
+    for count in (0, 1, 2, 29, 30, 31, 100):
+        held = Many()
+        for number in range(count):
+            setattr(held, f"a{number}", [number])
+        before = [*vars(held).items()]
+        watch = watch_of(vars(held))
+        assert [*vars(held).items()] == before
+        assert not watch.rung
+        held.last = 1
+        assert keys_of(watch) == ["last"]
+
+
+@watched
+def test_classes_globals_by_name_and_ordered_dicts() -> None:
+    class Model:
+        scale = 1
+
+        def forward(self) -> int:
+            return 1
+
+    watch = watch_of(Model)
+    Model.scale = 2
+    Model.forward = lambda self: 2  # type: ignore[method-assign]
+    assert sorted(watch.take(), key=str) == [(Model, "forward"), (Model, "scale")]
+    Model.added = 1  # type: ignore[attr-defined]
+    assert keys_of(watch) == ["added"]
+
+    watch = watch_of(globals(), keys=frozenset({"NAMED"}))
+    globals()["UNNAMED"] = 1
+    assert not watch.rung
+    globals()["NAMED"] = 1
+    assert keys_of(watch) == ["NAMED"]
+    del globals()["NAMED"], globals()["UNNAMED"]
+    assert keys_of(watch) == ["NAMED"]
+
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    watch = watch_of(hooks)
+    hooks[3] = print
+    del hooks[3]
+    assert keys_of(watch) == [3]
+
+
+@watched
+def test_no_code_of_a_user_is_run_and_no_value_is_kept() -> None:
+    calls: list[str] = []
+
+    class Key:
+        def __hash__(self) -> int:
+            calls.append("hash")
+            return 7
+
+        def __eq__(self, other: object) -> bool:
+            calls.append("eq")
+            return self is other
+
+    class Text(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            calls.append("hash")
+            return str.__hash__(self)
+
+        def __eq__(self, other: object) -> bool:
+            calls.append("eq")
+            return str.__eq__(self, other)
+
+    class Value:
+        def __eq__(self, other: object) -> bool:
+            calls.append("eq of a value")
+            return True
+
+    plain: dict[Any, Any] = {}
+    seen: dict[Any, Any] = {}
+    watch = watch_of(seen, keys=frozenset({"a"}))
+    counts = []
+    for held in (plain, seen):
+        calls.clear()
+        for key in (Key(), Text("a"), Text("b")):
+            held[key] = Value()
+            held[key] = Value()
+            del held[key]
+        counts.append([*calls])
+    assert counts[0] == counts[1]
+    # What is no plain key may be any.
+    assert keys_of(watch) == [None]
+    value = Value()
+    gone = weakref.ref(value)
+    seen["a"] = value
+    del seen["a"], value
+    assert gone() is None
+    assert keys_of(watch) == ["a"]
+
+
+@watched
+def test_an_error_that_is_on_its_way_stays() -> None:
+    held = Holder()
+    watch = watch_of(vars(held))
+
+    class Leaves:
+        def __del__(self) -> None:
+            held.scale = 3
+
+    def fails() -> None:
+        leaves = Leaves()  # noqa: F841 - its end changes the dict while the error passes
+        raise KeyError("the error")
+
+    with pytest.raises(KeyError, match="the error"):
+        fails()
+    gc.collect()
+    assert keys_of(watch) == ["scale"]
+
+
+@watched
+def test_ignored_keys_ring_no_more_and_others_of_the_dict_do() -> None:
+    held = Holder()
+    watch = watch_of(vars(held))
+    watch.ignore(vars(held), "scale")
+    held.scale = 5
+    assert not watch.rung
+    held.name = "b"
+    watch.ignore_changed()
+    assert not watch.rung
+    held.name = "c"
+    assert not watch.rung
+    held.third = 1
+    assert keys_of(watch) == ["third"]
+    watch.stop()
+    watch.aim({0: (vars(held), None)})
+    held.scale = 6
+    assert keys_of(watch) == ["scale"]
+
+
+@watched
+def test_two_watches_of_one_dict_are_told_both_and_end_alone() -> None:
+    held = Holder()
+    one, two = watch_of(vars(held)), watch_of(vars(held))
+    held.scale = 2
+    assert keys_of(one) == keys_of(two) == ["scale"]
+    one.stop()
+    held.scale = 3
+    assert not one.rung
+    assert keys_of(two) == ["scale"]
+    one.aim({0: (vars(held), None)})
+    del two
+    gc.collect()
+    held.scale = 4
+    assert keys_of(one) == ["scale"]
+    one.aim({})
+    held.scale = 5
+    assert not one.rung
+    assert one.count == 0
+
+
+@watched
+def test_a_very_long_list_of_changes_is_one_change_of_the_dict() -> None:
+    held: dict[int, int] = {}
+    watch = watch_of(held)
+    for number in range(5000):
+        held[number] = number
+    changes = watch.take()
+    assert len(changes) == 1025
+    assert (held, None) in changes
+
+
+@watched
+def test_one_id_serves_all_watches_and_is_given_back() -> None:
+    taken = take_all_ids()
+    try:
+        assert len(taken) >= 2
+        with pytest.raises(RuntimeError):
+            watch_of({})
+        give_back(taken.pop())
+        watches = [watch_of({}) for _ in range(20)]
+        with pytest.raises(RuntimeError):
+            add_watcher()
+        del watches
+        gc.collect()
+        taken.append(add_watcher())
+    finally:
+        while taken:
+            give_back(taken.pop())
+
+
+_CALLBACK = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p
+)
+_NOTHING = _CALLBACK(lambda *_: 0)
+
+
+def add_watcher() -> int:
+    return ctypes.pythonapi.PyDict_AddWatcher(_NOTHING)
+
+
+def give_back(watcher: int) -> None:
+    assert ctypes.pythonapi.PyDict_ClearWatcher(watcher) == 0
+
+
+def take_all_ids() -> list[int]:
+    """Every watcher of dicts that is left in this process."""
+    taken = []
+    while True:
+        try:
+            taken.append(add_watcher())
+        except RuntimeError:
+            return taken
+
+
+@watched
+def test_what_is_no_dict_is_refused_and_leaves_nothing_behind() -> None:
+    held, other = Holder(), Holder()
+    watch = watch_of(vars(held))
+    for wrong in ({0: (vars(other), None), 1: (3, None)}, {0: (vars(other), "keys")}, [1], {0: 3}):
+        with pytest.raises(TypeError):
+            watch.aim(wrong)
+        other.scale = 2
+        assert not watch.rung
+    held.scale = 2
+    assert keys_of(watch) == ["scale"]
+    with pytest.raises(TypeError):
+        NativeWatch([])
+    with pytest.raises(TypeError):
+        watch.ignore(1)
+
+
+@watched
+def test_cycles_through_a_watch_are_collected() -> None:
+    held = Holder()
+    watch = watch_of(vars(held))
+    held.watch = watch  # type: ignore[attr-defined]
+    gone = weakref.ref(held)
+    del held, watch
+    gc.collect()
+    assert gone() is None
+
+
+@watched
+def test_threads_change_while_others_aim_and_take() -> None:
+    holders = [Holder() for _ in range(20)]
+    watches = [watch_of(*map(vars, holders)) for _ in range(3)]
+    done = threading.Event()
+
+    def change() -> None:
+        numbers = random.Random(0)
+        while not done.is_set():
+            held = numbers.choice(holders)
+            setattr(held, numbers.choice("abcdef"), object())
+
+    threads = [threading.Thread(target=change) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for number in range(2000):
+        watch = watches[number % 3]
+        some = holders[number % 20 :]
+        watch.aim({id(each): (vars(each), None) for each in some})
+        watch.take()
+        next(watch)
+    done.set()
+    for thread in threads:
+        thread.join()
+    holders[-1].scale = 7
+    assert all("scale" in keys_of(watch) for watch in watches)
+
+
+@watched
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+def test_in_a_child_nothing_is_noted_until_it_aims_again() -> None:
+    script = """
+import itertools, os, sys
+import graphrt.core.trust.host_watch
+from graphrt.core.base._native_door import NativeWatch
+class Holder: pass
+held = Holder()
+watch = NativeWatch(itertools.repeat(True))
+watch.aim({0: (vars(held), None)})
+pid = os.fork()
+held.scale = 1
+if pid == 0:
+    before = watch.rung
+    watch.aim({0: (vars(held), None)})
+    held.scale = 2
+    os._exit(0 if (before, watch.rung) == (False, True) else 1)
+_, status = os.waitpid(pid, 0)
+assert watch.rung
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@watched
+def test_a_watch_that_is_left_at_the_end_of_the_interpreter_does_no_harm() -> None:
+    script = """
+import itertools
+import graphrt.core.trust.host_watch
+from graphrt.core.base._native_door import NativeWatch
+class Holder:
+    def __del__(self): vars(self).clear(); globals().clear()
+held = Holder()
+watch = NativeWatch(itertools.repeat(True))
+watch.aim({0: (vars(held), None), 1: (globals(), None), 2: (Holder, None)})
+vars(held)["self"] = held
+print("done", flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.skipif(NativeGlances is None, reason=f"glances in C: {native_state}")
+def test_glances_look_at_a_few_in_turn_and_come_round() -> None:
+    missing, held = object(), {"a": 1, "b": 2}
+    elements = [5, 6]
+
+    def cell() -> int:
+        return variable
+
+    variable = 7
+    holder = Holder()
+    looks: tuple[Any, ...] = (
+        (held, "a", held["a"]),
+        (held, "c", missing),
+        (elements, 1, elements[1]),
+        (elements, 2, missing),
+        (cell.__closure__[0], None, variable),  # type: ignore[index]
+        (lambda: holder.name, None, holder.name),
+        (held, "b", held["b"]),
+        (holder, missing, vars(holder)),
+        ((held, elements, {1}, holder.__dict__), None, (2, 2, 1, 2)),
+    )
+
+    def until_found() -> int | None:
+        glances: Iterator[bool] = NativeGlances(  # type: ignore[misc]
+            leading=(),
+            others=looks,
+            tensors=(),
+            looks=(1, 2, 1),
+            missing=missing,
+            over=itertools.repeat(True),
+        )
+        return next((at for at in range(5) if not next(glances)), None)
+
+    assert until_found() is None
+    held["c"] = 1
+    assert until_found() == 0
+    del held["c"]
+    elements.append(3)
+    assert until_found() == 1
+    elements.pop()
+    held["d"] = 1
+    assert until_found() == 4
+    del held["d"]
+    holder.__dict__ = dict(holder.__dict__)
+    assert until_found() == 3
+    vars(holder).update(name=vars(holder)["name"])
+    looks = (*looks[:-2], (holder, missing, vars(holder)), looks[-1])
+    assert until_found() is None
+    elements[:] = [5, 7]
+    assert until_found() == 1
+    elements[1] = 6
+    variable = 8
+    assert until_found() == 2
+    variable = 7
+    holder.name = "b"
+    assert until_found() == 2
+    holder.name = "a"
+    held["b"] = 3
+    assert until_found() == 3
+
+
+@pytest.mark.skipif(NativeGlances is None, reason=f"glances in C: {native_state}")
+def test_errors_of_glances_are_raised_and_addresses_are_compared_as_numbers() -> None:
+    address = 1 << 60
+
+    def fails(held: object) -> None:
+        raise RuntimeError("no memory")
+
+    def glances(*tensors: Any) -> Iterator[bool]:
+        return NativeGlances(  # type: ignore[misc]
+            leading=(),
+            others=(),
+            tensors=tensors,
+            looks=(1, 1, 1),
+            missing=None,
+            over=itertools.repeat(True),
+        )
+
+    assert next(glances((address, lambda held: held + 1 - 1, address)))
+    assert not next(glances((address, lambda held: held + 1, address)))
+    assert next(glances()) is True
+    with pytest.raises(RuntimeError, match="no memory"):
+        next(glances((1, fails, 1)))
+    with pytest.raises(TypeError):
+        glances((1, 2))

@@ -1,0 +1,477 @@
+"""What a host changes in Python between two steps, when all graphs were tried: right at the next
+step where CPython tells of it, else named within the steps that the report says."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
+from graphrt.core.base._native_door import NativeWatch
+from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.trust.host_watch import watch_state
+from graphrt.errors import StaleInputError, VerificationError
+from tests.trust.host_programs import HANDLES, PROGRAMS, WIDTH, Net, Program, restored
+
+IS_TOLD = NativeWatch is not None
+SIZES = (2, 4)
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    names = [*globals_of_programs()]
+    before = {name: globals_of_programs()[name] for name in names}
+    yield
+    while HANDLES:
+        HANDLES.pop().remove()
+    now = globals_of_programs()
+    for name in [*now]:
+        if name not in before:
+            del now[name]
+    now.update(before)
+    restored("TABLE")
+
+
+def globals_of_programs() -> dict[str, Any]:
+    import tests.trust.host_programs as programs
+
+    return vars(programs)
+
+
+def runner_of(forward: Callable[..., Any], **options: Any) -> GraphRunner[Any]:
+    """A runner whose graphs were all captured, and tried with and without padding."""
+    runner = GraphRunner(
+        forward,
+        mode=options.pop("mode", "FULL"),
+        sizes=SIZES,
+        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+        options=GraphOptions(**options),
+        platform="cpu",
+    )
+    runner.capture()
+    for rows in (4, 3, 2, 1, 4, 3, 2, 1):
+        runner(x=torch.randn(rows, WIDTH))
+    assert {record.status for record in runner.report().trust.trials} == {"tried"}
+    return runner
+
+
+class Steps:
+    """Runs steps beside the forward itself; `wrong` are the numbers of steps with other values,
+    `said` the warnings."""
+
+    def __init__(self, runner: GraphRunner[Any], forward: Callable[..., Any]) -> None:
+        self.runner, self.forward = runner, forward
+        self.wrong: list[int] = []
+        self.said: list[str] = []
+        self.count = 0
+
+    def run(self, count: int, rows: int | None = None) -> None:
+        for _ in range(count):
+            x = torch.randn(rows or (4, 3, 2, 1)[self.count % 4], WIDTH)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                outputs = self.runner(x=x)
+            self.said += [str(each.message) for each in caught]
+            if not torch.allclose(outputs, self.forward(x), atol=1e-5):
+                self.wrong.append(self.count)
+            self.count += 1
+
+    @property
+    def reason(self) -> Reason:
+        assert self.runner.last_dispatch is not None
+        return self.runner.last_dispatch.reason
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("each", PROGRAMS, ids=lambda each: each.name)
+def test_a_change_is_right_at_the_next_step_or_named_within_its_bound(
+    each: Program, mode: str
+) -> None:
+    torch.manual_seed(0)
+    forward, change = each.build()
+    runner = runner_of(forward, mode=mode)
+    trust = runner.report().trust
+    assert bool(trust.watched) == IS_TOLD, trust.not_watched
+    steps = Steps(runner, forward)
+    steps.run(4)
+    assert (steps.wrong, steps.said) == ([], [])
+    change()
+    steps.run(trust.glance_steps + 8)
+    if each.seen == "none":
+        assert (steps.wrong, steps.said) == ([], [])
+        assert steps.reason is Reason.HIT
+    else:
+        late = 0 if IS_TOLD and each.seen == "dict" else trust.glance_steps
+        assert all(step < 4 + late for step in steps.wrong), steps.wrong
+        assert steps.said
+        assert steps.reason is Reason.QUARANTINED
+    runner.close()
+
+
+def test_the_programs_are_many_and_of_each_kind() -> None:
+    counts = {
+        seen: sum(each.seen == seen for each in PROGRAMS) for seen in ("dict", "glance", "none")
+    }
+    assert counts["dict"] >= 60 and counts["glance"] >= 15 and counts["none"] >= 15, counts
+
+
+def test_the_attribute_is_named_with_both_values_and_recapture_ends_it() -> None:
+    net = Net()
+    steps = Steps(runner_of(net), net)
+    net.config.deep.beta = 3.0
+    # Whatever Python is: `weights_changed` looks at all at once.
+    steps.runner.weights_changed()
+    steps.run(4)
+    assert steps.wrong == []
+    assert len(steps.said) == 1
+    assert "model.config.deep.beta = 1.0, then 3.0" in steps.said[0]
+    steps.runner.recapture()
+    steps.run(4)
+    assert steps.reason is Reason.HIT
+    assert steps.wrong == []
+
+
+@pytest.mark.parametrize(
+    ("change", "moves"),
+    [
+        (lambda net: net.first.weight.copy_(torch.ones(WIDTH, WIDTH)), False),
+        (lambda net: net.load_state_dict(net.state_dict()), False),
+        (lambda net: net.first.weight.data.mul_(2), False),
+        (lambda net: net.lora.down["a"].weight.mul_(2), False),
+        (lambda net: net.lora.scaling.update(a=7.0), False),
+        (lambda net: setattr(net.lora, "active", "b"), False),
+        (lambda net: net.load_state_dict(net.state_dict(), assign=True), False),
+        (lambda net: net.load_state_dict(copies_of(net), assign=True), True),
+        (lambda net: setattr(net.first.weight, "data", torch.ones(WIDTH, WIDTH)), True),
+        (lambda net: net.first.weight.set_(torch.ones(WIDTH, WIDTH)), True),
+        (lambda net: setattr(net, "shift", net.shift.clone()), True),
+        (lambda net: net.double().float(), True),
+    ],
+)
+def test_what_weights_changed_says_and_that_the_next_steps_are_right(
+    change: Callable[[Net], object], moves: bool
+) -> None:
+    net = Net()
+    runner = runner_of(net)
+    change(net)
+    if moves:
+        with pytest.raises(StaleInputError):
+            runner.weights_changed()
+    else:
+        runner.weights_changed()
+    steps = Steps(runner, net)
+    steps.run(8)
+    assert steps.wrong == []
+
+
+def copies_of(net: Net) -> dict[str, torch.Tensor]:
+    return {name: each.clone() for name, each in net.state_dict().items()}
+
+
+def test_strictly_the_step_raises() -> None:
+    net = Net()
+    runner = runner_of(net, strict=True)
+    net.lora.active = "b"
+    runner.weights_changed()
+    with pytest.raises(VerificationError, match=r"model\.lora\.active = 'a', then 'b'"):
+        runner(x=torch.randn(4, WIDTH))
+
+
+def test_what_makes_no_difference_costs_three_trials_a_graph_and_is_in_the_report() -> None:
+    net = Net()
+    steps = Steps(runner_of(net), net)
+    runner = steps.runner
+    before = {record.descriptor: record.steps for record in runner.report().trust.trials}
+    for number in range(12):
+        net.unused = number
+        runner.weights_changed()
+        steps.run(4)
+    after = {record.descriptor: record.steps for record in runner.report().trust.trials}
+    counts = sorted(after[each] - before[each] for each in before)
+    assert counts[0] >= 1 and counts[-1] <= 3, counts
+    assert (steps.wrong, steps.said, steps.reason) == ([], [], Reason.HIT)
+    assert runner.report().trust.harmless == ("model.unused",)
+    assert "model.unused" in str(runner.report())
+    net.scale = 2.0
+    runner.weights_changed()
+    steps.run(4)
+    assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
+
+
+def test_a_graph_that_was_not_used_meanwhile_is_tried_when_it_is() -> None:
+    holder = SimpleNamespace(limit=4)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] <= holder.limit else x * 3
+
+    runner = runner_of(forward)
+    steps = Steps(runner, forward)
+    for limit in (5, 6, 7, 8, 2):
+        # Only the graph of 4 rows goes by it.
+        holder.limit = limit
+        runner.weights_changed()
+        steps.run(2, rows=2)
+    assert steps.reason is Reason.HIT
+    steps.run(2, rows=4)
+    assert steps.wrong == []
+    assert steps.reason is Reason.QUARANTINED
+
+
+def test_a_change_that_is_undone_before_a_graph_is_used_costs_it_nothing() -> None:
+    net = Net()
+    runner = runner_of(net)
+    steps = Steps(runner, net)
+    trials = [record.steps for record in runner.report().trust.trials]
+    for _ in range(5):
+        net.scale = 7.0
+        runner.weights_changed()
+        net.scale = 1.0
+        runner.weights_changed()
+        steps.run(4)
+    assert [record.steps for record in runner.report().trust.trials] == trials
+    assert steps.wrong == []
+
+
+def test_changes_before_an_eager_step_and_before_another_capture_are_not_lost() -> None:
+    net = Net()
+    runner = GraphRunner(
+        net,
+        mode="FULL",
+        sizes=SIZES,
+        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+        platform="cpu",
+    )
+    runner.capture_next()
+    x = torch.randn(4, WIDTH)
+    runner(x=x)
+    net.scale = 2.0
+    while runner.capture_next().left:
+        pass
+    with pytest.warns(Warning, match=r"model\.scale"):
+        outputs = runner(x=x)
+    assert torch.allclose(outputs, net(x))
+
+    runner.recapture()
+    steps = Steps(runner, net)
+    steps.run(8)
+    net.scale = 3.0
+    runner(x=torch.randn(9, WIDTH))
+    steps.run(4)
+    assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
+
+
+# Right hosts -------------------------------------------------------------------------------------
+
+
+class Engine:
+    """A host whose forward is a method of its own: all that it keeps is in reach."""
+
+    def __init__(self) -> None:
+        self.net = Net()
+        self.steps = 0
+        self.requests: dict[str, Any] = {}
+        self.waiting: list[Any] = []
+        self.times: list[float] = []
+        self.stats = {"tokens": 0}
+        self.metadata: Any = None
+        self.log: Any = SimpleNamespace(lines=[], level="info")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def between(self, step: int) -> None:
+        self.steps += 1
+        self.stats["tokens"] += 4
+        self.metadata = SimpleNamespace(step=step)
+        self.requests[f"request {step}"] = SimpleNamespace(done=0)
+        for request in self.requests.values():
+            request.done += 1
+        if step >= 3:
+            del self.requests[f"request {step - 3}"]
+        self.waiting.append(step)
+        if step % 3 == 0:
+            self.waiting.clear()
+        self.times.append(step / 7)
+        self.log.lines.append(f"step {step}")
+
+
+def test_a_host_that_keeps_its_own_state_in_reach_comes_to_rest() -> None:
+    engine = Engine()
+    steps = Steps(runner_of(engine.forward), engine.forward)
+    for number in range(150):
+        engine.between(number)
+        steps.run(1)
+    trials = sum(record.steps for record in steps.runner.report().trust.trials)
+    for number in range(150, 220):
+        engine.between(number)
+        steps.run(1)
+    assert (steps.wrong, steps.said, steps.reason) == ([], [], Reason.HIT)
+    assert sum(record.steps for record in steps.runner.report().trust.trials) <= trials + 6
+    engine.net.scale = 2.0
+    steps.runner.weights_changed()
+    steps.run(4)
+    assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
+
+
+def test_a_forward_that_counts_and_that_its_host_calls_itself_is_replayed() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.calls = 0
+            self.seen: list[int] = []
+            self.last: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.seen = [*self.seen[-3:], x.shape[0]]
+            self.last = x.shape
+            return self.linear(x)
+
+    net = Counts()
+    steps = Steps(runner_of(net), net)
+    steps.run(60)
+    assert (steps.wrong, steps.said, steps.reason) == ([], [], Reason.HIT)
+
+
+def test_a_host_that_switches_adapters_in_place_is_replayed() -> None:
+    net = Net()
+    weights = {name: net.lora.down[name].weight.clone() for name in "ab"}
+    steps = Steps(runner_of(net), net)
+    for number in range(20):
+        net.lora.down["a"].weight.copy_(weights["ab"[number % 2]])
+        net.unused = number
+        steps.run(1)
+    assert (steps.wrong, steps.said, steps.reason) == ([], [], Reason.HIT)
+
+
+# Whom it runs with -------------------------------------------------------------------------------
+
+
+def test_runners_share_a_model_and_each_is_told() -> None:
+    net = Net()
+    one, two = Steps(runner_of(net), net), Steps(runner_of(net), net)
+    one.run(4), two.run(4)
+    net.scale = 2.0
+    one.runner.weights_changed(), two.runner.weights_changed()
+    one.run(2)
+    one.runner.close()
+    two.run(2)
+    assert one.wrong == two.wrong == []
+    assert one.said and two.said
+
+
+def test_after_release_nothing_is_watched() -> None:
+    net = Net()
+    runner = runner_of(net)
+    watched = runner.report().trust.watched
+    assert bool(watched) == IS_TOLD
+    runner.release()
+    assert runner.report().trust.watched == 0
+    net.scale = 2.0
+    x = torch.randn(3, WIDTH)
+    assert torch.equal(runner(x=x), net(x))
+    runner.recapture()
+    assert runner.report().trust.watched == watched
+
+
+@contextmanager
+def all_ids_taken() -> Iterator[None]:
+    callback = ctypes.PYFUNCTYPE(
+        ctypes.c_int, ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p
+    )(lambda *_: 0)
+    # Runners of other tests have an id until they are collected.
+    gc.collect()
+    taken = []
+    try:
+        for _ in itertools.count():
+            taken.append(ctypes.pythonapi.PyDict_AddWatcher(callback))
+    except RuntimeError:
+        pass
+    try:
+        yield
+    finally:
+        for each in taken:
+            ctypes.pythonapi.PyDict_ClearWatcher(each)
+
+
+@pytest.mark.skipif(not IS_TOLD, reason="dicts are watched on Python 3.12 and 3.13 alone")
+def test_without_a_watcher_left_glances_look_at_all_and_it_is_said() -> None:
+    assert watch_state() == ""
+    with all_ids_taken():
+        assert "no watcher of dicts is left" in watch_state()
+        net = Net()
+        runner = runner_of(net)
+        trust = runner.report().trust
+        assert trust.watched == 0
+        assert "no watcher of dicts is left" in trust.not_watched
+        assert "no watcher of dicts is left" in str(runner.report())
+        steps = Steps(runner, net)
+        net.scale = 2.0
+        steps.run(trust.glance_steps + 4)
+        assert len(steps.wrong) <= trust.glance_steps
+        assert steps.reason is Reason.QUARANTINED
+
+
+def test_a_step_that_ranks_agreed_on_is_not_tried_for_a_change() -> None:
+    net = Net()
+    runner = runner_of(net)
+    runs: list[int] = []
+    net.unused = 5
+    runner.weights_changed()
+    x = torch.randn(4, WIDTH)
+    agreed = runner.dispatcher.dispatch(Batch(4, 4))
+    before = sum(record.steps for record in runner.report().trust.trials)
+    with pytest.warns(Warning, match=r"agreed[\s\S]*model\.unused = 0, then 5"):
+        outputs = runner(Batch(4, 4), agreed=agreed, x=x)
+    assert torch.allclose(outputs, net(x))
+    assert sum(record.steps for record in runner.report().trust.trials) == before
+    assert runs == []
+
+
+def test_state_that_no_trial_can_save_is_no_error() -> None:
+    memory = torch.zeros(4096, WIDTH)
+    net = SimpleNamespace(scale=1.0)
+
+    def forward(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        memory.index_copy_(0, rows, x)
+        return memory.index_select(0, rows) * net.scale
+
+    runner = GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[2],
+        inputs={
+            "x": InputSpec(torch.float32, ("tokens", WIDTH)),
+            "rows": InputSpec(torch.int64, ("tokens",), index=True, pad=0),
+        },
+        options=GraphOptions(state_limit_bytes=1024),
+        platform="cpu",
+    )
+    runner.capture()
+    values = {"x": torch.ones(2, WIDTH), "rows": torch.tensor([1, 2])}
+    runner(**values)
+    net.scale = 2.0
+    runner.weights_changed()
+    # As on a device that has no memory left.
+    object.__setattr__(runner.graphs.setup.options, "state_limit_bytes", 8)
+    with pytest.warns(Warning, match=r"cannot be tried[\s\S]*net\.scale = 1\.0, then 2\.0"):
+        outputs = runner(**values)
+    assert torch.equal(outputs, values["x"] * 2)
+    assert runner.last_dispatch.reason is Reason.QUARANTINED
