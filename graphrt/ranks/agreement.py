@@ -69,7 +69,10 @@ class Agreement:
             )
         if not timeout_s > 0:
             raise InvalidOptionError(
-                "timeout_s is no number of seconds", got=shown(timeout_s), expected="timeout_s > 0"
+                "timeout_s is no number of seconds",
+                got=shown(timeout_s),
+                expected="timeout_s > 0",
+                advice="timeout_s=60.0",
             )
         # The rest is for finding out who is missing.
         self._timeout = timedelta(seconds=timeout_s * 2 / 3)

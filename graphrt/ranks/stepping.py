@@ -62,7 +62,10 @@ class RankedRunner:
             vote = self.vote(batch)
         elif vote.batch != batch:
             raise InvalidBatchError(
-                "the vote was on another batch", got=shown(batch), expected=shown(vote.batch)
+                "the vote was on another batch",
+                got=shown(batch),
+                expected=shown(vote.batch),
+                advice="step(batch, vote=step.vote(batch), ...) with one batch",
             )
         return self._run(vote.result(), batch, values, updates, metadata)
 

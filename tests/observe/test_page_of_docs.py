@@ -10,7 +10,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "observing.md"
 
 
 def without_times(text: str) -> str:
-    """Times, sizes of pools and the blanks beside them are a machine's own."""
+    """Times, sizes of pools and the blanks beside them are a machine's own, and how changes in
+    Python are seen is Python's."""
+    text = re.sub(r" *Changes in Python: .*\n", "", text)
     return re.sub(r" +", " ", re.sub(r"[\d.]+ (ms|us|s|KiB|B)\b", "TIME", text))
 
 

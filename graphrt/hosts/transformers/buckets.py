@@ -156,9 +156,9 @@ class Buckets:
             height, width = size if isinstance(size, list | tuple) else (size, size)
             shape = rows, config.num_channels, height, width
             return {
-                "pixel_values": torch.randn(shape, generator=generator, device="cpu").to(
-                    device, self._model.dtype
-                )
+                "pixel_values": torch.randn(
+                    shape, generator=generator, dtype=torch.float32, device="cpu"
+                ).to(device, self._model.dtype)
             }
         tokens = torch.randint(
             config.vocab_size, (rows, length), generator=generator, device="cpu"

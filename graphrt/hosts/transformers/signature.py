@@ -115,7 +115,7 @@ class Signature:
         elif name == _FEATURES and hasattr(config, "num_mel_bins"):
             shape = rows, config.num_mel_bins, 2 * config.max_source_positions
             generator = torch.Generator("cpu").manual_seed(0)
-            sound = torch.randn(shape, generator=generator, device="cpu")
+            sound = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
             inputs = sound.to(tokens.device, self.model.dtype)
         else:
             raise CaptureError(

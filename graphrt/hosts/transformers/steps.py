@@ -157,7 +157,9 @@ class StepGraphs:
     def _example(self, batch: Batch, generator: torch.Generator) -> Example:
         rows, seen = batch.num_tokens, _PROMPT
         tokens = torch.randint(self._vocabulary, (rows, 1), generator=generator, device="cpu")
-        return Example(self._values(tokens, torch.full((rows, 1), seen, device="cpu"), seen))
+        return Example(
+            self._values(tokens, torch.full((rows, 1), seen, dtype=torch.int64, device="cpu"), seen)
+        )
 
     def _compare(self, prompt: torch.Tensor, mask: torch.Tensor, length: int | None) -> None:
         """Raise `VerificationError` unless steps of graphs give what transformers' own give."""
