@@ -24,7 +24,26 @@ Declared = tuple[int | Axis | None, ...]
 Dimensions behind the last one are constants, or are found where no batch axis is declared."""
 
 
-BatchDims = tuple[tuple[int, Axis], ...]
+class OneSize(NamedTuple):
+    """What may be a batch axis of the output at `path`: nothing but its size in one batch is known,
+    as the forward runs at no other size."""
+
+    tokens: int
+    reqs: int
+    known: int
+    path: str
+
+    def size(self, tokens: int, reqs: int) -> int:
+        """The size in a batch of so many tokens and requests; raises `OutputError` for another one
+        than was seen."""
+        if (tokens, reqs) != (self.tokens, self.reqs):
+            why = f"the forward runs at no other size than {self.tokens} tokens"
+            step = f"a step of {tokens} tokens of {reqs} requests"
+            raise unknown_axes(self.path, why, step)
+        return self.known
+
+
+BatchDims = tuple[tuple[int, Axis | OneSize], ...]
 """The dimensions of one tensor that are cut to the live rows."""
 
 Probe = Callable[[int, int], object]
@@ -58,6 +77,7 @@ class OutputLayout:
         self._batch_dims: dict[str, BatchDims] = {}
         self._seen: list[Seen] = []
         self._resolved: set[tuple[int, int]] = set()
+        self._fails_at: set[tuple[int, int]] = set()
 
     def see(self, tokens: int, reqs: int, outputs: Any) -> None:
         """Note what a forward returned; raises `OutputError` for what cannot be handed out."""
@@ -85,7 +105,7 @@ class OutputLayout:
         if self._resolved:
             # It has the axes that were found, or this raises.
             for path in shapes:
-                _dims_of(path, [*self._seen, seen], self._axes(path))
+                _dims_of(path, [*self._seen, seen], self._axes(path), False)
         if (tokens, reqs) not in self._resolved and seen not in self._seen:
             self._seen.append(seen)
 
@@ -95,6 +115,7 @@ class OutputLayout:
         self._resolved = set()
         self._seen = []
         self._batch_dims = {}
+        self._fails_at = set()
 
     def batch_dims(self, path: str) -> BatchDims:
         """The dimensions to cut of the tensor at `path`; raises `OutputError` for one that was not
@@ -111,97 +132,98 @@ class OutputLayout:
     def resolve(self, probe: Probe | None, *, query_len: int | None) -> None:
         """Find the batch axes of all tensors that were seen.
 
-        `probe(tokens, reqs)` runs the forward at another size and lets this object see it. It is
-        called until what was seen tells all axes apart; without it that is an error. `query_len` is
-        the number of tokens of every request, where no graph is for other batches. Raises
-        `OutputError` where axes cannot be told: they must be declared then.
+        Where one size was seen, or sizes that could be chance, `probe(tokens, reqs)` runs the
+        forward at another one and lets this object see it; without it that is an error. `query_len`
+        is the number of tokens of every request, where no graph is for other batches. Raises
+        `OutputError` where it cannot be told.
         """
         if not self._seen or {(each.tokens, each.reqs) for each in self._seen} <= self._resolved:
             return
         failed = None if probe is None else self._compare(probe, query_len)
-        unclear = self._ambiguous() if failed or probe is None else []
-        if probe is None and self._saw_one_size():
-            unclear += [path for path in self._seen[0].shapes if self._axes(path) is None]
-        if unclear:
-            raise OutputError(
-                "it cannot be told which dimensions of the outputs are batch axes: there is no "
-                f"eager step of another size to compare{at_path(unclear[0])}",
-                got=None if failed is None else f"{type(failed).__name__}: {failed}",
-                expected="outputs= with the axes of every tensor that the forward returns",
-                advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',
-            ) from failed
+        unclear = self._unclear() if failed or probe is None else []
+        only = bool(failed) and self._saw_one_size() and not self._unclear_values()
+        if unclear and not only:
+            why = None if failed is None else f"{type(failed).__name__}: {failed}"
+            raise unknown_axes(unclear[0], "no eager step of another size", why) from failed
         self._batch_dims = {
-            path: _dims_of(path, self._seen, self._axes(path)) for path in self._seen[0].shapes
+            path: _dims_of(path, self._seen, self._axes(path), only)
+            for path in self._seen[0].shapes
         }
         self._resolved = {(each.tokens, each.reqs) for each in self._seen}
 
     def _compare(self, probe: Probe, query_len: int | None) -> Exception | None:
-        """Look at other sizes until what was seen tells all; returns what the forward raised where
-        it did not run.
+        """Look at other sizes until all is told by what was seen; returns what the forward raised
+        where it did not run.
 
-        At the smallest one first, unless constants are declared: three rows at 4 and 8 tokens may
-        be `x[:3]`, which has one row at one token, and 4 and 8 rows may be rounded up. A forward
-        that does not run there has no steps of that size either.
+        Then at a small one, if it may show what they do not: three rows at 4 and 8 tokens may be
+        `x[:3]`, which has one row at one token; an axis that was seen at even sizes alone may be
+        rounded up. A forward that does not run at that size has no steps of it either.
         """
         failed: Exception | None = None
-        smallest, *others = self._other_sizes(query_len)
-        if any(map(self._may_bend, self._seen[0].shapes)):
-            self._look(probe, smallest)
-        for size in others:
-            undeclared = any(self._axes(path) is None for path in self._seen[0].shapes)
-            if not (undeclared and self._saw_one_size()) and not self._ambiguous():
+        for size in self._other_sizes(query_len):
+            if not self._unclear():
                 break
             # Perhaps of this size alone.
-            failed = self._look(probe, size) or failed
+            failed = _failed(probe, size) or failed
+        small = None if failed else self._small_size(query_len)
+        if small is not None and small not in self._fails_at:
+            error = _failed(probe, small)
+            if error is not None:
+                self._fails_at.add(small)
+                logger.debug("the forward does not run at %d tokens of %d: %s", *small, error)
         return failed
 
-    def _look(self, probe: Probe, size: tuple[int, int]) -> Exception | None:
-        """Let the forward run at a size; returns its error. Errors about what it returned there are
-        raised, and a lack of memory, which says nothing about the size."""
-        if size in [each[:2] for each in self._seen]:
-            return None
-        try:
-            probe(*size)
-        except (OutputError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            logger.debug("the forward does not run at %d tokens of %d: %s", *size, error)
-            return error
-        return None
-
-    def _other_sizes(self, query_len: int | None) -> list[tuple[int, int]]:
-        """The smallest size of a step, and sizes that tell tokens, requests and constants apart."""
-        tokens, reqs, *_ = max(self._seen, key=lambda seen: seen[:2])
+    def _other_sizes(self, query_len: int | None) -> Iterable[tuple[int, int]]:
+        """Sizes of steps that tell tokens, requests and constants apart."""
+        largest = max(self._seen, key=lambda seen: (seen.tokens, seen.reqs))
+        tokens, reqs = largest.tokens, largest.reqs
         # Far from the largest first: of one token less, half as many rows may be as many.
         if query_len is not None:
-            return [(n * query_len, n) for n in (1, reqs // 2, reqs - 1) if n > 0]
-        sizes = [(n, 1) for n in (1, tokens // 2, tokens - 1) if n > 0]
-        return [*sizes, (tokens, reqs - 1)] if reqs > 1 else sizes
+            yield from ((few * query_len, few) for few in (reqs // 2, reqs - 1) if few > 0)
+            return
+        yield from ((few, 1) for few in (tokens // 2, tokens - 1) if few > 0)
+        if reqs > 1:
+            yield tokens, reqs - 1
 
-    def _may_bend(self, path: str) -> bool:
-        """Whether a dimension that nobody declares, or declares as few rows, may have another size
-        in a small batch."""
-        declared, least = self._axes(path) or (), min(seen.tokens for seen in self._seen)
-        return any(
-            dim >= len(declared) or (isinstance(declared[dim], int) and 1 < size <= least)
-            for dim, size in enumerate(self._seen[0].shapes[path])
-        )
+    def _small_size(self, query_len: int | None) -> tuple[int, int] | None:
+        """A size below those at which a dimension looks constant, or like the tokens."""
+        least = min(seen.tokens for seen in self._seen)
+        below = [size for path in self._seen[0].shapes for size in self._looks_told(path, least)]
+        few = min(below, default=1) - 1
+        if few < 1 or query_len is None:
+            return (few, 1) if few >= 1 else None
+        reqs = max(few // query_len, 1)
+        return (reqs * query_len, reqs) if reqs * query_len < least else None
+
+    def _looks_told(self, path: str, least: int) -> Iterable[int]:
+        declared = self._axes(path) or ()
+        for dim, column in enumerate(_columns(path, self._seen)):
+            constant = dim >= len(declared) or isinstance(declared[dim], int)
+            if constant and len(set(column)) == 1 and 1 < column[0] <= least:
+                yield column[0]
+            elif not declared and all(size % 2 == 0 for size in column):
+                yield least
+
+    def _unclear(self) -> list[str]:
+        unclear = [path for path in self._seen[0].shapes if self._is_unclear(path)]
+        return unclear + self._unclear_values()
+
+    def _unclear_values(self) -> list[str]:
+        """What is no tensor, and may be another at another size."""
+        values = self._seen[0].values if self._saw_one_size() else {}
+        return [path for path, value in values.items() if value is not None]
 
     def _saw_one_size(self) -> bool:
         """Whether nothing is known of another size, and steps of another size are padded."""
         return {seen.tokens for seen in self._seen} == {self._seen[0].tokens} != {1}
 
-    def _ambiguous(self) -> list[str]:
-        """The tensors of which a dimension has sizes that fit more than one axis, and no
-        declaration tells; and, where one size was seen, what is no tensor."""
-        paths = [path for path in self._seen[0].shapes if self._is_ambiguous(path)]
-        values = self._seen[0].values if self._saw_one_size() else {}
-        return paths + [path for path, value in values.items() if value is not None]
-
-    def _is_ambiguous(self, path: str) -> bool:
-        declared = self._axes(path) or ()
+    def _is_unclear(self, path: str) -> bool:
+        """Whether a dimension has sizes that fit more than one axis, and no declaration tells."""
+        declared = self._axes(path)
+        if declared is None and self._saw_one_size():
+            return True
         columns = list(_columns(path, self._seen))
-        named = [at for at, axis in enumerate(declared) if isinstance(axis, Axis)]
+        named = [at for at, axis in enumerate(declared or ()) if isinstance(axis, Axis)]
         for dim, column in enumerate(columns):
             if len(_fits(column, self._seen)) < 2:
                 continue
@@ -209,7 +231,7 @@ class OutputLayout:
             if dim in named and columns.count(column) > 1:
                 return True
             beside = not named or column in [columns[at] for at in named]
-            if dim >= len(declared) and beside:
+            if dim >= len(declared or ()) and beside:
                 return True
         return False
 
@@ -246,6 +268,18 @@ class OutputLayout:
                     expected=f"({', '.join(map(name_of_axis, declared))})",
                     advice=_declared_right(declared, shape, sizes),
                 )
+
+
+def _failed(probe: Probe, size: tuple[int, int]) -> Exception | None:
+    """The error that a forward raised at another size, or None. Errors about what it returned there
+    are raised, and a lack of memory, which says nothing about the size."""
+    try:
+        probe(*size)
+    except (OutputError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        return error
+    return None
 
 
 def _check_alike(seen: Seen, other: Seen) -> None:
@@ -303,10 +337,14 @@ def _fits(column: Sequence[int], seen: Sequence[Seen]) -> list[Axis | None]:
     ]
 
 
-def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None) -> BatchDims:
-    """The batch axes of a tensor, by what was seen of it."""
+def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None, only: bool) -> BatchDims:
+    """The batch axes of a tensor, by what was seen of it. Of a forward that runs at `only` one size
+    those that may be axes too: steps that fill it need no cut, and others are refused."""
     axes = declared or ()
-    dims = [(dim, axis) for dim, axis in enumerate(axes) if isinstance(axis, Axis)]
+    dims: list[tuple[int, Axis | OneSize]] = []
+    for dim, axis in enumerate(axes):
+        if isinstance(axis, Axis):
+            dims.append((dim, axis))
     named = bool(dims)
     for dim, column in [*enumerate(_columns(path, seen))][len(axes) :]:
         fits = _fits(column, seen)
@@ -334,6 +372,8 @@ def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None) -> Batc
             )
         if fits[0] is not None:
             dims.append((dim, fits[0]))
+        elif only and not axes and len(fits) > 1:
+            dims.append((dim, OneSize(seen[0].tokens, seen[0].reqs, column[0], path)))
     return tuple(dims)
 
 
@@ -396,6 +436,17 @@ def _no_axes(prefix: str, axes: object) -> InvalidOptionError:
         expected='"tokens", "rows", "reqs", "reqs+1", a size, or None for any size, in a tuple for '
         "every tensor",
         advice='outputs=("tokens", 4096), or outputs={"logits": ("tokens", vocab)}',
+    )
+
+
+def unknown_axes(path: str, why: str, got: str | None) -> OutputError:
+    """The error for outputs that were not seen at two sizes."""
+    return OutputError(
+        f"it cannot be told which dimensions of the outputs are batch axes{at_path(path)}: {why}, "
+        "to compare",
+        got=got,
+        expected="outputs= with the axes of every tensor that the forward returns",
+        advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',
     )
 
 
