@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -53,11 +53,10 @@ def _median_us(step: Callable[[], object], steps: int) -> float:
     return 1e6 * statistics.median(times)
 
 
-def measure(rank: int, ranks: int, port: int, steps: int, results: Any) -> None:
+def measure(rank: int, ranks: int, store: str, steps: int, results: Any) -> None:
     """One rank of `vote`, in its process."""
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     votes = torch.zeros(BYTES, dtype=torch.uint8)
     of_vllm = torch.zeros(7 * ranks, dtype=torch.int32)
     matrix = torch.randn(192, 192)
@@ -89,20 +88,18 @@ def measure(rank: int, ranks: int, port: int, steps: int, results: Any) -> None:
 
 def vote(ranks: int, steps: int) -> dict[str, float]:
     """Microseconds of one step, the median over steps of rank 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    started = [
-        context.Process(target=measure, args=(rank, ranks, port, steps, results))
-        for rank in range(ranks)
-    ]
-    for process in started:
-        process.start()
-    figures: dict[str, float] = results.get()
-    for process in started:
-        process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            context.Process(target=measure, args=(rank, ranks, f"{folder}/store", steps, results))
+            for rank in range(ranks)
+        ]
+        for process in started:
+            process.start()
+        figures: dict[str, float] = results.get()
+        for process in started:
+            process.join()
     return figures
 
 

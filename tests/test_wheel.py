@@ -14,7 +14,7 @@ from tests.wheels import install
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "graphrt"
-MOST_KIB = 896
+MOST_KIB = 1024
 
 
 @pytest.fixture(scope="module")

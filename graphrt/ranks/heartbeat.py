@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import platform as host_platform
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class Heartbeat:
         if self.rank == 0:
             # The address of the first rank of all; of another one its host's name has to do.
             name = os.environ.get("MASTER_ADDR") if dist.get_rank() == 0 else None
-            name = name or socket.gethostname()
+            name = name or host_platform.node()
             self._held = self._store(name, 0, holds=True)
             host = [(name, self._held.port)]
         dist.broadcast_object_list(host, group=group, group_src=0)

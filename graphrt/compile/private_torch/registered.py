@@ -16,6 +16,7 @@ from graphrt.compile.private_torch.names import NAMES, private_attribute
 from graphrt.compile.private_torch.operators import is_higher_order, overload_name
 from graphrt.core.base.errors import MissingTorchNameError
 from graphrt.core.base.private_torch import PrivateName
+from graphrt.core.base.thread_mode import WATCH_KEY
 
 _NO_KEY = "compiled code that calls operators of others is not kept"
 _FEWER = "what is registered there is not in the key of compiled code"
@@ -60,7 +61,7 @@ def is_torchs_own(operator: Any) -> bool:
 def registrations(operator: Any) -> list[str]:
     """The schema and tags of an overload, and for which dispatch keys it has kernels, each with the
     name of the file that registered it; equal wherever the program lies."""
-    lines = str(_DUMP.find()(str(private_attribute(operator, "_name", _NO_KEY)))).splitlines()
+    lines = _registered(operator)
     kernels = [_PLACE.sub(lambda at: f"registered at {PurePath(at[1]).name}", x) for x in lines]
     tags = sorted(str(tag) for tag in operator.tags)
     return [str(private_attribute(operator, "_schema", _NO_KEY)), *tags, *kernels]
@@ -68,9 +69,16 @@ def registrations(operator: Any) -> list[str]:
 
 def has_compiled_kernels(operator: Any) -> bool:
     """Whether an overload has kernels that are no Python functions."""
-    lines = str(_DUMP.find()(str(private_attribute(operator, "_name", _NO_KEY)))).splitlines()
+    lines = _registered(operator)
     matches = (_PLACE.search(line) for line in lines if "::" in line and "[ " in line)
     return any(match is not None and not match[1].endswith(".py") for match in matches)
+
+
+def _registered(operator: Any) -> list[str]:
+    """What the dispatcher has of an overload, but for the kernel of graphrt's own watch: it is
+    there once something was captured, and an artifact would be another one then."""
+    text = str(_DUMP.find()(str(private_attribute(operator, "_name", _NO_KEY))))
+    return [line for line in text.splitlines() if not line.startswith(f"{WATCH_KEY}: ")]
 
 
 def python_functions(operator: Any) -> tuple[list[Any], list[Any]]:

@@ -79,7 +79,7 @@ def test_every_operator_is_named_with_its_line():
         "aten.nonzero.default",
         "aten.masked_select.default",
     ]
-    assert all("test_explain.py:" in (each.source or "") for each in found.obstacles)
+    assert all("test_explain_command.py:" in (each.source or "") for each in found.obstacles)
     assert found.breaks == ("aten::nonzero", "aten::masked_select")
     assert (found.graphs, found.eager_parts, found.trial) == (4, 3, None)
 
