@@ -45,7 +45,7 @@ from graphrt.hosts.diffusers.arguments import (
     read_call,
     shapes_of,
 )
-from graphrt.hosts.diffusers.modules import ModulePicture
+from graphrt.hosts.diffusers.modules import ModulePicture, global_hook
 from graphrt.platforms import Platform, get_platform
 
 _ONE = Batch(1, 1)
@@ -60,6 +60,7 @@ class EagerReason(enum.Enum):
 
     GRADIENTS = "gradients are on; call the pipeline under torch.no_grad()"
     HOOKS = "hooks run Python code inside of it"
+    UNSEEN = "it holds an object that could change without a sign"
     ARGUMENT = "an argument is neither a tensor nor a plain value"
     TOO_LARGE = "its batch is larger than max_batch"
     CHANGING = "signatures, or the denoiser itself, change too often to be worth a capture"
@@ -172,11 +173,12 @@ class DenoiserForward:
             return self.eager(*args, **kwargs)
         if torch.is_grad_enabled():
             return self._eagerly(EagerReason.GRADIENTS, "", args, kwargs)
-        if self._picture is None or not self._picture.holds():
-            self._drop_all()
-            self._picture = ModulePicture(self._module)
-        if self._picture.hook is not None:
-            return self._eagerly(EagerReason.HOOKS, self._picture.hook, args, kwargs)
+        picture = self._picture_now()
+        hook = picture.hook or global_hook()
+        if hook is not None:
+            return self._eagerly(EagerReason.HOOKS, hook, args, kwargs)
+        if picture.unseen is not None:
+            return self._eagerly(EagerReason.UNSEEN, picture.unseen, args, kwargs)
         try:
             call = read_call(self._names, args, kwargs)
         except UnservedArgument as error:
@@ -187,6 +189,7 @@ class DenoiserForward:
             detail = f"{rows}, where max_batch is {self._max_batch}"
             return self._eagerly(EagerReason.TOO_LARGE, detail, args, kwargs)
         runner = self._runners.get(call.signature)
+        is_new = runner is None
         if runner is None:
             if self._credit < 1:
                 return self._eagerly(EagerReason.CHANGING, "", args, kwargs)
@@ -194,7 +197,24 @@ class DenoiserForward:
         self._runners.move_to_end(call.signature)
         if isinstance(runner, str):
             return self._eagerly(EagerReason.FAILED, runner, args, kwargs)
-        return self._run(runner, call)
+        outputs = self._run(runner, call)
+        if is_new and self._picture is not None and not self._picture.holds():
+            # A first step runs the forward once more, after warm-ups. One that has still changed
+            # what it holds, such as a list of attention maps, does so at each run.
+            self._credit = 0
+            self._drop_all()
+        return outputs
+
+    def _picture_now(self) -> ModulePicture:
+        """The picture of the denoiser; graphs of another one are dropped."""
+        before = self._picture
+        if before is not None and before.holds():
+            return before
+        picture = ModulePicture(self._module, self.eager)
+        if before is None or not picture.equals(before):
+            self._drop_all()
+        self._picture = picture
+        return picture
 
     def _run(self, runner: GraphRunner[Any], call: Call) -> Any:
         outputs = runner.step(_ONE, call.tensors)
@@ -219,7 +239,7 @@ class DenoiserForward:
         self._credit -= 1
         self._runners[call.signature] = runner
         # Warm-ups may have filled caches of the module.
-        self._picture = ModulePicture(self._module)
+        self._picture = ModulePicture(self._module, self.eager)
         return runner
 
     def _captured(self, call: Call, template: Template) -> GraphRunner[Any]:
