@@ -85,6 +85,8 @@ class DenoiserReport:
     eager: Counter[Reason | EagerReason] = field(default_factory=Counter)
     signatures: tuple[str, ...] = ()
     """The shapes of the tensors of each, the least recently used first."""
+    replaced: bool = False
+    """Whether the pipeline has another denoiser, or it another forward, since `with_graphs`."""
 
 
 class SharedPool:
@@ -113,13 +115,13 @@ class DenoiserForward:
         self, name: str, module: torch.nn.Module, pool: SharedPool, max_batch: int, most: int
     ) -> None:
         """`name` is that of the component, for messages; `most` is `max_signatures`."""
-        self._module = module
+        self.module = module
         # Another one than the class's, if somebody has replaced it before.
         self._before = vars(module).get("forward")
         self.eager: Callable[..., Any] = module.forward
         # By which `inspect.signature` goes on; and others that wrap this name it so.
         self.__wrapped__ = self.eager
-        self._report = DenoiserReport()
+        self.counts = DenoiserReport()
         self._name = name
         self._names = _positional(type(module).forward) or ["hidden_states"]
         self._pool = pool
@@ -148,7 +150,7 @@ class DenoiserForward:
         """How calls ran so far."""
         captured = [key for key, runner in self._runners.items() if not isinstance(runner, str)]
         signatures = tuple(map(shapes_of, captured))
-        return replace(self._report, eager=self._report.eager.copy(), signatures=signatures)
+        return replace(self.counts, eager=self.counts.eager.copy(), signatures=signatures)
 
     def close(self) -> None:
         """Destroy the graphs; calls run eagerly from now on, wherever this is still called."""
@@ -159,14 +161,14 @@ class DenoiserForward:
 
     def uninstall(self) -> None:
         """Give the denoiser the forward back that it had before."""
-        del self._module.forward
+        del self.module.forward
         if self._before is not None:
-            self._module.forward = self._before
+            self.module.forward = self._before
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # A copy of the denoiser, also a pickled one, has the forward of its class: graphs read the
         # weights of the original.
-        return _bound, (type(self._module).forward, self._module)
+        return _bound, (type(self.module).forward, self.module)
 
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._most:
@@ -210,7 +212,7 @@ class DenoiserForward:
         before = self._picture
         if before is not None and before.holds():
             return before
-        picture = ModulePicture(self._module, self.eager)
+        picture = ModulePicture(self.module, self.eager)
         if before is None or not picture.equals(before):
             self._drop_all()
         self._picture = picture
@@ -221,7 +223,7 @@ class DenoiserForward:
         dispatch = runner.last_dispatch
         reason = Reason.FAILED if dispatch is None else dispatch.reason
         if reason is Reason.HIT:
-            self._report.hits += 1
+            self.counts.hits += 1
             self._credit = min(self._credit + 1 / _HITS_FOR_A_CAPTURE, _CREDIT)
         else:
             self._count(reason, "")
@@ -233,17 +235,17 @@ class DenoiserForward:
             self._drop(next(iter(self._runners)))
         try:
             runner: GraphRunner[Any] | str = self._captured(call, template)
-            self._report.captures += 1
+            self.counts.captures += 1
         except (GraphRTError, torch.OutOfMemoryError) as error:
             runner = str(error)
         self._credit -= 1
         self._runners[call.signature] = runner
         # Warm-ups may have filled caches of the module.
-        self._picture = ModulePicture(self._module, self.eager)
+        self._picture = ModulePicture(self.module, self.eager)
         return runner
 
     def _captured(self, call: Call, template: Template) -> GraphRunner[Any]:
-        one = next(self._module.parameters(), next(iter(call.tensors.values())))
+        one = next(self.module.parameters(), next(iter(call.tensors.values())))
         runner = GraphRunner[Any](
             partial(_call, self.eager, template, [*call.tensors]),
             mode="FULL",
@@ -271,7 +273,7 @@ class DenoiserForward:
         runner = self._runners.pop(signature)
         if not isinstance(runner, str):
             runner.close()
-            self._report.dropped += 1
+            self.counts.dropped += 1
 
     def _eagerly(
         self, reason: EagerReason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -280,7 +282,7 @@ class DenoiserForward:
         return self.eager(*args, **kwargs)
 
     def _count(self, reason: Reason | EagerReason, detail: str) -> None:
-        self._report.eager[reason] += 1
+        self.counts.eager[reason] += 1
         if reason not in self._warned_of:
             self._warned_of.add(reason)
             why = f"{reason.value} ({detail})" if detail else reason.value

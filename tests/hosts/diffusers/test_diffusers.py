@@ -992,6 +992,59 @@ def test_a_forward_that_was_replaced_before_is_put_back():
     assert vars(model)["forward"] is replaced
 
 
+def test_a_denoiser_that_was_replaced_is_reported():
+    pipe = with_graphs(Pipe(Small()))
+    small_call(pipe.transformer)
+    gone = weakref.ref(pipe.transformer)
+    pipe.transformer = Small()
+    gc.collect()
+    assert gone() is None
+    with pytest.warns(EagerDenoiserWarning, match=r"pipe\.transformer was replaced") as caught:
+        reports = calls(2, lambda: report(pipe)["transformer"])
+    assert len(caught) == 1
+    assert [(each.replaced, each.hits) for each in reports] == [(True, 1)] * 2
+    with_graphs(pipe)
+    small_call(pipe.transformer)
+    assert not report(pipe)["transformer"].replaced and hits(pipe) == 1
+
+
+def test_a_forward_that_is_wrapped_is_reported_and_can_be_taken_out():
+    model = Small()
+    pipe = with_graphs(Pipe(model))
+    served = model.forward
+    model.forward = lambda *args: served(*args) * 2
+    small_call(model)
+    with pytest.warns(EagerDenoiserWarning, match=r"the forward of pipe\.transformer"):
+        assert report(pipe)["transformer"].replaced
+    assert hits(pipe) == 1
+    without_graphs(pipe)
+    small_call(model)
+    assert served.report().hits == 1 and not served.report().signatures
+
+
+def test_graphs_of_a_denoiser_that_was_replaced_are_taken_out_of_it():
+    model = Small()
+    pipe = with_graphs(Pipe(model))
+    pipe.transformer = Small()
+    without_graphs(pipe)
+    assert "forward" not in vars(model) and report(pipe) == {}
+
+
+def test_a_capture_ahead_needs_graphs():
+    pipe = dit()
+    for _ in range(2):
+        with pytest.raises(UnsupportedHostError, match="serve no denoiser") as error:
+            capture(pipe, class_labels=[7])
+        assert "with_graphs(pipe) before" in str(error.value)
+        without_graphs(with_graphs(pipe))
+    with_graphs(pipe).transformer = dit().transformer
+    with (
+        pytest.warns(EagerDenoiserWarning, match="was replaced"),
+        pytest.raises(UnsupportedHostError, match="serve no denoiser"),
+    ):
+        capture(pipe, class_labels=[7])
+
+
 def test_what_cannot_be_a_pipeline_is_refused():
     with pytest.raises(UnsupportedHostError, match="no denoiser"):
         with_graphs(torch.nn.Linear(1, 1))
