@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from graphrt.core.base.torch_names import global_hooks
-from graphrt.core.trust.places.slots import module_of
 from graphrt.core.trust.places.walk import is_library
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -163,7 +162,7 @@ class _Walk:
         if kind in _COMPARED:
             self._add(value)
             return [item for _, item in _items_of(value)]
-        home = module_of(kind)
+        home = _home_of(kind)
         if home.partition(".")[0] in _FIXED_HOMES:
             return []
         inside: list[Any] = []
@@ -219,10 +218,16 @@ _MISSING = "this slot is empty"
 
 
 def _slots_of(of: type) -> list[str]:
-    if is_library(module_of(of)):
+    if is_library(_home_of(of)):
         return []
     members = vars(of).items()
     return [name for name, each in members if isinstance(each, types.MemberDescriptorType)]
+
+
+def _home_of(kind: type) -> str:
+    """The module of a type; those that are written in C name it nowhere else."""
+    name: object = kind.__module__
+    return name if isinstance(name, str) else "builtins"
 
 
 def _is_opaque(kind: type, home: str) -> bool:

@@ -22,6 +22,7 @@ import torch
 REASON = "diffusers is not installed (pip install graphrt[diffusers])"
 diffusers = pytest.importorskip("diffusers", reason=REASON)
 
+import numpy  # noqa: E402
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
 
 from graphrt import Reason  # noqa: E402
@@ -712,10 +713,11 @@ class Controller:
         self.child = Slotted()
         self.tensors = {"gate": [torch.ones(1)]}
         self.net = [torch.nn.Linear(1, 1)]
+        self.array = numpy.ones(1)
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         numbers: Any = self.weights
-        scale = numbers[0]["now"] * numbers[1][1][0] * self.child.scale
+        scale = numbers[0]["now"] * numbers[1][1][0] * self.child.scale * float(self.array[0])
         return value * scale * self.tensors["gate"][0] + self.net[0].bias.sum()
 
 
@@ -770,8 +772,9 @@ def set_bias(controller: Controller) -> None:
         lambda controller: controller.tensors["gate"].__setitem__(0, torch.ones(1) * 3),
         lambda controller: setattr(controller.tensors["gate"][0], "data", torch.ones(1) * 3),
         set_bias,
+        lambda controller: controller.array.fill(0.2),
     ],
-    ids=["dict", "list in a tuple", "slot", "tensor", "moved tensor", "module"],
+    ids=["dict", "list in a tuple", "slot", "tensor", "moved tensor", "module", "array"],
 )
 def test_what_a_processors_controller_holds_is_seen(change: Callable[[Controller], Any]):
     torch.manual_seed(0)
