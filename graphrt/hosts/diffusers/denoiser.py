@@ -45,7 +45,7 @@ from graphrt.hosts.diffusers.arguments import (
     read_call,
     shapes_of,
 )
-from graphrt.hosts.diffusers.modules import ModulePicture
+from graphrt.hosts.diffusers.modules import ModulePicture, global_hook
 from graphrt.platforms import Platform, get_platform
 
 _ONE = Batch(1, 1)
@@ -60,6 +60,7 @@ class EagerReason(enum.Enum):
 
     GRADIENTS = "gradients are on; call the pipeline under torch.no_grad()"
     HOOKS = "hooks run Python code inside of it"
+    UNSEEN = "it holds an object that could change without a sign"
     ARGUMENT = "an argument is neither a tensor nor a plain value"
     TOO_LARGE = "its batch is larger than max_batch"
     CHANGING = "signatures, or the denoiser itself, change too often to be worth a capture"
@@ -84,6 +85,8 @@ class DenoiserReport:
     eager: Counter[Reason | EagerReason] = field(default_factory=Counter)
     signatures: tuple[str, ...] = ()
     """The shapes of the tensors of each, the least recently used first."""
+    replaced: bool = False
+    """Whether the pipeline has another denoiser, or it another forward, since `with_graphs`."""
 
 
 class SharedPool:
@@ -112,13 +115,13 @@ class DenoiserForward:
         self, name: str, module: torch.nn.Module, pool: SharedPool, max_batch: int, most: int
     ) -> None:
         """`name` is that of the component, for messages; `most` is `max_signatures`."""
-        self._module = module
+        self.module = module
         # Another one than the class's, if somebody has replaced it before.
         self._before = vars(module).get("forward")
         self.eager: Callable[..., Any] = module.forward
         # By which `inspect.signature` goes on; and others that wrap this name it so.
         self.__wrapped__ = self.eager
-        self._report = DenoiserReport()
+        self.counts = DenoiserReport()
         self._name = name
         self._names = _positional(type(module).forward) or ["hidden_states"]
         self._pool = pool
@@ -147,7 +150,7 @@ class DenoiserForward:
         """How calls ran so far."""
         captured = [key for key, runner in self._runners.items() if not isinstance(runner, str)]
         signatures = tuple(map(shapes_of, captured))
-        return replace(self._report, eager=self._report.eager.copy(), signatures=signatures)
+        return replace(self.counts, eager=self.counts.eager.copy(), signatures=signatures)
 
     def close(self) -> None:
         """Destroy the graphs; calls run eagerly from now on, wherever this is still called."""
@@ -158,25 +161,26 @@ class DenoiserForward:
 
     def uninstall(self) -> None:
         """Give the denoiser the forward back that it had before."""
-        del self._module.forward
+        del self.module.forward
         if self._before is not None:
-            self._module.forward = self._before
+            self.module.forward = self._before
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # A copy of the denoiser, also a pickled one, has the forward of its class: graphs read the
         # weights of the original.
-        return _bound, (type(self._module).forward, self._module)
+        return _bound, (type(self.module).forward, self.module)
 
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._most:
             return self.eager(*args, **kwargs)
         if torch.is_grad_enabled():
             return self._eagerly(EagerReason.GRADIENTS, "", args, kwargs)
-        if self._picture is None or not self._picture.holds():
-            self._drop_all()
-            self._picture = ModulePicture(self._module)
-        if self._picture.hook is not None:
-            return self._eagerly(EagerReason.HOOKS, self._picture.hook, args, kwargs)
+        picture = self._picture_now()
+        hook = picture.hook or global_hook()
+        if hook is not None:
+            return self._eagerly(EagerReason.HOOKS, hook, args, kwargs)
+        if picture.unseen is not None:
+            return self._eagerly(EagerReason.UNSEEN, picture.unseen, args, kwargs)
         try:
             call = read_call(self._names, args, kwargs)
         except UnservedArgument as error:
@@ -187,6 +191,7 @@ class DenoiserForward:
             detail = f"{rows}, where max_batch is {self._max_batch}"
             return self._eagerly(EagerReason.TOO_LARGE, detail, args, kwargs)
         runner = self._runners.get(call.signature)
+        is_new = runner is None
         if runner is None:
             if self._credit < 1:
                 return self._eagerly(EagerReason.CHANGING, "", args, kwargs)
@@ -194,14 +199,31 @@ class DenoiserForward:
         self._runners.move_to_end(call.signature)
         if isinstance(runner, str):
             return self._eagerly(EagerReason.FAILED, runner, args, kwargs)
-        return self._run(runner, call)
+        outputs = self._run(runner, call)
+        if is_new and self._picture is not None and not self._picture.holds():
+            # A first step runs the forward once more, after warm-ups. One that has still changed
+            # what it holds, such as a list of attention maps, does so at each run.
+            self._credit = 0
+            self._drop_all()
+        return outputs
+
+    def _picture_now(self) -> ModulePicture:
+        """The picture of the denoiser; graphs of another one are dropped."""
+        before = self._picture
+        if before is not None and before.holds():
+            return before
+        picture = ModulePicture(self.module, self.eager)
+        if before is None or not picture.equals(before):
+            self._drop_all()
+        self._picture = picture
+        return picture
 
     def _run(self, runner: GraphRunner[Any], call: Call) -> Any:
         outputs = runner.step(_ONE, call.tensors)
         dispatch = runner.last_dispatch
         reason = Reason.FAILED if dispatch is None else dispatch.reason
         if reason is Reason.HIT:
-            self._report.hits += 1
+            self.counts.hits += 1
             self._credit = min(self._credit + 1 / _HITS_FOR_A_CAPTURE, _CREDIT)
         else:
             self._count(reason, "")
@@ -213,17 +235,17 @@ class DenoiserForward:
             self._drop(next(iter(self._runners)))
         try:
             runner: GraphRunner[Any] | str = self._captured(call, template)
-            self._report.captures += 1
+            self.counts.captures += 1
         except (GraphRTError, torch.OutOfMemoryError) as error:
             runner = str(error)
         self._credit -= 1
         self._runners[call.signature] = runner
         # Warm-ups may have filled caches of the module.
-        self._picture = ModulePicture(self._module)
+        self._picture = ModulePicture(self.module, self.eager)
         return runner
 
     def _captured(self, call: Call, template: Template) -> GraphRunner[Any]:
-        one = next(self._module.parameters(), next(iter(call.tensors.values())))
+        one = next(self.module.parameters(), next(iter(call.tensors.values())))
         runner = GraphRunner[Any](
             partial(_call, self.eager, template, [*call.tensors]),
             mode="FULL",
@@ -251,7 +273,7 @@ class DenoiserForward:
         runner = self._runners.pop(signature)
         if not isinstance(runner, str):
             runner.close()
-            self._report.dropped += 1
+            self.counts.dropped += 1
 
     def _eagerly(
         self, reason: EagerReason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -260,7 +282,7 @@ class DenoiserForward:
         return self.eager(*args, **kwargs)
 
     def _count(self, reason: Reason | EagerReason, detail: str) -> None:
-        self._report.eager[reason] += 1
+        self.counts.eager[reason] += 1
         if reason not in self._warned_of:
             self._warned_of.add(reason)
             why = f"{reason.value} ({detail})" if detail else reason.value

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
+from graphrt.core.base._warnings import warn_caller
 from graphrt.core.base.option_values import count_of, shown
 from graphrt.errors import UnsupportedHostError
-from graphrt.hosts.diffusers.denoiser import DenoiserForward, DenoiserReport, SharedPool
+from graphrt.hosts.diffusers.denoiser import (
+    DenoiserForward,
+    DenoiserReport,
+    EagerDenoiserWarning,
+    SharedPool,
+)
 from graphrt.hosts.diffusers.versions import check_names
 
 T = TypeVar("T")
@@ -20,6 +28,19 @@ DENOISERS = ("unet", "transformer", "transformer_2")
 DECODER = "vae.decoder"
 SERVED_VAE = "AutoencoderKL"
 """Decoders of videos write into a list that they are given, which a replay would not."""
+
+
+@dataclass
+class _Installed:
+    """A forward as `with_graphs` installed it; it lives no longer than its denoiser."""
+
+    forward: weakref.ref[DenoiserForward]
+    counts: DenoiserReport
+    is_warned_of: bool = False
+
+
+_installed: MutableMapping[Any, dict[str, _Installed]] = weakref.WeakKeyDictionary()
+"""By pipeline. A denoiser that takes the place of a served one calls nothing of graphrt."""
 
 
 def with_graphs(
@@ -68,17 +89,24 @@ def with_graphs(
             )
     without_graphs(pipe)
     pool = SharedPool()
+    installed = {}
     for name, module in modules.items():
-        module.forward = DenoiserForward(name, module, pool, max_batch, max_signatures)
+        forward = DenoiserForward(name, module, pool, max_batch, max_signatures)
+        installed[name] = _Installed(weakref.ref(forward), forward.counts)
+        module.forward = forward
+    if _can_be_key(pipe):
+        _installed[pipe] = installed
     return pipe
 
 
 def without_graphs(pipe: T) -> T:
     """Give the denoisers of a pipeline their own forwards back, and destroy their graphs; returns
     the pipeline."""
-    for module, served in _served(pipe).values():
+    installed = (_installed.pop(pipe, None) if _can_be_key(pipe) else None) or {}
+    known = [each.forward() for each in installed.values()]
+    for served in [*_served(pipe).values(), *filter(None, known)]:
         served.close()
-        if vars(module).get("forward") is served:
+        if vars(served.module).get("forward") is served:
             # Else hooks have wrapped it, and it calls the denoiser's own forward for them.
             served.uninstall()
     return pipe
@@ -89,7 +117,16 @@ def capture(pipe: Any, *args: Any, **kwargs: Any) -> None:
     size, guidance and length of prompt.
 
     It is a call of two steps, without an image: the second one reaches `transformer_2` of Wan.
+
+    Raises `UnsupportedHostError` if graphs serve no denoiser of the pipeline.
     """
+    if not _reports(pipe, is_served=True):
+        raise UnsupportedHostError(
+            "graphs serve no denoiser of the pipeline",
+            got=shown(type(pipe)),
+            expected="a pipeline that with_graphs() returned, with the same denoisers",
+            advice="call with_graphs(pipe) before capture(pipe, ...)",
+        )
     short = {
         "num_inference_steps": 2,
         "output_type": "latent",
@@ -101,8 +138,42 @@ def capture(pipe: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def report(pipe: Any) -> dict[str, DenoiserReport]:
-    """How the calls of each denoiser of a pipeline ran, by its name."""
-    return {name: served.report() for name, (_, served) in _served(pipe).items()}
+    """How the calls of each denoiser of a pipeline ran, by its name.
+
+    Warns once of a denoiser, or a forward, that was replaced after `with_graphs`.
+    """
+    return _reports(pipe)
+
+
+def _reports(pipe: Any, *, is_served: bool = False) -> dict[str, DenoiserReport]:
+    """Of each denoiser; with `is_served` only of those whose calls may reach graphs."""
+    reports = {name: served.report() for name, served in _served(pipe).items()}
+    modules = dict(_modules(pipe))
+    for name, each in (_installed.get(pipe, {}) if _can_be_key(pipe) else {}).items():
+        if name in reports or name not in modules:
+            continue
+        forward = each.forward()
+        is_same = forward is not None and forward.module is modules[name]
+        if is_same or not is_served:
+            last = forward.report() if forward is not None else each.counts
+            reports[name] = replace(last, replaced=True)
+        if not each.is_warned_of:
+            each.is_warned_of = True
+            what = (
+                f"the forward of pipe.{name} was replaced, and graphs serve only what still calls "
+                "the one before"
+                if is_same
+                else f"pipe.{name} was replaced, and the new one runs eagerly"
+            )
+            advice = "call with_graphs(pipe) again"
+            warn_caller(f"after with_graphs(): {what}; {advice}", EagerDenoiserWarning)
+    return reports
+
+
+def _can_be_key(pipe: Any) -> bool:
+    """Not so a dataclass of a user's that compares by value."""
+    ask_hash: object = type(pipe).__hash__
+    return ask_hash is object.__hash__ and type(pipe).__weakrefoffset__ != 0
 
 
 def _modules(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -112,7 +183,7 @@ def _modules(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
             yield name, module
 
 
-def _served(pipe: Any) -> dict[str, tuple[torch.nn.Module, DenoiserForward]]:
+def _served(pipe: Any) -> dict[str, DenoiserForward]:
     served = {}
     for name, module in _modules(pipe):
         forward = vars(module).get("forward")
@@ -120,5 +191,5 @@ def _served(pipe: Any) -> dict[str, tuple[torch.nn.Module, DenoiserForward]]:
             # Hooks of accelerate and of diffusers wrap a forward, and say so.
             forward = getattr(forward, "__wrapped__", None)
         if forward is not None:
-            served[name] = module, forward
+            served[name] = forward
     return served

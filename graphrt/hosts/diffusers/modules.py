@@ -1,92 +1,275 @@
-"""What graphs have baked in of a denoiser: its submodules, weights, hooks and plain attributes.
+"""What graphs have baked in of a denoiser: its submodules, weights, hooks, and what these hold.
 
 Between two images people load a LoRA, change its weight, replace attention processors or move the
 pipeline. A runner finds a moved weight after some steps; here the first call after the change must
 not be replayed. So each call compares the module with a picture of it:
 
 1. containers with copies of them: the attributes of each module, its parameters, buffers,
-   submodules and hooks, its own lists and dicts, and attributes of its processors;
+   submodules and hooks, and what its own attributes lead to (`_Walk`): dicts, lists, objects such
+   as processors and their controllers, closures of functions;
 2. each tensor in them, which must be the same object at the same address.
 
-C does the comparing, at a third of a microsecond a module. What is inside of objects that a module
-holds, deeper than an attribute of theirs, is not seen.
+C does most of the comparing, at a third of a microsecond a module. A module that leads to an object
+of unknown insides, or to too many values, is named in `unseen`: it could change without a sign.
+Not seen are attributes of classes, globals, and what the standard library's own objects hold.
 """
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from operator import getitem, is_
 from typing import Any
 
 import torch
 
+from graphrt.core.base.torch_names import global_hooks
+from graphrt.core.trust.places.walk import is_library
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _INNER = ("_parameters", "_buffers", "_modules", *_HOOKS)
 _TORCHS = frozenset(vars(torch.nn.Module()))
-_CODE = (type, types.ModuleType, types.FunctionType, types.MethodType)
+
+MOST_VALUES = 10_000
+"""Below one attribute of a module; a call compares some 10 million a second."""
+
+_COMPARED = (dict, OrderedDict, defaultdict, list, deque, set)
+"""Containers that C compares with a copy."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_METHODS = (types.MethodType, types.BuiltinMethodType)
+"""Equal ones are of the same object."""
+_FIXED = (torch.Tensor, type, types.ModuleType)
+_FIXED_HOMES = frozenset({"graphrt", "logging", "threading", "weakref"})
+"""Of the graphs themselves, and of objects that move without a meaning for a forward."""
 
 OFFLOADING, REGISTRY = "_hf_hook", "_diffusers_hook"
 """Attributes by which accelerate and diffusers mark a module that has their hooks."""
 
-_NOT_ENTERED = _TORCHS | {REGISTRY, "forward", "_old_forward"}
-"""The forward is what counts calls here, or wraps that."""
+_NOT_ENTERED = _TORCHS | {REGISTRY, "_old_forward"}
 
 
 class ModulePicture:
     """A module as graphs have seen it."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._containers = [each for part in module.modules() for each in _containers_of(part)]
+    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        """`forward` is the one that graphs were captured of."""
+        walk = _Walk(module, forward)
+        self._containers, self._readers = walk.containers, walk.readers
         self._copies = [container.copy() for container in self._containers]
+        self._read = self._read_now()
         self._held: list[Any] = []
         self._keys: list[Any] = []
-        self._tensors: list[torch.Tensor] = []
+        self._same: list[Any] = []
+        self._tensors = walk.tensors
         for container in self._containers:
+            if type(container) is set:  # its members keep what their hashes are of
+                continue
             for key, value in _items_of(container):
-                if isinstance(value, torch.Tensor):
+                is_watched = isinstance(value, torch.Tensor) or id(value) in walk.entered
+                if is_watched and _is_equal_to_others(value):
                     self._held.append(container)
                     self._keys.append(key)
-                    self._tensors.append(value)
+                    self._same.append(value)
         self._in_memory = [tensor for tensor in self._tensors if _has_address(tensor)]
         self._addresses = self._addresses_now()
         self.hook = next(_hooks_of(module), None)
         """The hook that a replay would leave out, if there is one."""
+        self.unseen = walk.unseen
+        """What could change without a sign, if there is anything."""
 
     def holds(self) -> bool:
         """Whether the module is still the same."""
         try:
-            same = self._containers == self._copies
-        except (RuntimeError, ValueError, TypeError):
+            if self._containers != self._copies:
+                return False
+            # Tensors of one element have a truth, and equal lists are not the same list.
+            if not all(map(is_, map(getitem, self._held, self._keys), self._same)):
+                return False
+            if self._readers and not _are_same(self._read_now(), self._read):
+                return False
+        except (RuntimeError, ValueError, TypeError, LookupError):
             # A tensor or an array took the place of another: their == has no truth.
             return False
-        if not same:
-            return False
-        # Tensors of one element have: an equal one is not the same.
-        if not all(map(is_, map(getitem, self._held, self._keys), self._tensors)):
-            return False
         return self._addresses == self._addresses_now()
+
+    def equals(self, other: ModulePicture) -> bool:
+        """Whether graphs of the one serve the other: containers may be others of equal values."""
+        try:
+            same = self._copies == other._copies and self._read == other._read
+        except (RuntimeError, ValueError, TypeError):
+            return False
+        return (
+            same
+            and len(self._tensors) == len(other._tensors)
+            and all(map(is_, self._tensors, other._tensors))
+            and self._addresses == other._addresses
+        )
 
     def _addresses_now(self) -> list[int]:
         return [*map(torch.Tensor.data_ptr, self._in_memory)]
 
+    def _read_now(self) -> list[list[Any]]:
+        return [read() for read in self._readers]
 
-def _containers_of(module: torch.nn.Module) -> Iterator[Any]:
-    attributes = vars(module)
-    yield attributes
-    yield from (attributes[name] for name in _INNER)
-    for name, value in attributes.items():
-        if name in _NOT_ENTERED or isinstance(value, torch.Tensor):
-            continue
-        if type(value) in (dict, list):
-            yield value
-        elif hasattr(value, "__dict__") and not isinstance(value, _CODE):
+
+class _Walk:
+    """All that a module, and what it holds, leads to; each object once, in a fixed order."""
+
+    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        self.containers: list[Any] = []
+        self.readers: list[Callable[[], list[Any]]] = []
+        """For objects that are no container: each returns what one of them holds now."""
+        self.tensors: list[torch.Tensor] = []
+        self.unseen: str | None = None
+        parts = dict(module.named_modules())
+        modules = {id(part) for part in parts.values()}
+        self.entered = modules | {id(vars(part)) for part in parts.values()}
+        self._kept: list[object] = []
+        for path, part in parts.items():
+            own = vars(part)
+            for container in (own, *(own[name] for name in _INNER)):
+                self._add(container)
+            for name, value in own.items():
+                if name not in _NOT_ENTERED:
+                    self._enter(f"{name} of {_where(path)}", value)
+        self._enter("the forward", forward)
+
+    def _add(self, container: Any) -> None:
+        self.containers.append(container)
+        values = (value for _, value in _items_of(container))
+        self.tensors += [value for value in values if isinstance(value, torch.Tensor)]
+
+    def _enter(self, path: str, value: Any) -> None:
+        queue, left = deque([value]), MOST_VALUES
+        while queue:
+            value = queue.popleft()
+            if type(value) in _PLAIN or isinstance(value, _FIXED) or id(value) in self.entered:
+                continue
+            self.entered.add(id(value))
+            self._kept.append(value)  # else its id may come back
+            inside = self._inside(path, value)
+            left -= len(inside)
+            if left < 0:
+                self.unseen = self.unseen or f"{path} leads to more than {MOST_VALUES} values"
+                return
+            queue += inside
+
+    def _inside(self, path: str, value: Any) -> list[Any]:
+        """What a value holds; it is added to what is compared."""
+        kind = type(value)
+        if kind in _COMPARED:
+            self._add(value)
+            return [item for _, item in _items_of(value)]
+        home = _home_of(kind)
+        if home.partition(".")[0] in _FIXED_HOMES:
+            return []
+        inside: list[Any] = []
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict:
             # Attention processors that are no modules.
-            yield vars(value)
+            self.entered.add(id(attributes))
+            self._add(attributes)
+            if isinstance(value, torch.nn.Module):
+                inside += [item for name, item in attributes.items() if name in _INNER]
+                attributes = {k: v for k, v in attributes.items() if k not in _NOT_ENTERED}
+            inside += attributes.values()
+        fixed = _fixed_inside(value)
+        read = None if fixed is not None else _reader_of(value, home)
+        if read is not None:
+            self.readers.append(read)
+        elif fixed is None and type(attributes) is not dict and _is_opaque(kind, home):
+            self.unseen = self.unseen or f"{path} leads to a {home}.{kind.__qualname__}"
+        held = read() if read is not None else fixed or []
+        self.tensors += [item for item in held if isinstance(item, torch.Tensor)]
+        return inside + held
+
+
+def _fixed_inside(value: Any) -> list[Any] | None:
+    """What a value holds that cannot hold anything else; None if it is no such value."""
+    if isinstance(value, (tuple, frozenset)):
+        return list(value)
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    return None
+
+
+def _reader_of(value: Any, home: str) -> Callable[[], list[Any]] | None:
+    """Returns what a value holds beside its `__dict__`; None if nothing is known of that."""
+    if isinstance(value, types.FunctionType):
+        is_torchs = is_library(value.__module__ or "")
+        return None if is_torchs else functools.partial(_of_function, value)
+    if isinstance(value, dict):
+        return lambda: [*dict.keys(value), *dict.values(value)]
+    if isinstance(value, (list, set, deque)):
+        return lambda: [*value]
+    if home == "numpy" and hasattr(value, "tobytes"):
+        return lambda: [value.shape, str(value.dtype), value.tobytes()]
+    slots = [name for of in type(value).__mro__ for name in _slots_of(of)]
+    if slots:
+        return lambda: [getattr(value, name, _MISSING) for name in slots]
+    return None
+
+
+_MISSING = "this slot is empty"
+
+
+def _slots_of(of: type) -> list[str]:
+    if is_library(_home_of(of)):
+        return []
+    members = vars(of).items()
+    return [name for name, each in members if isinstance(each, types.MemberDescriptorType)]
+
+
+def _home_of(kind: type) -> str:
+    """The module of a type; those that are written in C name it nowhere else."""
+    name: object = kind.__module__
+    return name if isinstance(name, str) else "builtins"
+
+
+def _is_opaque(kind: type, home: str) -> bool:
+    """Whether objects of a type keep in C what Python does not show."""
+    return not is_library(home) and kind.__basicsize__ > object.__basicsize__
+
+
+def _of_function(function: types.FunctionType) -> list[Any]:
+    cells = function.__closure__ or ()
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return [*map(_of_cell, cells), *defaults]
+
+
+def _of_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that has no value yet
+        return _MISSING
+
+
+def _is_equal_to_others(value: Any) -> bool:
+    """Whether another object can be equal to it, and change by itself later."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return False
+    if kind is tuple:
+        return not all(type(item) in _PLAIN for item in value)
+    compare: object = kind.__eq__
+    return compare is not object.__eq__ and not isinstance(value, _METHODS)
+
+
+def _are_same(now: list[list[Any]], before: list[list[Any]]) -> bool:
+    """Whether all is equal, and identical where being equal is not enough."""
+    return now == before and all(
+        here is there or not _is_equal_to_others(here)
+        for held, held_before in zip(now, before, strict=True)
+        for here, there in zip(held, held_before, strict=True)
+    )
 
 
 def _items_of(container: Any) -> Any:
-    return enumerate(container) if type(container) is list else container.items()
+    return container.items() if isinstance(container, dict) else enumerate(container)
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
@@ -98,9 +281,18 @@ def _has_address(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _where(path: str) -> str:
+    return f"submodule {path}" if path else "the denoiser"
+
+
+def global_hook() -> str | None:
+    """The hooks of all modules that torch has now, if there are any: a replay calls none."""
+    return next((f"torch has {name}" for name, hooks in global_hooks.items() if hooks), None)
+
+
 def _hooks_of(module: torch.nn.Module) -> Iterator[str]:
     for path, each in module.named_modules():
-        where = f"submodule {path}" if path else "the denoiser"
+        where = _where(path)
         registry = getattr(each, REGISTRY, None)
         if hasattr(each, OFFLOADING):
             yield f"{where} has a hook of accelerate"

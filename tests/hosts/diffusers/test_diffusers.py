@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import inspect
+import itertools
 import pickle
 import re
 import threading
@@ -21,6 +22,7 @@ import torch
 REASON = "diffusers is not installed (pip install graphrt[diffusers])"
 diffusers = pytest.importorskip("diffusers", reason=REASON)
 
+import numpy  # noqa: E402
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
 
 from graphrt import Reason  # noqa: E402
@@ -440,6 +442,24 @@ def test_a_hook_in_the_denoiser_runs_at_every_call_and_without_it_graphs_are_bac
     assert captures(pipe) == 2 and hits(pipe) == 2
 
 
+@pytest.mark.parametrize("kind", ["pre_hook", "hook"])
+def test_hooks_of_all_modules_run_at_every_call(kind: str):
+    model = Small()
+    pipe = with_graphs(Pipe(model))
+    small_call(model)
+    seen: list[torch.nn.Module] = []
+    register = getattr(torch.nn.modules.module, f"register_module_forward_{kind}")
+    hook = register(lambda module, *_: seen.append(module))
+    try:
+        with pytest.warns(EagerDenoiserWarning, match="torch has global"):
+            small_call(model)
+    finally:
+        hook.remove()
+    assert model.inner in seen and ran_eagerly(pipe) == {EagerReason.HOOKS: 1}
+    small_call(model)
+    assert captures(pipe) == 1 and hits(pipe) == 2
+
+
 def test_hooks_of_diffusers_are_named():
     pipe = FAMILIES["Flux"].make()
     config = diffusers.FirstBlockCacheConfig(threshold=10.0)
@@ -685,6 +705,178 @@ def test_an_equal_tensor_in_the_place_of_another_is_not_the_same(name: str):
     assert captures(pipe) == 2 and not ran_eagerly(pipe)
 
 
+class Controller:
+    """What a processor asks: of prompt-to-prompt, say."""
+
+    def __init__(self) -> None:
+        self.weights = [{"now": 1.0}, (1.0, [1.0])]
+        self.child = Slotted()
+        self.tensors = {"gate": [torch.ones(1)]}
+        self.net = [torch.nn.Linear(1, 1)]
+        self.array = numpy.ones(1)
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        numbers: Any = self.weights
+        scale = numbers[0]["now"] * numbers[1][1][0] * self.child.scale * float(self.array[0])
+        return value * scale * self.tensors["gate"][0] + self.net[0].bias.sum()
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Controlled:
+    """A processor that leads to its controller through a list, a closure and a bound method."""
+
+    def __init__(self) -> None:
+        controller = Controller()
+        self.held = [lambda value: controller(value)]
+        self.controller = controller.__call__
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.held[0](value)
+        return result
+
+
+class WithProcessor(Small):
+    """A denoiser with a processor that is no module."""
+
+    def __init__(self, processor: Any = None) -> None:
+        super().__init__()
+        self.processor = processor or Controlled()
+        self.config = {"plain": (1, 2), "numbers": [1, 2]}
+
+    def forward(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        result: torch.Tensor = self.processor(super().forward(hidden_states, kwargs))
+        return result
+
+    @property
+    def controller(self) -> Controller:
+        held: Controller = self.processor.controller.__self__
+        return held
+
+
+def set_bias(controller: Controller) -> None:
+    controller.net[0].bias = torch.nn.Parameter(torch.ones(1) * 7)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda controller: controller.weights[0].update(now=0.2),
+        lambda controller: controller.weights[1][1].__setitem__(0, 0.2),
+        lambda controller: setattr(controller.child, "scale", 0.2),
+        lambda controller: controller.tensors["gate"].__setitem__(0, torch.ones(1) * 3),
+        lambda controller: setattr(controller.tensors["gate"][0], "data", torch.ones(1) * 3),
+        set_bias,
+        lambda controller: controller.array.fill(0.2),
+    ],
+    ids=["dict", "list in a tuple", "slot", "tensor", "moved tensor", "module", "array"],
+)
+def test_what_a_processors_controller_holds_is_seen(change: Callable[[Controller], Any]):
+    torch.manual_seed(0)
+    model, twin = WithProcessor(), WithProcessor()
+    twin.load_state_dict(model.state_dict())
+    twin.controller.net[0].load_state_dict(model.controller.net[0].state_dict())
+    pipe = with_graphs(Pipe(model))
+    before = small_call(model)
+    assert torch.equal(before, small_call(twin))
+    for each in (model, twin):
+        change(each.controller)
+    eager = small_call(twin)
+    assert not torch.equal(eager, before)
+    for _ in range(2):
+        assert torch.equal(small_call(model), eager)
+    assert captures(pipe) == 2 and hits(pipe) == 3 and not ran_eagerly(pipe)
+
+
+def test_a_controller_in_the_closure_of_a_replaced_forward_is_seen():
+    """As prompt-to-prompt was published: `attention.forward` is replaced, on the instance."""
+
+    def controlled(model: Small, controller: Controller) -> Small:
+        before = model.inner.forward
+        model.inner.forward = lambda value: controller(before(value))
+        return model
+
+    mine = Controller()
+    theirs = copy.deepcopy(mine)
+    model, twin = controlled(Small(), mine), controlled(Small(), theirs)
+    with_graphs(Pipe(model))
+    assert torch.equal(small_call(model), small_call(twin))
+    mine.child.scale = theirs.child.scale = 0.2
+    assert torch.equal(small_call(model), small_call(twin))
+
+
+def test_an_equal_list_in_the_place_of_another_needs_no_capture_and_is_watched():
+    """As `set_ip_adapter_scale` does before each image."""
+    model = WithProcessor()
+    pipe = with_graphs(Pipe(model))
+    before = small_call(model)
+    numbers: Any = [{"now": 1.0}, (1.0, [1.0])]
+    model.controller.weights = numbers
+    assert torch.equal(small_call(model), before) and captures(pipe) == 1
+    numbers[1][1][0] = 0.5
+    assert not torch.equal(small_call(model), before) and captures(pipe) == 2
+
+
+class Hidden(itertools.count):  # type: ignore[type-arg]
+    """What it counts is in C."""
+
+    __slots__ = ()
+
+
+class Nothing:
+    """An object that cannot change."""
+
+    __slots__ = ()
+
+
+class Holding:
+    """A processor with an object."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+
+def test_a_processor_that_cannot_be_compared_runs_eagerly_and_is_named():
+    for held, named in ((Hidden(), r"leads to a .*Hidden"), ([*range(20_000)], "more than 10000")):
+        model = WithProcessor(Holding(held))
+        pipe = with_graphs(Pipe(model))
+        with pytest.warns(EagerDenoiserWarning, match=f"processor of the denoiser .*{named}"):
+            small_call(model)
+        small_call(model)
+        assert ran_eagerly(pipe) == {EagerReason.UNSEEN: 2}
+    for plain in (Nothing(), torch.Generator(), EagerReason.BUSY, range(3), len, Nothing, int):
+        model = WithProcessor(Holding([plain]))
+        pipe = with_graphs(Pipe(model))
+        small_call(model)
+        assert hits(pipe) == 1, plain
+
+
+def test_a_processor_that_collects_is_captured_once():
+    """Warm-ups and first steps run it too: its list gets what they add, and no more."""
+    seen: list[torch.Tensor] = []
+
+    def collect(value: torch.Tensor) -> torch.Tensor:
+        seen.append(value.mean())
+        return value
+
+    model = WithProcessor(collect)
+    pipe = with_graphs(Pipe(model))
+    small_call(model)
+    length = len(seen)
+    with pytest.warns(EagerDenoiserWarning, match="the denoiser itself, change"):
+        calls(3, lambda: small_call(model))
+    assert len(seen) == length + 3
+    assert captures(pipe) == 1 and ran_eagerly(pipe) == {EagerReason.CHANGING: 3}
+
+
 def test_a_callback_that_changes_the_denoiser_is_seen_at_the_next_step():
     def images(pipe: Any) -> torch.Tensor:
         def change(_pipe: Any, step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -801,6 +993,59 @@ def test_a_forward_that_was_replaced_before_is_put_back():
     denoise(model)
     without_graphs(pipe)
     assert vars(model)["forward"] is replaced
+
+
+def test_a_denoiser_that_was_replaced_is_reported():
+    pipe = with_graphs(Pipe(Small()))
+    small_call(pipe.transformer)
+    gone = weakref.ref(pipe.transformer)
+    pipe.transformer = Small()
+    gc.collect()
+    assert gone() is None
+    with pytest.warns(EagerDenoiserWarning, match=r"pipe\.transformer was replaced") as caught:
+        reports = calls(2, lambda: report(pipe)["transformer"])
+    assert len(caught) == 1
+    assert [(each.replaced, each.hits) for each in reports] == [(True, 1)] * 2
+    with_graphs(pipe)
+    small_call(pipe.transformer)
+    assert not report(pipe)["transformer"].replaced and hits(pipe) == 1
+
+
+def test_a_forward_that_is_wrapped_is_reported_and_can_be_taken_out():
+    model = Small()
+    pipe = with_graphs(Pipe(model))
+    served = model.forward
+    model.forward = lambda *args: served(*args) * 2
+    small_call(model)
+    with pytest.warns(EagerDenoiserWarning, match=r"the forward of pipe\.transformer"):
+        assert report(pipe)["transformer"].replaced
+    assert hits(pipe) == 1
+    without_graphs(pipe)
+    small_call(model)
+    assert served.report().hits == 1 and not served.report().signatures
+
+
+def test_graphs_of_a_denoiser_that_was_replaced_are_taken_out_of_it():
+    model = Small()
+    pipe = with_graphs(Pipe(model))
+    pipe.transformer = Small()
+    without_graphs(pipe)
+    assert "forward" not in vars(model) and report(pipe) == {}
+
+
+def test_a_capture_ahead_needs_graphs():
+    pipe = dit()
+    for _ in range(2):
+        with pytest.raises(UnsupportedHostError, match="serve no denoiser") as error:
+            capture(pipe, class_labels=[7])
+        assert "with_graphs(pipe) before" in str(error.value)
+        without_graphs(with_graphs(pipe))
+    with_graphs(pipe).transformer = dit().transformer
+    with (
+        pytest.warns(EagerDenoiserWarning, match="was replaced"),
+        pytest.raises(UnsupportedHostError, match="serve no denoiser"),
+    ):
+        capture(pipe, class_labels=[7])
 
 
 def test_what_cannot_be_a_pipeline_is_refused():
