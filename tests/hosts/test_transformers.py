@@ -605,6 +605,64 @@ def test_the_page_runs_as_it_stands(capsys):
     assert served(names["model"]) == (8, {})
 
 
+def logits_of_loop(model, tokens, cache, change):
+    """Logits of three steps of one token; the model is changed after the first one."""
+    logits = []
+    with torch.no_grad():
+        model(tokens, past_key_values=cache, use_cache=True)
+        for at in range(3):
+            positions = torch.full((len(tokens), 1), tokens.shape[1] + at)
+            call = {"past_key_values": cache, "position_ids": positions}
+            logits.append(model(input_ids=tokens[:, at : at + 1], **call).logits)
+            if at == 0:
+                change(model)
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_loop_over_a_cache_looks_at_the_model_before_every_step(change):
+    plain, model = new_model("llama"), new_model("llama")
+    with_graphs(model, max_batch=2, max_len=32, strict=True)
+    tokens = random_tokens(2, 6)
+    ours = logits_of_loop(model, tokens, graphs_of(model).new_cache(), change)
+    theirs = logits_of_loop(plain, tokens, transformers.DynamicCache(), change)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    steps, eager = served(model)
+    assert steps == 1 and list(eager.values()) == [2] and "recapture" in next(iter(eager))
+
+
+def test_step_looks_at_the_model_and_serves_it_when_it_is_the_same_again():
+    plain, model = new_model("llama"), new_model("llama")
+    graphs = graphs_of(with_graphs(model, max_batch=2, max_len=32, strict=True))
+    tokens, cache = random_tokens(2, 6), transformers.DynamicCache()
+    with torch.no_grad():
+        graphs.prefill(tokens)
+        plain(tokens, past_key_values=cache)
+        for at, factor in enumerate((1, 2, 0.5)):
+            for each in (plain, model):
+                each.model.layers[0].self_attn.scaling *= factor
+            ours = graphs.step(tokens[:, at])
+            theirs = plain(tokens[:, at : at + 1], past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    steps, eager = served(model)
+    assert steps == 2 and list(eager.values()) == [1]
+
+
+def test_a_loop_without_the_adapters_is_not_served():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(new_model("llama"), config).eval()
+    plain, tokens = new_model("llama"), random_tokens(2, 6)
+    graphs = graphs_of(with_graphs(model, max_batch=2, max_len=32, strict=True))
+    with model.disable_adapter():
+        ours = logits_of_loop(model, tokens, graphs.new_cache(), lambda model: None)
+    theirs = logits_of_loop(plain, tokens, transformers.DynamicCache(), lambda model: None)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    steps, eager = served(model)
+    assert steps == 0 and list(eager.values()) == [3] and "recapture" in next(iter(eager))
+
+
 def test_autocast_steps_run_under_it(model, plain):
     tokens = random_tokens(2, 6)
     with torch.autocast("cpu", torch.bfloat16):

@@ -77,6 +77,7 @@ class ModelGraphs(Seam):
         """A cache for `generate(past_key_values=...)` or a loop over the model, which graphs serve;
         while another call of `generate` has the memory, one that they do not."""
         with self._using:
+            self._look_unless_generating()
             if self.steps is None or self._changed is not None:
                 return self._signature.new_cache()
             is_free = self._calls.has_lease() or not self._lease.locked()
@@ -166,6 +167,8 @@ class ModelGraphs(Seam):
             return self._forward(*args, **kwargs)
         with self._using:
             steps = self.steps
+            if is_step:
+                self._look_unless_generating()
             reason = self._why_eager(call, cache, is_step)
             if reason is None and steps is not None:
                 logits, dispatch = steps.replay(call, cache)
@@ -218,12 +221,20 @@ class ModelGraphs(Seam):
             return "the encoder's inputs have another length than graphs were captured for"
         return None
 
+    def _look_unless_generating(self) -> None:
+        """Loops have no beginning at which to look at the model, as `generate` has: it may be
+        another one in any step."""
+        if self._calls.current() is None:
+            self._look_at_model()
+
     def _why_foreign(self, cache: Any) -> tuple[str, str]:
         call = self._calls.current()
         if self.steps is None:
             return NO_GRAPHS, ""
         if call is not None and call.reason is not None:
             return call.reason, ""
+        if self._changed is not None:
+            return str(self._why_other_model()), ""
         name = self._signature.cache
         return (
             f"a {type(cache).__name__} was passed as {name}=",
@@ -247,7 +258,6 @@ class ModelGraphs(Seam):
                 advice="model.generate(...)",
             )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        self._look_at_model()
         self._loop = _Loop(self.new_cache(), mask)
         return self._next_logits(input_ids)
 
