@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 
 from graphrt.errors import CaptureError, InvalidInputError, InvalidOptionError
 from tests.models.families import SHARED
@@ -232,6 +233,10 @@ def test_pictures_are_a_part_of_the_prompt():
     with_graphs(model, max_batch=2, max_len=32, strict=True)
     assert torch.equal(generate(model, tokens, **given), expected)
     assert served(model) == (7, {})
+    model.config.text_config.rms_norm_eps *= 2
+    generate(model, tokens, **given)
+    name = "config.text_config.rms_norm_eps"
+    assert served(model)[1] == {f"the model is not as it was captured ({name}): recapture()": 7}
 
 
 # What has no room --------------------------------------------------------------------------------
@@ -497,9 +502,139 @@ def test_a_model_that_is_another_one_now_is_not_served_until_it_is_captured_agai
     assert torch.equal(generate(model, tokens), generate(plain, tokens))
     steps, eager = served(model)
     assert steps == 0 and list(eager.values()) == [7] and "recapture" in next(iter(eager))
+    if change is change_hook:
+        with pytest.raises(CaptureError, match="has a hook"):
+            graphs_of(model).recapture()
+        return
     graphs_of(model).recapture()
     assert torch.equal(generate(model, tokens), generate(plain, tokens))
     assert served(model)[0] == 7
+
+
+def add_global_hook():
+    hooks = torch.nn.modules.module
+    return hooks.register_module_forward_hook(
+        lambda module, args, output: output * 2 if isinstance(module, torch.nn.Linear) else None
+    )
+
+
+def hook_after(module, state):
+    module.register_forward_hook(lambda module, args, output: output * state["factor"])
+
+
+def hook_before(module, state):
+    module.register_forward_pre_hook(lambda module, args: (args[0] * state["factor"],))
+
+
+@pytest.mark.parametrize("add", [hook_after, hook_before], ids=lambda add: add.__name__)
+@pytest.mark.parametrize("where", ["model.layers.0.mlp", "lm_head"])
+def test_a_hook_inside_of_a_model_runs_in_every_step(add, where):
+    results = []
+    for with_ours in (False, True):
+        model, state = new_model("llama"), {"factor": 1.0}
+        add(model.get_submodule(where), state)
+        if with_ours:
+            with_graphs(model, max_batch=1, max_len=32)
+            assert f"{where} has a hook" in graphs_of(model).report().refused
+        generate(model, random_tokens(1, 6))
+        state["factor"] = -4.0
+        results.append(generate(model, random_tokens(1, 6)))
+    assert torch.equal(*results)
+
+
+def test_hooks_of_torch_that_read_their_module_alone_are_served():
+    plain, model = new_model("llama"), new_model("llama")
+    for each in (plain, model):
+        layer = each.model.layers[0].mlp.up_proj
+        torch.nn.utils.prune.l1_unstructured(layer, name="weight", amount=0.5)
+    with_graphs(model, max_batch=1, max_len=32, strict=True)
+    for _ in range(2):
+        for each in (plain, model):
+            with torch.no_grad():
+                each.model.layers[0].mlp.up_proj.weight_mask.mul_(-1)
+        tokens = random_tokens(1, 6)
+        assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model) == (14, {})
+
+
+def test_a_hook_of_the_model_itself_runs_around_its_graphs():
+    results, state = [], {"factor": 1.0}
+    for with_ours in (False, True):
+        model, state = new_model("llama"), {"factor": 1.0}
+
+        def scale(module, args, output, state=state):
+            output.logits = output.logits * state["factor"]
+            return output
+
+        model.register_forward_hook(scale)
+        if with_ours:
+            with_graphs(model, max_batch=1, max_len=32, strict=True)
+        generate(model, random_tokens(1, 6))
+        state["factor"] = -4.0
+        results.append(generate(model, random_tokens(1, 6)))
+    assert torch.equal(*results)
+    assert served(model) == (14, {})
+
+
+def test_a_hook_of_accelerate_with_code_of_ones_own_is_refused():
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+
+    class Mine(hooks.ModelHook):
+        pass
+
+    model = new_model("llama")
+    hooks.add_hook_to_module(model.model.layers[1], hooks.SequentialHook(Mine()))
+    with pytest.raises(CaptureError, match="has a hook"):
+        with_graphs(model, max_batch=1, max_len=32, strict=True)
+
+
+def test_hooks_on_all_modules_run_in_every_step():
+    plain, model = new_model("llama"), new_model("llama")
+    with_graphs(model, max_batch=1, max_len=32, strict=True)
+    tokens = random_tokens(1, 6)
+    hook = add_global_hook()
+    try:
+        assert torch.equal(generate(model, tokens), generate(plain, tokens))
+        steps, eager = served(model)
+        assert steps == 0 and list(eager.values()) == [7]
+        with pytest.raises(CaptureError, match="torch calls hooks in all modules"):
+            with_graphs(new_model("llama"), max_batch=1, max_len=32, strict=True)
+    finally:
+        hook.remove()
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model)[0] == 7
+
+
+def logits_of(model, tokens):
+    more = {"return_dict_in_generate": True, "output_logits": True}
+    return torch.stack(generate(model, tokens, **more).logits)
+
+
+def test_a_changed_number_of_the_config_is_found():
+    plain, model = new_model("gemma2"), new_model("gemma2")
+    with_graphs(model, max_batch=1, max_len=32, strict=True)
+    tokens, before = random_tokens(1, 6), model.config.final_logit_softcapping
+    for value, count in ((0.5, 0), (before, 7)):
+        for each in (plain, model):
+            each.config.final_logit_softcapping = value
+        ours, theirs = logits_of(model, tokens), logits_of(plain, tokens)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        assert served(model)[0] == count
+    reason = "the model is not as it was captured (config.final_logit_softcapping): recapture()"
+    assert served(model)[1] == {reason: 7}
+    model.config = copy.deepcopy(model.config)
+    model.config.final_logit_softcapping = 0.5
+    logits_of(model, tokens)
+    assert served(model) == (7, {reason: 14})
+
+
+def test_a_config_that_steps_do_not_read_may_change(model, plain):
+    before = model.config.pad_token_id, model.config.use_cache
+    model.config.pad_token_id, model.config.use_cache = 5, not model.config.use_cache
+    tokens = random_tokens(1, 6)
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    model.config.pad_token_id, model.config.use_cache = before
+    assert served(model) == (7, {})
 
 
 def test_adapters_of_peft_are_served_as_they_were_captured():

@@ -23,6 +23,7 @@ from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEME
 from graphrt import Reason
 from graphrt.errors import InvalidInputError
 from graphrt.hosts.transformers.caches import Kept, KeptCache, KeptPair
+from graphrt.hosts.transformers.fingerprint import TOKEN_IDS
 from graphrt.hosts.transformers.reports import ModelReport
 from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
 from graphrt.hosts.transformers.signature import Signature
@@ -31,6 +32,8 @@ from graphrt.hosts.transformers.steps import StepGraphs
 
 class ModelGraphs(Seam):
     """The graphs of one model; `with_graphs` makes them, `graphs_of` finds them."""
+
+    _UNREAD = TOKEN_IDS
 
     def __init__(self, model: Any, max_batch: int, max_len: int, **arguments: Any) -> None:
         """`arguments` are those of `StepGraphs`."""

@@ -17,7 +17,7 @@ import torch
 
 from graphrt.core.base.log import logger
 from graphrt.errors import CaptureError
-from graphrt.hosts.transformers.fingerprint import Fingerprint
+from graphrt.hosts.transformers.fingerprint import Fingerprint, hooks_inside
 from graphrt.hosts.transformers.reports import Counts
 
 NO_GRAPHS = "the model has no graphs"
@@ -25,6 +25,9 @@ NO_GRAPHS = "the model has no graphs"
 
 class Seam(ABC):
     """Stands between one model and its graphs."""
+
+    _UNREAD: frozenset[str] = frozenset()
+    """Names of the config that calls by graphs do not read."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -72,7 +75,7 @@ class Seam(ABC):
                 logger.warning("%s has no graphs: %s", name, self._refused)
             else:
                 self._refused, self._changed = None, None
-                self._captured = Fingerprint(self.model)
+                self._captured = Fingerprint(self.model, self._UNREAD)
 
     def recapture(self) -> None:
         """Capture again, for a model that is another one now; raises what capturing raises."""
@@ -101,6 +104,14 @@ class Seam(ABC):
                 got="model.training is True",
                 expected="a model that runs without dropout",
                 advice="model.eval()",
+            )
+        hook = hooks_inside(self.model)
+        if hook is not None:
+            raise CaptureError(
+                "a graph would not run the Python code of hooks",
+                got=hook,
+                expected="no forward hooks inside of the model but accelerate's",
+                advice="remove the hooks, then recapture()",
             )
         placed = getattr(self.model, "hf_device_map", None) or {}
         devices = {str(each) for each in placed.values()}
