@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.utils.prune
 
-from graphrt.errors import CaptureError, InvalidInputError, InvalidOptionError
+from graphrt.errors import CaptureError, InvalidInputError, InvalidOptionError, InvalidSizesError
 from tests.models.families import SHARED
 from tests.models.generating import (
     GENERATING,
@@ -116,9 +116,26 @@ def test_a_model_that_cannot_be_captured_runs_as_before_and_says_why(name, caplo
         WAYS["greedy"](model, name, "cpu")
     report = graphs_of(model).report()
     assert report.refused.startswith(REFUSED[name])
+    assert "leave with_graphs() out" in report.refused
+    assert not re.search("eager_break|PIECEWISE", report.refused)
     assert report.served == 0 and sum(report.eager.values()) == 2 * STEPS["greedy"]
     # Once for the model, and once for its steps.
     assert [REFUSED[name] in each.message for each in caplog.records] == [True, False]
+
+
+def test_a_model_that_fails_in_its_own_code_is_refused_with_its_line():
+    model = new_model("llama")
+    inner = model.model.forward
+
+    def forward(*args, **kwargs):
+        torch.arange(3, 1)  # the line
+        return inner(*args, **kwargs)
+
+    model.model.forward = forward
+    with_graphs(model, max_batch=1, max_len=32)
+    refused = graphs_of(model).report().refused
+    assert refused.startswith("RuntimeError: upper bound and")
+    assert re.search(r"\(test_transformers\.py:\d+: torch\.arange\(3, 1\)  # the line\)", refused)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -798,6 +815,70 @@ def test_a_loop_without_the_adapters_is_not_served():
     assert steps == 0 and list(eager.values()) == [3] and "recapture" in next(iter(eager))
 
 
+ONES = torch.ones(2, 6, dtype=torch.int64)
+RIGHT = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ((torch.tensor([1, 2, 3]),), "(rows, length)"),
+        (([[1, 2, 3]],), "(rows, length)"),
+        ((torch.zeros(2, 0, dtype=torch.int64),), "(rows, length)"),
+        ((torch.ones(2, 6),), "(rows, length)"),
+        ((ONES, torch.ones(2, 8, dtype=torch.int64)), "shape of the prompts"),
+        ((ONES, [[1] * 6] * 2), "shape of the prompts"),
+        ((ONES, RIGHT), "padded on the left"),
+        ((ONES, (1.0 - RIGHT.flip(1)) * -1e9), "padded on the left"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_prefill_names_what_is_wrong_with_prompts(model, given, what):
+    with pytest.raises(InvalidInputError, match=re.escape(what)) as error:
+        graphs_of(model).prefill(*given)
+    assert error.value.advice is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int32], ids=str)
+def test_prefill_takes_masks_of_other_dtypes(model, dtype):
+    graphs, tokens, mask = graphs_of(model), random_tokens(2, 6), RIGHT.flip(1)
+    expected = [graphs.prefill(tokens, mask), graphs.step(tokens[:, 0])]
+    ours = [graphs.prefill(tokens.int(), mask.to(dtype)), graphs.step(tokens[:, 0])]
+    assert torch.equal(torch.stack(ours), torch.stack(expected))
+    assert served(model) == (2, {})
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[1, 2], torch.tensor([1]), torch.tensor([[1], [2]]), torch.tensor([1.0, 2.0])],
+    ids=["list", "rows", "2-D", "dtype"],
+)
+def test_a_wrong_step_is_named_and_leaves_the_sequence_as_it_was(model, tokens):
+    graphs, prompts = graphs_of(model), random_tokens(2, 6)
+    graphs.prefill(prompts)
+    expected = graphs.step(prompts[:, 0])
+    graphs.prefill(prompts)
+    with pytest.raises(InvalidInputError, match="one token of each sequence") as error:
+        graphs.step(tokens)
+    assert "argmax" in error.value.advice
+    assert torch.equal(graphs.step(prompts[:, 0]), expected)
+
+
+def test_a_loop_over_tokens_of_int32_runs_as_before(model, plain):
+    tokens, logits = random_tokens(2, 6).int(), []
+    for each, cache in (
+        (plain, transformers.DynamicCache()),
+        (model, graphs_of(model).new_cache()),
+    ):
+        with torch.no_grad():
+            each(tokens, past_key_values=cache)
+            positions = torch.full((2, 1), 6)
+            call = {"past_key_values": cache, "position_ids": positions}
+            logits.append(each(tokens[:, :1], **call).logits)
+    assert torch.equal(*logits)
+    assert served(model) == (0, {"input_ids= of torch.int32 was passed": 1})
+
+
 def test_autocast_steps_run_under_it(model, plain):
     tokens = random_tokens(2, 6)
     with torch.autocast("cpu", torch.bfloat16):
@@ -841,3 +922,12 @@ def test_nothing_but_a_model_that_generates_is_taken():
         with_graphs(torch.nn.Linear(2, 2), max_batch=1, max_len=16)
     with pytest.raises(InvalidOptionError, match="max_len"):
         with_graphs(new_model("llama"), max_batch=1, max_len=2)
+
+
+@pytest.mark.parametrize("sizes", [[8], [1, 3, 8], [], [2, 2], [0, 2], ["2"], 4], ids=str)
+def test_sizes_that_the_memory_has_no_rows_for_are_refused(plain, sizes):
+    with pytest.raises(InvalidSizesError, match="sizes") as error:
+        with_graphs(plain, max_batch=4, max_len=32, sizes=sizes)
+    assert "max_batch" in error.value.advice
+    with pytest.raises(InvalidOptionError, match="no graphs"):
+        graphs_of(plain)
