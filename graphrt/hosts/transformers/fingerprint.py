@@ -166,7 +166,7 @@ def _config_facts(module: torch.nn.Module, unread: frozenset[str]) -> dict[str, 
 
 def _numbers(config: object, unread: frozenset[str], before: str = "") -> Iterator[Any]:
     """The values of a config and of those in it (of text, of pictures), by their names."""
-    for name, value in getattr(config, "__dict__", {}).items():
+    for name, value in [*getattr(config, "__dict__", {}).items()]:
         if name in unread:
             continue
         if hasattr(type(value), "model_type"):
