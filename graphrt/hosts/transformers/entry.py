@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import count_of, shown
+from graphrt.core.base.option_values import count_of, items_of, shown
 from graphrt.core.capture.options import GraphOptions
+from graphrt.core.plan.sizes import check_sizes, positive
 from graphrt.errors import InvalidOptionError, InvalidSizesError
 from graphrt.hosts.transformers.versions import check_transformers
 
@@ -122,16 +123,17 @@ def _target(model: Any) -> Any:
 
 def _checked_sizes(sizes: Iterable[int], max_batch: int) -> list[int]:
     """Row counts that have graphs, ascending: the memory has rows for `max_batch`."""
-    asked = [*sizes] if isinstance(sizes, Iterable) else []
-    known = all(type(each) is int and 1 <= each <= max_batch for each in asked)
-    if not asked or not known or len({*asked}) < len(asked):
+    none = "sizes=None for 1, 2, 4, ... max_batch"
+    listed = items_of("sizes", sizes, "[1, 2, 4]", InvalidSizesError, empty=none)
+    checked = check_sizes(sorted(positive("a capture size", each) for each in listed))
+    if checked[-1] > max_batch:
         raise InvalidSizesError(
-            "sizes are row counts that have graphs",
-            got=shown(asked or sizes),
-            expected=f"integers from 1 to {max_batch}, each once",
-            advice="leave sizes= out, or pass a larger max_batch=",
+            "sizes has more rows than max_batch",
+            got=f"sizes={shown([*checked])}, max_batch={max_batch}",
+            expected=f"sizes of at most {max_batch}",
+            advice=f"max_batch={checked[-1]}",
         )
-    return sorted(asked)
+    return [*checked]
 
 
 def _doubling(least: int, most: int) -> list[int]:
