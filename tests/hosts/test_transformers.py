@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 
-from graphrt.errors import CaptureError, InvalidInputError, InvalidOptionError
+from graphrt.errors import CaptureError, InvalidInputError, InvalidOptionError, InvalidSizesError
 from tests.models.families import SHARED
 from tests.models.generating import (
     GENERATING,
@@ -115,9 +116,26 @@ def test_a_model_that_cannot_be_captured_runs_as_before_and_says_why(name, caplo
         WAYS["greedy"](model, name, "cpu")
     report = graphs_of(model).report()
     assert report.refused.startswith(REFUSED[name])
+    assert "leave with_graphs() out" in report.refused
+    assert not re.search("eager_break|PIECEWISE", report.refused)
     assert report.served == 0 and sum(report.eager.values()) == 2 * STEPS["greedy"]
     # Once for the model, and once for its steps.
     assert [REFUSED[name] in each.message for each in caplog.records] == [True, False]
+
+
+def test_a_model_that_fails_in_its_own_code_is_refused_with_its_line():
+    model = new_model("llama")
+    inner = model.model.forward
+
+    def forward(*args, **kwargs):
+        torch.arange(3, 1)  # the line
+        return inner(*args, **kwargs)
+
+    model.model.forward = forward
+    with_graphs(model, max_batch=1, max_len=32)
+    refused = graphs_of(model).report().refused
+    assert refused.startswith("RuntimeError: upper bound and")
+    assert re.search(r"\(test_transformers\.py:\d+: torch\.arange\(3, 1\)  # the line\)", refused)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -232,6 +250,10 @@ def test_pictures_are_a_part_of_the_prompt():
     with_graphs(model, max_batch=2, max_len=32, strict=True)
     assert torch.equal(generate(model, tokens, **given), expected)
     assert served(model) == (7, {})
+    model.config.text_config.rms_norm_eps *= 2
+    generate(model, tokens, **given)
+    name = "config.text_config.rms_norm_eps"
+    assert served(model)[1] == {f"the model is not as it was captured ({name}): recapture()": 7}
 
 
 # What has no room --------------------------------------------------------------------------------
@@ -497,9 +519,139 @@ def test_a_model_that_is_another_one_now_is_not_served_until_it_is_captured_agai
     assert torch.equal(generate(model, tokens), generate(plain, tokens))
     steps, eager = served(model)
     assert steps == 0 and list(eager.values()) == [7] and "recapture" in next(iter(eager))
+    if change is change_hook:
+        with pytest.raises(CaptureError, match="has a hook"):
+            graphs_of(model).recapture()
+        return
     graphs_of(model).recapture()
     assert torch.equal(generate(model, tokens), generate(plain, tokens))
     assert served(model)[0] == 7
+
+
+def add_global_hook():
+    hooks = torch.nn.modules.module
+    return hooks.register_module_forward_hook(
+        lambda module, args, output: output * 2 if isinstance(module, torch.nn.Linear) else None
+    )
+
+
+def hook_after(module, state):
+    module.register_forward_hook(lambda module, args, output: output * state["factor"])
+
+
+def hook_before(module, state):
+    module.register_forward_pre_hook(lambda module, args: (args[0] * state["factor"],))
+
+
+@pytest.mark.parametrize("add", [hook_after, hook_before], ids=lambda add: add.__name__)
+@pytest.mark.parametrize("where", ["model.layers.0.mlp", "lm_head"])
+def test_a_hook_inside_of_a_model_runs_in_every_step(add, where):
+    results = []
+    for with_ours in (False, True):
+        model, state = new_model("llama"), {"factor": 1.0}
+        add(model.get_submodule(where), state)
+        if with_ours:
+            with_graphs(model, max_batch=1, max_len=32)
+            assert f"{where} has a hook" in graphs_of(model).report().refused
+        generate(model, random_tokens(1, 6))
+        state["factor"] = -4.0
+        results.append(generate(model, random_tokens(1, 6)))
+    assert torch.equal(*results)
+
+
+def test_hooks_of_torch_that_read_their_module_alone_are_served():
+    plain, model = new_model("llama"), new_model("llama")
+    for each in (plain, model):
+        layer = each.model.layers[0].mlp.up_proj
+        torch.nn.utils.prune.l1_unstructured(layer, name="weight", amount=0.5)
+    with_graphs(model, max_batch=1, max_len=32, strict=True)
+    for _ in range(2):
+        for each in (plain, model):
+            with torch.no_grad():
+                each.model.layers[0].mlp.up_proj.weight_mask.mul_(-1)
+        tokens = random_tokens(1, 6)
+        assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model) == (14, {})
+
+
+def test_a_hook_of_the_model_itself_runs_around_its_graphs():
+    results, state = [], {"factor": 1.0}
+    for with_ours in (False, True):
+        model, state = new_model("llama"), {"factor": 1.0}
+
+        def scale(module, args, output, state=state):
+            output.logits = output.logits * state["factor"]
+            return output
+
+        model.register_forward_hook(scale)
+        if with_ours:
+            with_graphs(model, max_batch=1, max_len=32, strict=True)
+        generate(model, random_tokens(1, 6))
+        state["factor"] = -4.0
+        results.append(generate(model, random_tokens(1, 6)))
+    assert torch.equal(*results)
+    assert served(model) == (14, {})
+
+
+def test_a_hook_of_accelerate_with_code_of_ones_own_is_refused():
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+
+    class Mine(hooks.ModelHook):
+        pass
+
+    model = new_model("llama")
+    hooks.add_hook_to_module(model.model.layers[1], hooks.SequentialHook(Mine()))
+    with pytest.raises(CaptureError, match="has a hook"):
+        with_graphs(model, max_batch=1, max_len=32, strict=True)
+
+
+def test_hooks_on_all_modules_run_in_every_step():
+    plain, model = new_model("llama"), new_model("llama")
+    with_graphs(model, max_batch=1, max_len=32, strict=True)
+    tokens = random_tokens(1, 6)
+    hook = add_global_hook()
+    try:
+        assert torch.equal(generate(model, tokens), generate(plain, tokens))
+        steps, eager = served(model)
+        assert steps == 0 and list(eager.values()) == [7]
+        with pytest.raises(CaptureError, match="torch calls hooks in all modules"):
+            with_graphs(new_model("llama"), max_batch=1, max_len=32, strict=True)
+    finally:
+        hook.remove()
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    assert served(model)[0] == 7
+
+
+def logits_of(model, tokens):
+    more = {"return_dict_in_generate": True, "output_logits": True}
+    return torch.stack(generate(model, tokens, **more).logits)
+
+
+def test_a_changed_number_of_the_config_is_found():
+    plain, model = new_model("gemma2"), new_model("gemma2")
+    with_graphs(model, max_batch=1, max_len=32, strict=True)
+    tokens, before = random_tokens(1, 6), model.config.final_logit_softcapping
+    for value, count in ((0.5, 0), (before, 7)):
+        for each in (plain, model):
+            each.config.final_logit_softcapping = value
+        ours, theirs = logits_of(model, tokens), logits_of(plain, tokens)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        assert served(model)[0] == count
+    reason = "the model is not as it was captured (config.final_logit_softcapping): recapture()"
+    assert served(model)[1] == {reason: 7}
+    model.config = copy.deepcopy(model.config)
+    model.config.final_logit_softcapping = 0.5
+    logits_of(model, tokens)
+    assert served(model) == (7, {reason: 14})
+
+
+def test_a_config_that_steps_do_not_read_may_change(model, plain):
+    before = model.config.pad_token_id, model.config.use_cache
+    model.config.pad_token_id, model.config.use_cache = 5, not model.config.use_cache
+    tokens = random_tokens(1, 6)
+    assert torch.equal(generate(model, tokens), generate(plain, tokens))
+    model.config.pad_token_id, model.config.use_cache = before
+    assert served(model) == (7, {})
 
 
 def test_adapters_of_peft_are_served_as_they_were_captured():
@@ -605,6 +757,128 @@ def test_the_page_runs_as_it_stands(capsys):
     assert served(names["model"]) == (8, {})
 
 
+def logits_of_loop(model, tokens, cache, change):
+    """Logits of three steps of one token; the model is changed after the first one."""
+    logits = []
+    with torch.no_grad():
+        model(tokens, past_key_values=cache, use_cache=True)
+        for at in range(3):
+            positions = torch.full((len(tokens), 1), tokens.shape[1] + at)
+            call = {"past_key_values": cache, "position_ids": positions}
+            logits.append(model(input_ids=tokens[:, at : at + 1], **call).logits)
+            if at == 0:
+                change(model)
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_loop_over_a_cache_looks_at_the_model_before_every_step(change):
+    plain, model = new_model("llama"), new_model("llama")
+    with_graphs(model, max_batch=2, max_len=32, strict=True)
+    tokens = random_tokens(2, 6)
+    ours = logits_of_loop(model, tokens, graphs_of(model).new_cache(), change)
+    theirs = logits_of_loop(plain, tokens, transformers.DynamicCache(), change)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    steps, eager = served(model)
+    assert steps == 1 and list(eager.values()) == [2] and "recapture" in next(iter(eager))
+
+
+def test_step_looks_at_the_model_and_serves_it_when_it_is_the_same_again():
+    plain, model = new_model("llama"), new_model("llama")
+    graphs = graphs_of(with_graphs(model, max_batch=2, max_len=32, strict=True))
+    tokens, cache = random_tokens(2, 6), transformers.DynamicCache()
+    with torch.no_grad():
+        graphs.prefill(tokens)
+        plain(tokens, past_key_values=cache)
+        for at, factor in enumerate((1, 2, 0.5)):
+            for each in (plain, model):
+                each.model.layers[0].self_attn.scaling *= factor
+            ours = graphs.step(tokens[:, at])
+            theirs = plain(tokens[:, at : at + 1], past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    steps, eager = served(model)
+    assert steps == 2 and list(eager.values()) == [1]
+
+
+def test_a_loop_without_the_adapters_is_not_served():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(new_model("llama"), config).eval()
+    plain, tokens = new_model("llama"), random_tokens(2, 6)
+    graphs = graphs_of(with_graphs(model, max_batch=2, max_len=32, strict=True))
+    with model.disable_adapter():
+        ours = logits_of_loop(model, tokens, graphs.new_cache(), lambda model: None)
+    theirs = logits_of_loop(plain, tokens, transformers.DynamicCache(), lambda model: None)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    steps, eager = served(model)
+    assert steps == 0 and list(eager.values()) == [3] and "recapture" in next(iter(eager))
+
+
+ONES = torch.ones(2, 6, dtype=torch.int64)
+RIGHT = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ((torch.tensor([1, 2, 3]),), "(rows, length)"),
+        (([[1, 2, 3]],), "(rows, length)"),
+        ((torch.zeros(2, 0, dtype=torch.int64),), "(rows, length)"),
+        ((torch.ones(2, 6),), "(rows, length)"),
+        ((ONES, torch.ones(2, 8, dtype=torch.int64)), "shape of the prompts"),
+        ((ONES, [[1] * 6] * 2), "shape of the prompts"),
+        ((ONES, RIGHT), "padded on the left"),
+        ((ONES, (1.0 - RIGHT.flip(1)) * -1e9), "padded on the left"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_prefill_names_what_is_wrong_with_prompts(model, given, what):
+    with pytest.raises(InvalidInputError, match=re.escape(what)) as error:
+        graphs_of(model).prefill(*given)
+    assert error.value.advice is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int32], ids=str)
+def test_prefill_takes_masks_of_other_dtypes(model, dtype):
+    graphs, tokens, mask = graphs_of(model), random_tokens(2, 6), RIGHT.flip(1)
+    expected = [graphs.prefill(tokens, mask), graphs.step(tokens[:, 0])]
+    ours = [graphs.prefill(tokens.int(), mask.to(dtype)), graphs.step(tokens[:, 0])]
+    assert torch.equal(torch.stack(ours), torch.stack(expected))
+    assert served(model) == (2, {})
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[1, 2], torch.tensor([1]), torch.tensor([[1], [2]]), torch.tensor([1.0, 2.0])],
+    ids=["list", "rows", "2-D", "dtype"],
+)
+def test_a_wrong_step_is_named_and_leaves_the_sequence_as_it_was(model, tokens):
+    graphs, prompts = graphs_of(model), random_tokens(2, 6)
+    graphs.prefill(prompts)
+    expected = graphs.step(prompts[:, 0])
+    graphs.prefill(prompts)
+    with pytest.raises(InvalidInputError, match="one token of each sequence") as error:
+        graphs.step(tokens)
+    assert "argmax" in error.value.advice
+    assert torch.equal(graphs.step(prompts[:, 0]), expected)
+
+
+def test_a_loop_over_tokens_of_int32_runs_as_before(model, plain):
+    tokens, logits = random_tokens(2, 6).int(), []
+    for each, cache in (
+        (plain, transformers.DynamicCache()),
+        (model, graphs_of(model).new_cache()),
+    ):
+        with torch.no_grad():
+            each(tokens, past_key_values=cache)
+            positions = torch.full((2, 1), 6)
+            call = {"past_key_values": cache, "position_ids": positions}
+            logits.append(each(tokens[:, :1], **call).logits)
+    assert torch.equal(*logits)
+    assert served(model) == (0, {"input_ids= of torch.int32 was passed": 1})
+
+
 def test_autocast_steps_run_under_it(model, plain):
     tokens = random_tokens(2, 6)
     with torch.autocast("cpu", torch.bfloat16):
@@ -648,3 +922,12 @@ def test_nothing_but_a_model_that_generates_is_taken():
         with_graphs(torch.nn.Linear(2, 2), max_batch=1, max_len=16)
     with pytest.raises(InvalidOptionError, match="max_len"):
         with_graphs(new_model("llama"), max_batch=1, max_len=2)
+
+
+@pytest.mark.parametrize("sizes", [[8], [1, 3, 8], [], [2, 2], [0, 2], ["2"], 4], ids=str)
+def test_sizes_that_the_memory_has_no_rows_for_are_refused(plain, sizes):
+    with pytest.raises(InvalidSizesError, match="size") as error:
+        with_graphs(plain, max_batch=4, max_len=32, sizes=sizes)
+    assert error.value.advice is not None
+    with pytest.raises(InvalidOptionError, match="no graphs"):
+        graphs_of(plain)

@@ -131,6 +131,78 @@ def test_other_calls_are_the_models_own(model, plain, call, reason):
     assert report.eager[reason] == before.eager.get(reason, 0) + 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int32], ids=str)
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "token_type_ids"])
+def test_texts_of_other_dtypes_run_as_before(model, plain, name, dtype):
+    call = {"input_ids": tokens_of(2, 9)}
+    call |= {"attention_mask": torch.ones_like(call["input_ids"])}
+    call |= {"token_type_ids": torch.zeros_like(call["input_ids"])}
+    call["attention_mask"][0, 6:] = 0
+    call[name] = call[name].to(dtype)
+    before = graphs_of(model).report()
+    outputs = []
+    with torch.no_grad():
+        for each in (plain, model):
+            try:
+                outputs.append(each(**call).last_hidden_state)
+            except Exception as error:
+                outputs.append((type(error), str(error)))
+    if isinstance(outputs[0], torch.Tensor):
+        assert torch.equal(*outputs)
+    else:
+        assert outputs[0] == outputs[1]
+    report = graphs_of(model).report()
+    assert report.served == before.served
+    reason = f"{name}= of {dtype} was passed"
+    assert report.eager[reason] == before.eager.get(reason, 0) + 1
+
+
+def test_pictures_of_other_sizes_and_dtypes_run_as_before():
+    plain = new_model("dinov2")
+    model = with_graphs(new_model("dinov2"), max_batch=2, max_len=32, strict=True)
+    with torch.no_grad():
+        for picture in (torch.randn(1, 3, 48, 32), torch.randn(1, 3, 32, 32).double()):
+            assert torch.equal(model(picture)[0], plain(picture)[0])
+        with pytest.raises(ValueError, match="channel"):
+            model(torch.randn(1, 1, 32, 32))
+    assert graphs_of(model).report().eager == {
+        "pixel_values= of the shape (3, 48, 32) was passed": 1,
+        "pixel_values= of torch.float64 was passed": 1,
+        "pixel_values= of the shape (1, 32, 32) was passed": 1,
+    }
+
+
+def test_an_encoder_with_hooks_inside_runs_as_before():
+    outputs = []
+    for with_ours in (False, True):
+        model, state = new_model("bert"), {"factor": 1.0}
+        model.encoder.layer[0].output.register_forward_hook(
+            lambda module, args, output, state=state: output * state["factor"]
+        )
+        if with_ours:
+            with_graphs(model, max_batch=1, max_len=16)
+        state["factor"] = -4.0
+        with torch.no_grad():
+            outputs.append(model(tokens_of(1, 8)).last_hidden_state)
+    assert torch.equal(*outputs)
+    assert "hook" in graphs_of(model).report().refused
+
+
+def test_a_call_looks_at_the_config_and_at_hooks_on_all_modules():
+    model = with_graphs(new_model("bert"), max_batch=1, max_len=16, strict=True)
+    register = torch.nn.modules.module.register_module_forward_pre_hook
+    with torch.no_grad():
+        hook = register(lambda module, args: None)
+        model(tokens_of(1, 8))
+        hook.remove()
+        model.config.layer_norm_eps *= 2
+        model(tokens_of(1, 8))
+    reasons = ("torch calls hooks in all modules", "config.layer_norm_eps")
+    assert graphs_of(model).report().eager == {
+        f"the model is not as it was captured ({each}): recapture()": 1 for each in reasons
+    }
+
+
 def test_a_call_with_gradients_has_them(model):
     assert model(tokens_of(1, 8)).last_hidden_state.requires_grad
     assert graphs_of(model).report().eager["gradients are on"] > 0

@@ -56,6 +56,12 @@ class Buckets:
             }
             for length in ((_SHORT, _SHORT + 1) if self.is_text else (0, 0))
         ]
+        # Of texts the length is free.
+        self.kinds = {
+            name: (each.dtype, () if self.is_text else tuple(each.shape[1:]))
+            for name, each in self._random(1, _SHORT).items()
+        }
+        """The dtype of each input, and the shape that one of a picture has."""
         self._cut = {
             name: _first_other(shape, shapes[1][name]) for name, shape in shapes[0].items()
         }

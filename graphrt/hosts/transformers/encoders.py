@@ -124,4 +124,9 @@ def _why_other_inputs(call: Mapping[str, Any], buckets: Buckets, main: Any) -> s
             return f"{name}= was passed"
         if not isinstance(value, torch.Tensor) or value.shape != main.shape:
             return f"{name}= of another shape than the inputs was passed"
+        dtype, shape = buckets.kinds[name]
+        if value.dtype != dtype:
+            return f"{name}= of {value.dtype} was passed"
+        if shape and value.shape[1:] != shape:
+            return f"{name}= of the shape {tuple(value.shape[1:])} was passed"
     return "return_dict=False was passed" if call.get("return_dict") is False else None

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import count_of, shown
+from graphrt.core.base.option_values import count_of, items_of, shown
 from graphrt.core.capture.options import GraphOptions
-from graphrt.errors import InvalidOptionError
+from graphrt.core.plan.sizes import check_sizes, positive
+from graphrt.errors import InvalidOptionError, InvalidSizesError
 from graphrt.hosts.transformers.versions import check_transformers
 
 if TYPE_CHECKING:
@@ -45,14 +46,15 @@ def with_graphs(
     `graphs_of(model).report()` says why. So does a model that cannot be captured: `strict` raises
     its error. Without `capture`, `graphs_of(model).recapture()` captures later.
 
-    Raises `UnsupportedHostError` for a transformers that was not tested, and `InvalidOptionError`.
+    Raises `UnsupportedHostError` for a transformers that was not tested, `InvalidOptionError`, and
+    `InvalidSizesError`.
     """
     check_transformers()
     target = _target(model)
     max_batch = count_of("max_batch", max_batch, least=1)
     max_len = count_of("max_len", max_len, least=16)
     max_encoder_len = count_of("max_encoder_len", max_encoder_len or max_len, least=8)
-    sizes = _doubling(1, max_batch) if sizes is None else sorted(sizes)
+    row_counts = _doubling(1, max_batch) if sizes is None else _checked_sizes(sizes, max_batch)
     options = options or GraphOptions()
     without_graphs(model)
     graphs: Seam
@@ -64,13 +66,13 @@ def with_graphs(
             max_batch,
             max_len,
             max_encoder_len=max_encoder_len,
-            sizes=sizes,
+            sizes=row_counts,
             options=options,
         )
     else:
         from graphrt.hosts.transformers.encoders import EncoderGraphs
 
-        graphs = EncoderGraphs(target, max_batch, _doubling(16, max_len), sizes, options)
+        graphs = EncoderGraphs(target, max_batch, _doubling(16, max_len), row_counts, options)
     graphs.install()
     target.__dict__[_ATTRIBUTE] = graphs
     if capture:
@@ -117,6 +119,21 @@ def _target(model: Any) -> Any:
             advice="AutoModelForCausalLM.from_pretrained(...)",
         )
     return target
+
+
+def _checked_sizes(sizes: Iterable[int], max_batch: int) -> list[int]:
+    """Row counts that have graphs, ascending: the memory has rows for `max_batch`."""
+    none = "sizes=None for 1, 2, 4, ... max_batch"
+    listed = items_of("sizes", sizes, "[1, 2, 4]", InvalidSizesError, empty=none)
+    checked = check_sizes(sorted(positive("a capture size", each) for each in listed))
+    if checked[-1] > max_batch:
+        raise InvalidSizesError(
+            "sizes has more rows than max_batch",
+            got=f"sizes={shown([*checked])}, max_batch={max_batch}",
+            expected=f"sizes of at most {max_batch}",
+            advice=f"max_batch={checked[-1]}",
+        )
+    return [*checked]
 
 
 def _doubling(least: int, most: int) -> list[int]:

@@ -1,8 +1,12 @@
 """Whether a model is still the one that was captured.
 
 graphrt finds weights that have moved, but not a flag, a hook or an adapter that is another one
-(`docs/trust.md`). A call of `generate` is long enough to look at all of them. The look compares
-identities, some 3 us a module; values are only compared where an identity is another one.
+(`docs/trust.md`). A call of `generate` is long enough to look at all of them, and so are numbers of
+the config, which some forwards read. The look compares identities, some 3 us a module; values are
+only compared where an identity is another one.
+
+What the code of a hook reads is nowhere to look at: `hooks_inside` names the hooks with which a
+model is not captured.
 """
 
 from __future__ import annotations
@@ -16,28 +20,80 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TENSORS = ("_parameters", "_buffers")
-_CONFIGS = (
-    "_attn_implementation",
-    "_experts_implementation",
-    "output_attentions",
-    "output_hidden_states",
+_UNREAD = frozenset(
+    {
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "transformers_version",
+        "use_cache",
+    }
 )
+"""Of a config: what no call that graphs serve reads. A forward with labels writes some."""
+TOKEN_IDS = frozenset({"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"})
+"""Those that `generate` reads and steps do not."""
 _IGNORED = frozenset({"_previous_max_cache_length", "_output_capturing_hooks_installed"})
 _RECORDERS = "transformers.utils.output_capturing"
 """Its hooks stay in a model after a call that asked for hidden states, and do nothing in others."""
+_KNOWN_HOOKS = (_RECORDERS, "torch.nn.utils.")
+"""Modules of hooks that read nothing but the tensors of their module."""
+_EVERYWHERE = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _DEEPEST = 3
 
 
-class Fingerprint:
-    """What the modules of a model were when it was made."""
+def hooks_inside(model: torch.nn.Module) -> str | None:
+    """The first hook that a replay would leave out, or would run as it was at the capture; None if
+    there is none. Those of the model itself run around its graphs."""
+    if _hooks_everywhere():
+        return "torch calls hooks in all modules"
+    for name, module in model.named_modules():
+        hooks = [hook for each in _HOOKS for hook in module.__dict__[each].values()]
+        known = all(_module_of(hook).startswith(_KNOWN_HOOKS) for hook in hooks)
+        by_accelerate = getattr(module, "_hf_hook", None)
+        inner = getattr(by_accelerate, "hooks", None) or (by_accelerate,)
+        offloads = all(each is None or _module_of(each).startswith("accelerate.") for each in inner)
+        if (name and not known) or not offloads:
+            return f"{name or 'the model itself'} has a hook"
+    return None
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._modules = [_Seen(name, module) for name, module in model.named_modules()]
+
+def _hooks_everywhere() -> bool:
+    return any(getattr(torch.nn.modules.module, each) for each in _EVERYWHERE)
+
+
+def _module_of(hook: object) -> str:
+    return getattr(hook, "__module__", None) or ""
+
+
+class Fingerprint:
+    """What the modules of a model and its configs were when it was made."""
+
+    def __init__(self, model: torch.nn.Module, unread: frozenset[str] = frozenset()) -> None:
+        """`unread` are names of the configs that may change."""
+        unread |= _UNREAD
+        modules = [*model.named_modules()]
+        self._modules = [_Seen(name, module, unread) for name, module in modules]
+        # One module for each config, the first that has it.
+        by_config: dict[int, torch.nn.Module] = {}
+        for _, module in modules:
+            if module.__dict__.get("config") is not None:
+                by_config.setdefault(id(module.__dict__["config"]), module)
+        self._configs = [(each, _config_facts(each, unread)) for each in by_config.values()]
+        self._unread = unread
         self._next = 0
 
     def first_change(self, count: int | None = None) -> str | None:
-        """The name of the first module that is another one now; None if all are the same. With a
-        `count` the next ones are looked at, in turn."""
+        """The name of the first module, or number of a config, that is another one now; None if all
+        are the same. With a `count` the next modules are looked at, in turn, and all configs."""
+        if _hooks_everywhere():
+            return "torch calls hooks in all modules"
+        for module, facts in self._configs:
+            now = _config_facts(module, self._unread)
+            if now != facts:
+                return f"config.{_first_other(now, facts)}"
         modules = self._modules
         if count is not None:
             first, self._next = self._next, (self._next + count) % len(modules)
@@ -51,8 +107,8 @@ class Fingerprint:
 class _Seen:
     """One module as it was."""
 
-    def __init__(self, name: str, module: torch.nn.Module) -> None:
-        self.name, self._module = name, module
+    def __init__(self, name: str, module: torch.nn.Module, unread: frozenset[str]) -> None:
+        self.name, self._module, self._unread = name, module, unread
         state = module.__dict__
         by_torch = {*_HOOKS, *_TENSORS, "_modules"}
         # Whose contents may change though they are the same objects.
@@ -63,13 +119,13 @@ class _Seen:
         ]
         # Kept, or another object might get the address of one that is gone.
         self._objects = [*state.values()]
-        self._look, self._facts = self._identities(), [*_facts(module)]
+        self._look, self._facts = self._identities(), [*_facts(module, unread)]
 
     def is_same(self) -> bool:
         look = self._identities()
         if look == self._look:
             return True
-        if [*_facts(self._module)] != self._facts:
+        if [*_facts(self._module, self._unread)] != self._facts:
             return False
         # Equal values in other objects: a number that was computed again.
         self._look, self._objects = look, [*self._module.__dict__.values()]
@@ -81,19 +137,12 @@ class _Seen:
         look += map(id, state["_modules"].values())
         look += _hooks_and_tensors(state)
         look += [plain(state.get(each)) for each in self._containers if state.get(each)]
-        config = state.get("config")
-        if config is not None:
-            look += [getattr(config, name, None) for name in _CONFIGS]
         return look
 
 
 def _hooks_and_tensors(state: dict[str, Any]) -> Iterator[Any]:
     for hooks in _HOOKS:
-        yield [
-            key
-            for key, hook in state[hooks].items()
-            if getattr(hook, "__module__", None) != _RECORDERS
-        ]
+        yield [key for key, hook in state[hooks].items() if _module_of(hook) != _RECORDERS]
     for tensors in _TENSORS:
         for tensor in state[tensors].values():
             # A quantized weight of a class of its own may have no address.
@@ -101,15 +150,36 @@ def _hooks_and_tensors(state: dict[str, Any]) -> Iterator[Any]:
             yield id(tensor), tensor.data_ptr() if known else None
 
 
-def _facts(module: torch.nn.Module) -> Iterator[Any]:
+def _facts(module: torch.nn.Module, unread: frozenset[str]) -> Iterator[Any]:
     state = module.__dict__
     yield module.__class__
     yield [*map(id, state["_modules"].values())]
     yield from _hooks_and_tensors(state)
     yield [(name, plain(each)) for name, each in state.items() if name not in _IGNORED]
-    config = state.get("config")
-    if config is not None:
-        yield [getattr(config, name, None) for name in _CONFIGS]
+    yield _config_facts(module, unread)
+
+
+def _config_facts(module: torch.nn.Module, unread: frozenset[str]) -> dict[str, object]:
+    config = module.__dict__.get("config")
+    return {} if config is None else dict(_numbers(config, unread))
+
+
+def _numbers(config: object, unread: frozenset[str], before: str = "") -> Iterator[Any]:
+    """The values of a config and of those in it (of text, of pictures), by their names."""
+    for name, value in [*getattr(config, "__dict__", {}).items()]:
+        if name in unread:
+            continue
+        if hasattr(type(value), "model_type"):
+            yield from _numbers(value, unread, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", plain(value)
+
+
+def _first_other(one: dict[str, object], other: dict[str, object]) -> str:
+    missing = object()
+    return next(
+        name for name in (*one, *other) if one.get(name, missing) != other.get(name, missing)
+    )
 
 
 def plain(value: object, depth: int = 0) -> object:

@@ -21,8 +21,10 @@ import torch
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 
 from graphrt import Reason
+from graphrt.core.base.option_values import shown
 from graphrt.errors import InvalidInputError
 from graphrt.hosts.transformers.caches import Kept, KeptCache, KeptPair
+from graphrt.hosts.transformers.fingerprint import TOKEN_IDS
 from graphrt.hosts.transformers.reports import ModelReport
 from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
 from graphrt.hosts.transformers.signature import Signature
@@ -31,6 +33,8 @@ from graphrt.hosts.transformers.steps import StepGraphs
 
 class ModelGraphs(Seam):
     """The graphs of one model; `with_graphs` makes them, `graphs_of` finds them."""
+
+    _UNREAD = TOKEN_IDS
 
     def __init__(self, model: Any, max_batch: int, max_len: int, **arguments: Any) -> None:
         """`arguments` are those of `StepGraphs`."""
@@ -77,6 +81,7 @@ class ModelGraphs(Seam):
         """A cache for `generate(past_key_values=...)` or a loop over the model, which graphs serve;
         while another call of `generate` has the memory, one that they do not."""
         with self._using:
+            self._look_unless_generating()
             if self.steps is None or self._changed is not None:
                 return self._signature.new_cache()
             is_free = self._calls.has_lease() or not self._lease.locked()
@@ -166,6 +171,8 @@ class ModelGraphs(Seam):
             return self._forward(*args, **kwargs)
         with self._using:
             steps = self.steps
+            if is_step:
+                self._look_unless_generating()
             reason = self._why_eager(call, cache, is_step)
             if reason is None and steps is not None:
                 logits, dispatch = steps.replay(call, cache)
@@ -208,6 +215,10 @@ class ModelGraphs(Seam):
             positions = call.get(signature.positions)
             if positions is None or tuple(positions.shape) not in ((rows, 1), (1, 1)):
                 return f"{signature.positions}= of the shape (rows, 1) was not passed"
+        for name in (signature.tokens, signature.positions):
+            value = None if name is None else call.get(name)
+            if value is not None and value.dtype != torch.int64:
+                return f"{name}= of {value.dtype} was passed"
         for name, value in call.items():
             if name in signature.served or value is None or value is False:
                 continue
@@ -218,12 +229,20 @@ class ModelGraphs(Seam):
             return "the encoder's inputs have another length than graphs were captured for"
         return None
 
+    def _look_unless_generating(self) -> None:
+        """Loops have no beginning at which to look at the model, as `generate` has: it may be
+        another one in any step."""
+        if self._calls.current() is None:
+            self._look_at_model()
+
     def _why_foreign(self, cache: Any) -> tuple[str, str]:
         call = self._calls.current()
         if self.steps is None:
             return NO_GRAPHS, ""
         if call is not None and call.reason is not None:
             return call.reason, ""
+        if self._changed is not None:
+            return str(self._why_other_model()), ""
         name = self._signature.cache
         return (
             f"a {type(cache).__name__} was passed as {name}=",
@@ -237,8 +256,8 @@ class ModelGraphs(Seam):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Begin sequences with prompts `(rows, length)`, padded on the left where the mask is 0;
-        returns the logits `(rows, vocabulary)` of their next tokens. A model beside an encoder
-        raises `InvalidInputError`."""
+        returns the logits `(rows, vocabulary)` of their next tokens. A model beside an encoder,
+        and a mask of another kind, raise `InvalidInputError`."""
         if self._signature.has_encoder:
             raise InvalidInputError(
                 "prefill() is for decoders alone",
@@ -246,15 +265,15 @@ class ModelGraphs(Seam):
                 expected="a model without an encoder",
                 advice="model.generate(...)",
             )
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        self._look_at_model()
-        self._loop = _Loop(self.new_cache(), mask)
-        return self._next_logits(input_ids)
+        mask = _checked_mask(_checked_prompts(input_ids), attention_mask)
+        self._loop = loop = _Loop(self.new_cache(), mask)
+        return self._next_logits(input_ids, loop, mask)
 
     @torch.no_grad()
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Go on with one token `(rows,)` of each sequence; returns the logits
-        `(rows, vocabulary)` of the next ones. Raises `InvalidInputError` before `prefill`."""
+        `(rows, vocabulary)` of the next ones. Raises `InvalidInputError` before `prefill`, and for
+        other tokens."""
         loop = self._loop
         if loop is None:
             raise InvalidInputError(
@@ -263,19 +282,29 @@ class ModelGraphs(Seam):
                 expected="prefill(input_ids) before",
                 advice="logits = graphs.prefill(input_ids)",
             )
-        loop.mask = torch.cat([loop.mask, loop.mask.new_ones((len(tokens), 1))], 1)
-        return self._next_logits(tokens[:, None])
+        rows = len(loop.mask)
+        if not _is_ids(tokens) or tokens.shape != (rows,):
+            raise InvalidInputError(
+                "step() takes one token of each sequence",
+                got=_kind_of(tokens),
+                expected=f"a tensor of torch.int64 of the shape ({rows},)",
+                advice="graphs.step(logits.argmax(-1))",
+            )
+        mask = torch.cat([loop.mask, loop.mask.new_ones((rows, 1))], 1)
+        logits = self._next_logits(tokens[:, None], loop, mask)
+        # After the step: one that fails may be tried again.
+        loop.mask = mask
+        return logits
 
     def reset(self) -> None:
         """Forget the sequences of `prefill` and `step`."""
         self._loop = None
 
-    def _next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        loop, signature = self._loop, self._signature
-        assert loop is not None
+    def _next_logits(self, tokens: torch.Tensor, loop: _Loop, mask: torch.Tensor) -> torch.Tensor:
+        signature = self._signature
         has_keys = not isinstance(loop.cache, KeptCache) or loop.cache.counted is not None
         masked = has_keys or tokens.shape[1] > 1
-        call = signature.call(tokens, loop.mask, None, loop.cache, masked=masked)
+        call = signature.call(tokens, mask, None, loop.cache, masked=masked)
         if "logits_to_keep" in signature.names:
             call["logits_to_keep"] = 1
         logits: torch.Tensor = self.model(**call).logits[:, -1]
@@ -314,6 +343,51 @@ class _Loop:
 
     def __init__(self, cache: Any, mask: torch.Tensor) -> None:
         self.cache, self.mask = cache, mask
+
+
+def _checked_prompts(tokens: torch.Tensor) -> torch.Tensor:
+    if not _is_ids(tokens, torch.int32) or tokens.dim() != 2 or tokens.numel() == 0:
+        raise InvalidInputError(
+            "prefill() takes prompts (rows, length)",
+            got=_kind_of(tokens),
+            expected="a tensor of torch.int64 of two dimensions, neither of them 0",
+            advice='tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")',
+        )
+    return tokens
+
+
+def _checked_mask(tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The mask of prompts, as 0 and 1 of int64."""
+    if mask is None:
+        return torch.ones_like(tokens, dtype=torch.int64)
+    if not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape:
+        raise InvalidInputError(
+            "attention_mask has not the shape of the prompts",
+            got=_kind_of(mask),
+            expected=f"a tensor of the shape {tuple(tokens.shape)}",
+            advice="pass what the tokenizer gives",
+        )
+    # The next token's logits are those of the last column: with padding there, of no token.
+    known = mask.eq(0).logical_or(mask.eq(1)).all(-1)
+    wrong = known.logical_not().logical_or(mask[:, -1].eq(0)).tolist()
+    if any(wrong):
+        raise InvalidInputError(
+            "attention_mask is not one of prompts that are padded on the left",
+            got=f"row {wrong.index(True)}: {shown(mask[wrong.index(True)].tolist())}",
+            expected="0 for padding, and then 1 up to the last token",
+            advice='padding_side="left" of the tokenizer',
+        )
+    return mask.to(torch.int64)
+
+
+def _is_ids(tokens: object, *more: torch.dtype) -> bool:
+    return isinstance(tokens, torch.Tensor) and tokens.dtype in (torch.int64, *more)
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.dtype} of the shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def _nobody() -> None:

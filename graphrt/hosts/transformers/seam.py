@@ -7,24 +7,37 @@ than at the capture is not served until `recapture()`.
 from __future__ import annotations
 
 import functools
+import linecache
 import threading
+import traceback
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphrt.core.base.log import logger
-from graphrt.errors import CaptureError
-from graphrt.hosts.transformers.fingerprint import Fingerprint
+from graphrt.errors import CaptureError, GraphRTError
+from graphrt.hosts.transformers.fingerprint import Fingerprint, hooks_inside
 from graphrt.hosts.transformers.reports import Counts
 
 NO_GRAPHS = "the model has no graphs"
 
+_ADVICE = (
+    "leave with_graphs() out for this model, which runs as before; or change its forward so that "
+    "values stay on the device (torch.where, masked arithmetic)"
+)
+_NOT_A_MODELS = ("torch.", "graphrt.")
+"""Modules that run below a model's code, and above it."""
+
 
 class Seam(ABC):
     """Stands between one model and its graphs."""
+
+    _UNREAD: frozenset[str] = frozenset()
+    """Names of the config that calls by graphs do not read."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -65,14 +78,15 @@ class Seam(ABC):
                     self._capture()
             except Exception as error:
                 # graphrt's, or the model's own from a call such as users make.
+                _advise(error)
                 if strict:
                     raise
-                self._refused = f"{type(error).__name__}: {error}"
+                self._refused = f"{type(error).__name__}: {error}{_line_of(error)}"
                 name = type(self.model).__name__
                 logger.warning("%s has no graphs: %s", name, self._refused)
             else:
                 self._refused, self._changed = None, None
-                self._captured = Fingerprint(self.model)
+                self._captured = Fingerprint(self.model, self._UNREAD)
 
     def recapture(self) -> None:
         """Capture again, for a model that is another one now; raises what capturing raises."""
@@ -101,6 +115,14 @@ class Seam(ABC):
                 got="model.training is True",
                 expected="a model that runs without dropout",
                 advice="model.eval()",
+            )
+        hook = hooks_inside(self.model)
+        if hook is not None:
+            raise CaptureError(
+                "a graph would not run the Python code of hooks",
+                got=hook,
+                expected="no forward hooks inside of the model but accelerate's",
+                advice="remove the hooks, then recapture()",
             )
         placed = getattr(self.model, "hf_device_map", None) or {}
         devices = {str(each) for each in placed.values()}
@@ -142,3 +164,26 @@ class _Installed:
         seam = self._method.__self__  # type: ignore[attr-defined]
         method = getattr(type(seam.model), self.__name__)  # type: ignore[attr-defined]
         return types.MethodType(method, memo.get(id(seam.model)))
+
+
+def _advise(error: Exception) -> None:
+    """Advice for one who writes a step does not help one who has a model of transformers."""
+    advice = error.advice if isinstance(error, GraphRTError) else None
+    if isinstance(error, GraphRTError) and advice is not None and "eager_break" in advice:
+        error.advice = _ADVICE
+        error.args = (str(error).replace(advice, _ADVICE),)
+
+
+def _line_of(error: Exception) -> str:
+    """The line of the model that an error of its own comes from; of graphrt's there is none."""
+    if isinstance(error, GraphRTError):
+        return ""
+    lines = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not str(frame.f_globals.get("__name__")).startswith(_NOT_A_MODELS)
+    ]
+    if not lines:
+        return ""
+    path, line = lines[-1]
+    return f" ({Path(path).name}:{line}: {linecache.getline(path, line).strip()})"
