@@ -170,7 +170,9 @@ class Agreement:
 
     def _result(self, pending: PendingVote) -> Answer:
         try:
-            pending.work.wait(self._timeout)
+            if not pending.work.wait(self._timeout):
+                # The votes would be this rank's own, and it would go on alone.
+                raise RuntimeError("the vote did not end")
             least = pending.votes.tolist()
         except RuntimeError as error:
             raise self._lost(pending.began, error) from error

@@ -27,6 +27,7 @@ from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 from graphrt.core.base._fork import fork_safe
+from graphrt.core.base.log import logger
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -113,9 +114,11 @@ def undo_after(error: BaseException, undo: Callable[[], object]) -> None:
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a line to what an error says; Python 3.10 has no notes."""
+    """Add a line to what an error says. Python 3.10 has no notes: there the log has it."""
     if hasattr(error, "add_note"):
         error.add_note(text)
+    else:
+        logger.error("%s: %s", type(error).__name__, text)
 
 
 class ProcessChange:

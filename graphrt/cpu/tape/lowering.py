@@ -314,8 +314,8 @@ def agrees(
     out_kwargs: dict[str, Any],
     outs: Sequence[torch.Tensor],
 ) -> bool:
-    """Whether `variant`, called with `given` in place of `kwargs` and outputs like `outs`, gives
-    the bits of `op` on random numbers in `args`. Decided once for tensors of these shapes.
+    """Whether `variant`, called with `out_kwargs` in place of `kwargs` and outputs like `outs`,
+    gives the bits of `op` on random numbers in `args`. Decided once for tensors of these shapes.
 
     A step is often captured on padding, and on zeros many a wrong variant agrees.
     """

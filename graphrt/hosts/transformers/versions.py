@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
-from typing import Any
 
 from graphrt.errors import UnsupportedHostError
+from graphrt.hosts.names import MISSING, find
 
 KNOWN = tuple(f"5.{minor}" for minor in range(17, 25))
 """With which the tests of this host were run."""
@@ -87,30 +87,14 @@ def _error(what: str, got: str) -> UnsupportedHostError:
 
 def _missing_names() -> Iterator[str]:
     for module, names in _NAMES.items():
-        yield from (f"{module}.{name}" for name in names if _find(module, name) is _MISSING)
+        yield from (f"{module}.{name}" for name in names if find(module, name) is MISSING)
 
 
 def _missing_arguments() -> Iterator[str]:
     for (module, name), expected in _ARGUMENTS.items():
-        function = _find(module, name)
-        if function is _MISSING:
+        function = find(module, name)
+        if function is MISSING:
             yield f"{module}.{name}"
             continue
         has = inspect.signature(inspect.unwrap(function)).parameters
         yield from (f"argument {each!r} of {module}.{name}" for each in expected if each not in has)
-
-
-_MISSING: Any = object()
-
-
-def _find(module: str, path: str) -> Any:
-    """The object of a dotted name of a module; `_MISSING` if there is none."""
-    try:
-        value: Any = importlib.import_module(module)
-    except ModuleNotFoundError:
-        return _MISSING
-    for name in path.split("."):
-        value = getattr(value, name, _MISSING)
-        if value is _MISSING:
-            break
-    return value

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterator
 from types import CodeType
-from typing import Any
 
 from graphrt.errors import UnsupportedHostError
+from graphrt.hosts.names import MISSING, find
 
 KNOWN = ("0.24", "0.33")
 """Whose source was read, and whose own tests were run with graphrt."""
@@ -95,13 +94,13 @@ def check_names(version: str) -> None:
 
 def _missing_names() -> Iterator[str]:
     for module, names in _NAMES.items():
-        yield from (f"{module}.{name}" for name in names if _found(module, name) is _MISSING)
+        yield from (f"{module}.{name}" for name in names if find(module, name) is MISSING)
 
 
 def _missing_arguments() -> Iterator[str]:
     for (module, name), expected in _ARGUMENTS.items():
-        function = _found(module, name)
-        if function is _MISSING:
+        function = find(module, name)
+        if function is MISSING:
             yield f"{module}.{name}"
             continue
         has = inspect.signature(inspect.unwrap(function)).parameters
@@ -110,8 +109,8 @@ def _missing_arguments() -> Iterator[str]:
 
 def _missing_uses() -> Iterator[str]:
     for (module, name), expected in _USES.items():
-        function = _found(module, name)
-        if function is not _MISSING:
+        function = find(module, name)
+        if function is not MISSING:
             code = inspect.unwrap(function).__code__
             missing = sorted(expected - set(_named_in(code)))
             yield from (f"{each!r} in the code of {module}.{name}" for each in missing)
@@ -122,19 +121,3 @@ def _named_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _named_in(constant)
-
-
-_MISSING: Any = object()
-
-
-def _found(module: str, path: str) -> Any:
-    """What a dotted name of a module stands for; `_MISSING` if there is none."""
-    try:
-        value: Any = importlib.import_module(module)
-    except ModuleNotFoundError:
-        return _MISSING
-    for name in path.split("."):
-        value = getattr(value, name, _MISSING)
-        if value is _MISSING:
-            break
-    return value
