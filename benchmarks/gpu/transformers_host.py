@@ -1,5 +1,5 @@
-"""`generate` of transformers through graphs (`graphrt.hosts.transformers`), beside `generate` as it
-is and with its compiled static cache.
+"""`generate` of transformers through graphs (`graphrt.hosts.transformers`), without and with compiled
+pieces, beside `generate` as it is and with its compiled static cache.
 
     python3 -m benchmarks.gpu.transformers_host [--batches 1 16] [--prompts 16 128] [--json FILE]
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -27,12 +28,13 @@ from benchmarks.gpu.generate import SHAPES
 from graphrt.hosts.transformers import graphs_of, with_graphs
 
 PLAIN, COMPILED, GRAPHS = "generate", "generate, compiled", "with_graphs"
+PIECES = "with_graphs, compiled"
 SHORT = 8
 
 Call = Callable[[Tensor, int], Tensor]
 
 
-def calls(plain: Any, served: Any, length: int) -> dict[str, Call]:
+def calls(plain: Any, served: dict[str, Any], length: int) -> dict[str, Call]:
     """Each contestant: prompts and a number of tokens to all tokens."""
 
     def generate(model: Any, prompts: Tensor, tokens: int, **more: Any) -> Tensor:
@@ -51,7 +53,7 @@ def calls(plain: Any, served: Any, length: int) -> dict[str, Call]:
     return {
         PLAIN: lambda prompts, tokens: generate(plain, prompts, tokens),
         COMPILED: lambda prompts, tokens: generate(plain, prompts, tokens, **static),
-        GRAPHS: lambda prompts, tokens: generate(served, prompts, tokens),
+        **{name: functools.partial(generate, model) for name, model in served.items()},
     }
 
 
@@ -102,12 +104,15 @@ def main() -> None:
     config = transformers.LlamaConfig(**SHAPES[options.model], **ends)
     with torch.device(options.device):
         plain = transformers.LlamaForCausalLM(config).to(dtype).eval()
-    served, length = copy.deepcopy(plain), max(options.prompts) + options.tokens
-    began = time.perf_counter()
-    with_graphs(served, max_batch=max(options.batches), max_len=length, strict=True)
-    captured_s = time.perf_counter() - began
-    print(f"with_graphs() took {captured_s:.2f} s")
-    results: dict[str, Any] = {"captured_s": captured_s}
+    length = max(options.prompts) + options.tokens
+    most = {"max_batch": max(options.batches), "max_len": length}
+    served, results = {}, {}
+    for name, compiled in ((GRAPHS, False), (PIECES, True)):
+        served[name] = copy.deepcopy(plain)
+        began = time.perf_counter()
+        with_graphs(served[name], **most, strict=True, compile=compiled)
+        results[f"{name}, s"] = time.perf_counter() - began
+        print(f"{name}: captured in {results[f'{name}, s']:.2f} s")
     for rows in options.batches:
         for prompt in options.prompts:
             prompts = torch.randint(config.vocab_size, (rows, prompt), device=options.device)
@@ -116,8 +121,9 @@ def main() -> None:
             columns = ("first", "step", "agree", "seconds")
             table = [[name, *(each[name][column] for column in columns)] for name in each]
             show(f"batch {rows}, prompt {prompt}, ms", ["", *columns], table)
-    report = graphs_of(served).report()
-    results["steps"] = {"served": report.served, "eager": report.eager}
+    for name, model in served.items():
+        report = graphs_of(model).report()
+        results[f"{name}, steps"] = {"served": report.served, "eager": report.eager}
     told = {**environment(options.device), "transformers": transformers.__version__}
     finish("gpu_transformers_host", options, told, results)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.utils.prune
 
+from graphrt import CompileOptions
 from graphrt.errors import CaptureError, InvalidInputError, InvalidOptionError, InvalidSizesError
 from tests.models.families import SHARED
 from tests.models.generating import (
@@ -98,6 +99,32 @@ def test_generate_gives_its_own_tokens_and_every_step_is_served(name, device):
         before = steps
     without_graphs(model)
     assert torch.equal(WAYS["greedy"](model, name, device), expected["greedy"])
+
+
+COMPILED = (
+    "llama",
+    "t5",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("mixtral", "jamba", "mamba")),
+)
+INDUCTOR = pytest.param("cuda", "inductor", marks=pytest.mark.cuda)
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "eager"), INDUCTOR])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_steps_give_the_same_tokens_and_are_served(name, device, backend):
+    model = new_model(name, device)
+    ways = ("greedy", "padded")
+    expected = {way: WAYS[way](model, name, device) for way in ways}
+    options = CompileOptions(backend=backend)
+    with_graphs(model, max_batch=4, max_len=32, strict=True, compile=options)
+    for way in ways:
+        assert torch.equal(WAYS[way](model, name, device), expected[way]), way
+    assert served(model) == (sum(STEPS[way] for way in ways), {})
+
+
+def test_compile_is_for_models_that_generate_and_says_what_it_takes():
+    with pytest.raises(InvalidOptionError, match="compile= says whether"):
+        with_graphs(new_model("llama"), max_batch=1, max_len=32, compile="inductor")
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from tests.models.table import ENCODERS
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from graphrt.errors import InvalidOptionError  # noqa: E402
 from graphrt.hosts.transformers import graphs_of, with_graphs, without_graphs  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -249,3 +250,9 @@ def test_a_hook_is_found_within_some_calls():
         served = graphs_of(model).report().served
         model(tokens)
     assert graphs_of(model).report().served == served + 1
+
+
+def test_an_encoder_is_not_compiled():
+    model = new_model("bert")
+    with pytest.raises(InvalidOptionError, match="for models that generate"):
+        with_graphs(model, max_batch=1, max_len=16, compile=True)

@@ -27,7 +27,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from graphrt.hosts.transformers.memory import LayerMemory, Memory
+from graphrt.hosts.transformers.memory import LayerMemory, Memory, first_rows, write
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
@@ -429,8 +429,8 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor) -> None:
         self._memory, self._rows, self._length = memory, rows, length
         super().__init__()
-        self.keys = memory.keys[: rows.shape[0]].transpose(1, 2)
-        self.values = memory.values[: rows.shape[0]].transpose(1, 2)
+        self.keys = first_rows(memory.keys, rows.shape[0]).transpose(1, 2)
+        self.values = first_rows(memory.values, rows.shape[0]).transpose(1, 2)
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -444,7 +444,7 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
             (self._memory.keys, key_states),
             (self._memory.values, value_states),
         ):
-            memory.index_put_((self._rows, self._length), states.transpose(1, 2).squeeze(1))
+            write(memory, self._rows, self._length, states.transpose(1, 2).squeeze(1))
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -487,7 +487,7 @@ class StepStates(LinearAttentionLayer):  # type: ignore[misc]
             (self.recurrent_states, self._memory.recurrent),
         ):
             for at, state in _filled(states):
-                memory[at].index_copy_(0, self._rows, state)
+                write(memory[at], self._rows, None, state)
 
 
 class StepBoth(StepStates, StepLayer):
@@ -524,8 +524,8 @@ class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, memory: LayerMemory, size: int) -> None:
         super().__init__()
-        self.keys = memory.keys[:size].transpose(1, 2)
-        self.values = memory.values[:size].transpose(1, 2)
+        self.keys = first_rows(memory.keys, size).transpose(1, 2)
+        self.values = first_rows(memory.values, size).transpose(1, 2)
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from graphrt.compile.split.define import opaque
 from graphrt.errors import CaptureError
 
 
@@ -72,6 +73,43 @@ def shapes_of(cache: Any) -> list[LayerShape]:
 
 def _filled(states: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
     return {at: state for at, state in states.items() if state is not None}
+
+
+def first_rows(memory: torch.Tensor, size: int) -> torch.Tensor:
+    """The memory of the first rows.
+
+    A trace is made at a batch size that tells it from all other sizes, which may be more rows than
+    there are: a slice would end at the last one.
+    """
+    if torch.compiler.is_compiling():
+        return memory.as_strided((size, *memory.shape[1:]), memory.stride())
+    return memory[:size]
+
+
+def write(
+    memory: torch.Tensor, rows: torch.Tensor, length: torch.Tensor | None, states: torch.Tensor
+) -> None:
+    """Write one state of each row, at the position `length` if there are positions.
+
+    Compiled code calls an operator: graphrt sees which rows an operator writes and saves these
+    alone, but sees no write inside of Inductor's kernels.
+    """
+    if torch.compiler.is_compiling():
+        _kept_write(memory, rows, length, states)
+    else:
+        _write(memory, rows, length, states)
+
+
+def _write(
+    memory: torch.Tensor, rows: torch.Tensor, length: torch.Tensor | None, states: torch.Tensor
+) -> None:
+    if length is None:
+        memory.index_copy_(0, rows, states)
+    else:
+        memory.index_put_((rows, length), states)
+
+
+_kept_write = opaque("graphrt_transformers::write", mutates=["memory"])(_write)
 
 
 class LayerMemory:

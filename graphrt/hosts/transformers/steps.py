@@ -14,12 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 
-from graphrt import Batch, Dispatch, Example, GraphOptions, GraphRunner, Host, InputSpec
+import graphrt
+from graphrt import (
+    Batch,
+    CompileOptions,
+    Dispatch,
+    Example,
+    GraphOptions,
+    GraphRunner,
+    Host,
+    InputSpec,
+)
 from graphrt.errors import CaptureError, VerificationError
 from graphrt.hosts.transformers.caches import CrossCache, KeptCache, KeptPair, StepCache
-from graphrt.hosts.transformers.memory import Memory, shapes_of
+from graphrt.hosts.transformers.memory import Memory, first_rows, shapes_of
 from graphrt.hosts.transformers.signature import Encoded, Signature
 
 _PROMPT = 6
@@ -43,6 +54,7 @@ class StepGraphs:
         max_encoder_len: int,
         sizes: Sequence[int],
         options: GraphOptions,
+        compile: CompileOptions | None,
     ) -> None:
         """Captures; raises what capturing raises, and `VerificationError` for steps that are not
         transformers'."""
@@ -66,9 +78,14 @@ class StepGraphs:
             torch.arange(max_len, device="cpu"),
         )
         self._batches = [Batch(max(rows, 1)) for rows in range(max_batch + 1)]
-        self._positions_inputs = signature.positions is not None
+        self._takes_positions = signature.positions is not None
+        states = None if encoded is None else encoded.outputs[0]
+        step = _Step(signature, forward, self.memory, self.cross, states)
+        if compile is not None:
+            batched = [name for name in self._inputs() if name != "length"]
+            graphrt.compile(step, dynamic_dims=batched, options=compile)
         self.runner: GraphRunner[torch.Tensor] = GraphRunner(
-            self._step(None if encoded is None else encoded.outputs[0]),
+            step,
             inputs=self._inputs(),
             outputs=("tokens", 1, probe.logits.shape[-1]),
             mode="FULL",
@@ -84,8 +101,6 @@ class StepGraphs:
             self.runner.close()
             raise
 
-    # The forward that is captured -----------------------------------------------------------------
-
     def _inputs(self) -> dict[str, InputSpec]:
         inputs = {"tokens": InputSpec(torch.int64, ("tokens", 1))}
         if self.signature.positions is not None:
@@ -94,46 +109,6 @@ class StepGraphs:
         inputs["rows"] = InputSpec(torch.int64, ("tokens",), pad=self._max_batch, index=True)
         inputs["length"] = InputSpec(torch.int64, (1,))
         return inputs
-
-    def _step(self, encoder_states: torch.Tensor | None) -> Callable[..., torch.Tensor]:
-        """The forward of one token a row `(size, 1)`, which returns logits `(size, 1, ...)`.
-
-        It holds what a step needs and no more: graphrt looks through all of it.
-        """
-        forward, signature, memory, cross = self._forward, self.signature, self.memory, self.cross
-        more: dict[str, Any] = {"use_cache": True, "return_dict": True}
-        if "logits_to_keep" in signature.names:
-            more["logits_to_keep"] = 1
-        if encoder_states is not None:
-            # Nobody reads the values: what steps need of them is in the cross-attention's cache.
-            no_states = encoder_states.new_zeros((1, 1, encoder_states.shape[-1]))
-        mask_name = signature.mask if memory.has_keys else None
-        config = signature.model.config.get_text_config(decoder=True)
-
-        def step(
-            tokens: torch.Tensor,
-            rows: torch.Tensor,
-            length: torch.Tensor,
-            positions: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            size = rows.shape[0]
-            kept = StepCache(memory, rows, length)
-            call = {**more, signature.tokens: tokens, signature.cache: kept}
-            if positions is not None and signature.positions is not None:
-                call[signature.positions] = positions
-            if mask_name is not None:
-                call[mask_name] = memory.mask[:size]
-            if cross is not None:
-                states = no_states.expand(size, cross.length, -1)
-                call["encoder_outputs"] = (states,)
-                call[signature.cache] = EncoderDecoderCache(kept, CrossCache(cross, size))
-                if signature.masks_encoder:
-                    call["attention_mask"] = _encoder_mask(config, cross.mask[:size], states)
-            logits: torch.Tensor = forward(**call).logits
-            kept.write_back()
-            return logits
-
-        return step
 
     # Capturing ------------------------------------------------------------------------------------
 
@@ -271,9 +246,67 @@ class StepGraphs:
             "rows": self._hosts_rows[:rows],
             "length": self._hosts_length[seen : seen + 1],
         }
-        if positions is not None and self._positions_inputs:
+        if positions is not None and self._takes_positions:
             values["positions"] = positions.expand(rows, 1)
         return values
+
+
+class _Step(nn.Module):
+    """The forward that is captured: one token a row `(size, 1)` to logits `(size, 1, vocabulary)`.
+
+    It holds what a step needs and no more, because graphrt looks through all of it. It is a module,
+    because Inductor's kernels are seen to read the weights of a module alone.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        forward: Callable[..., Any],
+        memory: Memory,
+        cross: Memory | None,
+        encoder_states: torch.Tensor | None,
+    ) -> None:
+        super().__init__()
+        self.training = False
+        self.model = signature.model
+        # The model's own: `with_graphs` has another one in its place.
+        self._forward = forward
+        self._memory, self._cross = memory, cross
+        self._names = signature.tokens, signature.positions, signature.cache
+        self._mask_name = signature.mask if memory.has_keys else None
+        self._masks_encoder = signature.masks_encoder
+        self._more: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        if "logits_to_keep" in signature.names:
+            self._more["logits_to_keep"] = 1
+        if encoder_states is not None:
+            # Nobody reads the values: what steps need of them is in the cross-attention's cache.
+            self._no_states = encoder_states.new_zeros((1, 1, encoder_states.shape[-1]))
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        length: torch.Tensor,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        memory, cross, size = self._memory, self._cross, rows.shape[0]
+        tokens_name, positions_name, cache_name = self._names
+        kept = StepCache(memory, rows, length)
+        call = {**self._more, tokens_name: tokens, cache_name: kept}
+        if positions is not None and positions_name is not None:
+            call[positions_name] = positions
+        if self._mask_name is not None:
+            call[self._mask_name] = first_rows(memory.mask, size)
+        if cross is not None:
+            states = self._no_states.expand(size, cross.length, -1)
+            call["encoder_outputs"] = (states,)
+            call[cache_name] = EncoderDecoderCache(kept, CrossCache(cross, size))
+            if self._masks_encoder:
+                config = self.model.config.get_text_config(decoder=True)
+                call["attention_mask"] = _encoder_mask(config, first_rows(cross.mask, size), states)
+        logits: torch.Tensor = self._forward(**call).logits
+        kept.write_back()
+        return logits
 
 
 def _decoder(cache: Any) -> Any:
