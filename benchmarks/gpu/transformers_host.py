@@ -1,5 +1,5 @@
-"""`generate` of transformers through graphs (`graphrt.hosts.transformers`), without and with compiled
-pieces, beside `generate` as it is and with its compiled static cache.
+"""`generate` of transformers through graphs (`graphrt.hosts.transformers`), without and with
+compiled pieces, beside `generate` as it is and with its compiled static cache.
 
     python3 -m benchmarks.gpu.transformers_host [--batches 1 16] [--prompts 16 128] [--json FILE]
 
