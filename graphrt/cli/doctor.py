@@ -33,7 +33,7 @@ from graphrt.core.device.registry import (
     installed_platforms,
 )
 
-PACKAGES = ("torch", "pluggy", "triton", "torch_npu", "cuda-bindings", "safetensors", "tokenizers")
+PACKAGES = ("torch", "pluggy", "triton", "torch_npu", "safetensors", "tokenizers")
 _NVIDIA = Path("/proc/driver/nvidia/version")
 _ROWS, _SIZE, _STEPS = 3, 4, 20
 
