@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.sharing import cloned
@@ -15,14 +16,19 @@ from graphrt.core.base.thread_mode import set_for_capture
 from graphrt.core.batch.descriptor import example_of
 from graphrt.core.batch.descriptor import unpadded as unpadded_of
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.guard import side_doors
+from graphrt.core.capture.guard import (
+    CaptureGuard,
+    SideDoors,
+    in_eager_part,
+    refuse_transform,
+    side_doors,
+)
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.replay.recording import enter_under_way, warming_up
 from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.trust.host_watch import described_changes
-from graphrt.core.trust.parts import PartResults, TriedParts
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.trial import Trial, TriedGraph
 from graphrt.core.trust.verdict import Verdict
@@ -175,8 +181,8 @@ class StepRuns:
         self.finds_gradients = graphs.setup.run_forward.gradients.wanted
         self._executor = executor
 
-    def eager(self, watch: Watch, parts: PartResults | None = None) -> Any:
-        return self._eager(watch, parts=parts)
+    def eager(self, watch: Watch) -> Any:
+        return self._eager(watch)
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         forward = self._executor.graphs.setup.run_forward
@@ -202,7 +208,7 @@ class StepRuns:
         alone = Dispatch(GraphMode.NONE, unpadded_of(self.step.batch), Reason.HIT)
         step, around = (
             self._unpadded_step._replace(dispatch=alone),
-            partial(_watched, watch, None, None),
+            partial(_watched, watch, None),
         )
         return cloned(self._executor.run_unpadded(step, step.updates, around))
 
@@ -210,15 +216,10 @@ class StepRuns:
         """The layout of the graph, and the live tokens and requests in it."""
         return self.prepared.layout, self.sizes[0][1], self.sizes[1][1]
 
-    def _eager(
-        self,
-        watch: Watch,
-        disturb: Callable[[], None] | None = None,
-        parts: PartResults | None = None,
-    ) -> Any:
+    def _eager(self, watch: Watch, disturb: Callable[[], None] | None = None) -> Any:
         """An eager run that is watched; `disturb` writes other values into padding rows."""
         executor, step = self._executor, self._eager_step
-        around = partial(_watched, watch, parts, disturb)
+        around = partial(_watched, watch, disturb)
         return cloned(executor.run_padded(step, step.updates, eager=True, around=around))
 
 
@@ -226,7 +227,6 @@ class StepRuns:
 def _watched(
     watch: Watch,
     undo: Undo,
-    parts: PartResults | None,
     disturb: Callable[[], None] | None,
     forward: Callable[[], Any],
 ) -> Any:
@@ -236,6 +236,39 @@ def _watched(
         disturb()
     undo.set(warming_up, True)
     # So that eager parts are known as such.
-    undo.set(side_doors, TriedParts() if parts is None else parts)
+    undo.set(side_doors, _TriedParts(watch.trace.values_of_parts))
     enter_under_way(undo, watch)
     return watch.around(forward)
+
+
+class _TriedParts(SideDoors):
+    """The eager parts of a run of a trial: nothing is captured there, so nobody looks at what they
+    make. `values` gets the plain values that they are given, which a replay has of its capture."""
+
+    def __init__(self, values: list[Any]) -> None:
+        super().__init__()
+        self._values = values
+
+    def watched(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        guard: CaptureGuard | None = None,
+    ) -> Any:
+        if in_eager_part.get() is not None:
+            # A part within a part is part of it.
+            return function(*args, **kwargs)
+        refuse_transform(function)
+        leaves = [leaf for _, leaf in tree.leaves((args, kwargs))]
+        self._values += [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        given = tree.placed(tree.tensors(leaves), parts=True)
+        try:
+            in_eager_part.set(frozenset([key for _, key, _ in given if key is not None]))
+            # As in a capture: graph and part each make their own casts.
+            torch.clear_autocast_cache()
+            result = function(*args, **kwargs)
+            torch.clear_autocast_cache()
+            return result
+        finally:
+            in_eager_part.set(None)

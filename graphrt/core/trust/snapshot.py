@@ -13,8 +13,7 @@ It does not see state of iterators and of C extensions, nor arrays above 1 MiB.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple, cast
 
@@ -334,7 +333,8 @@ def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
     """Whether it holds plain values alone: no tensor, and nothing that is not known."""
     if shape_of(type(value)).kind is Kind.PLAIN or is_array(type(value)):
         return True
-    members = _members(value) if depth else None
+    is_set = shape_of(type(value)).kind in (Kind.SET, Kind.FROZENSET)
+    members = ([*value] if is_set else _members(value)) if depth else None
     return members is not None and all(is_plain(each, depth - 1) for each in members)
 
 
@@ -344,54 +344,48 @@ def only_tensors_differ(ours: Any, theirs: Any, rounding: float = 0.0) -> bool:
     return _alike(ours, theirs, tensors=False, rounding=rounding)
 
 
-def _alike(
-    ours: Any,
-    theirs: Any,
-    depth: int = _DEEPEST,
-    *,
-    tensors: bool = True,
-    rounding: float = 0.0,
-    scale: float = 0.0,
-) -> bool:
+def _alike(ours: Any, theirs: Any, *, tensors: bool = True, rounding: float = 0.0) -> bool:
     """Whether two runs have left the same; without `tensors`, but for these. Objects of which
-    nothing is known count as the same, and so do floats that differ by `rounding`, over the larger
-    one or `scale`."""
+    nothing is known count as the same, and so do floats that differ by `rounding`, over the largest
+    of them."""
+    pairs = [*_pairs(ours, theirs, tensors)]
+    scale = max((abs(each) for pair in pairs for each in pair if type(each) is float), default=0.0)
+    return all(_same_leaf(mine, other, rounding, scale) for mine, other in pairs)
+
+
+def _pairs(
+    ours: Any, theirs: Any, tensors: bool, depth: int = _DEEPEST
+) -> Iterator[tuple[Any, Any]]:
+    """The leaves of two values that are not one object, side by side; containers as a whole where
+    they do not hold as much."""
     if ours is theirs or depth == 0:
-        return True
+        return
+    if not tensors and isinstance(ours, torch.Tensor) and type(ours) is type(theirs):
+        return
+    inside = [_members(each, tensors) for each in (ours, theirs)]
+    mine, other = inside
+    if type(ours) is not type(theirs) or mine is None or other is None or len(mine) != len(other):
+        yield ours, theirs
+        return
+    for pair in zip(mine, other, strict=True):
+        yield from _pairs(*pair, tensors, depth - 1)
+
+
+def _same_leaf(ours: Any, theirs: Any, rounding: float, scale: float) -> bool:
     if type(ours) is not type(theirs):
         return False
     kind = shape_of(type(ours)).kind
     if kind is Kind.PLAIN:
-        return same_value(ours, theirs) or _rounded_float(ours, theirs, rounding, scale)
+        rounded = isinstance(ours, float) and 0 < abs(ours - theirs) <= rounding * scale
+        return rounded or same_value(ours, theirs)
     if kind is Kind.TENSOR:
-        apart = unseen(lambda: difference(ours, theirs, rounded=True)) if tensors else None
+        apart = unseen(lambda: difference(ours, theirs, rounded=True))
         return apart is None or apart.relative <= _ROUNDED
     if kind in (Kind.SET, Kind.FROZENSET):
         return len(ours) == len(theirs) and bool(ours == theirs)
     if is_array(type(ours)):
         return same_array(ours, theirs) or _rounded(ours, theirs, rounding)
-    return _alike_inside(ours, theirs, depth - 1, tensors, rounding, scale)
-
-
-def _alike_inside(
-    ours: Any, theirs: Any, depth: int, tensors: bool, rounding: float, scale: float
-) -> bool:
-    """Whether containers or objects of one type hold the same."""
-    mine, other = (_compared(each, tensors) for each in (ours, theirs))
-    if rounding:
-        scale = max([scale, *(abs(each) for each in other if isinstance(each, float))])
-    inner = partial(_alike, depth=depth, tensors=tensors, rounding=rounding, scale=scale)
-    return len(mine) == len(other) and all(map(inner, mine, other))
-
-
-def _rounded_float(ours: Any, theirs: Any, rounding: float, scale: float) -> bool:
-    """Whether two plain values are floats that differ by `rounding` of the largest of them and
-    `scale`, and by that alone."""
-    if not isinstance(ours, float):
-        return False
-    apart: float = abs(ours - theirs)
-    largest: float = max(abs(ours), abs(theirs), scale)
-    return 0 < apart <= rounding * largest
+    return _members(ours) is None
 
 
 def _rounded(ours: Any, theirs: Any, rounding: float) -> bool:
@@ -404,24 +398,22 @@ def _rounded(ours: Any, theirs: Any, rounding: float) -> bool:
     return apart is None or apart.relative <= rounding
 
 
-def _members(value: Any) -> list[Any] | None:
-    """What a container or an object holds, of a dict and of attributes as pairs; None for what is
-    neither."""
+def _members(value: Any, tensors: bool = True) -> list[Any] | None:
+    """What a container but a set, or an object holds, of a dict and of attributes as pairs; without
+    `tensors`, neither these nor pairs with one. None for what is neither."""
     shape = shape_of(type(value))
     if shape.kind is Kind.OBJECT:
         held = {} if shape.dict_of is None else dict(shape.dict_of(value))
         for name, slot in shape.slots:
             with contextlib.suppress(AttributeError):
                 held[name] = slot.__get__(value)
-        return [*held.items()]
-    if shape.kind in (Kind.LIST, Kind.DEQUE, Kind.SET, Kind.DICT):
-        return entries(value, items_of(value, base_of(value)))
-    return [*value] if shape.kind in (Kind.TUPLE, Kind.FROZENSET) else None
-
-
-def _compared(value: Any, tensors: bool) -> list[Any]:
-    """Its members; without `tensors`, neither these nor pairs with one."""
-    members = _members(value) or []
+        members: list[Any] = [*held.items()]
+    elif shape.kind in (Kind.LIST, Kind.DEQUE, Kind.DICT):
+        members = entries(value, items_of(value, base_of(value)))
+    elif shape.kind is Kind.TUPLE:
+        members = [*value]
+    else:
+        return None
     if tensors:
         return members
     pairs = [(each, each if type(each) is tuple else (each,)) for each in members]

@@ -18,8 +18,6 @@ import torch
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.trust.compare import Difference, difference, differs, rounding_of
-from graphrt.core.trust.generators import Draws, of_python
-from graphrt.core.trust.parts import PartResults
 from graphrt.core.trust.places.walk import Places
 from graphrt.core.trust.snapshot import (
     Changes,
@@ -86,8 +84,8 @@ class TriedStep(Protocol):
     finds_gradients: bool
     """Whether nobody knows yet which gradients of its caller's it ends."""
 
-    def eager(self, watch: Watch, parts: PartResults | None = None) -> Any:
-        """The forward on the padded inputs, under `watch`, its eager parts seen by `parts`."""
+    def eager(self, watch: Watch) -> Any:
+        """The forward on the padded inputs, under `watch`."""
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         """`eager`, but that the forward finds these on or off where it asks."""
@@ -139,10 +137,9 @@ class Padding(NamedTuple):
 
     alone: Run
     """The step without padding."""
-    matched: Run
-    """The same with the numbers that the padded run has drawn."""
-    disturbed: Any
-    """Where those cannot be drawn again: the outputs with changed padding rows."""
+    compared: Run | None
+    """The same; where fewer rows would draw other random numbers, with changed padding rows. None
+    where those draw others too."""
 
 
 class Trial:
@@ -197,8 +194,8 @@ class Trial:
 
     def _judge(self) -> None:
         step, state, verdict = self._step, self._state, self._verdict
-        draws, rows = Draws(state.generators), self._rows()
-        first = self._watch(rows=rows, draw=draws.record, keeps_sources=True, compared=True)
+        rows = self._rows()
+        first = self._watch(rows=rows, keeps_sources=True, compared=True)
         outputs, asked = _asked_in(lambda: step.eager(first))
         eager = Run(outputs, state.take(), first)
         rebound = state.python.rebound(eager.left.python, first.uses)
@@ -208,7 +205,7 @@ class Trial:
         self._outputs_of(step.of_padding)
         replayed = Run(step.replay(), state.take(), first)
         state.restore()
-        padding = None if rows is None else self._padding(eager, draws)
+        padding = None if rows is None else self._padding(eager, rows)
         rounding = rounding_of(
             [use.dtype for use in first.uses.values()],
             [op.func for op in first.trace],
@@ -223,8 +220,9 @@ class Trial:
         if not rebound:
             # Tensors that are rebound have a name for it already.
             self._judge_values(eager, moved, numbers)
-        if padding is not None:
-            self._judge_python(eager, replayed, padding.matched, rounding)
+        compared = None if padding is None else padding.compared
+        if compared is not None:
+            self._judge_python(eager, replayed, compared, rounding)
         last = self._watch()
         again = Run(step.eager(last), state.take(), last)
         verdict.outputs = again.outputs
@@ -232,11 +230,11 @@ class Trial:
         if rebound:
             self._fail(REBOUND, ", ".join(rebound))
         self._note_another_way(first)
-        self._look_at_parts(eager, again, rounding)
+        self._look_at_parts(eager, again)
         rounding = max(rounding, self._unsteady)
         self._judge_replay(eager, again, replayed, rounding, numbers)
-        if padding is not None:
-            self._judge_padding(eager, padding, rounding)
+        if compared is not None:
+            self._judge_padding(eager, compared, rounding)
         self._leave_what_was_asked(None if padding is None else padding.alone)
 
     def _leave_what_was_asked(self, alone: Run | None) -> None:
@@ -298,32 +296,31 @@ class Trial:
         finally:
             self._state.restore()
 
-    def _padding(self, eager: Run, draws: Draws) -> Padding | None:
-        step = self._step
-
-        def attempt(draw: Callable[..., Any]) -> Run | None:
-            # It may be made for the sizes of graphs alone.
-            rows = step.live_rows, step.live_rows
-            run = self._attempt(
-                "does not run without padding",
-                lambda: self._once(step.unpadded, rows=rows, draw=draw, compared=True),
-            )
-            return None if run is None or run.outputs is None else run
-
-        own = Draws(self._state.generators)
-        alone = attempt(own.record)
-        if alone is None:
+    def _padding(self, eager: Run, rows: tuple[int, int]) -> Padding | None:
+        step, live_rows = self._step, rows[1]
+        # It may be made for the sizes of graphs alone.
+        alone = self._attempt(
+            "does not run without padding",
+            lambda: self._once(step.unpadded, rows=(live_rows, live_rows), compared=True),
+        )
+        if alone is None or alone.outputs is None:
             return None
-        matched = alone
-        if not draws.like(own):
-            again = attempt(draws.repeat)
-            matched = alone if again is None or draws.lost else again
-        disturbed = None
-        drawn = of_python(eager.left.generators), of_python(alone.left.generators)
-        if drawn[0] != drawn[1] and self._graph.has_parts:
-            # Draws of Python's and NumPy's cannot be repeated: as many rows draw as many.
-            disturbed = self._outputs_of(step.disturbed)
-        return Padding(alone, matched, disturbed)
+        if not self._state.generators.have_drawn(eager.left.generators):
+            return Padding(alone, alone)
+        disturbed = self._attempt(
+            "with changed padding rows",
+            lambda: self._once(step.disturbed, rows=rows, compared=True),
+        )
+        if disturbed is None:
+            return Padding(alone, None)
+        drawn = eager.left.generators, disturbed.left.generators
+        if self._state.generators.have_drawn(*drawn):
+            self._verdict.notes.append(
+                "how many random numbers it draws depends on their parameters (as in a Poisson "
+                "distribution), so whether it mixes rows cannot be tried"
+            )
+            return Padding(alone, None)
+        return Padding(alone, disturbed)
 
     def _depends_on_modes(self, eager: Run, rounding: float) -> bool:
         """Whether the forward does something else with gradients on (graphs have none) and with
@@ -338,34 +335,23 @@ class Trial:
             return False
         return _differ(run, eager, rounding, rounded=True)
 
-    def _look_at_parts(self, eager: Run, again: Run, rounding: float) -> None:
+    def _look_at_parts(self, eager: Run, again: Run) -> None:
         """Where two eager runs differ, find out whether that is because of eager parts alone, which
         read a clock at every replay too."""
         spread = difference(again.outputs, eager.outputs)
         if not self._graph.has_parts or spread is None:
             return
         self._state.restore()
-        # A clock may change less than rounding does, where parts that give the same change nothing.
-        least = rounding if spread.relative > rounding else 0.0
-        one, same = self._beside_parts(lambda: None, least)
+        run = self._once(self._step.eager, compared=True)
         self._state.restore(again.left)
-        if not same:
+        if not run.watch.trace.same_captured(eager.watch.trace):
             return
-        third = difference(one.outputs, eager.outputs)
+        third = difference(run.outputs, eager.outputs)
         furthest = max(spread.relative, 0.0 if third is None else third.relative)
         self._unsteady = _UNSTEADY * furthest
         self._verdict.notes.append(
             f"eager parts give something else at every call, as a clock does: {spread.text}"
         )
-
-    def _beside_parts(self, begin: Callable[[], None], rounding: float) -> tuple[Run, bool]:
-        """An eager run; and whether another one, which `begin` prepares, is the same where eager
-        parts give what they gave in the first one."""
-        parts = PartResults()
-        one = self._once(lambda watch: self._step.eager(watch, parts))
-        begin()
-        two = self._once(lambda watch: self._step.eager(watch, parts.again()))
-        return one, not (parts.differs or _differ(two, one, rounding))
 
     # Questions -----------------------------------------------------------------------------------
 
@@ -462,16 +448,12 @@ class Trial:
             text = now.trace.at_source(other)
         return text and f"\n    the first operator that is another one now is {text}"
 
-    def _judge_padding(self, eager: Run, padding: Padding, rounding: float) -> None:
+    def _judge_padding(self, eager: Run, alone: Run, rounding: float) -> None:
         """Are live rows, and state, what they are without padding?"""
-        alone, disturbed = padding.matched, padding.disturbed
-        if disturbed is not None and not differs(eager.outputs, disturbed, rounding):
-            self._verdict.notes.append(
-                "draws other numbers of Python or NumPy without padding: padding rows were "
-                "changed instead, and no live row changes with them"
-            )
-            return
         how = "live rows are not what they are without padding"
+        if self._state.generators.have_drawn(eager.left.generators):
+            how = "live rows are other ones where padding rows have changed"
+            self._verdict.notes.append("draws random numbers: padding was changed, not left out")
         apart = difference(eager.outputs, alone.outputs, rounded=True)
         if apart is not None and apart.relative <= rounding:
             self._verdict.notes.append(f"{how}, by rounding: {apart.text}")
@@ -660,7 +642,8 @@ class Trial:
             part = self._graph.has_parts and deviation.in_part
             return None if part else "it does other things"
         note(python.take())
-        if watch.trace == eager.watch.trace:
+        # Eager parts go by what is in Python, and by clocks, at the replay too.
+        if watch.trace.same_captured(eager.watch.trace):
             return None
         left, then = memory.take(), eager.left.memory
         apart = difference(result, eager.outputs)
@@ -669,15 +652,11 @@ class Trial:
         if apart is None and not _writes_elsewhere(watch, eager):
             return None
         if self._graph.has_parts:
-            # Eager parts go by what is in Python at the replay.
+            # Tensors that they make anew may be elsewhere in each run.
             self._state.restore()
             begin()
             replayed = difference(self._step.replay(), result)
             if (replayed or difference(memory.take()[: len(left)], left)) is None:
-                return None
-            # They may read a clock, too: the pieces between them do not go by it.
-            self._state.restore()
-            if self._beside_parts(begin, 0.0)[1]:
                 return None
         return "it writes other memory" if apart is None else f"the results differ in {apart.text}"
 

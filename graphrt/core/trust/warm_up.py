@@ -15,19 +15,16 @@ from graphrt.core.base._warnings import StaleTensorWarning, warn_caller
 from graphrt.core.base.errors import PythonStateError
 from graphrt.core.base.thread_mode import without_kept_casts
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.guard import side_doors
+from graphrt.core.capture.guard import CaptureGuard, SideDoors, side_doors
 from graphrt.core.capture.state import State
-from graphrt.core.trust.compare import difference, listed
-from graphrt.core.trust.parts import ShiftedParts, TriedParts
+from graphrt.core.trust.compare import listed
 from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import Keyed, places_of, with_keys
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import (
     PythonState,
     StateSnapshot,
-    described,
     is_plain,
-    only_tensors_differ,
     put_back,
 )
 from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch, note_operators
@@ -35,12 +32,6 @@ from graphrt.core.trust.watching.watch import Kept, Trace, Use, Watch
 from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
-
-_ROUNDING = 2e-4
-"""Results count as the same up to this difference, relative to their root mean square."""
-
-_UNSTEADY = 64
-"""Or up to this many times the difference of two runs that should be equal."""
 
 
 class WarmedUp(NamedTuple):
@@ -90,8 +81,6 @@ class WatchedState:
         # The memory that runs after the first one write.
         self._steady: set[int] = set()
         self._is_settled = False
-        # By path, what eager parts have kept of padding, and what they keep of other rows.
-        self._of_padding: dict[str, tuple[Any, Any]] = {}
         self._left = _LeftInPython(is_in_graphs, each_warmed_up=each_warmed_up)
         if reads is not None:
             # Sessions before this one may have watched all that it captures.
@@ -164,7 +153,6 @@ class WatchedState:
         assert self._moves is not None and self._reads is not None
         self._watched.add(kind)
         memory, run = self._snapshot.memory, partial(self._run_watched, own, function)
-        before = self._snapshot.python.take()
         watch, result = run()
         note_operators()
         self.inputs_written = watch.own_written
@@ -191,15 +179,19 @@ class WatchedState:
                     "every run writes it too",
                 )
             self._steady |= again.written().keys()
-        if self._has_parts:
-            self._note_values_of_padding(before, own, function)
         self._reads.note(watch)
         if kind is not None:
             self._warmed_up[kind] = self._as_warmed_up(kind, tokens, watch)
         return result
 
-    def _run_watched(self, own: frozenset[int], function: Callable[[], T]) -> tuple[Watch, T]:
+    @undoing
+    def _run_watched(
+        self, undo: Undo, own: frozenset[int], function: Callable[[], T]
+    ) -> tuple[Watch, T]:
         assert self._moves is not None
+        doors = side_doors.get()
+        if self._has_parts and doors is not None:
+            undo.set(side_doors, _NotedParts(doors, self._snapshot.python, self._moves.of_parts))
         watch = Watch(own, self._snapshot.memory, generators=self._snapshot.generators)
         result = watch.around(function)
         self._moves.note()
@@ -303,78 +295,6 @@ class WatchedState:
                 advice="run the forward once on a real batch before the capture",
             )
 
-    def _note_values_of_padding(
-        self, before: Sequence[Any], own: frozenset[int], function: Callable[[], object]
-    ) -> None:
-        """Note plain values that eager parts keep of what they read when they run first.
-
-        These are values that differ where the parts are given other numbers, and on which results
-        depend: from a warm-up they are values of padding.
-        """
-        python, memory, generators = (
-            self._snapshot.python,
-            self._snapshot.memory,
-            self._snapshot.generators,
-        )
-        left = python.take()
-        new = {path for path, (_, now) in python.changed(before, left).items() if is_plain(now)}
-        if not new:
-            return
-        written = memory.take()
-
-        def again(start: Sequence[Any], parts: TriedParts) -> tuple[Any, list[Any]]:
-            self.restore()
-            generators.restore()
-            python.restore(start)
-            watch = Watch(own, memory, generators=generators)
-            outputs = _beside(parts, partial(watch.around, function))
-            return tree.map_tensors(torch.Tensor.clone, outputs), python.take()
-
-        outputs, later = again(left, TriedParts())
-        # Values that every run moves are put back anyway, and those of a clock differ each time.
-        steady = new - python.changed(left, later).keys()
-        anew = again(before, TriedParts())[1] if steady else left
-        steady -= python.diff(left, anew).keys()
-        other = again(before, ShiftedParts())[1] if steady else left
-        found = {
-            path: both
-            for path, both in python.diff(left, other).items()
-            if path in steady and not only_tensors_differ(*both, _ROUNDING)
-        }
-        if found:
-            mixed = [
-                there if slot.path in found else was
-                for slot, was, there in zip(python.slots, left, other, strict=True)
-            ]
-            spread = difference(again(left, TriedParts())[0], outputs)
-            apart = difference(again(mixed, TriedParts())[0], outputs)
-            least = _ROUNDING if spread is None else max(_ROUNDING, _UNSTEADY * spread.relative)
-            if apart is not None and apart.relative > least:
-                self._of_padding.update(found)
-        self.restore()
-        generators.restore()
-        python.restore(left)
-        memory.restore(written)
-
-    def _refuse_values_of_padding(self) -> None:
-        """Raise `PythonStateError` for what eager parts have kept of padding and go on from; what
-        several runs have moved is put back by now."""
-        if not self._of_padding:
-            return
-        python = self._snapshot.python
-        stays = python.changed(python.was, python.take())
-        found = {path: both for path, both in self._of_padding.items() if path in stays}
-        if not found:
-            return
-        python.restore()
-        raise PythonStateError(
-            "an eager part keeps what it reads when it runs first, and goes on from it: a warm-up "
-            "has only padding",
-            got=described(found, "{path} = {0}, and {1} of other rows"),
-            expected="state that is there before capture()",
-            advice="run the forward once on a real batch before the capture",
-        )
-
     def is_new(self, kind: Hashable) -> bool:
         """Whether no run of this kind was watched yet."""
         return self._reads is not None and kind not in self._warmed_up
@@ -415,7 +335,6 @@ class WatchedState:
             self._left.note(with_keys(self._moves.anew()))
             remade = self._reads.remade
             put_back = self._moves.settle(contents=self._has_parts, remade=remade)
-            self._refuse_values_of_padding()
         self._reads.protected += self._snapshot.memory.check_protected(self._pads)
         self._reads.remade |= self._left.forget_remade(put_back)
         places = self._reads.settle()
@@ -430,11 +349,35 @@ class WatchedState:
             raise
 
 
-@undoing
-def _beside(parts: TriedParts, undo: Undo, function: Callable[[], T]) -> T:
-    """Call `function`, whose eager parts are run by `parts`."""
-    undo.set(side_doors, parts)
-    return function()
+class _NotedParts(SideDoors):
+    """Eager parts, which `doors` run, and the Python slots that those move which move plain values
+    alone.
+
+    A warm-up has only padding, so what a part keeps of it, such as the scale of the first batch, is
+    put back: parts run at every replay, and keep it of real rows then. A part that makes a tensor
+    too may have a flag that says so: both stay.
+    """
+
+    def __init__(self, doors: SideDoors, python: PythonState, slots: set[int]) -> None:
+        super().__init__()
+        self._doors = doors
+        self._python = python
+        self._slots = slots
+
+    def watched(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        guard: CaptureGuard | None = None,
+    ) -> Any:
+        before = self._python.take()
+        result = self._doors.watched(function, args, kwargs, guard)
+        now = self._python.take()
+        moved = self._python.moved_slots(before, now)
+        if all(is_plain(now[at]) for at in moved):
+            self._slots.update(moved)
+        return result
 
 
 class _Moves:
@@ -450,6 +393,8 @@ class _Moves:
         self._last: Sequence[Any] = python.was
         self._before: tuple[Sequence[Any], list[int]] = self._last, self._counts
         self._memory: dict[str, tuple[int, int | None]] = {}
+        self.of_parts: set[int] = set()
+        """Slots that eager parts have moved, which are put back however often that was."""
 
     def begin(self) -> None:
         """Before an eager run: what is there by now no run of the forward has moved."""
@@ -499,9 +444,10 @@ class _Moves:
         with `contents`: eager parts may depend on them; without eager parts they are the host's.
         """
         python, back = self._python, set()
-        for slot, was, count in zip(python.slots, python.was, self._counts, strict=True):
-            now = slot.get() if count > 1 or remade else was
-            if count < 2 and (now is was or slot.path not in remade):
+        for at, (slot, was) in enumerate(zip(python.slots, python.was, strict=True)):
+            moves = self._counts[at] > 1 or at in self.of_parts
+            now = slot.get() if moves or remade else was
+            if not moves and (now is was or slot.path not in remade):
                 continue
             plain = is_plain(now) and (contents or slot.way is not CONTENTS)
             if plain or isinstance(now, torch.Tensor):

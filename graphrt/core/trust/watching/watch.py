@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from graphrt.core.capture.operators import LIFT_FRESH, OperatorFacts, facts_of, 
 from graphrt.core.capture.source import Source, user_source
 from graphrt.core.replay.recording import in_task
 from graphrt.core.trust.generators import Generators
+from graphrt.core.trust.places.slots import same_value
 from graphrt.core.trust.watching.writes import SavedWrites
 
 
@@ -130,12 +131,11 @@ class Watch(ThreadMode):
         compared: bool = True,
         keeps_sources: bool = False,
         rows: tuple[int, int] | None = None,
-        draw: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None = None,
         reads_arrays: bool = True,
     ) -> None:
         """`reads_arrays` says that graphs read the memory of NumPy arrays, as they do on the CPU.
         With `rows`, (all, live), the trace has a sum of the live rows of each operator's result
-        that has so many rows in all. `draw` calls the operators that may draw random numbers.
+        that has so many rows in all.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace(keeps_sources=keeps_sources, rows=rows)
@@ -148,7 +148,6 @@ class Watch(ThreadMode):
         self._saves = saves
         self._follows = follows
         self._generators = generators
-        self._draw = draw
         self._reads_arrays = reads_arrays
         self._compared = compared
         # What the run has made, and memory from outside: None where its uses are not noted.
@@ -157,10 +156,7 @@ class Watch(ThreadMode):
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts, is_data = facts_of(func), func is LIFT_FRESH
         targets, from_inputs = self._begin(func, facts, args, kwargs)
-        if self._draw is not None and facts.draws:
-            result = self._draw(func, args, kwargs)
-        else:
-            result = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if self.trace.rows is not None:
             self.trace.note_sum(None if is_data else result)
         if targets and self._compared:
@@ -217,6 +213,8 @@ class Watch(ThreadMode):
         op = Op(func, arguments)
         if self._follows is not None:
             self._follow(op, args, self._follows)
+        if in_eager_part.get() is not None:
+            self.trace.in_parts.add(len(self.trace))
         self.trace.append(op)
         self.trace.sources.append(source)
         return targets, from_inputs
@@ -229,8 +227,6 @@ class Watch(ThreadMode):
         is_baked = made.untyped_storage().resizable() or not self._reads_arrays
         if isinstance(kept, Kept) and is_baked and not in_task.get():
             kept.of_data = place
-            if in_eager_part.get() is not None:
-                self.trace.constants_of_parts.add(place)
 
     def _follow(self, op: Op, args: Sequence[Any], then: Trace) -> None:
         """Raise `Deviation` where this run leaves the way of an earlier one and may do harm."""
@@ -372,7 +368,8 @@ class Trace(list[Op]):
 
     - `sources`: the line that issued each operator, if `keeps_sources`.
     - `constants`: the operators that made a tensor of Python data, if that was used.
-    - `constants_of_parts`: the ones of these in eager parts, which every replay runs again.
+    - `in_parts`: the operators in eager parts, which every replay runs again.
+    - `values_of_parts`: the plain values that eager parts were given.
     - `sums`: the sum over the live rows of each result, if `rows` are given.
     """
 
@@ -390,7 +387,20 @@ class Trace(list[Op]):
         self.sources: list[Source | None] = []
         self.sums: list[torch.Tensor | None] = []
         self.constants: set[int] = set()
-        self.constants_of_parts: set[int] = set()
+        self.in_parts: set[int] = set()
+        self.values_of_parts: list[Any] = []
+
+    def same_captured(self, other: Trace) -> bool:
+        """Whether what a replay has of its capture is the same in two runs: operators and plain
+        values that eager parts are given. Where results differ all the same, eager parts gave
+        something else, as a clock does."""
+        ours, theirs = (
+            [op for place, op in enumerate(each) if place not in each.in_parts]
+            for each in (self, other)
+        )
+        values, others = self.values_of_parts, other.values_of_parts
+        same_values = len(values) == len(others) and all(map(same_value, values, others))
+        return same_values and ours == theirs
 
     def note_sum(self, result: Any) -> None:
         """Note the sum over the live rows of a result that has all rows, without waiting for the
@@ -441,7 +451,7 @@ class Trace(list[Op]):
             if ours.func is not LIFT_FRESH or ours.arguments == theirs.arguments:
                 continue
             is_used = place in self.constants or place in then.constants
-            if is_used and not (has_parts and place in self.constants_of_parts):
+            if is_used and not (has_parts and place in self.in_parts):
                 told = self if self.keeps_sources else then
                 return told.at_source((place, str(ours.arguments[0]))), str(theirs.arguments[0])
         return None
