@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from graphrt.core.inputs.spec import InputSpec
     from graphrt.core.plan.budget import Budget, GraphCost
     from graphrt.core.plan.plan import Plan
+    from graphrt.core.replay.entry import SegmentHooks
     from graphrt.core.replay.host_args import DEFERRED, UNCHANGED, HostArg
     from graphrt.core.replay.pool import CaptureSession, GraphPool
-    from graphrt.core.replay.segments import SegmentHooks
     from graphrt.core.replay.tasks import UpdatableTask
     from graphrt.core.runner.host import Example, Host
     from graphrt.core.runner.report import RunnerReport
@@ -137,7 +137,7 @@ _DEFINED_IN = {
     "Platform": "core.device.platform",
     "Reason": "core.dispatch.reasons",
     "RunnerReport": "core.runner.report",
-    "SegmentHooks": "core.replay.segments",
+    "SegmentHooks": "core.replay.entry",
     "State": "core.capture.state",
     "UpdatableTask": "core.replay.tasks",
     "carry_context": "core.batch.context",

@@ -19,10 +19,9 @@ from typing import Any
 from graphrt.core.base.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.replay._turn import OwnedPool, PoolOwner
-from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.entry import Entry, TaskedSegment
 from graphrt.core.replay.host_args import DEFERRED, HostValues, Updates
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import TaskedSegment
 from graphrt.core.replay.tasks import TaskTable
 
 

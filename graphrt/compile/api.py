@@ -17,8 +17,8 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import flag, shown
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.capture.options import GraphOptions
+from graphrt.core.replay.entry import SegmentHooks
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks
 
 M = TypeVar("M", bound=type)
 

@@ -41,9 +41,9 @@ from graphrt.core.batch.modes import GraphMode, PieceProvider
 from graphrt.core.capture.breaks import check_traced
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.replay.entry import SegmentHooks, check_hooks
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import current_capture
-from graphrt.core.replay.segments import SegmentHooks, check_hooks
 
 
 @public("graphrt.compile")

@@ -120,21 +120,6 @@ def test_what_is_no_budget_is_refused(budget):
 # The order ---------------------------------------------------------------------------------------
 
 
-def test_what_the_host_prefers_comes_after_the_largest():
-    run = several()
-    assert captured_by(run, prefer=[2]) == [8]
-    assert captured_by(run, prefer=[2]) == [2]
-    assert captured_by(run, prefer=iter([1])) == [1]
-
-
-@pytest.mark.parametrize("prefer", [[3], [0], ["2"], 2, [[2]]])
-def test_sizes_that_no_graph_has_are_refused(prefer):
-    run = several()
-    with pytest.raises(InvalidOptionError, match="prefer"):
-        run.capture_next(prefer=prefer)
-    assert sizes_of(run) == []
-
-
 def test_the_traffic_of_the_plan_is_an_order():
     run = several(traffic={2: 0.9, 4: 0.1}, sizes=[1, 2, 4, 8, 16])
     run.capture_next(math.inf)
@@ -143,8 +128,8 @@ def test_the_traffic_of_the_plan_is_an_order():
 
 
 def test_of_each_kind_the_largest_comes_first():
-    run = several(mode="FULL_AND_PIECEWISE")
-    run.capture_next(math.inf, prefer=[1])
+    run = several(mode="FULL_AND_PIECEWISE", traffic={1: 0.9, 8: 0.1}, sizes=[1, 2, 4, 8])
+    run.capture_next(math.inf)
     keys = [(record.mode, record.descriptor.num_tokens) for record in run.report().graphs]
     assert [size for mode, size in keys if mode is FULL][:2] == [8, 1]
     assert [size for mode, size in keys if mode is PIECEWISE][:2] == [8, 1]
@@ -175,7 +160,7 @@ def test_a_batch_whose_padding_would_be_too_much_runs_eagerly_until_its_graph_is
     run.capture_next()
     run(x=rows(2))
     assert run.last_dispatch.mode is GraphMode.NONE
-    run.capture_next(prefer=[2])
+    run.capture_next(math.inf)
     run(x=rows(2))
     assert run.last_dispatch.reason is Reason.HIT
 

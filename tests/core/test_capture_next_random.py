@@ -77,7 +77,7 @@ ACTIONS = st.lists(
         st.tuples(
             st.just("next"),
             st.sampled_from([0.0, 0.0, 1e-3, math.inf]),
-            st.lists(st.sampled_from(SIZES), max_size=2),
+            st.none(),
         ),
         st.tuples(st.just("step"), st.integers(1, MOST), st.booleans()),
         st.tuples(st.just("step"), st.integers(1, MOST), st.booleans()),
@@ -149,10 +149,10 @@ class World:
         else:
             assert found.mode is GraphMode.NONE
 
-    def next(self, budget: float, prefer: list[int]) -> None:
+    def next(self, budget: float) -> None:
         before = self.published()
         try:
-            progress = self.run.capture_next(budget, prefer=prefer)
+            progress = self.run.capture_next(budget)
         except Refused:
             after = self.published()
             assert before <= after
@@ -173,7 +173,7 @@ class World:
         if what == "step":
             self.step(first, second)
         elif what == "next":
-            self.next(first, second)
+            self.next(first)
         elif what == "break":
             for model in (self.model, self.twin):
                 model.broken ^= {first}

@@ -143,7 +143,7 @@ def prepare_next() -> tuple[Served, Callable[[], Any]]:
     served = Served()
     served.run.capture_next()
     served.step(2)
-    return served, lambda: served.run.capture_next(prefer=[2])
+    return served, lambda: served.run.capture_next()
 
 
 def prepare_step_meanwhile() -> tuple[Served, Callable[[], Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from graphrt import HostArg, UpdatableTask
-from graphrt.core.replay.segments import TaskedSegment
+from graphrt.core.replay.entry import TaskedSegment
 from graphrt.core.replay.tasks import CapturedTask
 
 

@@ -18,8 +18,8 @@ from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
 from graphrt.core.replay.eager_part import deliver
+from graphrt.core.replay.entry import SegmentHooks
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
 from graphrt.core.replay._turn import in_turn
+from graphrt.core.replay.entry import SegmentHooks
 from graphrt.core.replay.host_args import WORST_CASE, Updates
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
-from graphrt.core.replay.segments import SegmentHooks
 
 
 @public("graphrt")
@@ -92,7 +92,6 @@ class KeyedGraphs(Uncopied):
         with context:
             outputs = wrapper()
         graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, outputs)
-        transaction.commit()
         return graph
 
     def replay(self, key: Hashable, updates: Updates | None = None) -> Any:

@@ -28,7 +28,13 @@ from graphrt.core.capture.breaks import check_break
 from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.guard import CallerTensors, CaptureGuard
-from graphrt.core.capture.refusals import NESTED_CAPTURE, NOT_STRIDED, SHARED_RESULTS
+from graphrt.core.capture.refusals import (
+    NESTED_CAPTURE,
+    NOT_STRIDED,
+    RESHAPED_ARGUMENT,
+    SHARED_RESULTS,
+    described,
+)
 from graphrt.core.capture.source import source_of
 from graphrt.core.device._contract import Capability
 from graphrt.core.device.error_chain import Unexplained
@@ -36,14 +42,14 @@ from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.replay.eager_part import (
     Call,
     EagerPart,
-    detached,
     name_of,
-    on_fresh,
-    settle,
+    on_copies,
+    settings_now,
+    under_settings,
 )
+from graphrt.core.replay.entry import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import active, enter_under_way
-from graphrt.core.replay.segments import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
 from graphrt.core.replay.tasks import CapturedTask
 
 R = TypeVar("R")
@@ -82,6 +88,9 @@ class Recorder:
         self._hooks = hooks
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+        # What eager parts were given that lies outside of the pool, as it was at their calls.
+        self._given: list[tuple[torch.Tensor, tuple[object, ...]]] = []
+        self._around: Mapping[str, Any] = {}
         listed = frozenset(breaks if self.must_break else ())
         for name in listed:
             check_break(name)
@@ -124,7 +133,6 @@ class Recorder:
         set_for_capture(undo)
         enter_under_way(undo, self)
         undo.set(active, self)
-        pool._will_put_back("a capture", undo.later)
         undo.later(partial(setattr, self._guard, "recorder", None))  # each knows the other
         # A collection may destroy the graphs of others, which no device allows meanwhile.
         undo.later(partial(thaw_garbage, self))
@@ -138,10 +146,11 @@ class Recorder:
         undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
         pool._expire_outputs()
         undo.after_error(partial(self._discard, depth))
+        self._around = settings_now() if self.breakable else {}
         self._begin()
         result = body()
         self._end()
-        settle(self.parts)
+        self._check_places(self._given)
         if self._guard.constants is not None:
             self._guard.constants.hand_on(result)
         return result
@@ -154,27 +163,21 @@ class Recorder:
         name, call = name_of(function), (args, kwargs)
         tensors = tree.tensors(call)
         self.check_read(tensors, f"eager break {name} is given")
-        leaves = tree.leaves(call) if can_change(args, kwargs) else None
-        identities = list(map(tree.identity, tensors))
-        # Replays call it with the tensors of the capture; `apart` are for one that reshapes them.
+        places = [(each, tree.identity(each)) for each in tensors]
+        # Replays call it with the tensors of the capture.
         kept = tree.map_tensors(self.captured_ref, call)
-        forwards = set(map(id, tensors))
-        apart = tree.map_tensors(
-            lambda each: unseen(each.detach) if id(each) in forwards else each, kept
+        outside = set(map(id, tree.tensors(kept)))
+        self._given += [place for place in places if id(place[0]) in outside]
+        called = under_settings(
+            on_copies(function) if can_change(args, kwargs) else function, self._around
         )
         memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
+        self._check_places(places)
         strided(result, f"eager break {name}")
         readable, aliased, recorded = unseen(partial(self._readable, result, memory, name))
         self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
-        called = function
-        if leaves is not None:
-            # Even where this call changed nothing in its containers: a later one may.
-            called = on_fresh(function, tree.copied)
-        same = leaves is None or _are_same(leaves, tree.leaves(call))
-        if same and list(map(tree.identity, tree.tensors(call))) != identities:
-            called, kept = on_fresh(function, detached), apart
-        self.parts.append(EagerPart(called, kept, recorded, aliased, apart))
+        self.parts.append(EagerPart(called, kept, recorded, aliased))
         pairs = zip(tree.tensors(result), tree.tensors(readable), strict=True)
         moved = [
             (StorageWeakRef(tensor.untyped_storage()), copy)  # type: ignore[no-untyped-call]
@@ -189,6 +192,13 @@ class Recorder:
         self._guard.doors.settle()
         self._begin()
         return readable
+
+    def _check_places(self, places: Iterable[tuple[torch.Tensor, tuple[object, ...]]]) -> None:
+        """Raise `RefusedOpError` for a tensor that an eager part was given and that has another
+        shape or other memory by now: replays give it what is there then."""
+        for tensor, before in places:
+            if tensor.layout is torch.strided and tree.identity(tensor) != before:
+                raise RESHAPED_ARGUMENT(f"now {described(tensor)}")
 
     def _readable(
         self, result: Any, memory: set[int], name: str
@@ -348,14 +358,6 @@ def strided(result: Any, what: str = "the forward") -> Any:
         if tensor.layout is not torch.strided:
             raise NOT_STRIDED(f"{tensor.layout}, {tensor.dtype}", what=what)
     return result
-
-
-def _are_same(before: Sequence[tuple[str, Any]], after: Sequence[tuple[str, Any]]) -> bool:
-    """Whether containers hold the very objects that they held before."""
-    return len(before) == len(after) and all(
-        path == other_path and leaf is other
-        for (path, leaf), (other_path, other) in zip(before, after, strict=True)
-    )
 
 
 def can_change(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

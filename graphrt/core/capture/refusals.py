@@ -100,8 +100,8 @@ NOT_STRIDED = Refusal(
 
 RESHAPED_ARGUMENT = Refusal(
     RefusedOpError,
-    "the forward gives a tensor of its caller another shape or other memory, which no replay "
-    "repeats",
+    "the forward gives a tensor of its caller, or of an eager part, another shape or other memory, "
+    "which no replay repeats",
     advice="change a view of it: x.unsqueeze(0), x.view(...)",
     has_line=False,
 )

@@ -5,7 +5,7 @@ In a transaction all wrappers of one descriptor capture, or none has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, Protocol
 
 from graphrt.core.base.errors import CaptureSealedError, MissingGraphError
@@ -62,28 +62,19 @@ class CaptureTransaction:
         self.tells_pool = tells_pool
         self.task_names: set[str] = set()
         self.work: GraphWork | None = None
-        self._captured: list[Captured] = []
+        # What was captured so far.
+        self.captured: list[Captured] = []
 
     def add(self, owner: GraphOwner, undo: Callable[[], None]) -> None:
         """Note that `owner` captures something; `undo` takes it back, however far that got."""
-        self._captured.append(Captured(owner, undo))
-
-    def commit(self) -> list[Captured]:
-        """Keep what was captured; returns it."""
-        captured, self._captured = self._captured, []
-        return captured
-
-    @property
-    def captured(self) -> Sequence[Captured]:
-        """What was captured so far."""
-        return self._captured
+        self.captured.append(Captured(owner, undo))
 
     def rollback(self) -> None:
         """Take everything back, the last capture first; called again it goes on."""
         self.task_names.clear()
-        while self._captured:
-            self._captured[-1].undo()
-            self._captured.pop()
+        while self.captured:
+            self.captured[-1].undo()
+            self.captured.pop()
 
 
 class Sealing:

@@ -44,10 +44,9 @@ from graphrt.core.device.registry import given_platform
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.replay._turn import in_turn
 from graphrt.core.replay.eager_part import name_of
-from graphrt.core.replay.entry import BoundArguments, Entry
+from graphrt.core.replay.entry import Entry, SegmentHooks, bound_arguments, check_hooks, graphs_of
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
-from graphrt.core.replay.segments import SegmentHooks, check_hooks, graphs_of
 
 _FULL = GraphMode.FULL
 
@@ -308,13 +307,12 @@ class GraphWrapper(Uncopied):
             raise
         if entry is None:
             return None
-        step = context.capture or context.token
-        again = step is not None and entry.captured_in is step
+        again = context.token is not None and entry.captured_in is context.token
         if again or context.capture is not None:
             raise _captured_already(descriptor, in_this_step=again)
         if entry.unchecked:
             try:
-                entry.check_arguments(args, kwargs, self.pool, name_of(self.runnable))
+                entry.check_arguments(args, kwargs, name_of(self.runnable))
             except StaleInputError:
                 # A piece before had no graph, and left its results elsewhere.
                 if self.pool.pieces.is_behind_a_miss(context):
@@ -360,7 +358,7 @@ class GraphWrapper(Uncopied):
         pool, context, graphs = self.pool, recorder.context, self._graphs
         descriptor, transaction = context.descriptor, context.capture
         assert descriptor is not None
-        bound = BoundArguments.of(args, kwargs, pool)
+        bound = bound_arguments(args, kwargs)
 
         def take_back() -> None:
             if descriptor not in graphs.entries:
@@ -373,8 +371,7 @@ class GraphWrapper(Uncopied):
         pool.pieces.check_held((args, kwargs), context)
         result = recorder.record(partial(self._run, args, kwargs, recorder))
         outputs = tree.map_tensors(recorder.captured_ref, result)
-        step = transaction or context.token
-        entry = self.entry_class(descriptor, tuple(recorder.parts), outputs, bound, step)
+        entry = self.entry_class(descriptor, tuple(recorder.parts), outputs, bound, context.token)
         if self.options.outputs != "static":
             pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
             pool.pieces.hold_loosely(kept for kept, tensor in pairs if kept is not tensor)

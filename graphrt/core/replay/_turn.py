@@ -104,12 +104,11 @@ class LeftBehind(PoolOwner):
         )
 
 
-def in_capture(what: str) -> LeftBehind:
-    """Another thread was in a capture or a trial: what it would put back stays as it was."""
+def in_turn_of(owner: object) -> LeftBehind:
+    """Another thread had the pool: the state of the model is what that had made of it."""
     return LeftBehind(
-        f"{what} was under way in another thread, and the state of the model is what it had made "
-        "of it",
-        "fork while nothing is captured or tried; or make model, pool and runner in the child",
+        f"{owner!r} was under way, and the state of the model is what it had made of it",
+        "fork between two steps and captures; or make model, pool and runner in the child",
     )
 
 

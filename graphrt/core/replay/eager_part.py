@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -27,41 +27,16 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 class EagerPart:
     """A function that runs eagerly at every replay and leaves its results where they are read.
 
-    `aliased` holds the paths of results that were no new memory at capture. `apart` are the
-    arguments in tensors that nobody else has, see `settle`. It is made where the forward calls it.
+    `aliased` holds the paths of results that were no new memory at capture.
     """
 
-    __slots__ = ("_aliased", "_apart", "_args", "_function", "_kwargs", "_recorded", "_settings")
-
     def __init__(
-        self,
-        function: Callable[..., Any],
-        call: Call,
-        recorded: Any,
-        aliased: frozenset[str],
-        apart: Call,
+        self, function: Callable[..., Any], call: Call, recorded: Any, aliased: frozenset[str]
     ) -> None:
         self._function = function
         self._args, self._kwargs = call
         self._recorded = recorded
         self._aliased = aliased
-        self._apart: Call | None = apart
-        self._settings = settings_now()
-
-    def settle(self, around: Mapping[str, Any]) -> None:
-        """At the end of a capture: be called with tensors of its own if the forward has given one
-        of its another shape, or other memory, since; and under the settings of the forward where
-        they are others than those `around` it."""
-        if self._apart is not None:
-            name = name_of(self._function)
-            self._function = under(self._function, name, self._settings, around)
-            self._settings = {}
-            pairs = zip(
-                tree.tensors((self._args, self._kwargs)), tree.tensors(self._apart), strict=True
-            )
-            if any(_has_moved(tensor, alias) for tensor, alias in pairs):
-                self._args, self._kwargs = self._apart
-            self._apart = None
 
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What it is called with, and where it leaves its results."""
@@ -72,14 +47,6 @@ class EagerPart:
         if result is None and self._recorded is None:
             return
         deliver(self._recorded, result, self._function, self._aliased)
-
-
-def settle(parts: Iterable[object]) -> None:
-    """`settle` the eager ones among the parts of a capture that has ended."""
-    eager = [part for part in parts if isinstance(part, EagerPart)]
-    around = settings_now() if eager else {}
-    for part in eager:
-        part.settle(around)
 
 
 def deliver(
@@ -113,10 +80,6 @@ def deliver(
                 expected=told(before),
                 advice="return it as a tensor, or read it from current_context() where it is used",
             )
-
-
-def _has_moved(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tree.identity(tensor) != tree.identity(alias)
 
 
 def _is_same_value(before: Any, now: Any) -> bool:
@@ -160,22 +123,16 @@ def _deliver_tensor(
     recorded.copy_(result)
 
 
-def on_fresh(function: Callable[..., Any], fresh: Callable[[Call], Call]) -> Callable[..., Any]:
-    """`function`, called with `fresh` containers or tensors in place of its arguments: one that
-    changes them would find at each step what the step before put there."""
+def on_copies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, called with copies of its containers: one that changes them would find at each
+    step what the step before put there."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = fresh((args, kwargs))
+        args, kwargs = tree.copied((args, kwargs))
         return function(*args, **kwargs)
 
     return called
-
-
-def detached(call: Call) -> Call:
-    """The same with other tensors over the same memory."""
-    detached_call: Call = tree.map_tensors(torch.Tensor.detach, call)
-    return detached_call
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -231,14 +188,13 @@ def settings_now() -> dict[str, Any]:
     return settings
 
 
-def under(
-    function: Callable[..., Any], name: str, entered: Mapping[str, Any], around: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """`function` under the settings `entered` where those `around` the forward are others.
+def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> Callable[..., Any]:
+    """`function` under the settings of now where those `around` the forward are others.
 
     Raises `CaptureError` for one that a replay does not enter.
     """
-    differing = {each: value for each, value in entered.items() if value != around[each]}
+    name = name_of(function)
+    differing = {each: value for each, value in settings_now().items() if value != around[each]}
     if not differing:
         return function
     for each, value in differing.items():

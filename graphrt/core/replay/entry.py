@@ -1,69 +1,155 @@
-"""What a wrapper captured for one descriptor, and how it is replayed."""
+"""What a wrapper captured for one descriptor: segments of graph, some with tasks, and eager parts
+between them, and how they are replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Protocol, cast
 
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base.errors import DeviceHangError, LaunchQueueError, StaleInputError
+from graphrt.core.base.errors import (
+    DeviceHangError,
+    InvalidOptionError,
+    LaunchQueueError,
+    StaleInputError,
+)
 from graphrt.core.base.homes import public
+from graphrt.core.base.option_values import check_takes, shown
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.device.graph import GraphRead
+from graphrt.core.device.graph import DeviceGraph, GraphRead
 from graphrt.core.device.platform import Platform
 from graphrt.core.replay.eager_part import EagerPart
 from graphrt.core.replay.host_args import HostValues
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import Part, TaskedSegment, graphs_of
-from graphrt.core.replay.tasks import TaskTable
+from graphrt.core.replay.tasks import CapturedTask, TaskTable
 
 
-class BoundArguments(NamedTuple):
-    """Every argument that a graph bakes in, with its path in the call: tensors by where and what
-    they are, plain values as they are."""
-
-    values: tuple[tuple[str, tuple[object, ...]], ...]
-    pooled: frozenset[str]
-    """The paths of tensors in the pool, where the platform can tell what graphs read outside of it;
-    else none, as none are needed to say that an argument is read."""
-
-    @classmethod
-    def of(
-        cls, args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool | None
-    ) -> BoundArguments:
-        """Those of a call; asked before it, as it may clear a list of them. Without a `pool` nobody
-        asks which lie in one."""
-        values: list[tuple[str, tuple[object, ...]]] = []
-        pooled: list[str] = []
-        tells = pool is not None and type(pool.platform).reads is not Platform.reads
-        for path, leaf in tree.leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                values.append((path, tree.identity(leaf)))
-                if tells and pool is not None and pool._owns(leaf):
-                    pooled.append(path)
-            elif isinstance(leaf, int | float | str | None):
-                values.append((path, (leaf,)))
-        return cls(tuple(values), frozenset(pooled))
+def bound_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[str, tuple[object, ...]], ...]:
+    """Every argument of a call that a graph bakes in, with its path: tensors by where and what they
+    are, plain values as they are. Asked before the call, as it may clear a list of them."""
+    return tuple(
+        (path, tree.identity(leaf) if isinstance(leaf, torch.Tensor) else (leaf,))
+        for path, leaf in tree.leaves((args, kwargs))
+        if isinstance(leaf, torch.Tensor | int | float | str | None)
+    )
 
 
-def is_unread(captured: tuple[object, ...] | None, reads: Sequence[GraphRead] | None) -> bool:
-    """Whether a tensor argument, as it was captured, is known to be read by no graph."""
-    if captured is None or len(captured) == 1 or reads is None:
-        return False
-    if isinstance(captured[2], torch.layout):
-        return False  # sparse: it has no address to look for
-    address = captured[0]
-    assert isinstance(address, int)
-    for read in reads:
-        storage = read.tensor.untyped_storage()
-        if storage.data_ptr() <= address < storage.data_ptr() + max(storage.nbytes(), 1):
-            return False
-    return True
+@public("graphrt.types")
+class Part(Protocol):
+    """One element of a captured step."""
+
+    def replay(self) -> None: ...
+
+
+@public("graphrt")
+class SegmentHooks(Protocol):
+    """What a weight offloader needs around each graph of a wrapper."""
+
+    def before_capture(self) -> None:
+        """Before a segment is captured: wait for what it will read."""
+
+    def end_of_capture(self) -> None:
+        """Inside the capture, at its end: join the streams that were forked."""
+
+    def before_replay(self) -> None:
+        """Before every replay of a segment."""
+
+
+def check_hooks(name: str, hooks: object) -> None:
+    """Raise `InvalidOptionError` for the argument `name` that is no `SegmentHooks`; None may be."""
+    if hooks is None:
+        return
+    for method in ("before_capture", "end_of_capture", "before_replay"):
+        hook = getattr(hooks, method, None)
+        if not callable(hook):
+            raise InvalidOptionError(
+                f"the argument {name!r} is called around graphs, and has no {method}()",
+                got=shown(hooks),
+                expected="an object with before_capture(), end_of_capture(), before_replay()",
+                advice="a subclass of graphrt.SegmentHooks, whose methods do nothing by themselves",
+            )
+        check_takes(f"{name}.{method}", hook, f"{method}()")
+
+
+class HookedSegment:
+    """A segment with calls `before` each replay. Without any, the part is the graph itself."""
+
+    def __init__(self, graph: DeviceGraph, before: Sequence[Callable[[], object]]) -> None:
+        self.graph = graph
+        self.before = before
+
+    def replay(self) -> None:
+        for call in self.before:
+            call()
+        self.graph.replay()
+
+
+@public("graphrt.lowlevel")
+class TaskedSegment:
+    """A segment whose tasks are issued again at every replay; `name` says whose it is.
+
+    `before` is called before each replay.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        graph: DeviceGraph,
+        tasks: list[CapturedTask],
+        before: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        self.graph = graph
+        self.tasks = tasks
+        self.name = "a graph under capture"
+        self.platform = platform
+        self.before = before
+
+    def replay(self) -> None:
+        """Replay with the host arguments of the replay before."""
+        self.replay_with(None)
+
+    def replay_with(self, values: Sequence[HostValues] | None) -> None:
+        """Replay with `values`, one for each task; None repeats those of the replay before."""
+        for call in self.before:
+            call()
+        replay = self.platform.replay_updated
+        self.give(values, partial(replay, self.graph, self.tasks, name=self.name))
+
+    def give(self, values: Sequence[HostValues] | None, act: Callable[..., object]) -> None:
+        """Call `act(changed=)` with `values` in the tasks, which have the ones before if it raises;
+        None leaves them as they are."""
+        tasks = self.tasks
+        if values is None:
+            act(changed=False)
+            return
+        before = [task.values for task in tasks]
+        try:
+            for task, new in zip(tasks, values, strict=True):
+                task.values = new
+            act(changed=True)
+        except BaseException:  # `undoing`, written out: on the way of every step with tasks
+            for task, old in zip(tasks, before, strict=True):
+                task.values = old
+            raise
+
+
+@public("graphrt.lowlevel")
+def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
+    """The device graphs among the parts of a step, in order."""
+    graphs: list[DeviceGraph] = []
+    for part in parts:
+        if isinstance(part, TaskedSegment | HookedSegment):
+            graphs.append(part.graph)
+        elif not isinstance(part, EagerPart):
+            graphs.append(cast(DeviceGraph, part))
+    return graphs
 
 
 @public("graphrt.types")
@@ -90,14 +176,14 @@ class Entry:
         descriptor: BatchDescriptor,
         parts: tuple[Part, ...],
         outputs: Any,
-        bound: tuple[tuple[tuple[str, tuple[object, ...]], ...], frozenset[str]],
+        bound: tuple[tuple[str, tuple[object, ...]], ...],
         captured_in: object,
     ) -> None:
         self.descriptor = descriptor
         self.parts = parts
         self.outputs = outputs
-        self.bound = BoundArguments(*bound)
-        # What was under way: called again in the same, the wrapper would replay itself.
+        self.bound = bound
+        # The step that was under way: called again in it, the wrapper would replay itself.
         self.captured_in = captured_in
         # The caller may change what it gets, so every step makes a container.
         self.fresh = tree.copier(outputs)
@@ -117,36 +203,28 @@ class Entry:
         alone = len(parts) == 1 and not tasked
         self.graph: Part | None = parts[0] if alone else None
 
-    def check_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool, name: str
-    ) -> None:
+    def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
         """Raise `StaleInputError` unless the arguments of a call of `name` are what the graphs were
-        captured with; tensors that they do not read, as far as the platform can tell, may be
-        others."""
-        now, then = BoundArguments.of(args, kwargs, None).values, self.bound.values
-        if now == then:
+        captured with."""
+        now, then = bound_arguments(args, kwargs), dict(self.bound)
+        if now == self.bound:
             return
-        before = dict(then)
-        reads, _ = self.reads(pool)
         for path, bound in now:
-            if before.get(path) == bound:
-                continue
-            if path in self.bound.pooled or not is_unread(before.get(path), reads):
+            if then.get(path) != bound:
                 raise StaleInputError(
                     f"argument {path} of {name} is not where the graph of [{self.descriptor}] "
                     "reads it",
                     got=bound,
-                    expected=before.get(path, "no such tensor at capture"),
+                    expected=then.get(path, "no such tensor at capture"),
                     advice="copy_() into the tensor that it was captured with, and pass that one "
                     "at every step; or let GraphRunner own the buffers",
                 )
-        if [path for path, _ in now] != [path for path, _ in then]:
-            raise StaleInputError(
-                f"the graph of {name} for [{self.descriptor}] was captured with other arguments",
-                got=[path for path, _ in now],
-                expected=[path for path, _ in then],
-                advice="call the wrapper with the same arguments at every step",
-            )
+        raise StaleInputError(
+            f"the graph of {name} for [{self.descriptor}] was captured with other arguments",
+            got=[path for path, _ in now],
+            expected=list(then),
+            advice="call the wrapper with the same arguments at every step",
+        )
 
     def reads(self, pool: GraphPool) -> tuple[list[GraphRead] | None, list[torch.Tensor]]:
         """The tensors outside of the pool that a replay reads, None if the platform cannot tell,

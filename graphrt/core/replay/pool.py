@@ -38,8 +38,8 @@ from graphrt.core.device.registry import resolve_platform
 from graphrt.core.replay._turn import (
     LeftBehind,
     PoolOwner,
-    in_capture,
     in_turn,
+    in_turn_of,
     without_device,
 )
 from graphrt.core.replay.handout import HandedOut, expire
@@ -267,8 +267,6 @@ class GraphPool(Uncopied):
         self.owner: object | None = None
         self.step: object = None
         self.pieces = PieceSteps()
-        # "a capture" or "a trial" while one is under way, which will put state back at its end.
-        self.puts_back: str | None = None
         self.captures = 0
         self.on_capture: OnCapture | None = None
         # It would outlive the memory.
@@ -375,18 +373,16 @@ class GraphPool(Uncopied):
                 holder.look_again(descriptor)
 
     def forked(self) -> None:
-        """In a child of the process, which has none of the threads that were in the pool: it is
-        free there, or refuses every turn with `PoolLeftBehindError`."""
-        owner, puts_back = self.owner, self.puts_back
-        self.owner = self.puts_back = self.step = None
+        """In a child of the process, which has none of the threads that were in the pool: it
+        refuses every turn with `PoolLeftBehindError`, unless nobody had one and the device
+        outlives a fork."""
+        self.step = None
         self.pieces.last = None  # of a thread that the child does not have
         if Capability.FORK not in self.platform.capabilities:
             self.owner = without_device(self.platform.name)
             _lost_platforms.add(self.platform.name)
-        elif owner is not None and puts_back is not None:
-            self.owner = in_capture(puts_back)
-        elif isinstance(owner, LeftBehind):
-            self.owner = owner
+        elif self.owner is not None and not self.left_behind:
+            self.owner = in_turn_of(self.owner)
 
     @property
     def left_behind(self) -> bool:
@@ -435,12 +431,6 @@ class GraphPool(Uncopied):
     def entered(self) -> ForwardContext | None:
         """The context that is entered, in whatever thread, and in which pieces have run."""
         return self.pieces.entered
-
-    def _will_put_back(self, what: str, later: Callable[[Callable[[], object]], object]) -> None:
-        """Note that `what` changes state until all is undone that it was given as `later`: a child
-        of the process, in which nobody undoes it, cannot go on."""
-        later(partial(setattr, self, "puts_back", self.puts_back))
-        self.puts_back = what
 
     def _expire_outputs(self) -> None:
         """Make what runners have handed out unreadable: its memory is about to be written."""

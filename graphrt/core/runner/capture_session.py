@@ -19,7 +19,6 @@ import torch
 from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.errors import (
     GraphRTError,
-    InvalidOptionError,
     PageableCopyError,
     ResourceExhaustedError,
     StreamBudgetError,
@@ -27,7 +26,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.base.option_values import count_of, items_of, number_of, shown
+from graphrt.core.base.option_values import number_of
 from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
@@ -118,16 +117,15 @@ class CaptureScheduler:
         new = graphs.records[before:]
         logger.info("captured %d graphs in %.2f s", len(new), sum(each.capture_s for each in new))
 
-    def next(self, budget_s: float, prefer: Iterable[int]) -> CaptureProgress:
+    def next(self, budget_s: float) -> CaptureProgress:
         """Capture what fits into `budget_s` seconds, at least one graph; seal after the last."""
         began = time.perf_counter()
         budget_s = number_of("budget_s", budget_s, "the budget, in seconds,")
-        sizes = self._checked_sizes(prefer)
-        graphs, left = self._graphs, self._left(sizes)
+        graphs, left = self._graphs, self._left()
         before = len(graphs.records)
         if left:
             self._capture_some(left, began + budget_s)
-            left = self._left(sizes)
+            left = self._left()
         elif not self._setup.plan.keys and not graphs.sealing.closed:
             # Modules that compile themselves have to, and are sealed.
             self._session().run(())
@@ -206,44 +204,24 @@ class CaptureScheduler:
         for key in keys:
             self._graphs.left_out.setdefault(self._graphs.dispatcher.reserve(*key))
 
-    # The order ----------------------------------------------------------------------------------
-
-    def _left(self, prefer: Sequence[int]) -> list[CaptureKey]:
-        """The graphs still to be tried: sizes that the host prefers, then by the plan; but no graph
-        of a kind before its largest.
+    def _left(self) -> list[CaptureKey]:
+        """The graphs still to be tried, in the plan's order; but no graph of a kind before its
+        largest.
 
         Where a forward makes its workspaces larger as it needs, a smaller graph would go on with
         one that is given up. And the largest serves every batch of its kind.
         """
         graphs, plan = self._graphs, self._setup.plan
-        ranks = {size: at for at, size in enumerate(prefer)}
         missing = [
             key
             for key in graphs.missing(plan.capture_order(serving=True))
             if graphs.dispatcher.reserve(*key) not in graphs.left_out
         ]
-        missing.sort(key=lambda key: ranks.get(key[1].num_tokens, len(ranks)))
-        largest = {(key[0], key[1].kind): key for key in sorted(plan.keys, key=_size)}
+        by_size = sorted(plan.keys, key=lambda key: key[1].num_tokens)
+        largest = {(key[0], key[1].kind): key for key in by_size}
         left = set(missing)
         in_order = (each for key in missing for each in (largest[key[0], key[1].kind], key))
         return list(dict.fromkeys(each for each in in_order if each in left))
-
-    def _checked_sizes(self, prefer: Iterable[int]) -> list[int]:
-        listed = items_of("prefer", prefer, "[8, 16]")
-        sizes = [count_of("a size of prefer=", size, least=1) for size in listed]
-        unknown = [size for size in sizes if size not in self._setup.sizes]
-        if unknown:
-            raise InvalidOptionError(
-                "capture_next(prefer=) names sizes that the plan has no graph of",
-                got=shown(unknown),
-                expected=f"some of {shown(sorted(self._setup.sizes))}",
-                advice="pass sizes of the plan (the padded tokens of graphs), not sizes of batches",
-            )
-        return sizes
-
-
-def _size(key: CaptureKey) -> int:
-    return key[1].num_tokens
 
 
 class CaptureSession:
@@ -315,7 +293,6 @@ class CaptureSession:
             module.unseal()
         if not keys and not uncompiled:
             return
-        setup.pool._will_put_back("a capture", undo.later)
         undo.later(setup.inputs.reset)
         undo.later(setup.pool.follow_stream)
         # The host's numbers go on where they were; those of a device are not restored.
@@ -363,12 +340,13 @@ class CaptureSession:
 
     @undoing
     def _capture_one(self, undo: Undo, graph: PlannedGraph) -> None:
-        """Capture and publish a graph; if that raises, nothing of it is left."""
+        """Capture and publish a graph; if that raises, it is whole or gone."""
         # Once more: there may have been no room to put the state back.
         undo.after_error(self._state.restore)
-        undo.after_error(partial(self._graphs.take_back, graph))
+        undo.after_error(self._graphs.destroy_leftovers)
         for span in self._graphs.spans:
             undo.enter(span("capture", str(graph)))
+        self._graphs.begin(graph)
         self._graphs.publish(graph, self._captured(graph))
 
     def _captured(self, graph: PlannedGraph) -> GraphRecord:

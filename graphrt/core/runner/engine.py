@@ -317,8 +317,7 @@ class StepEngine:
     def _run_padded(self, step: Step, *, eager: bool = False) -> Any:
         """Run a step on the inputs that its graph reads, in a context of its own."""
         executor = self._executor
-        updates = executor.updates.resolve(step, replayed=not eager)
-        return executor.run_padded(step, updates, eager=eager)
+        return executor.run_padded(step, executor.updates.resolve(step), eager=eager)
 
     def _run_unpadded(self, step: Step) -> Any:
         """Run a step eagerly on its live rows alone. With `strict` raises `CaptureSealedError` for

@@ -31,7 +31,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.slot import InputSlot
-from graphrt.core.replay.host_args import DEFERRED, UNCHANGED
+from graphrt.core.replay.host_args import DEFERRED, UNCHANGED, WORST_CASE
 from graphrt.core.replay.tasks import check_names, failed_half_way
 from graphrt.core.runner.graph_table import GraphTable, PreparedStep
 from graphrt.core.runner.host import Phase
@@ -237,42 +237,26 @@ def _of_outer_step(context: ForwardContext | None, name: str) -> Any:
 
 
 class LastUpdates:
-    """The host arguments of the last step that had some, and the graph that was given them last: by
-    these a step's UNCHANGED is resolved."""
+    """The host arguments of the last step that had some, for a step with UNCHANGED."""
 
     def __init__(self, graphs: GraphTable) -> None:
         self._graphs = graphs
+        # WORST_CASE after a step that failed with some: nobody says UNCHANGED of those.
         self._last: Any = None
-        # The graph that was given them last, by its slot, for so many live tokens and requests.
-        self._given: tuple[int, int, int | None] | None = None
-        self._failed = False
-
-    def forget_graphs(self) -> None:
-        """Forget which graph has them: all are destroyed, and others may take their slots."""
-        self._given = None
 
     def step_failed(self, updates: Any) -> None:
-        """Note that a step with these updates failed: nobody knows which of them its graph has."""
-        if updates is UNCHANGED:
-            self._given = None
-        elif updates is not None:
-            self._failed = True
+        """Note that a step with these updates failed."""
+        if updates is not None and updates is not UNCHANGED:
+            self._last = WORST_CASE
 
     def set_aside(self, undo: Undo) -> None:
         """Until `undo`: the steps are none of the host's, and UNCHANGED means the same after them
         as before."""
         undo.later(partial(setattr, self, "_last", self._last))
-        undo.later(partial(setattr, self, "_failed", self._failed))
-        undo.later(self.forget_graphs)
 
-    def resolve(self, step: Step, *, padded: bool = True, replayed: bool = True) -> Any:
+    def resolve(self, step: Step, *, padded: bool = True) -> Any:
         """The updates that the context of a step has: where it is `padded`, those of its graph's
-        tasks alone.
-
-        UNCHANGED stays UNCHANGED only where the graph is `replayed` and has those values already,
-        for a batch of as many requests. Raises `InvalidUpdateError` for names of no
-        task.
-        """
+        tasks alone. Raises `InvalidUpdateError` for names of no task."""
         updates = step.updates
         if updates is None:
             return None
@@ -284,21 +268,15 @@ class LastUpdates:
                 advice="a GraphWrapper takes them after the call, with update()",
             )
         slot = step.dispatch.slot if padded else -1
-        given = (slot, step.batch[0], step.batch[1]) if replayed and slot >= 0 else None
         if updates is UNCHANGED:
-            if self._failed:
+            if self._last is WORST_CASE:
                 raise failed_half_way()
-            if given is not None and given == self._given:
-                return updates
-            updates = last = self._last
+            updates = self._last
         else:
             # The host may change its own lists in place before it says UNCHANGED.
-            last = _copied(updates)
-            self._failed = False
-        by_task = type(updates) is dict or isinstance(updates, Mapping)
-        if by_task and slot >= 0:
+            self._last = _copied(updates)
+        if slot >= 0 and (type(updates) is dict or isinstance(updates, Mapping)):
             updates = self._of_graph(slot, updates)
-        self._last, self._given = last, given if by_task else None
         return updates
 
     def _of_graph(self, slot: int, updates: Mapping[str, Any]) -> Mapping[str, Any]:

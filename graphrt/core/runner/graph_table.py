@@ -25,7 +25,7 @@ from graphrt.core.base.log import logger
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.state import as_states
-from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner, Sealing
+from graphrt.core.capture.transaction import CaptureTransaction, GraphOwner, Sealing
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.inputs.buffers import StaticInputs
@@ -247,9 +247,8 @@ class GraphTable:
         self.setup = setup
         # Entered around each capture and each trial: see `Span`.
         self.spans: list[Span] = []
-        # By slot. If the dispatcher does not serve a slot, an interrupted release has left it here,
-        # and `destroy_leftovers` destroys it.
-        self._captured: dict[int, list[Captured]] = {}
+        # By slot, of every graph that was begun: see `destroy_leftovers`.
+        self._transactions: dict[int, CaptureTransaction] = {}
 
     # The graphs -----------------------------------------------------------------------------------
 
@@ -267,8 +266,8 @@ class GraphTable:
         """The own wrappers, and whatever inside the forward captured a piece."""
         owners: list[GraphOwner] = [*self.wrappers.values()]
         # A copy: a report may be asked for in another thread than captures.
-        for captured in list(self._captured.values()):
-            owners += [each.owner for each in captured]
+        for transaction in list(self._transactions.values()):
+            owners += [each.owner for each in transaction.captured]
         return list({id(owner): owner for owner in owners}.values())
 
     def entries(self, only: Collection[BatchDescriptor] | None = None) -> list[Entry]:
@@ -315,33 +314,26 @@ class GraphTable:
 
     # Their capture and release --------------------------------------------------------------------
 
+    def begin(self, graph: PlannedGraph) -> None:
+        """A graph is about to be captured: it is a leftover until it is published."""
+        self._transactions[graph.slot] = graph.transaction
+
     def publish(self, graph: PlannedGraph, record: GraphRecord) -> None:
         """Serve batches with a graph from now on; raises `CaptureError` if no wrapper took part."""
-        transaction = graph.transaction
-        if not transaction.captured:
+        if not graph.transaction.captured:
             raise CaptureError(
                 "nothing captured anything in the forward",
                 got=f"{graph} and no wrapper of that mode",
                 expected="a GraphWrapper for every piece",
                 advice='wrap the pieces, or use pieces="breakable"',
             )
-        self._captured[graph.slot] = list(transaction.captured)
-        graph.prepared.task_names = frozenset(transaction.task_names)
+        graph.prepared.task_names = frozenset(graph.transaction.task_names)
         self.steps += [None] * (graph.slot + 1 - len(self.steps))
         self.steps[graph.slot] = graph.prepared
         self.records.append(record)
         logger.info("captured %s in %.3f s", graph, record.capture_s)
+        # The one store from which on it is captured.
         self.dispatcher.publish(graph.mode, graph.descriptor)
-        # Entries hold their transaction: its list of what was captured would be a cycle.
-        transaction.commit()
-
-    def take_back(self, graph: PlannedGraph) -> None:
-        """Undo a capture, and `publish`, however far they got."""
-        key = graph.mode, graph.descriptor
-        self.dispatcher.withdraw(*key)
-        self.records[:] = [each for each in self.records if (each.mode, each.descriptor) != key]
-        graph.transaction.rollback()
-        self._destroy({graph.slot})
 
     def drop(self, graph: PlannedGraph, error: ResourceExhaustedError) -> None:
         """Note that the device has no room for a graph."""
@@ -364,7 +356,6 @@ class GraphTable:
     def release(self) -> None:
         """Destroy all graphs; every key stays reserved, and may be captured again."""
         self.dispatcher.withdraw_all()
-        self.records.clear()
         self.left_out.clear()
         self.steps.clear()
         self.sealing.open()
@@ -373,23 +364,17 @@ class GraphTable:
             module.unseal()
         self.warmed_up.clear()
         self.checks.reset()
-        self._destroy(self._captured.keys())
+        self.destroy_leftovers()
         self.reads.forget()
 
     def destroy_leftovers(self) -> None:
-        """Go on with a release that was interrupted."""
-        published = {(graph.mode, graph.descriptor): graph for graph in self.dispatcher.published}
-        self._destroy(self._captured.keys() - {graph.slot for graph in published.values()})
-        self.records[:] = [
-            record for record in self.records if (record.mode, record.descriptor) in published
-        ]
-
-    def _destroy(self, slots: Collection[int]) -> None:
-        """Destroy the graphs of these slots, the last first; called again it goes on."""
-        for slot in [slot for slot in reversed(self._captured) if slot in slots]:
-            for each in reversed(self._captured[slot]):
-                each.undo()
-            del self._captured[slot]
+        """Destroy the graphs that the dispatcher does not serve, the last first: of a capture that
+        failed, or a release. Called again it goes on."""
+        slots = {(graph.mode, graph.descriptor): graph.slot for graph in self.dispatcher.published}
+        self.records[:] = [each for each in self.records if (each.mode, each.descriptor) in slots]
+        for slot in [slot for slot in reversed(self._transactions) if slot not in slots.values()]:
+            self._transactions[slot].rollback()
+            del self._transactions[slot]
 
 
 def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:

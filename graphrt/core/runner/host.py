@@ -21,7 +21,7 @@ from graphrt.core.base.option_values import (
 )
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.capture.state import State
-from graphrt.core.replay.segments import SegmentHooks, check_hooks
+from graphrt.core.replay.entry import SegmentHooks, check_hooks
 from graphrt.core.trust.reads import Parameters, check_parameters
 
 Phase = Literal["warmup", "capture", "replay", "eager"]

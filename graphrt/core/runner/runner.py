@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -95,10 +95,10 @@ class GraphRunner(Uncopied, Generic[R]):
         self.options, self.plan = setup.options, setup.plan
         self.pool, self.inputs = setup.pool, setup.inputs
         self.graphs = GraphTable(setup)
-        self._executor = StepExecutor(self.graphs)
-        trials = StepTrials(self._executor)
+        executor = StepExecutor(self.graphs)
+        trials = StepTrials(executor)
         self._scheduler = CaptureScheduler(self.graphs, trials)
-        self._engine = StepEngine(self._executor, trials, self._scheduler)
+        self._engine = StepEngine(executor, trials, self._scheduler)
         # Observers wrap it (graphrt/observe/tap.py): a step that nobody observes pays nothing.
         self._run: Callable[..., R] = self._engine.entrance()
 
@@ -241,15 +241,15 @@ class GraphRunner(Uncopied, Generic[R]):
             raise NESTED_CAPTURE()
         self._in_turn(partial(self._scheduler.all, told))
 
-    def capture_next(self, budget_s: float = 0.0, *, prefer: Iterable[int] = ()) -> CaptureProgress:
+    def capture_next(self, budget_s: float = 0.0) -> CaptureProgress:
         """Capture some of the graphs that are missing, between two steps; seal after the last.
 
         At least one, and more while they end within `budget_s` seconds of the host, if each takes
-        as long as the last one: `while runner.capture_next(0.05).left: ...`. First come the sizes
-        (in tokens) of `prefer`, then what the plan's `traffic` needs most; but of each kind the
+        as long as the last one: `while runner.capture_next(0.05).left: ...`. First comes what the
+        plan's `traffic` needs most; but of each kind the
         largest graph is the first. Batches are served by what there is, else eagerly. The first
         call compiles what is not compiled, the last one also tries `Host(example=)`. Ranks that
-        capture together have to capture the same: they pass no budget, and an agreed `prefer`.
+        capture together have to capture the same: they pass no budget.
 
         Raises `PoolBusyError` while a step is under way in the pool, or waits for its updates,
         `InvalidOptionError`, and what `capture()` does: a graph that fails raises once, is left to
@@ -257,7 +257,7 @@ class GraphRunner(Uncopied, Generic[R]):
         """
         self._engine.check_open()
         check_between_steps(self.pool, "capture_next()")
-        return self._in_turn(partial(self._scheduler.next, budget_s, prefer))
+        return self._in_turn(partial(self._scheduler.next, budget_s))
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper of this runner."""
@@ -266,7 +266,7 @@ class GraphRunner(Uncopied, Generic[R]):
     def release(self) -> None:
         """Destroy all graphs, keeping the plan; batches run eagerly until `recapture()`. Raises
         `PoolBusyError` while a step is under way in the pool."""
-        self._in_turn(self._release)
+        self._in_turn(self.graphs.release)
 
     def recapture(self, progress: Progress | bool | None = None) -> None:
         """Destroy all graphs and capture them again, for weights that have moved: in one turn of
@@ -277,7 +277,7 @@ class GraphRunner(Uncopied, Generic[R]):
         self._engine.check_open()
 
         def again() -> None:
-            self._release()
+            self.graphs.release()
             self._scheduler.all(told)
 
         self._in_turn(again)
@@ -315,10 +315,6 @@ class GraphRunner(Uncopied, Generic[R]):
         of its own."""
         with self.pool.on_device():
             return in_turn(self.pool, self.graphs.owner, call)
-
-    def _release(self) -> None:
-        self.graphs.release()
-        self._executor.updates.forget_graphs()
 
     def _close(self) -> None:
         self.graphs.release()

@@ -25,9 +25,9 @@ from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.inputs.transport import InputRing
 from graphrt.core.plan.plan import Plan, PlanArguments, check_plan_arguments
 from graphrt.core.plan.resolution import CompiledFacts, SavedFacts, all_compiled, compiled_in
+from graphrt.core.replay.entry import SegmentHooks
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture
-from graphrt.core.replay.segments import SegmentHooks
 from graphrt.core.runner.host import Host
 from graphrt.core.trust.gradients import Gradients
 

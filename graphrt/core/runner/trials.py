@@ -132,7 +132,6 @@ class StepTrials:
         )
         for span in graphs.spans:
             undo.enter(span("trial", graph.name))
-        self._executor.pool._will_put_back("a trial", undo.later)
         # As captures run.
         set_for_capture(undo)
         verdict = trial.run(undone=undone)
@@ -162,9 +161,7 @@ class StepRuns:
         step = step._replace(values=cloned(dict(step.values)))
         resolve = executor.updates.resolve
         self._unpadded_step = step._replace(updates=resolve(step, padded=False))
-        self._eager_step = step._replace(updates=resolve(step, replayed=False))
-        # The last one resolved: these the graph is given.
-        self.step = step._replace(updates=resolve(step))
+        self.step = self._eager_step = step._replace(updates=resolve(step))
         at_bound = graphs.setup.host.metadata
         if at_bound is not None:
             # Graphs have it at its bound, if they have it.

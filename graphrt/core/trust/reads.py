@@ -33,10 +33,9 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.torch_names import storage_use_count
 from graphrt.core.device.graph import GraphRead
-from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.entry import Entry, graphs_of
 from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import graphs_of
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.host_watch import HostWatch
 from graphrt.core.trust.places.slots import MISSING, Place, getter

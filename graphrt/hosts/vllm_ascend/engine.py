@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from graphrt.core.replay.segments import SegmentHooks
+from graphrt.core.replay.entry import SegmentHooks
 
 
 class Engine:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from graphrt.core.replay.entry import Entry
-from graphrt.core.replay.segments import graphs_of
+from graphrt.core.replay.entry import Entry, graphs_of
 
 
 class ACLGraphEntry:

@@ -17,11 +17,10 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.entry import Entry, TaskedSegment
 from graphrt.core.replay.host_args import DEFERRED
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import current_capture
-from graphrt.core.replay.segments import TaskedSegment
 from graphrt.hosts.vllm_ascend.engine import Engine
 from graphrt.hosts.vllm_ascend.entries import ACLGraphEntry, Entries
 from graphrt.hosts.vllm_ascend.sites import HostUpdate, Site, under_way

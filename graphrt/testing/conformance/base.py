@@ -17,8 +17,8 @@ from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
 from graphrt.core.device._contract import Capability
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.spec import InputSpec
+from graphrt.core.replay.entry import SegmentHooks
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.segments import SegmentHooks
 from graphrt.core.runner.runner import GraphRunner
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
@@ -115,7 +115,6 @@ class ConformanceBase:
         except BaseException:  # an interrupt too takes the capture back
             transaction.rollback()
             raise
-        transaction.commit()
         return result
 
     def step(
