@@ -19,7 +19,7 @@ PARALLEL = $(if $(shell nvidia-smi -L 2>/dev/null),,-n auto --maxprocesses 8 --d
 test: setup-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
-# What takes minutes: random programs, operator samples, long runs; see docs/testing.md.
+# What takes minutes: random programs, operator samples, long runs; see docs/development/testing.md.
 test-long: setup-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "long and not cuda and not npu" $(PARALLEL) $(ARGS)
 
@@ -41,7 +41,7 @@ bench: setup-test
 	$(VENV)/bin/python -m benchmarks.host_overhead $(ARGS)
 
 docs: setup-docs
-	$(VENV)/bin/python -m mkdocs build --clean $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --clean $(ARGS)
 
 # On the simulator of packages/graphrt-ascend-sim, with torch_npu itself. With its autoload torch
 # would load torch_npu too early.

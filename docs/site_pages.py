@@ -1,4 +1,4 @@
-"""Pages of the site that are no files: the README, and the reference, made from docstrings."""
+"""Pages of the site that are no files: the reference, made from docstrings."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ PUBLIC = (
     "graphrt.hosts.vllm_ascend",
 )
 """The modules whose `__all__` is the surface, a page each."""
+FIRST = ("GraphRunner", "Plan", "Batch", "InputSpec", "Host", "GraphOptions")
+"""With these names a reader begins; the others follow in the order of `__all__`."""
 
 
 def homes() -> dict[str, dict[str, str]]:
@@ -48,16 +50,13 @@ def page_of(module: str) -> str:
     return f"reference/{module}.md"
 
 
-def readme() -> str:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return text.replace("](docs/", "](")
-
-
 def reference(module: str, names: dict[str, str]) -> str:
-    """The page of one module: its docstring, and its names in their order."""
+    """The page of one module: its docstring, and its names."""
     exported = importlib.import_module(module)
     lines = [f"# {module}", "", exported.__doc__ or "", ""]
-    for name, home in names.items():
+    first = [name for name in FIRST if name in names]
+    for name in dict.fromkeys([*first, *names]):
+        home = names[name]
         if f"{module}.{name}" in PUBLIC:
             lines += [f"## `{name}`", "", f"The package [{module}.{name}]({module}.{name}.md).", ""]
         elif home == module:
@@ -78,14 +77,14 @@ def _options(value: Any) -> list[str]:
 
 def on_config(config: Any) -> Any:
     pages = [{module: page_of(module)} for module in PUBLIC]
-    config.nav.append({"Reference": pages})
+    at = next(n for n, entry in enumerate(config.nav) if "Glossary" in entry)
+    config.nav.insert(at, {"Reference": pages})
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    files.append(File.generated(config, "index.md", content=readme()))
     for module, names in homes().items():
         page = File.generated(config, page_of(module), content=reference(module, names))
         files.append(page)

@@ -1,4 +1,4 @@
-"""docs/architecture.md has the map and the walks of this tree; the site has all of the surface.
+"""docs/development/architecture.md has the map and the walks of this tree, the site the surface.
 
 A walk of the page is a part of the trace that benchmarks.walk takes, in the trace's order.
 """
@@ -20,7 +20,7 @@ from tests.test_layout import LAYERS, UPPER
 from tests.test_surface import PUBLIC, SURFACE
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "development" / "architecture.md").read_text(encoding="utf-8")
 MAP, STEP, CAPTURE = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
 # The lines of a walk that C does in one call, where it is built.
 IN_C = ["StepEngine.step", "GraphDispatcher.dispatch", "StepEngine.is_clear"]
@@ -188,5 +188,6 @@ def test_the_reference_describes_every_public_name_once(site):
 
 def test_the_site_has_every_document(site):
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    pages = set(re.findall(r": ([\w.]+\.md)$", settings, re.MULTILINE))
-    assert pages == {"index.md"} | {path.name for path in (ROOT / "docs").glob("*.md")}
+    pages = set(re.findall(r": ([\w./-]+\.md)$", settings, re.MULTILINE))
+    docs = ROOT / "docs"
+    assert pages == {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}

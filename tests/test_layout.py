@@ -1,4 +1,4 @@
-"""The house plan (docs/architecture.md): layers, imports one way, a word on each folder."""
+"""docs/development/architecture.md: layers, imports one way, a word on each folder."""
 
 from __future__ import annotations
 

@@ -1,57 +1,155 @@
-"""The examples of the documents run as they stand, and what the documents name exists."""
+"""The pages of the documents run as they stand, and what the documents name exists."""
 
 from __future__ import annotations
 
 import re
-import runpy
+import socket
+import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+]
 FOLDERS = ("graphrt", "packages", "tests", "benchmarks", "examples", "docs", "ci")
+OF_ITS_OWN = {
+    "docs/how-to/observing.md": "tests/observe/test_page_of_docs.py",
+}
+"""Pages that a test elsewhere runs, which knows more of them."""
+
+
+class Block(NamedTuple):
+    code: str
+    line: int
+    not_run: str | None
+    """Why it cannot be run here, from a comment of the page above it."""
+    first: str
+    """What has to be there before, from a comment that readers do not see."""
+
+
+BLOCK = re.compile(
+    r"(?:^ *<!-- not run: (?P<why>[^\n]+) -->\n+)?(?:^<!-- first:\n(?P<first>[^>]*?)-->\n+)?"
+    r"^(?P<indent> *)```python\n(?P<code>.*?)^ *```$",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def text_of(document: str) -> str:
     return (ROOT / document).read_text(encoding="utf-8")
 
 
-def examples(document: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", text_of(document), re.DOTALL)
+def blocks(document: str) -> list[Block]:
+    text = text_of(document)
+    return [
+        Block(
+            textwrap.dedent(match["code"]),
+            text.count("\n", 0, match.start("code")) + 1,
+            match["why"],
+            match["first"] or "",
+        )
+        for match in BLOCK.finditer(text)
+    ]
 
 
 def example_with(part: str, document: str = "README.md") -> str:
-    (example,) = [code for code in examples(document) if part in code]
+    (example,) = [block.code for block in blocks(document) if part in block.code]
     return example
 
 
-def test_the_fifteen_lines_run_as_they_stand(capsys):
-    code = examples("README.md")[0]
+WITH_BLOCKS = [each for each in DOCUMENTS if blocks(each) and each not in OF_ITS_OWN]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A page is a program on the CPU, in a folder of its own: the one rank of its group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in {"GRAPHRT_PLATFORM": "cpu", **ranks}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("document", WITH_BLOCKS)
+def test_the_blocks_of_a_page_run_as_they_stand(
+    document: str,
+    alone: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):
+    """In their order, as one program. A comment behind a `print` is what it prints, and a block
+    with a comment `# raises Name` ends in that error."""
+    page = ModuleType("page_of_the_documents")
+    monkeypatch.setitem(sys.modules, page.__name__, page)
+    for block in blocks(document):
+        for library in re.findall(
+            r"^import (?:torch, )?(transformers|diffusers)$", block.first + block.code, re.M
+        ):
+            pytest.importorskip(library, reason=f"{document} needs it")
+        # A file of its own, as what compiles a function reads its source.
+        script = tmp_path / f"line_{block.line}.py"
+        script.write_text(block.code, encoding="utf-8")
+        program = compile(block.code, str(script), "exec")
+        if block.not_run is not None:
+            continue
+        raised = re.search(r"# raises (\w+Error)\b", block.code)
+        exec(block.first, vars(page))
+        if raised is None:
+            exec(program, vars(page))
+        else:
+            with pytest.raises(Exception) as caught:  # noqa: PT011
+                exec(program, vars(page))
+            assert caught.type.__name__ == raised[1]
+        printed = capsys.readouterr().out.splitlines()
+        assert said(block.code, printed) == printed
+
+
+def said(code: str, printed: list[str]) -> list[str]:
+    """What the comments of a block say it prints; where none is, whatever was printed."""
+    comments = re.findall(r"^ *print\(.*\)  # (.*)$", code, re.MULTILINE)
+    return comments or printed
+
+
+def test_each_page_that_is_run_elsewhere_is_named_there():
+    for document, test in OF_ITS_OWN.items():
+        assert Path(document).name in text_of(test)
+
+
+def test_blocks_that_are_not_run_are_few_and_say_why():
+    left_out = [(each, block) for each in DOCUMENTS for block in blocks(each) if block.not_run]
+    assert {each for each, _ in left_out} <= {"docs/how-to/ascend.md"}
+
+
+def test_the_fifteen_lines_run_as_they_stand(alone: None, capsys: pytest.CaptureFixture[str]):
+    code = example_with("GraphRunner(")
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 15
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out == "torch.Size([3, 10]) HIT\n"
 
 
-def test_the_plan_prints_what_the_readme_shows(capsys):
-    exec(compile(example_with("print(plan)"), "README.md", "exec"), {})
+def test_the_plan_prints_what_the_page_of_modes_shows(
+    alone: None, capsys: pytest.CaptureFixture[str]
+):
+    page = "docs/concepts/modes.md"
+    exec(compile(example_with("print(plan)", page), page, "exec"), {})
     printed = textwrap.indent(capsys.readouterr().out, " " * 4)
-    assert f"```\n\n{printed}\n" in text_of("README.md")
+    assert f"```\n\n{printed}\n" in text_of(page)
 
 
-def test_attention_in_the_graph_runs_as_it_stands(capsys):
-    names: dict[str, object] = {}
-    for part in ("SdpaAttention", "runner.verify"):
-        exec(compile(example_with(part, "docs/attention.md"), "attention.md", "exec"), names)
-    assert capsys.readouterr().out == "FULL_AND_PIECEWISE FULL\n"
-
-
-def test_a_host_with_wrappers_of_its_own_runs_as_it_stands(capsys):
+def test_a_host_with_wrappers_of_its_own_runs_as_it_stands(capsys: pytest.CaptureFixture[str]):
     names: dict[str, Any] = {}
-    exec(compile(example_with("GraphDispatcher(", "docs/hosts.md"), "hosts.md", "exec"), names)
+    page = "docs/how-to/engine.md"
+    exec(compile(example_with("GraphDispatcher(", page), page, "exec"), names)
     assert capsys.readouterr().out == "1 0\n"
     assert names["dispatch"].reason.name == "HIT"
     assert len(names["wrapper"].entries) == 1
@@ -66,36 +164,53 @@ def test_a_host_with_wrappers_of_its_own_runs_as_it_stands(capsys):
 
 
 def test_without_lazy_capture_the_same_host_is_told_that_nothing_is_replayed():
-    code = example_with("GraphDispatcher(", "docs/hosts.md").replace("lazy=True", "")
+    page = "docs/how-to/engine.md"
+    code = example_with("GraphDispatcher(", page).replace("lazy=True", "")
     names: dict[str, Any] = {}
-    exec(compile(code, "hosts.md", "exec"), names)
+    exec(compile(code, page, "exec"), names)
     counts = names["dispatcher"].counts()
     assert (counts[names["Reason"].HIT], counts[names["Reason"].MISSING_GRAPH]) == (0, 1)
     assert names["wrapper"].eager_calls[names["Reason"].MISSING_GRAPH] == 2
 
 
-def test_the_compiled_model_runs_as_it_stands(capsys, tmp_path):
-    (code,) = examples("docs/compile.md")
-    script = tmp_path / "walk.py"
-    script.write_text(code)
-    runpy.run_path(str(script))
-    assert capsys.readouterr().out == "5 3\n"
-
-
-def test_an_engine_with_a_context_of_its_own_runs_as_it_stands(capsys):
-    code = example_with("pool.capture_session()", "docs/hosts.md")
+def test_an_engine_with_a_context_of_its_own_runs_as_it_stands(capsys: pytest.CaptureFixture[str]):
+    page = "docs/how-to/engine.md"
     names: dict[str, Any] = {}
-    exec(compile(code, "hosts.md", "exec"), names)
+    exec(compile(example_with("pool.capture_session()", page), page, "exec"), names)
     assert capsys.readouterr().out == "3 3\n"
     assert all(piece.sealed and len(piece.entries) == 1 for piece in names["pieces"])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_paths_and_links_lead_somewhere(document):
+def test_paths_and_links_lead_somewhere(document: str):
     text, folder = text_of(document), (ROOT / document).parent
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
     named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)", text)
     missing = [path for path in named if not (ROOT / path).exists()]
-    for link in re.findall(r"\]\(([^)]+)\)", text):
-        if not link.startswith(("http", "#")) and not (folder / link.partition("#")[0]).exists():
+    for link in re.findall(r"\]\(([^)]+)\)", prose):
+        # The reference is made with the site, which looks at its links itself.
+        if link.startswith(("http", "#")) or re.match(r"(\.\./)*reference/", link):
+            continue
+        if not (folder / link.partition("#")[0]).exists():
             missing.append(link)
     assert missing == []
+
+
+def test_the_readme_has_no_link_that_breaks_on_a_package_index():
+    links = re.findall(r"\]\(([^)]+)\)", text_of("README.md"))
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+
+
+def test_every_public_error_and_warning_is_on_the_page_of_troubles():
+    import graphrt.errors
+
+    _, table = text_of("docs/troubleshooting.md").split("## Errors and warnings")
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(rows) == sorted(graphrt.errors.__all__)
+
+
+def test_every_reason_is_on_the_page_of_troubles():
+    from graphrt import Reason
+
+    text = text_of("docs/troubleshooting.md")
+    assert [reason.name for reason in Reason if f"`{reason.name}`" not in text] == []

@@ -36,7 +36,7 @@ PUBLIC = (
     "graphrt.hosts.diffusers",
     "graphrt.hosts.vllm_ascend",
 )
-"""Modules whose `__all__` is the surface; see docs/architecture.md."""
+"""Modules whose `__all__` is the surface; see docs/development/architecture.md."""
 
 
 @cache

@@ -70,7 +70,7 @@ def test_a_host_argument_has_rows():
 
 
 def test_a_second_axis_is_bucketed_by_bounds():
-    """As docs/design.md shows: the input has the longest length, and a graph reads its bound."""
+    """docs/how-to/resolutions.md: the input has the longest length, and a graph reads its bound."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 8).eval()
     ran: list[int] = []

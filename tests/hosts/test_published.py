@@ -18,7 +18,7 @@ pytestmark = pytest.mark.npu
 def run(*arguments: str) -> str:
     for package in ("vllm", "vllm_ascend", "graphrt_ascend_sim"):
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"needs {package} in this environment: see docs/vllm_ascend.md")
+            pytest.skip(f"needs {package} in this environment: see docs/how-to/vllm_ascend.md")
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,

@@ -775,9 +775,9 @@ def test_a_step_with_gradients_is_not_served(model):
 
 
 def test_the_page_runs_as_it_stands(capsys):
-    text = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "transformers.md"
     names: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         exec(compile(code, "transformers.md", "exec"), names)
     printed = capsys.readouterr().out.splitlines()
     assert printed == ["11 steps by graphs, 1 prompts", "torch.Size([3, 7, 64])"]

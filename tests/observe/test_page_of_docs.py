@@ -1,4 +1,4 @@
-"""docs/observing.md runs as it stands, and shows what is printed."""
+"""docs/how-to/observing.md runs as it stands, and shows what is printed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import textwrap
 from pathlib import Path
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "observing.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "observing.md"
 
 
 def without_times(text: str) -> str:

@@ -1,7 +1,7 @@
 """The table of defects.md, by group of seeded defects: `python -m tests.trust.page --write`.
 
 It is made from what each defect is expected to give at the level "capture", which
-`test_defects.py` compares with what it gives. docs/trust.md has its last row in words.
+`test_defects.py` compares with what it gives. docs/concepts/trust.md has its last row in words.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.trust.scenario import Defect
 PAGE = Path(__file__).resolve().parent / "defects.md"
 _TITLE = """# Seeded defects, at the level "capture"
 
-Made by `python -m tests.trust.page --write`. docs/trust.md says what the columns mean.
+Made by `python -m tests.trust.page --write`. docs/concepts/trust.md says what the columns mean.
 
 """
 

@@ -1,4 +1,4 @@
-"""defects.md and docs/trust.md say what the table of seeded defects says."""
+"""defects.md and docs/concepts/trust.md say what the table of seeded defects says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.trust.defects import DEFECTS
 from tests.trust.page import GROUPS, MISTAKES, PAGE, counts, main, page, table
 from tests.trust.scenario import Word
 
-TRUST = Path(__file__).resolve().parents[2] / "docs" / "trust.md"
+TRUST = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "trust.md"
 TEXT = TRUST.read_text(encoding="utf-8")
 
 

@@ -34,7 +34,7 @@ class TritonAttention(AttentionBackend):
     batches take `varlen_attention`. `splits` says who decides how the keys are split:
 
     - "device": a small kernel inside of the graph, once a step, from `context_lens`; one graph is
-      good for all lengths. The default, as nothing else was faster (`docs/attention.md`).
+      good for all lengths. The default, as nothing else was faster (`docs/how-to/attention.md`).
     - "fixed": the longest context of the graph: `max_context`, or the first of its `bounds`.
     - "task": the host, at every step, with `updates()`: the launches are updatable tasks.
     """

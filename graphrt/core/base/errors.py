@@ -300,7 +300,7 @@ class PoolClosedError(PoolError):
 
 
 class PoolLeftBehindError(PoolError):
-    """A child of the process that made the pool cannot use it: see `docs/hosts.md`."""
+    """A child of the process that made the pool cannot use it: see `docs/how-to/engine.md`."""
 
 
 class GraphsCapturedError(PoolError):

@@ -55,7 +55,7 @@ class GraphOptions:
       level does what those before it do. "off": nothing; "capture": warm-ups are watched, graphs
       tried, settings compared at every step; "first": the first step of every graph is tried;
       "sample": one step in 64 is, and all that graphs read is looked at in every step; "always":
-      every step is. See `docs/trust.md`; `GRAPHRT_CHECK` sets it for a whole process.
+      every step is. See `docs/concepts/trust.md`; `GRAPHRT_CHECK` sets it for a whole process.
     - `eager_after_failed_update` (False): run a step eagerly, once more, whose update of tasks
       raised: for forwards that may run twice on the same inputs.
     - `host_arguments` ("refuse"): CPU tensors among the arguments of a device's graph. "refuse"

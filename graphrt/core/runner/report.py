@@ -156,7 +156,7 @@ class RunnerReport:
         return findings_of(self._figures())
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for `json` and for programs; see `docs/observing.md`."""
+        """The report as plain data, for `json` and for programs; see `docs/how-to/observing.md`."""
         figures = self._figures()
         return {**figures, "findings": [asdict(each) for each in findings_of(figures)]}
 

@@ -214,7 +214,7 @@ class GraphRunner(Uncopied, Generic[R]):
         once. Other effects (the writes of a KV cache too large to be saved) happen several times,
         with equal values. A step that by the plan runs eagerly is run once. Raises
         `VerificationError` for what differs, naming the first operator that is another one than at
-        capture, and before the graph of the batch is captured: see `docs/trust.md`.
+        capture, and before the graph of the batch is captured: see `docs/concepts/trust.md`.
         """
         refuse_inside_capture("verify()")
         verify: Callable[[], R] = partial(self._engine.verify, batch, values, updates, metadata)

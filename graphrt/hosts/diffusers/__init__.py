@@ -1,4 +1,4 @@
-"""The denoisers of pipelines of diffusers, by graphs: see `docs/diffusers.md`.
+"""The denoisers of pipelines of diffusers, by graphs: see `docs/how-to/diffusers.md`.
 
     pipe = with_graphs(pipe)
 

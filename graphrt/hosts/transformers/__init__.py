@@ -1,4 +1,4 @@
-"""`generate` of transformers' models through graphs: see `docs/transformers.md`.
+"""`generate` of transformers' models through graphs: see `docs/how-to/transformers.md`.
 
 `with_graphs(model, max_batch=4, max_len=512)` puts the graphs in front of a model's `forward`, and
 `without_graphs(model)` takes them away. transformers is imported by the first call.

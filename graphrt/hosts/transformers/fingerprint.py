@@ -1,9 +1,9 @@
 """Whether a model is still the one that was captured.
 
 graphrt finds weights that have moved, but not a flag, a hook or an adapter that is another one
-(`docs/trust.md`). A call of `generate` is long enough to look at all of them, and so are numbers of
-the config, which some forwards read. The look compares identities, some 3 us a module; values are
-only compared where an identity is another one.
+(`docs/concepts/trust.md`). A call of `generate` is long enough to look at all of them, and so are
+numbers of the config, which some forwards read. The look compares identities, some 3 us a module;
+values are only compared where an identity is another one.
 
 What the code of a hook reads is nowhere to look at: `hooks_inside` names the hooks with which a
 model is not captured.

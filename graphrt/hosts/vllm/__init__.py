@@ -1,4 +1,4 @@
-"""vLLM's graphs, by graphrt: `GRAPHRT_VLLM=1` and nothing else. See `docs/vllm.md`.
+"""vLLM's graphs, by graphrt: `GRAPHRT_VLLM=1` and nothing else. See `docs/how-to/vllm.md`.
 
 vLLM loads `platform` and `install` by its entry points, the first while it finds out what it runs
 on: nothing of vLLM is imported with this package, and without the variable not at all.

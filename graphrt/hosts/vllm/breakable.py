@@ -43,7 +43,7 @@ def called_by(closure: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[s
             "a function that vLLM marked as a break is not called as graphrt knows it",
             got=", ".join(names) or repr(closure),
             expected="fn, weak_args, weak_kwargs",
-            advice="a version of vLLM that this graphrt knows: see docs/vllm.md",
+            advice="a version of vLLM that this graphrt knows: see docs/how-to/vllm.md",
         ) from error
 
 

@@ -2,7 +2,7 @@
 
 vllm-ascend keeps its model runner, its attention and its way to update their lengths. What it calls
 `ACLGraphWrapper`, `GraphParams` and `update_full_graph_params` is what is here. See
-`docs/vllm_ascend.md`.
+`docs/how-to/vllm_ascend.md`.
 """
 
 from graphrt.hosts.vllm_ascend.engine import Engine

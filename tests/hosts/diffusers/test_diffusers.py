@@ -1076,7 +1076,7 @@ def test_a_diffusers_with_other_hooks_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_example_of_the_page_runs_as_it_stands(capsys: pytest.CaptureFixture[str]):
-    page = Path(__file__).parents[3] / "docs" / "diffusers.md"
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "diffusers.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     exec(compile(code, page.name, "exec"), {})
     assert capsys.readouterr().out == "10 2\n"

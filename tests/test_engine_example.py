@@ -1,0 +1,248 @@
+"""The engine of examples/engine: its tokens are those of loops without graphs, pages and drafts."""
+
+from __future__ import annotations
+
+import random
+import runpy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from examples.engine import paged
+from examples.engine.__main__ import main
+from examples.engine.config import EngineConfig, Sampling
+from examples.engine.engine import Engine, accepted, sample
+from examples.engine.model import Decoder, DecoderConfig, load, rotations, seeded
+from examples.engine.requests import Request, Scheduler
+from graphrt import Reason
+from graphrt.attention import GroupedShape, TritonAttention
+
+SHAPE = DecoderConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=48, head_dim=8)
+LIMITS = EngineConfig(
+    max_num_reqs=3, max_num_tokens=16, max_len=40, page_size=4, num_pages=41, draft_tokens=2
+)
+PROMPTS = [[7, 1, 200], [3], [90 + n for n in range(21)], [5, 5, 5, 5, 5, 5], [255, 0]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return seeded(SHAPE)
+
+
+def plain_logits(model: Decoder, ids: list[int]) -> torch.Tensor:
+    """Logits of all tokens of one sequence, without cache, pages, batches and graphs."""
+    config = model.config
+    rope = rotations(config, len(ids), model.lm_head.weight)
+    cos, sin = rope[:, :, None]
+    hidden = model.model.embed_tokens(torch.tensor(ids))
+    for layer in model.model.layers:
+        heads = layer.self_attn.project(layer.input_layernorm(hidden), cos, sin)
+        query, key, value = (each.transpose(0, 1) for each in heads)
+        groups = config.num_attention_heads // config.num_key_value_heads
+        key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + layer.self_attn.o_proj(attended.transpose(0, 1).flatten(1))
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return model.logits(model.model.norm(hidden))
+
+
+@torch.no_grad()
+def plain_tokens(model: Decoder, prompt: list[int], sampling: Sampling) -> list[int]:
+    """The eager loop: the whole sequence again for every token."""
+    request = Request(list(prompt), len(prompt), sampling)
+    while not request.done:
+        last = plain_logits(model, request.tokens)[-1:]
+        request.tokens += sample(last, [(request, len(request.tokens) - 1)])
+    return request.generated
+
+
+@pytest.mark.parametrize(("drafted", "temperature"), [(0, 0.0), (3, 0.0), (2, 0.1)])
+def test_tokens_are_those_of_an_eager_loop(model: Decoder, drafted: int, temperature: float):
+    sampling = Sampling(14, temperature, seed=5)
+    limits = replace(LIMITS, draft_tokens=drafted)
+    draft = model.first_layers(1) if drafted else None
+    with Engine(model, limits, draft) as engine:
+        generated = engine.generate(PROMPTS, sampling)
+        report = engine.model.runner.report()
+    assert generated == [plain_tokens(model, prompt, sampling) for prompt in PROMPTS]
+    # Prompts above the largest size run eagerly.
+    served = {reason for reason, count in report.reasons.items() if count}
+    assert served <= {Reason.HIT, Reason.TOO_LARGE} and report.reasons[Reason.HIT] > 10
+    if drafted:
+        # The first layer is no good guess and no bad one: both ways of a proposal were taken.
+        assert 0 < engine.accepted < engine.proposed
+
+
+def test_decode_is_one_graph_and_prompts_are_pieces(model: Decoder):
+    with Engine(model, LIMITS, model.first_layers(1)) as engine:
+        engine.submit(PROMPTS[2], Sampling(8))
+        modes = []
+        while engine.busy:
+            engine.step()
+            modes.append(engine.model.runner.last_dispatch.mode.name)
+    assert modes[:2] == ["PIECEWISE", "PIECEWISE"]
+    assert set(modes[2:]) == {"FULL"}
+
+
+def test_a_draft_that_is_the_model_itself_is_always_right(model: Decoder):
+    with Engine(model, replace(LIMITS, mode="NONE"), model) as engine:
+        request = engine.submit(PROMPTS[0], Sampling(12))
+        while not request.done:
+            pages = request.pages or [1]
+            engine.step()
+            # Its cache has no gap: not the one of a last proposal that was accepted, either.
+            for ours, theirs in zip(engine.draft.caches, engine.model.caches, strict=True):
+                rows = (each[0][pages].flatten(0, 1)[: request.cached] for each in (ours, theirs))
+                torch.testing.assert_close(*rows)
+    assert request.generated == plain_tokens(model, PROMPTS[0], Sampling(12))
+    assert engine.accepted == engine.proposed > 0
+
+
+def test_requests_that_lose_their_pages_come_back(model: Decoder):
+    scarce = replace(LIMITS, num_pages=12)
+    sampling = Sampling(16)
+    prompts = [prompt[:6] for prompt in PROMPTS]
+    with Engine(model, scarce, model.first_layers(1)) as engine:
+        assert engine.generate(prompts, sampling) == [
+            plain_tokens(model, prompt, sampling) for prompt in prompts
+        ]
+        assert engine.scheduler.preemptions > 0
+        assert sorted(engine.scheduler.free_pages) == list(range(1, 12))
+
+
+def test_requests_join_and_leave_between_steps(model: Decoder):
+    chosen = random.Random(0)
+    waiting = [Sampling(chosen.randint(1, 12)) for _ in PROMPTS * 2]
+    with Engine(model, LIMITS, model.first_layers(1)) as engine:
+        requests: list[Request] = []
+        while engine.busy or waiting:
+            if waiting and chosen.random() < 0.5:
+                requests.append(engine.submit(chosen.choice(PROMPTS), waiting.pop()))
+            elif engine.busy:
+                engine.step()
+    for request in requests:
+        prompt = request.tokens[: request.prompt_len]
+        assert request.generated == plain_tokens(model, prompt, request.sampling)
+
+
+def test_an_eos_token_ends_a_request_in_the_middle_of_proposals(model: Decoder):
+    free = plain_tokens(model, PROMPTS[0], Sampling(12))
+    eos = free[5]
+    with Engine(model, replace(LIMITS, mode="NONE"), model) as engine:
+        (tokens,) = engine.generate([PROMPTS[0]], Sampling(12, eos_ids=frozenset({eos})))
+    assert tokens == free[: free.index(eos) + 1]
+
+
+def test_in_other_modes_the_tokens_are_the_same(model: Decoder):
+    outputs = []
+    for mode in ("PIECEWISE", "FULL_DECODE_ONLY", "NONE"):
+        with Engine(model, replace(LIMITS, mode=mode), model.first_layers(1)) as engine:
+            outputs.append(engine.generate(PROMPTS, Sampling(9)))
+    assert outputs[1:] == outputs[:1] * 2
+
+
+@pytest.mark.parametrize(
+    ("proposed", "sampled", "kept"),
+    [
+        ([], [4], [4]),
+        ([1, 2], [1, 2, 3], [1, 2, 3]),
+        ([1, 2], [1, 7, 3], [1, 7]),
+        ([1, 2], [7, 2, 3], [7]),
+    ],
+)
+def test_a_proposal_counts_if_all_before_it_were_right(
+    proposed: list[int], sampled: list[int], kept: list[int]
+):
+    assert accepted(proposed, sampled) == kept
+
+
+def test_a_scheduler_gives_decodes_their_tokens_before_prompts():
+    scheduler = Scheduler(LIMITS)
+    long = Request([1] * 30, 30, Sampling())
+    short = Request([2] * 4, 4, Sampling(), cached=3)
+    scheduler.running = [short, long]
+    assert scheduler.schedule() == [(short, 3), (long, 13)]
+
+
+def test_limits_that_contradict_each_other_are_refused(model: Decoder):
+    for wrong in ({"max_num_tokens": 8}, {"num_pages": 6}, {"num_pages": 10}):
+        with pytest.raises(ValueError, match="must hold"):
+            replace(LIMITS, **wrong)
+    with pytest.raises(ValueError, match="go together"):
+        Engine(model, LIMITS)
+
+
+def test_the_classifier_serves_batches_up_to_its_largest_size(
+    capsys: pytest.CaptureFixture[str],
+):
+    runpy.run_path(str(Path(__file__).parent.parent / "examples" / "classifier.py"))
+    lines = capsys.readouterr().out.splitlines()
+    reasons = [tuple(line.split(maxsplit=2)[:2]) for line in lines]
+    assert reasons == [("1", "HIT"), ("3", "HIT"), ("16", "HIT"), ("20", "TOO_LARGE")]
+
+
+def test_the_command_compares_graphs_with_eager(capsys: pytest.CaptureFixture[str]):
+    assert main(["--max-tokens", "6", "Hi"]) == 0
+    assert "with graphs and without: equal" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted")
+def test_the_attention_of_gpus_gives_the_same_tokens(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+    def interpreted(heads: GroupedShape) -> TritonAttention:
+        return TritonAttention(
+            heads, max_num_reqs=2, max_query_len=3, dtype=torch.float32, device="cpu"
+        )
+
+    monkeypatch.setattr(paged, "SdpaAttention", interpreted)
+    with Engine(model, replace(LIMITS, max_num_reqs=2), model.first_layers(1)) as engine:
+        generated = engine.generate(PROMPTS[:2], Sampling(5))
+    assert generated == [plain_tokens(model, prompt, Sampling(5)) for prompt in PROMPTS[:2]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_checkpoint_gives_the_tokens_of_transformers(kind: str, tmp_path: Path):
+    transformers = pytest.importorskip("transformers", reason="it writes the checkpoint")
+    config = transformers.AutoConfig.for_model(
+        kind,
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=kind == "qwen3",
+    )
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path, torch.float32)
+    with Engine(ours, LIMITS, ours.first_layers(1)) as engine:
+        (tokens,) = engine.generate([PROMPTS[0]], Sampling(12))
+    prompt = torch.tensor([PROMPTS[0]])
+    expected = theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert tokens == expected[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_graphs_give_the_tokens_of_eager(capsys: pytest.CaptureFixture[str]):
+    assert main(["--max-tokens", "24"]) == 0
+    assert "FULL_AND_PIECEWISE: " in capsys.readouterr().out
