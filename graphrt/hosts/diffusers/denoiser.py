@@ -185,8 +185,7 @@ class DenoiserForward:
             call = read_call(self._names, args, kwargs)
         except UnservedArgument as error:
             return self._eagerly(EagerReason.ARGUMENT, str(error), args, kwargs)
-        latents = call.tensors.get(self._names[0])
-        rows = latents.shape[0] if latents is not None and latents.ndim else 1
+        rows = self._rows_of(call)
         if rows > self._max_batch:
             detail = f"{rows}, where max_batch is {self._max_batch}"
             return self._eagerly(EagerReason.TOO_LARGE, detail, args, kwargs)
@@ -200,12 +199,20 @@ class DenoiserForward:
         if isinstance(runner, str):
             return self._eagerly(EagerReason.FAILED, runner, args, kwargs)
         outputs = self._run(runner, call)
-        if is_new and self._picture is not None and not self._picture.holds():
+        if is_new and self._has_changed():
             # A first step runs the forward once more, after warm-ups. One that has still changed
             # what it holds, such as a list of attention maps, does so at each run.
             self._credit = 0
             self._drop_all()
         return outputs
+
+    def _rows_of(self, call: Call) -> int:
+        latents = call.tensors.get(self._names[0])
+        return latents.shape[0] if latents is not None and latents.ndim else 1
+
+    def _has_changed(self) -> bool:
+        """Whether the denoiser is another one than before the call."""
+        return self._picture is not None and not self._picture.holds()
 
     def _picture_now(self) -> ModulePicture:
         """The picture of the denoiser; graphs of another one are dropped."""

@@ -165,25 +165,26 @@ class _Walk:
         home = _home_of(kind)
         if home.partition(".")[0] in _FIXED_HOMES:
             return []
-        inside: list[Any] = []
         attributes = getattr(value, "__dict__", None)
-        if type(attributes) is dict:
-            # Attention processors that are no modules.
-            self.entered.add(id(attributes))
-            self._add(attributes)
-            if isinstance(value, torch.nn.Module):
-                inside += [item for name, item in attributes.items() if name in _INNER]
-                attributes = {k: v for k, v in attributes.items() if k not in _NOT_ENTERED}
-            inside += attributes.values()
+        inside = self._attributes_of(value, attributes) if isinstance(attributes, dict) else []
         fixed = _fixed_inside(value)
         read = None if fixed is not None else _reader_of(value, home)
         if read is not None:
             self.readers.append(read)
-        elif fixed is None and type(attributes) is not dict and _is_opaque(kind, home):
+        elif fixed is None and not isinstance(attributes, dict) and _is_opaque(kind, home):
             self.unseen = self.unseen or f"{path} leads to a {home}.{kind.__qualname__}"
         held = read() if read is not None else fixed or []
         self.tensors += [item for item in held if isinstance(item, torch.Tensor)]
         return inside + held
+
+    def _attributes_of(self, value: Any, attributes: dict[str, Any]) -> list[Any]:
+        """The attributes of a value, such as of attention processors that are no modules."""
+        self.entered.add(id(attributes))
+        self._add(attributes)
+        if not isinstance(value, torch.nn.Module):
+            return [*attributes.values()]
+        inner = [item for name, item in attributes.items() if name in _INNER]
+        return inner + [item for name, item in attributes.items() if name not in _NOT_ENTERED]
 
 
 def _fixed_inside(value: Any) -> list[Any] | None:

@@ -120,13 +120,20 @@ def _why_other_inputs(call: Mapping[str, Any], buckets: Buckets, main: Any) -> s
     for name, value in call.items():
         if value is None or value is False or (name == "return_dict" and value is True):
             continue
-        if name not in buckets.names:
-            return f"{name}= was passed"
-        if not isinstance(value, torch.Tensor) or value.shape != main.shape:
-            return f"{name}= of another shape than the inputs was passed"
-        dtype, shape = buckets.kinds[name]
-        if value.dtype != dtype:
-            return f"{name}= of {value.dtype} was passed"
-        if shape and value.shape[1:] != shape:
-            return f"{name}= of the shape {tuple(value.shape[1:])} was passed"
+        reason = _why_other_input(name, value, buckets, main)
+        if reason is not None:
+            return reason
     return "return_dict=False was passed" if call.get("return_dict") is False else None
+
+
+def _why_other_input(name: str, value: Any, buckets: Buckets, main: torch.Tensor) -> str | None:
+    if name not in buckets.names:
+        return f"{name}= was passed"
+    if not isinstance(value, torch.Tensor) or value.shape != main.shape:
+        return f"{name}= of another shape than the inputs was passed"
+    dtype, shape = buckets.kinds[name]
+    if value.dtype != dtype:
+        return f"{name}= of {value.dtype} was passed"
+    if shape and value.shape[1:] != shape:
+        return f"{name}= of the shape {tuple(value.shape[1:])} was passed"
+    return None

@@ -61,32 +61,15 @@ def with_graphs(
     max_len = count_of("max_len", max_len, least=16)
     max_encoder_len = count_of("max_encoder_len", max_encoder_len or max_len, least=8)
     row_counts = _doubling(1, max_batch) if sizes is None else _checked_sizes(sizes, max_batch)
-    options = options or GraphOptions()
-    without_graphs(model)
-    graphs: Seam
-    if hasattr(target, "_prepare_cache_for_generation"):
-        from graphrt.hosts.transformers.graphs import ModelGraphs
-
-        graphs = ModelGraphs(
-            target,
-            max_batch,
-            max_len,
-            max_encoder_len=max_encoder_len,
-            sizes=row_counts,
-            options=options,
-            compile=_compile_options(compile),
-        )
-    else:
-        if compile:
-            raise InvalidOptionError(
-                "compile= is for models that generate",
-                got=f"{type(target).__name__}, an encoder",
-                expected="compile=False",
-                advice="model.forward = torch.compile(model.forward), without with_graphs()",
-            )
-        from graphrt.hosts.transformers.encoders import EncoderGraphs
-
-        graphs = EncoderGraphs(target, max_batch, _doubling(16, max_len), row_counts, options)
+    graphs = _graphs_for(
+        target,
+        max_batch,
+        max_len,
+        max_encoder_len,
+        sizes=row_counts,
+        options=options or GraphOptions(),
+        compile=_compile_options(compile),
+    )
     graphs.install()
     target.__dict__[_ATTRIBUTE] = graphs
     if capture:
@@ -96,6 +79,43 @@ def with_graphs(
             without_graphs(model)
             raise
     return model
+
+
+def _graphs_for(
+    target: Any,
+    max_batch: int,
+    max_len: int,
+    max_encoder_len: int,
+    *,
+    sizes: list[int],
+    options: GraphOptions,
+    compile: CompileOptions | None,
+) -> Seam:
+    """The seam of a model that generates, or of an encoder; an earlier one is taken off."""
+    generates = hasattr(target, "_prepare_cache_for_generation")
+    if compile is not None and not generates:
+        raise InvalidOptionError(
+            "compile= is for models that generate",
+            got=f"{type(target).__name__}, an encoder",
+            expected="compile=False",
+            advice="torch.compile(model), without with_graphs()",
+        )
+    without_graphs(target)
+    if not generates:
+        from graphrt.hosts.transformers.encoders import EncoderGraphs
+
+        return EncoderGraphs(target, max_batch, _doubling(16, max_len), sizes, options)
+    from graphrt.hosts.transformers.graphs import ModelGraphs
+
+    return ModelGraphs(
+        target,
+        max_batch,
+        max_len,
+        max_encoder_len=max_encoder_len,
+        sizes=sizes,
+        options=options,
+        compile=compile,
+    )
 
 
 @public(_HOME)

@@ -164,10 +164,7 @@ class ModelGraphs(Seam):
         cache, tokens = call.get(signature.cache), call.get(signature.tokens)
         is_step = isinstance(tokens, torch.Tensor) and tokens.dim() == 2 and tokens.shape[1] == 1
         if not isinstance(cache, Kept):
-            if is_step and cache is not None and _is_filled(cache):
-                counts.note(*self._why_foreign(cache))
-            else:
-                counts.prompts += 1
+            self._note_foreign(cache, is_step)
             return self._forward(*args, **kwargs)
         with self._using:
             steps = self.steps
@@ -189,24 +186,30 @@ class ModelGraphs(Seam):
 
     def _why_eager(self, call: Mapping[str, Any], cache: Any, is_step: bool) -> str | None:
         """Why a forward with a cache of ours is no step of a graph; None if it is one."""
-        signature, steps, rows = self._signature, self.steps, cache.rows
         if not is_step:
             return "more than one token a row"
-        if steps is None:
+        reason = self._why_other_cache(call, cache) or self._why_other_model()
+        if reason is not None:
+            return reason
+        if call.get("use_cache") is False or call.get("return_dict") is False:
+            return "use_cache=False or return_dict=False was passed"
+        return self._why_other_inputs(call, cache) or self._why_other_arguments(call, cache)
+
+    def _why_other_cache(self, call: Mapping[str, Any], cache: Any) -> str | None:
+        if self.steps is None:
             return NO_GRAPHS
-        if not steps.owns(cache):
+        if not self.steps.owns(cache):
             return "the cache is of other graphs than the model's"
         if not cache.attached:
             return str(cache.why_left)
         if cache.seen >= self.max_len:
             return f"the sequence is longer than {self.max_len} tokens"
-        if call[signature.tokens].shape[0] != rows:
+        if call[self._signature.tokens].shape[0] != cache.rows:
             return "other rows than the prompt's"
-        other = self._why_other_model()
-        if other is not None:
-            return other
-        if call.get("use_cache") is False or call.get("return_dict") is False:
-            return "use_cache=False or return_dict=False was passed"
+        return None
+
+    def _why_other_inputs(self, call: Mapping[str, Any], cache: Any) -> str | None:
+        signature, rows = self._signature, cache.rows
         mask = None if signature.mask is None else call.get(signature.mask)
         expected = None if cache.counted is None else (rows, cache.seen + 1)
         if mask is not None and tuple(mask.shape) != expected:
@@ -219,13 +222,15 @@ class ModelGraphs(Seam):
             value = None if name is None else call.get(name)
             if value is not None and value.dtype != torch.int64:
                 return f"{name}= of {value.dtype} was passed"
+        return None
+
+    def _why_other_arguments(self, call: Mapping[str, Any], cache: Any) -> str | None:
         for name, value in call.items():
-            if name in signature.served or value is None or value is False:
+            if name in self._signature.served or value is None or value is False:
                 continue
-            if name == "logits_to_keep" and isinstance(value, int) and value <= 1:
-                continue
-            return f"{name}= was passed"
-        if not steps.serves_encoder(call, cache):
+            if name != "logits_to_keep" or not isinstance(value, int) or value > 1:
+                return f"{name}= was passed"
+        if self.steps is not None and not self.steps.serves_encoder(call, cache):
             return "the encoder's inputs have another length than graphs were captured for"
         return None
 
@@ -234,6 +239,13 @@ class ModelGraphs(Seam):
         another one in any step."""
         if self._calls.current() is None:
             self._look_at_model()
+
+    def _note_foreign(self, cache: Any, is_step: bool) -> None:
+        """Count a forward without a cache of ours."""
+        if is_step and cache is not None and _is_filled(cache):
+            self._counts.note(*self._why_foreign(cache))
+        else:
+            self._counts.prompts += 1
 
     def _why_foreign(self, cache: Any) -> tuple[str, str]:
         call = self._calls.current()
