@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Collection
+from operator import itemgetter
 from typing import Any
 
 from graphrt.core.base._fork import fork_safe
@@ -31,6 +32,7 @@ REMEMBERED = 1024
 """So many answers are kept: a host whose batches never come again cannot make them grow."""
 COUNTED = 768
 """So many sizes of batches are counted each by itself, of all graphs and misses together."""
+_OF_DISPATCH = tuple(reason for reason in Reason if reason not in OF_CALLS)
 _INF = float("inf")
 _new_tuple = tuple.__new__
 _RUNTIME_MODES = frozenset(mode for mode in GraphMode if mode.is_runtime_mode)
@@ -45,7 +47,9 @@ class Count:
     """How many batches had the same answer."""
 
     __slots__ = ("batches",)
-    batches: int
+
+    def __init__(self) -> None:
+        self.batches = 0
 
 
 class Served(Count):
@@ -54,60 +58,13 @@ class Served(Count):
     __slots__ = ()
 
 
-class Room:
-    """How many sizes of batches may still have a counter of their own."""
-
-    __slots__ = ("left",)
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-
-class BySize(dict[int, Count]):
-    """Counters of batches by their live tokens: a batch that is seen again has its own, so that
-    counting costs a step nothing more. Where there is no `room` for further sizes, they are rounded
-    up to four binary digits, or to the `largest` size that a graph serves."""
-
-    __slots__ = ("_kind", "_largest", "_room")
-
-    def __init__(self, kind: type[Count], room: Room, largest: float = _INF) -> None:
-        self._kind, self._room, self._largest = kind, room, largest
-
-    def __missing__(self, tokens: int) -> Count:
-        if self._room.left > 0:
-            self._room.left -= 1
-        else:
-            step = 1 << max(tokens.bit_length() - 4, 0)
-            tokens = int(min(-(-tokens // step) * step, self._largest))
-        count = self._kind()
-        count.batches = 0
-        # Another thread may have been here first.
-        return self.setdefault(tokens, count)
-
-    @property
-    def batches(self) -> int:
-        """How many there are of all sizes."""
-        # A list: other threads may add sizes meanwhile.
-        return sum(count.batches for count in list(self.values()))
-
-    def counted(self) -> dict[int, int]:
-        """How many there are of each size, the smallest first."""
-        return {tokens: self[tokens].batches for tokens in sorted(self) if self[tokens].batches}
-
-    def reset(self) -> None:
-        """Set all counts to zero."""
-        for count in list(self.values()):
-            count.batches = 0
-
-
 class Reserved:
-    """A reserved graph: the dispatch of its batches, how many it has served, the context of its
-    steps, itself alone where ranks have agreed on it."""
+    """A reserved graph: the dispatch of its batches, the context of its steps, itself alone where
+    ranks have agreed on it."""
 
-    __slots__ = ("alone", "context", "dispatch", "sizes")
+    __slots__ = ("alone", "context", "dispatch")
 
-    def __init__(self, dispatch: Dispatch, context: ForwardContext, room: Room) -> None:
-        self.sizes = BySize(Served, room, dispatch.descriptor.num_tokens)
+    def __init__(self, dispatch: Dispatch, context: ForwardContext) -> None:
         self.dispatch = dispatch
         self.context = context
         self.alone = Ladders([dispatch])
@@ -151,10 +108,8 @@ class GraphDispatcher(Uncopied):
         self._graphs: list[Reserved] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
-        self._room = Room(COUNTED)
-        self._misses = {
-            reason: BySize(Count, self._room) for reason in Reason if reason not in OF_CALLS
-        }
+        # By the slot, or the reason why there is none, and the live tokens.
+        self._counts: dict[tuple[int | Reason, int], Count] = {}
         self._not_replayed: Counter[tuple[int, Reason]] = Counter()
         # The last step that a wrapper could not replay.
         self._last_missed: object = None
@@ -189,7 +144,7 @@ class GraphDispatcher(Uncopied):
                 slot = len(self._graphs)
                 context = ForwardContext(mode, descriptor, slot, dispatcher=self)
                 dispatch = Dispatch(mode, descriptor, Reason.HIT, slot)
-                graph = Reserved(dispatch, context, self._room)
+                graph = Reserved(dispatch, context)
                 self._renew()
                 self._graphs.append(graph)
                 self._slots[key] = slot
@@ -323,13 +278,47 @@ class GraphDispatcher(Uncopied):
         self._not_replayed[slot, reason] += 1
         self.not_served += 1
 
+    def _counter(self, dispatch: Dispatch, tokens: int) -> Count:
+        """What counts batches of so many tokens that have this answer. A batch that is seen again
+        has it at hand, so that counting costs a step nothing more. Beyond `COUNTED` further sizes
+        are rounded up to four binary digits, or to the size of the graph."""
+        slot = dispatch.slot
+        where = slot if slot >= 0 else dispatch.reason
+        count = self._counts.get((where, tokens))
+        if count is None:
+            if len(self._counts) >= COUNTED:
+                step = 1 << max(tokens.bit_length() - 4, 0)
+                tokens = -(-tokens // step) * step
+                if slot >= 0:
+                    tokens = min(tokens, dispatch.descriptor.num_tokens)
+            # Another thread may have been here first.
+            new = Served() if slot >= 0 else Count()
+            count = self._counts.setdefault((where, tokens), new)
+        return count
+
+    def sizes(self) -> dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]]:
+        """How many batches of each live size were dispatched to a graph, also those that it has not
+        served, by its key; or to none, by the reason."""
+        with self._lock:
+            keys: list[tuple[GraphMode, BatchDescriptor]] = list(self._slots)
+            sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = {
+                each: {} for each in (*keys, *_OF_DISPATCH)
+            }
+            # A list: other threads may add sizes meanwhile.
+            for where, tokens in sorted(self._counts, key=itemgetter(1)):
+                batches = self._counts[where, tokens].batches
+                if batches:
+                    sizes[where if isinstance(where, Reason) else keys[where]][tokens] = batches
+            return sizes
+
     def counts(self) -> dict[Reason, int]:
         """How many batches were dispatched for each reason so far."""
+        counts = dict.fromkeys(_OF_DISPATCH, 0)
         with self._lock:
-            counts = {reason: missed.batches for reason, missed in self._misses.items()}
-            hits = sum(graph.sizes.batches for graph in self._graphs)
-            counts[Reason.HIT] = hits - self._not_replayed.total()
+            for key, sizes in self.sizes().items():
+                counts[key if isinstance(key, Reason) else Reason.HIT] += sum(sizes.values())
             for (_, reason), count in self._not_replayed.items():
+                counts[Reason.HIT] -= count
                 counts[reason] += count
             return counts
 
@@ -337,22 +326,14 @@ class GraphDispatcher(Uncopied):
         """How many batches each reserved graph has served; with `announced`, those too that ran
         padded as it would be, because a wrapper did not have it (MISSING_GRAPH)."""
         with self._lock:
-            hits = [graph.sizes.batches for graph in self._graphs]
-            for (slot, reason), count in self._not_replayed.items():
-                padded = announced and reason is Reason.MISSING_GRAPH
-                hits[slot] -= 0 if padded else count
-            return {key: hits[slot] for key, slot in self._slots.items()}
-
-    def sizes(self) -> dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]]:
-        """How many batches of each live size were dispatched to a graph, also those that it has not
-        served, by its key; or to none, by the reason."""
-        with self._lock:
-            sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = {}
-            for key, slot in self._slots.items():
-                sizes[key] = self._graphs[slot].sizes.counted()
-            for reason, missed in self._misses.items():
-                sizes[reason] = missed.counted()
-            return sizes
+            sizes, not_served = self.sizes(), self.not_served_by()
+            hits = {}
+            for key in self._slots:
+                missed = Counter(not_served.get(key))
+                if announced:
+                    del missed[Reason.MISSING_GRAPH]
+                hits[key] = sum(sizes[key].values()) - missed.total()
+            return hits
 
     def not_served_by(self) -> dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]]:
         """How many batches a graph was to serve and has not, by graph and reason."""
@@ -367,8 +348,8 @@ class GraphDispatcher(Uncopied):
         """Set all counts to zero."""
         with self._lock:
             self._not_replayed.clear()
-            for sizes in (*self._misses.values(), *(graph.sizes for graph in self._graphs)):
-                sizes.reset()
+            for count in list(self._counts.values()):
+                count.batches = 0
 
     def _answer(
         self,
@@ -419,9 +400,7 @@ class GraphDispatcher(Uncopied):
         if dispatch is None:
             # As all of a `Dispatch`, which takes as long as its descriptor.
             dispatch = _new_tuple(Dispatch, (_NONE, descriptor_of(live), reason, -1))
-            answer = self._misses[reason][live[0]], dispatch
-        else:
-            answer = self._graphs[dispatch.slot].sizes[live[0]], dispatch
+        answer = self._counter(dispatch, live[0]), dispatch
         # Not of what a host may change in place.
         if key is not None and checked is batch and batch.exclude.__class__ is frozenset:
             if len(version.answers) >= REMEMBERED:
