@@ -283,7 +283,7 @@ def number_of(
 
 def padding_ratio(key: str, value: object) -> float:
     """A ratio of a graph's tokens to the batch's, which has no more."""
-    return float(number_of(key, value, "a ratio of padding", least=1, most=MOST))
+    return float(number_of(key, value, f"option {key!r}", least=1, most=MOST))
 
 
 def choice(*choices: str) -> Check:

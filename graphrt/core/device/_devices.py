@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -36,16 +36,8 @@ def no_other_capture(device: torch.device) -> Iterator[bool]:
     """
     with _making:
         others = [lock for key, lock in _locks.items() if key[0] == device.type]
-    taken: list[threading.RLock] = []
-    try:
-        for lock in others:
-            if not lock.acquire(blocking=False):
-                break
-            taken.append(lock)
-        yield len(taken) == len(others)
-    finally:
-        for lock in taken:
-            lock.release()
+    with ExitStack() as taken:
+        yield all(lock.acquire(blocking=False) and taken.callback(lock.release) for lock in others)
 
 
 def device_of(platform: Platform, device: torch.device | str | int | None) -> torch.device:

@@ -189,14 +189,6 @@ class PlatformRegistry:
         check_kind("name", name, str)
         _check_plugin(plugin)
         with self._lock:
-            taken = self._plugins.get_name(plugin) or name
-            if taken is not None and self._plugins.has_plugin(taken):
-                raise PlatformConflictError(
-                    "a plugin of that name is registered already",
-                    got=f"{taken!r}: {plugin!r}",
-                    expected=f"another one than {self._plugins.get_plugin(taken)!r}",
-                    advice="register(plugin, name=...) with another name",
-                )
             return self._add(plugin, name)
 
     def platforms(self) -> tuple[FoundPlatform, ...]:
@@ -301,6 +293,13 @@ class PlatformRegistry:
             added = self._plugins.register(plugin, name)
         except pluggy.PluginValidationError as error:
             raise _no_plugin(plugin, str(error)) from error
+        except ValueError as error:
+            raise PlatformConflictError(
+                "a plugin of that name is registered already",
+                got=str(error).partition("\n")[0],
+                expected="another plugin, by another name",
+                advice="register(plugin, name=...) with another name",
+            ) from error
         assert added is not None, "no name is blocked in pluggy"
         if not self._plugins.get_hookcallers(plugin):
             self._plugins.unregister(name=added)
