@@ -40,8 +40,8 @@ def freeze_garbage(user: object, *, heap: bool = True) -> None:
     invalidates the capture. What is garbage already is frozen, so that not even an explicit
     collection by the forward finalizes it; where the host has frozen something itself, which
     ours must not thaw, it is collected before instead. To ask takes 80 ms where half a million
-    objects are frozen. Without `heap` of the first user it is left as it is, for a host that sees to
-    it.
+    objects are frozen. Without `heap` of the first user it is left as it is, for a host that sees
+    to it.
     """
     # As the first user asks, whose session the others are in.
     if _frozen or (heap and not _paused.users):

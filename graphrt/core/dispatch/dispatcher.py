@@ -42,10 +42,6 @@ _AGREED = frozenset({BatchDescriptor, Dispatch, type(None)})
 _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
 
 
-Key = tuple[GraphMode, BatchDescriptor]
-"""A graph: its mode and its descriptor."""
-
-
 class Count:
     """How many batches had the same answer."""
 
@@ -108,7 +104,7 @@ class GraphDispatcher(Uncopied):
             self.mode = GraphMode.NONE
         self._lock = fork_safe(threading.RLock())
         self._graphs: list[Reserved] = []
-        self._slots: dict[Key, int] = {}
+        self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
         # By the slot, or the reason why there is none, and the live tokens.
         self._counts: dict[tuple[int | Reason, int], Count] = {}
@@ -282,12 +278,12 @@ class GraphDispatcher(Uncopied):
         # Another thread may have been here first.
         return self._counts.setdefault((where, tokens), count)
 
-    def sizes(self) -> dict[Key | Reason, dict[int, int]]:
+    def sizes(self) -> dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]]:
         """How many batches of each live size were dispatched to a graph, also those that it has not
         served, by its key; or to none, by the reason."""
         with self._lock:
             keys = list(self._slots)
-            sizes: dict[Key | Reason, dict[int, int]] = {}
+            sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = {}
             sizes.update((key, {}) for key in keys)
             sizes.update((reason, {}) for reason in _OF_DISPATCH)
             for where, tokens in sorted(self._counts, key=itemgetter(1)):
@@ -307,7 +303,7 @@ class GraphDispatcher(Uncopied):
                 counts[reason] += count
             return counts
 
-    def hits(self, *, announced: bool = False) -> dict[Key, int]:
+    def hits(self, *, announced: bool = False) -> dict[tuple[GraphMode, BatchDescriptor], int]:
         """How many batches each reserved graph has served; with `announced`, those too that ran
         padded as it would be, because a wrapper did not have it (MISSING_GRAPH)."""
         with self._lock:
@@ -318,10 +314,10 @@ class GraphDispatcher(Uncopied):
                 hits[self._graphs[slot].dispatch[:2]] -= 0 if padded else count
             return hits
 
-    def not_served_by(self) -> dict[Key, dict[Reason, int]]:
+    def not_served_by(self) -> dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]]:
         """How many batches a graph was to serve and has not, by graph and reason."""
         with self._lock:
-            counts: dict[Key, dict[Reason, int]] = {}
+            counts: dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]] = {}
             for (slot, reason), count in self._not_replayed.items():
                 counts.setdefault(self._graphs[slot].dispatch[:2], {})[reason] = count
             return counts
@@ -447,7 +443,9 @@ def _checked_modes(modes: Collection[GraphMode | str]) -> frozenset[GraphMode]:
     return frozenset([GraphMode.parse_runtime(mode, what) for mode in each])
 
 
-def _checked_key(mode: GraphMode | str, descriptor: BatchDescriptor) -> Key:
+def _checked_key(
+    mode: GraphMode | str, descriptor: BatchDescriptor
+) -> tuple[GraphMode, BatchDescriptor]:
     """The key of a graph.
 
     Raises `InvalidModeError` unless the mode is PIECEWISE or FULL, and `InvalidBatchError` for what
