@@ -69,24 +69,26 @@ def limited_cases(graphs: int) -> dict[str, Case]:
     sizes = range(1, most + 1)
     within = [Batch(tokens, reqs) for reqs in range(1, MANY // most + 2) for tokens in sizes]
     agreed, missing = BatchDescriptor(most), BatchDescriptor(most - 3)
-    one, both = {FULL}, frozenset({FULL, PIECEWISE})
+    close, _ = ladder(graphs, ({},))
+    close.max_padding = 1.0
     reserved = GraphDispatcher("FULL_AND_PIECEWISE")
     for each in dispatcher.published:
         reserved.reserve(each.mode, each.descriptor)
     return {
         "hit": (lambda batch: dispatch(batch), inside),
-        "hit, exclude= a set": (lambda batch: dispatch(batch, exclude=one), inside),
         "hit, agreed=": (lambda batch: dispatch(batch, agreed=agreed), inside),
-        "hit, max_padding=": (lambda batch: dispatch(batch, max_padding=8.0), inside),
         "hit, excluded in the batch": (
             lambda batch: dispatch(batch),
             [batch._replace(exclude=frozenset({FULL})) for batch in inside],
         ),
         "miss, too large": (lambda batch: dispatch(batch), above),
         "miss, not captured": (lambda batch: reserved.dispatch(batch), inside),
-        "miss, exclude= a frozenset": (lambda batch: dispatch(batch, exclude=both), inside),
+        "miss, excluded in the batch": (
+            lambda batch: dispatch(batch),
+            [batch._replace(exclude=frozenset({FULL, PIECEWISE})) for batch in inside],
+        ),
         "miss, agreed=": (lambda batch: dispatch(batch, agreed=missing), inside),
-        "miss, max_padding=": (lambda batch: dispatch(batch, max_padding=1.0), between),
+        "miss, padding": (lambda batch: close.dispatch(batch), between),
         "miss, too large, first time": (lambda batch: others.dispatch(batch), mixed),
         "miss, agreed=, first time": (
             lambda batch: others.dispatch(batch, agreed=missing),

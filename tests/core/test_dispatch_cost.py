@@ -58,16 +58,17 @@ ASKED = {
     "hit, bounds": (Batch(60, 60, 1, (4000,)), {}, Reason.HIT),
     "hit, variant": (Batch(60, 60, 1, variant="draft"), {}, Reason.HIT),
     "hit, excluded": (Batch(60, 60, 1, exclude=frozenset({FULL})), {}, Reason.HIT),
-    "hit, exclude": (Batch(60, 60, 1), {"exclude": {FULL}}, Reason.HIT),
     "hit, agreed": (Batch(60, 60, 1), {"agreed": BatchDescriptor(72)}, Reason.HIT),
-    "hit, max_padding": (Batch(60, 60, 1), {"max_padding": 1.5}, Reason.HIT),
     "miss": (Batch(9000, 9000, 1), {}, Reason.TOO_LARGE),
     "miss, LoRAs": (Batch(60, 60, 1, num_active_loras=9), {}, Reason.NO_GRAPH),
     "miss, bounds": (Batch(9000, 60, None, (4000,)), {}, Reason.TOO_LARGE),
     "miss, variant": (Batch(60, 60, 1, variant="other"), {}, Reason.NO_GRAPH),
-    "miss, exclude": (Batch(60, 60, 1), {"exclude": {FULL, PIECEWISE}}, Reason.EXCLUDED),
+    "miss, excluded": (
+        Batch(60, 60, 1, exclude=frozenset({FULL, PIECEWISE})),
+        {},
+        Reason.EXCLUDED,
+    ),
     "miss, agreed": (Batch(60, 60, 1), {"agreed": BatchDescriptor(71)}, Reason.RANKS_DISAGREE),
-    "miss, max_padding": (Batch(60, 60, 1), {"max_padding": 1.0}, Reason.PADDING),
 }
 
 
@@ -128,7 +129,7 @@ def bounds_of_each(sizes: int) -> GraphDispatcher:
 
 @pytest.mark.parametrize("make", [ladder, bounds_of_each])
 def test_no_host_makes_what_is_remembered_take_more_than_a_mebibyte(make):
-    dispatcher = make(100)
+    dispatcher, excluded = make(100), frozenset({FULL})
     tracemalloc.start()
     try:
         most = 0
@@ -142,8 +143,9 @@ def test_no_host_makes_what_is_remembered_take_more_than_a_mebibyte(make):
                 (None, "draft", (f"other {step}",) * 100)[step % 3],
             )
             dispatcher.dispatch(batch)
-            dispatcher.dispatch(batch, agreed=BatchDescriptor(step + 1), exclude={FULL})
-            dispatcher.dispatch(batch, max_padding=1 + step / 100)
+            without = batch._replace(exclude=excluded)
+            dispatcher.dispatch(without, agreed=BatchDescriptor(step + 1))
+            dispatcher.dispatch(without)
             if step % 500 == 0:
                 most = max(most, tracemalloc.get_traced_memory()[0])
         most = max(most, tracemalloc.get_traced_memory()[0])

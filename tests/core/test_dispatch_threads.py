@@ -89,9 +89,9 @@ def best(sizes: frozenset[int], tokens: int) -> int | None:
 
 @pytest.mark.usefixtures("many_switches")
 @pytest.mark.parametrize("remembered", [REMEMBERED, 3])
-@pytest.mark.parametrize("limits", [{}, {"max_padding": 100.0, "exclude": {GraphMode.PIECEWISE}}])
+@pytest.mark.parametrize("exclude", [frozenset(), frozenset({GraphMode.PIECEWISE})])
 def test_threads_dispatch_what_is_published_while_another_changes_it(
-    limits, remembered, monkeypatch
+    exclude, remembered, monkeypatch
 ):
     monkeypatch.setattr(dispatcher_module, "REMEMBERED", remembered)
     dispatcher = GraphDispatcher("FULL")
@@ -111,7 +111,7 @@ def test_threads_dispatch_what_is_published_while_another_changes_it(
                 dispatcher.publish("full", BatchDescriptor(size))
             after = before ^ {size}
             known.change(after, after)
-            seen(dispatcher.dispatch(Batch(size), **limits), size, {best(after, size)})
+            seen(dispatcher.dispatch(Batch(size, exclude=exclude)), size, {best(after, size)})
         done.set()
 
     def seen(found: Any, tokens: int, allowed: set[int | None]) -> None:
@@ -124,7 +124,7 @@ def test_threads_dispatch_what_is_published_while_another_changes_it(
         while not done.is_set():
             tokens = drawn.choice(SIZES)
             changes, sure, perhaps = known.changes, known.sure, known.perhaps
-            found = dispatcher.dispatch(Batch(tokens), **limits)
+            found = dispatcher.dispatch(Batch(tokens, exclude=exclude))
             if changes == known.changes and not changes % 2:
                 seen(found, tokens, {best(sure, tokens), best(perhaps, tokens)})
 

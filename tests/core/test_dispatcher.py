@@ -37,7 +37,7 @@ FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
     st.sets(KEYS, max_size=24),
     st.sets(KEYS, max_size=4),
     st.lists(st.tuples(batches(), LIMITS), min_size=1, max_size=8),
-    st.sampled_from([None, None, 2.0]),
+    st.sampled_from([None, None, 1.0, 1.5, 2.0]),
     st.randoms(use_true_random=False),
 )
 def test_dispatch_finds_what_brute_force_finds_and_says_why(
@@ -56,11 +56,10 @@ def test_dispatch_finds_what_brute_force_finds_and_says_why(
             (batch._replace(exclude=frozenset()), Limits()),
             (batch, limits),
         ):
-            kept = {name: value for name, value in given_limits._asdict().items() if value}
-            found = dispatcher.peek(case, **kept)
-            assert dispatcher.dispatch(case, **kept) == found
-            if given_limits.max_padding is None:
-                given_limits = given_limits._replace(max_padding=max_padding)
+            case = case._replace(exclude=case.exclude | given_limits.exclude)
+            given_limits = given_limits._replace(exclude=frozenset(), max_padding=max_padding)
+            found = dispatcher.peek(case, agreed=given_limits.agreed)
+            assert dispatcher.dispatch(case, agreed=given_limits.agreed) == found
             assert found.reason is reason_of(keys, planned, case, given_limits)
             told[found.reason] += 1
             best = brute_force(keys, case, given_limits)
@@ -69,9 +68,8 @@ def test_dispatch_finds_what_brute_force_finds_and_says_why(
                 assert found.descriptor == unpadded(case)
             else:
                 assert preference(found.mode, found.descriptor) == best
-            later = given_limits._replace(exclude=frozenset(), max_padding=max_padding)
-            wanted = dispatcher.planned_for(case, agreed=later.agreed)
-            best = brute_force(planned, case, later)
+            wanted = dispatcher.planned_for(case, agreed=given_limits.agreed)
+            best = brute_force(planned, case, given_limits)
             assert best == (wanted and preference(wanted.mode, wanted.descriptor))
             # A step looks by itself, and knows a batch that it is given again: it finds the same,
             # and counts it once.
@@ -116,7 +114,7 @@ def test_requests_decide_among_many_graphs_of_one_kind():
         for _ in range(100):
             batch = Batch(drawn.randint(1, 210), drawn.randint(1, 210))
             limits = Limits(drawn.choice([frozenset(), frozenset({FULL})]))
-            found = dispatcher.dispatch(batch, exclude=limits.exclude)
+            found = dispatcher.dispatch(batch._replace(exclude=limits.exclude))
             best = brute_force(keys, batch, limits)
             if best is None:
                 assert found.reason is reason_of(keys, set(), batch, limits)
@@ -169,7 +167,7 @@ def test_a_hit_returns_the_same_prebuilt_object():
 
 def test_the_callers_sets_are_left_alone():
     exclude = {FULL, PIECEWISE}
-    ladder().dispatch(Batch(3, 3, 1), exclude=exclude)
+    ladder().dispatch(Batch(3, 3, 1, exclude=exclude))
     assert exclude == {FULL, PIECEWISE}
 
 
@@ -180,11 +178,8 @@ def test_the_callers_sets_are_left_alone():
         (Batch(3, 2), {}, PIECEWISE, Reason.HIT),
         (Batch(9, 9, 1), {}, NONE, Reason.TOO_LARGE),
         (Batch(3, 3, 1, variant="x"), {}, NONE, Reason.NO_GRAPH),
-        (Batch(3, 3, 1), {"exclude": {FULL}}, PIECEWISE, Reason.HIT),
-        (Batch(3, 3, 1), {"exclude": {FULL, PIECEWISE}}, NONE, Reason.EXCLUDED),
+        (Batch(3, 3, 1, exclude=frozenset({FULL})), {}, PIECEWISE, Reason.HIT),
         (Batch(3, 3, 1, exclude=frozenset({FULL, PIECEWISE})), {}, NONE, Reason.EXCLUDED),
-        (Batch(5, 5, 1), {"max_padding": 1.5}, NONE, Reason.PADDING),
-        (Batch(5, 5, 1), {"max_padding": 1.6}, FULL, Reason.HIT),
         (Batch(3, 3, 1), {"agreed": BatchDescriptor(8)}, PIECEWISE, Reason.HIT),
         (Batch(3, 3, 1), {"agreed": BatchDescriptor(6)}, NONE, Reason.RANKS_DISAGREE),
         (Batch(3, 3, 1), {"agreed": BatchDescriptor(2)}, NONE, Reason.RANKS_DISAGREE),
@@ -193,6 +188,13 @@ def test_the_callers_sets_are_left_alone():
 def test_every_result_carries_its_reason(batch, limits, mode, reason):
     found = ladder().dispatch(batch, **limits)
     assert (found.mode, found.reason) == (mode, reason)
+
+
+@pytest.mark.parametrize(("ratio", "reason"), [(1.5, Reason.PADDING), (1.6, Reason.HIT)])
+def test_a_graph_that_pads_more_than_allowed_serves_no_batch(ratio, reason):
+    dispatcher = ladder()
+    dispatcher.max_padding = ratio
+    assert dispatcher.dispatch(Batch(5, 5, 1)).reason is reason
 
 
 def test_a_reserved_graph_is_not_captured_until_it_is_published():
@@ -246,8 +248,8 @@ def test_a_step_that_contradicts_itself_is_one_of_mixed_requests():
 
 def test_a_step_goes_by_the_dispatch_of_a_subclass():
     class Smallest(GraphDispatcher):
-        def dispatch(self, batch, **limits):
-            return super().dispatch(batch, exclude={FULL})
+        def dispatch(self, batch, **agreed):
+            return super().dispatch(batch._replace(exclude=frozenset({FULL})), **agreed)
 
     dispatcher = Smallest("FULL_AND_PIECEWISE")
     for mode in (FULL, PIECEWISE):

@@ -196,7 +196,7 @@ def test_two_platforms_of_one_name_conflict_even_if_unavailable() -> None:
         StubPlatform("same", False), StubPlatform("same", False), StubPlatform("other")
     )
     for ask in (lambda: found.current({}), lambda: found.get("same")):
-        with pytest.raises(PlatformConflictError, match="plugin0 and plugin1"):
+        with pytest.raises(PlatformConflictError, match=r"plugin0 and .* plugin1"):
             ask()
     assert found.get("other").name == "other"
     assert found.current({"GRAPHRT_PLATFORM": "other"}).name == "other"
@@ -205,7 +205,7 @@ def test_two_platforms_of_one_name_conflict_even_if_unavailable() -> None:
 
 @pytest.mark.usefixtures("built_ins")
 def test_plugin_may_not_take_the_name_of_a_built_in() -> None:
-    with pytest.raises(PlatformConflictError, match="plugin0 and graphrt"):
+    with pytest.raises(PlatformConflictError, match=r"plugin0 and .* graphrt"):
         registry(StubPlatform("cpu"), built_ins=table("cpu")).current({})
 
 
@@ -576,7 +576,7 @@ def test_who_asks_for_a_built_in_by_name_imports_no_plugin(
 @pytest.mark.usefixtures("built_ins")
 def test_a_registered_plugin_may_not_take_the_name_of_a_built_in_either_way() -> None:
     found = registry(StubPlatform("cpu"), built_ins=table("cpu"))
-    with pytest.raises(PlatformConflictError, match="plugin0 and graphrt"):
+    with pytest.raises(PlatformConflictError, match=r"plugin0 and .* graphrt"):
         found.get("cpu")
 
 

@@ -281,14 +281,9 @@ def number_of(
     return plain  # type: ignore[no-any-return]
 
 
-def padding_ratio(key: str, value: object) -> object:
+def padding_ratio(key: str, value: object) -> float:
     """A ratio of a graph's tokens to the batch's, which has no more."""
-    # Not by `number_of`, whose calls every new batch with a limit of its own would pay for.
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # In this order: an int can be too large to ask whether it is finite.
-    if not number or not 1 <= value <= MOST:  # type: ignore[operator]
-        raise wrong_type(key, value, "a number >= 1, as a graph has no fewer tokens", f"{key}=1.5")
-    return float(value)  # type: ignore[arg-type]
+    return float(number_of(key, value, f"option {key!r}", least=1, most=MOST))
 
 
 def choice(*choices: str) -> Check:

@@ -245,12 +245,14 @@ def unseen(function: Callable[[], T]) -> T:
         and not torch.is_grad_enabled()
     ):
         return function()
-    return _unseen(function)
+    return _without_modes(function, everything=True)
 
 
 @undoing
-def _unseen(function: Callable[[], T], undo: Undo) -> T:
+def _without_modes(function: Callable[[], T], undo: Undo, *, everything: bool = False) -> T:
     undo.enter(without_dispatch_modes())
+    if not everything:
+        return function()
     with inference_guard(False):
         torch.set_grad_enabled(False)  # until the guard ends, which restores that too
         return function()
@@ -262,12 +264,6 @@ def outside_modes(function: Callable[[], T]) -> T:
     if count_dispatch_modes() == 0:
         return function()
     return _without_modes(function)
-
-
-@undoing
-def _without_modes(function: Callable[[], T], undo: Undo) -> T:
-    undo.enter(without_dispatch_modes())
-    return function()
 
 
 WATCH_KEY = "TESTING_ONLY_GenericMode"

@@ -123,39 +123,31 @@ for itself (pinv does) would compute with the numbers before it. Sets are few, a
 together takes longer than finding it."""
 
 
-_NO_WRITES = "what a warm-up writes cannot be saved, so captures with checks fail"
-key_named: Callable[[str], Any] = NAMES.take("torch._C._dispatch_key_parse", without=_NO_WRITES)
-include_key: Callable[[Any, bool], object] = NAMES.take(
-    "torch._C._dispatch_tls_set_dispatch_key_included", without=_NO_WRITES
+_watch = partial(
+    NAMES.take, without="what a warm-up writes cannot be saved, so captures with checks fail"
 )
-is_included: Callable[[Any], bool] = NAMES.take(
-    "torch._C._dispatch_tls_is_dispatch_key_included", without=_NO_WRITES
+key_named: Callable[[str], Any] = _watch("torch._C._dispatch_key_parse")
+include_key: Callable[[Any, bool], object] = _watch(
+    "torch._C._dispatch_tls_set_dispatch_key_included"
 )
-kernel_library: Callable[[str, str, str], Any] = NAMES.take(
-    "torch._C._dispatch_library", without=_NO_WRITES
-)
-all_schemas: Callable[[], list[Any]] = NAMES.take(
-    "torch._C._jit_get_all_schemas", without=_NO_WRITES
-)
-higher_order_operators: dict[str, Any] = NAMES.take(
-    "torch._ops._higher_order_ops", without=_NO_WRITES
-)
-fallthrough_of_new_ones: list[Any] = NAMES.take(
-    "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", without=_NO_WRITES
+is_included: Callable[[Any], bool] = _watch("torch._C._dispatch_tls_is_dispatch_key_included")
+kernel_library: Callable[[str, str, str], Any] = _watch("torch._C._dispatch_library")
+all_schemas: Callable[[], list[Any]] = _watch("torch._C._jit_get_all_schemas")
+higher_order_operators: dict[str, Any] = _watch("torch._ops._higher_order_ops")
+fallthrough_of_new_ones: list[Any] = _watch(
+    "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS"
 )
 """The dispatch keys that higher-order operators pass by which are made later."""
 
 # Modules -----------------------------------------------------------------------------------------
 
-_NO_HOOKS = "a hook for all modules that a host adds is not seen"
-_hooks: list[Any] = [
-    NAMES.take(f"torch.nn.modules.module.{name}", without=_NO_HOOKS)
-    for name in ("_global_forward_pre_hooks", "_global_forward_hooks")
-]
+_hooks = partial(NAMES.take, without="a hook for all modules that a host adds is not seen")
+_every_hooks: dict[str, Any] = {
+    "global pre-hooks": _hooks("torch.nn.modules.module._global_forward_pre_hooks"),
+    "global hooks": _hooks("torch.nn.modules.module._global_forward_hooks"),
+}
 global_hooks: dict[str, dict[int, Any]] = {
-    name: each
-    for name, each in zip(("global pre-hooks", "global hooks"), _hooks, strict=True)
-    if isinstance(each, dict)
+    name: each for name, each in _every_hooks.items() if isinstance(each, dict)
 }
 """The hooks that are called around the forward of every module."""
 
@@ -165,20 +157,19 @@ attention_kernels: Any = _attention("torch.nn.attention._cur_sdpa_kernel_backend
 set_attention_kernels: Any = _attention("torch.nn.attention._sdpa_kernel")
 attention_order: Any = _attention("torch._C._get_sdp_priority_order")
 set_attention_order: Any = _attention("torch._C._set_sdp_priority_order")
-_NO_FUNCTION_MODES = "a torch function mode around an eager part is not on in it at replay"
+_FUNCTION_MODES: Any = {
+    "without": "a torch function mode around an eager part is not on in it at replay",
+    "seen": ("2.11", "2.13"),
+}
 _function_modes: Any = NAMES.take(
-    "torch.overrides._get_current_function_mode_stack",
-    without=_NO_FUNCTION_MODES,
-    seen=("2.11", "2.13"),
+    "torch.overrides._get_current_function_mode_stack", **_FUNCTION_MODES
 )
 function_mode_is_on: Any = NAMES.take(
     "torch._C._is_torch_function_mode_enabled",
     without="a torch function mode around a step is not on in it",
     seen=("2.11", "2.13"),
 )
-_DEFAULT_DEVICE = NAMES.declare(
-    "torch.utils._device.DeviceContext", without=_NO_FUNCTION_MODES, seen=("2.11", "2.13")
-)
+_DEFAULT_DEVICE = NAMES.declare("torch.utils._device.DeviceContext", **_FUNCTION_MODES)
 
 
 def all_function_modes() -> list[Any]:

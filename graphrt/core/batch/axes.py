@@ -57,7 +57,7 @@ class Axis(NamedTuple):
 
     def size(self, tokens: int, reqs: int) -> int:
         """The size of a dimension of this axis in a batch of so many tokens and requests."""
-        return (tokens if self.counts == "tokens" else reqs) + self.extra
+        return (reqs if self.name == "reqs" else tokens) + self.extra
 
     def __str__(self) -> str:
         return f"{self.name}+{self.extra}" if self.extra else self.name

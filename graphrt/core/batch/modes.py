@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
-from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
+from graphrt.core.base.errors import GraphRTError, InvalidModeError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import nearest, shown
 
 MODE_VARIABLE = "GRAPHRT_MODE"
+E = TypeVar("E", bound=enum.Enum)
 
 
 @public("graphrt")
@@ -37,17 +38,7 @@ class GraphMode(enum.Enum):
     @classmethod
     def parse(cls, value: GraphMode | str) -> GraphMode:
         """A mode from itself or its name in any case; raises `InvalidModeError`."""
-        if isinstance(value, GraphMode):
-            return value
-        try:
-            return cls[value.strip().upper()]
-        except (KeyError, AttributeError):
-            raise InvalidModeError(
-                "unknown graph mode",
-                got=shown(value),
-                expected=", ".join(cls.__members__),
-                advice=f"mode={nearest(value, list(cls.__members__)) or 'FULL'!r}",
-            ) from None
+        return _member(cls, value, "graph mode", "mode", InvalidModeError)
 
     @classmethod
     def parse_runtime(cls, value: GraphMode | str, what: str) -> GraphMode:
@@ -135,16 +126,9 @@ class AttentionSupport(enum.IntEnum):
     @classmethod
     def parse(cls, value: AttentionSupport | str | int) -> AttentionSupport:
         """A level from itself, its number or its name in any case; raises `InvalidOptionError`."""
-        if isinstance(value, str) and value.strip().upper() in cls.__members__:
-            return cls[value.strip().upper()]
         if isinstance(value, int) and not isinstance(value, bool) and value in list(cls):
             return cls(value)
-        raise InvalidOptionError(
-            "unknown level of attention support",
-            got=shown(value),
-            expected=", ".join(cls.__members__),
-            advice="attention=AttentionSupport.UNIFORM_BATCH",
-        )
+        return _member(cls, value, "level of attention support", "attention")
 
 
 @public("graphrt")
@@ -158,17 +142,30 @@ class PieceProvider(enum.Enum):
     @classmethod
     def parse(cls, value: PieceProvider | str | None) -> PieceProvider | None:
         """A provider from itself or its name, None for none; raises `InvalidOptionError`."""
-        if value is None or isinstance(value, PieceProvider):
-            return value
-        try:
-            return cls(value.strip().lower())
-        except (ValueError, AttributeError):
-            raise InvalidOptionError(
-                "unknown provider of pieces",
-                got=shown(value),
-                expected=", ".join(provider.value for provider in cls) + ", or None",
-                advice='pieces="breakable"',
-            ) from None
+        return None if value is None else _member(cls, value, "provider of pieces", "pieces")
+
+
+def _member(
+    kind: type[E],
+    value: object,
+    what: str,
+    argument: str,
+    error: type[GraphRTError] = InvalidOptionError,
+) -> E:
+    """A member from itself or its name in any case; raises `error`."""
+    if isinstance(value, kind):
+        return value
+    # Providers are written as their values, in small letters.
+    names = [each.value if isinstance(each.value, str) else each.name for each in kind]
+    member = kind.__members__.get(value.strip().upper()) if isinstance(value, str) else None
+    if member is None:
+        raise error(
+            f"unknown {what}",
+            got=shown(value),
+            expected=", ".join(names),
+            advice=f"{argument}={nearest(value, names) or names[-1]!r}",
+        )
+    return member
 
 
 def graphs_off(environ: Mapping[str, str] | None = None) -> bool:

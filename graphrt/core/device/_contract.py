@@ -42,22 +42,16 @@ class Capability(enum.Enum):
 def check_contract(platform: Any) -> None:
     """Raise `ContractVersionError` for a platform that was written for another version of the
     contract, or does not say for which."""
-    name: object = type(platform).__name__
-    version: Any = None
-    cause: Exception | None = None
+    cause = None
     try:
-        name = platform.name
-        version = platform.contract_version
-        got = f"contract_version = {version!r}"
+        version: Any = platform.contract_version
     except Exception as error:
-        got = f"a name or contract_version that raised {type(error).__name__}: {error}"
-        cause = error
-    known = type(version) is int and cause is None
-    if not known or not OLDEST_CONTRACT <= version <= CONTRACT_VERSION:
-        what = "graphrt" if known and version > CONTRACT_VERSION else "version of the plugin"
+        version, cause = f"a property that raised {type(error).__name__}: {error}", error
+    if type(version) is not int or not OLDEST_CONTRACT <= version <= CONTRACT_VERSION:
+        newer = type(version) is int and version > CONTRACT_VERSION
         raise ContractVersionError(
-            f"platform {name!r} was written for another version of the device contract",
-            got=got,
+            f"platform {type(platform).__name__} was written for another version of the contract",
+            got=f"contract_version = {version!r}",
             expected=f"{OLDEST_CONTRACT} to {CONTRACT_VERSION}, which this graphrt has",
-            advice=f"install a newer {what}",
+            advice=f"install a newer {'graphrt' if newer else 'version of the plugin'}",
         ) from cause

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -36,16 +36,8 @@ def no_other_capture(device: torch.device) -> Iterator[bool]:
     """
     with _making:
         others = [lock for key, lock in _locks.items() if key[0] == device.type]
-    taken: list[threading.RLock] = []
-    try:
-        for lock in others:
-            if not lock.acquire(blocking=False):
-                break
-            taken.append(lock)
-        yield len(taken) == len(others)
-    finally:
-        for lock in taken:
-            lock.release()
+    with ExitStack() as taken:
+        yield all(lock.acquire(blocking=False) and taken.callback(lock.release) for lock in others)
 
 
 def device_of(platform: Platform, device: torch.device | str | int | None) -> torch.device:
@@ -55,23 +47,13 @@ def device_of(platform: Platform, device: torch.device | str | int | None) -> to
     """
     kind = platform.device_type
     asked = asked_device(kind, device)
-    if asked.type != kind:
-        raise InvalidOptionError(
-            "the device is of another kind than the platform's",
-            got=str(asked),
-            expected=f"a device of type {kind!r}, which platform {platform.name!r} is for",
-            advice="leave device= out, or name the platform of that device",
-        )
-    current = platform.current_device()
-    count = platform.device_count()
+    current, count = platform.current_device(), platform.device_count()
     index = current or 0 if asked.index is None else asked.index
+    if asked.type != kind:
+        expected = f"a device of type {kind!r}, which platform {platform.name!r} is for"
+        raise _no_device("the device is of another kind than the platform's", asked, expected)
     if not 0 <= index < count:
-        raise InvalidOptionError(
-            "there is no device of that index",
-            got=str(asked),
-            expected=f"an index below {count}",
-            advice="leave device= out for the current one",
-        )
+        raise _no_device("there is no device of that index", asked, f"an index below {count}")
     return torch.device(kind) if current is None else torch.device(kind, index)
 
 
@@ -89,12 +71,13 @@ def asked_device(kind: str, device: object) -> torch.device:
     # An index that is none, a name that is none.
     except (RuntimeError, ValueError, OverflowError) as error:
         cause = error
-    raise InvalidOptionError(
-        "the argument 'device' names no device",
-        got=shown(device),
-        expected=f"a torch.device, its name or an index of a device of type {kind!r}",
-        advice="leave device= out for the current one",
-    ) from cause
+    expected = f"a torch.device, its name or an index of a device of type {kind!r}"
+    raise _no_device("the argument 'device' names no device", shown(device), expected) from cause
+
+
+def _no_device(what: str, got: object, expected: str) -> InvalidOptionError:
+    advice = "leave device= out for the current one, or name the platform of that device"
+    return InvalidOptionError(what, got=got, expected=expected, advice=advice)
 
 
 def check_memory(platform: Platform, device: torch.device) -> None:

@@ -77,15 +77,20 @@ class PoolMemory:
         """Raises `PoolError` for an `adopted` pool that has memory in use and no graph."""
         self._allocator = allocator
         self.device = allocator.current_device()
-        self._handles = [self._new_handle() if adopted is None else adopted]
         self._share: Any = None
+        self._begin([], adopted)
+        if adopted is not None:
+            self._take_share()
+
+    def _begin(self, before: list[PoolHandle], adopted: PoolHandle | None = None) -> None:
+        """Use another pool from now on, of which nothing is known yet."""
+        new = PoolHandle(self._allocator.new_handle()) if adopted is None else adopted
+        self._handles = [*before, new]
         self._graphs: WeakSet[Any] = WeakSet()
         self._used = False
         self._ranges: list[tuple[int, int]] = []
         self._foreign: set[int] = set()
         self._ranges_version: tuple[int, int] | None = None
-        if adopted is not None:
-            self._take_share()
 
     def shown(self) -> PoolHandle:
         """The allocator pool to use now and, by the host too, until `clear`."""
@@ -161,11 +166,8 @@ class PoolMemory:
 
     def clear(self) -> None:
         """Forget all graphs, which are reset already, and give a share of the pool back."""
-        self._graphs.clear()
         self._give_share()
-        self._handles = [self._new_handle()]
-        self._used = False
-        self._forget_ranges()
+        self._begin([])
 
     def _take_share(self) -> None:
         handle = self._handles[-1]
@@ -189,19 +191,11 @@ class PoolMemory:
 
     def _renew(self) -> None:
         self._give_share()
-        self._handles.append(self._new_handle())
-        self._graphs = WeakSet()
-        self._used = False
-        self._forget_ranges()
+        self._begin(self._handles)
 
     def _in_ranges(self, address: int) -> bool:
         place = bisect_right(self._ranges, (address, math.inf)) - 1
         return place >= 0 and address < self._ranges[place][1]
-
-    def _forget_ranges(self) -> None:
-        self._ranges = []
-        self._foreign.clear()
-        self._ranges_version = None
 
     def _refresh(self) -> None:
         # Segments only come and go with device allocations, which these two count.
@@ -228,9 +222,6 @@ class PoolMemory:
 
     def _see(self, segments: Sequence[Mapping[str, Any]]) -> None:
         """Look at the segments of the pool, whenever they have changed."""
-
-    def _new_handle(self) -> PoolHandle:
-        return PoolHandle(self._allocator.new_handle())
 
 
 def pool_handle(handle: Any) -> PoolHandle:

@@ -11,12 +11,13 @@ Nothing is looked for before it is asked for, and no built-in's name imports a p
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
@@ -76,7 +77,7 @@ class FoundPlatform:
         if self._availability is None and self.platform is not None:
             what = f"availability() of platform {self.name!r} of {self.plugin}"
             try:
-                self._availability = _checked(said_if_slow(what, self.platform.availability))
+                self._availability = said_if_slow(what, partial(_asked, self.platform))
             except FAILURES as error:
                 self.failed("failed availability()", error)
         return self._availability or Availability(False, self.blocked or "")
@@ -97,19 +98,6 @@ class FoundPlatform:
         return self
 
 
-def _checked(answer: object) -> Availability:
-    if not isinstance(answer, Availability) or not (
-        isinstance(answer.available, bool) and isinstance(answer.reason, str)
-    ):
-        raise PlatformError(
-            "availability() returned something else than whether the platform is available",
-            got=shown(answer),
-            expected="an Availability of a bool and a str",
-            advice='return Availability(False, "no driver")',
-        )
-    return answer
-
-
 def said_if_slow(what: str, call: Callable[[], T]) -> T:
     """What `call` gives. If it takes long the log says so: a plugin that hangs hangs its host, for
     nothing can end what it does, but not without being named."""
@@ -125,18 +113,16 @@ def said_if_slow(what: str, call: Callable[[], T]) -> T:
         timer.cancel()
 
 
-def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
-    """Raise `PlatformConflictError` where two plugins claim one name."""
-    owners: dict[str | None, FoundPlatform] = {}
-    for each in usable:
-        first = owners.setdefault(each.name, each)
-        if first is not each:
-            raise PlatformConflictError(
-                f"two plugins supply a platform called {each.name!r}",
-                got=f"{first.plugin} and {each.plugin}",
-                expected="one plugin for one name",
-                advice="uninstall one of them, or rename its platform",
-            )
+def _asked(platform: Platform) -> Availability:
+    answer: Any = platform.availability()
+    if not isinstance(answer, Availability) or [*map(type, vars(answer).values())] != [bool, str]:
+        raise PlatformError(
+            "availability() returned something else than whether the platform is available",
+            got=shown(answer),
+            expected="an Availability of a bool and a str",
+            advice='return Availability(False, "no driver")',
+        )
+    return answer
 
 
 ENTRY_POINT_GROUP = "graphrt"
@@ -185,12 +171,12 @@ class PlatformRegistry:
         self._allowed = allowed
         self._plugins = pluggy.PluginManager("graphrt")
         self._plugins.add_hookspecs(PlatformHooks)
-        # By the name of a plugin, or of a built-in: all that came of it.
-        self._of_plugins: dict[str, list[FoundPlatform]] = {}
-        self._of_built_ins: dict[str, list[FoundPlatform]] = {}
-        # The plugins that are installed, and not the process's own.
-        self._installed: set[str] = set()
-        self._discovered = False
+        # By origin and the name of a plugin, or of a built-in: all that came of it.
+        self._found: dict[tuple[str, str], list[FoundPlatform]] = {}
+        # Plugins that are installed and were not, or could not be, imported.
+        self._broken: list[FoundPlatform] = []
+        # The others that are installed, and not the process's own; None before they are loaded.
+        self._installed: set[str] | None = None
         self._stood_in_for: set[str] = set()
         self._lock = fork_safe(threading.RLock())
 
@@ -203,28 +189,17 @@ class PlatformRegistry:
         check_kind("name", name, str)
         _check_plugin(plugin)
         with self._lock:
-            taken = self._plugins.get_name(plugin) or name
-            if taken is not None and self._plugins.has_plugin(taken):
-                raise PlatformConflictError(
-                    "a plugin of that name is registered already",
-                    got=f"{taken!r}: {plugin!r}",
-                    expected=f"another one than {self._plugins.get_plugin(taken)!r}",
-                    advice="register(plugin, name=...) with another name",
-                )
             return self._add(plugin, name)
 
     def platforms(self) -> tuple[FoundPlatform, ...]:
         """All that was found, plugins first; broken ones have an `error`, those that may not be
         imported say by what they are `blocked`. Never raises for one."""
         with self._lock:
-            if not self._discovered:
-                self._load_installed()
-                self._discovered = True
-            self._ask_plugins()
-            found = [each for of_plugin in self._of_plugins.values() for each in of_plugin]
-            for name in self._built_ins:
-                found += self._built_in(name)
-            return tuple(found)
+            if self._installed is None:
+                self._installed = set()
+                self._load_installed(self._installed)
+            built_in = map(self._built_in, self._built_ins)
+            return tuple(itertools.chain(self._of_plugins(), *built_in))
 
     def get(self, name: str, *, must_be_available: bool = True) -> Platform:
         """The platform of that name. For one of graphrt's own no installed plugin is imported.
@@ -235,13 +210,12 @@ class PlatformRegistry:
         """
         check_kind("name", name, str, optional=False)
         flag("must_be_available", must_be_available)
-        named = self._known_without_imports(name) or [
-            each for each in self._usable() if each.name == name
-        ]
-        _refuse_two_of_a_name(named)
+        named = self._known_without_imports(name)
+        named = named or [each for each in self._usable() if each.name == name]
         if not named:
             raise self._unknown(name)
-        platform = _platform_of(named[0])
+        _refuse_two_of_a_name(named)
+        platform: Platform = named[0].platform  # type: ignore[assignment]
         if not must_be_available:
             return platform
         _start(platform, named[0].availability)
@@ -260,17 +234,13 @@ class PlatformRegistry:
         forced = environ.get(PLATFORM_VARIABLE, "").strip()
         if forced:
             return self.get(forced)
-        usable = [each for each in self._usable() if self._may_be_default(_platform_of(each))]
+        usable = [each for each in self._usable() if self._may_be_default(each.platform)]
         _refuse_two_of_a_name(usable)
         available = [each for each in usable if each.availability.available]
         out_of_tree = [each for each in available if each.origin == "plugin"]
         if len(out_of_tree) > 1:
-            raise PlatformConflictError(
-                "several out-of-tree platforms are available",
-                got=" and ".join(f"{each.name!r} of {each.plugin}" for each in out_of_tree),
-                expected="one",
-                advice=f"set {PLATFORM_VARIABLE}={out_of_tree[0].name}, or uninstall the others",
-            )
+            advice = f"set {PLATFORM_VARIABLE}={out_of_tree[0].name}, or uninstall the others"
+            raise _conflict("several out-of-tree platforms are available", out_of_tree, advice)
         if not available:
             reasons = "; ".join(f"{each.name}: {each.availability.reason}" for each in usable)
             raise PlatformUnavailableError(
@@ -280,7 +250,7 @@ class PlatformRegistry:
                 advice="graphrt doctor shows what was found",
             )
         chosen = (out_of_tree or available)[0]
-        platform = _platform_of(chosen)
+        platform: Platform = chosen.platform  # type: ignore[assignment]
         try:
             platform.start()
         except FAILURES as error:
@@ -290,7 +260,7 @@ class PlatformRegistry:
             return self.current(environ)
         return platform
 
-    def _may_be_default(self, platform: Platform) -> bool:
+    def _may_be_default(self, platform: Any) -> bool:
         # A stand-in for a device's library makes the platform of the real device look available.
         return not platform.by_name_only and platform.device_type not in self._stood_in_for
 
@@ -299,7 +269,7 @@ class PlatformRegistry:
     def _usable(self) -> list[FoundPlatform]:
         return [each for each in self.platforms() if each.platform is not None]
 
-    def _load_installed(self) -> None:
+    def _load_installed(self, installed: set[str]) -> None:
         """Import the plugins that are installed, and may be."""
         allowed = AllowedPlugins.from_environment() if self._allowed is None else self._allowed
         for entry_point in [] if self._group is None else entry_points(group=self._group):
@@ -312,58 +282,59 @@ class PlatformRegistry:
                     plugin = said_if_slow(what, entry_point.load)
                     _check_plugin(plugin)
                     if not self._plugins.is_registered(plugin):
-                        self._installed.add(self._add(plugin, name))
+                        installed.add(self._add(plugin, name))
                     continue
                 except FAILURES as error:
                     found.failed("could not be imported", error)
-            # Nobody registers a plugin of this process by such a name.
-            self._of_plugins[f"entry point {name}"] = [found]
+            self._broken.append(found)
 
     def _add(self, plugin: object, name: str | None) -> str:
         try:
             added = self._plugins.register(plugin, name)
         except pluggy.PluginValidationError as error:
             raise _no_plugin(plugin, str(error)) from error
+        except ValueError as error:
+            raise PlatformConflictError(
+                "a plugin of that name is registered already",
+                got=str(error).partition("\n")[0],
+                expected="another plugin, by another name",
+                advice="register(plugin, name=...) with another name",
+            ) from error
         assert added is not None, "no name is blocked in pluggy"
         if not self._plugins.get_hookcallers(plugin):
             self._plugins.unregister(name=added)
             raise _no_plugin(plugin, "it has no graphrt hook")
         return added
 
-    def _ask_plugins(self) -> None:
-        """Ask each plugin for its platforms, once; by itself, as pluggy stops calling the others
-        when one of them raises."""
+    def _load(
+        self, plugin: FoundPlatform, how: str, ask: Callable[[], list[Platform]]
+    ) -> list[FoundPlatform]:
+        """What a plugin, or graphrt by a built-in, gives. It is asked once."""
+        source = plugin.origin, plugin.name or plugin.plugin
+        if source not in self._found:
+            try:
+                self._found[source] = [replace(plugin, name=p.name, platform=p) for p in ask()]
+            except FAILURES as error:
+                self._found[source] = [plugin.failed(how, error)]
+        return self._found[source]
+
+    def _of_plugins(self, *, installed: bool = True) -> list[FoundPlatform]:
+        """What plugins gave, each asked by itself: pluggy stops calling the others when one of them
+        raises. Without `installed` those alone that the process has registered."""
+        found = list(self._broken) if installed else []
         for implementation in self._plugins.hook.graphrt_platforms.get_hookimpls():
             name = implementation.plugin_name
-            if name in self._of_plugins:
-                continue
-            ask = partial(_as_platforms, implementation)
-            try:
-                platforms = said_if_slow(f"graphrt_platforms() of plugin {name}", ask)
-                found = [FoundPlatform(name, "plugin", each.name, each) for each in platforms]
-            except FAILURES as error:
-                found = [
-                    FoundPlatform(name, "plugin").failed("could not give its platforms", error)
-                ]
-            self._of_plugins[name] = found
+            if installed or name not in (self._installed or ()):
+                what = f"graphrt_platforms() of plugin {name}"
+                ask = partial(said_if_slow, what, partial(_as_platforms, implementation))
+                plugin = FoundPlatform(name, "plugin")
+                found += self._load(plugin, "could not give its platforms", ask)
+        return found
 
     def _built_in(self, name: str) -> list[FoundPlatform]:
         """The built-in platform of that name; empty if graphrt was installed without its module."""
-        if name not in self._of_built_ins:
-            found: list[FoundPlatform] = []
-            module, _, attribute = self._built_ins[name].partition(":")
-            try:
-                platform = getattr(importlib.import_module(module), attribute)()
-                found = [FoundPlatform("graphrt", "built-in", platform.name, platform)]
-            except FAILURES as error:
-                # Only a missing part of this path means "not there"; else its import is broken.
-                missing = error.name if isinstance(error, ModuleNotFoundError) else None
-                if missing is None or not f"{module}.".startswith(f"{missing}."):
-                    found = [
-                        FoundPlatform("graphrt", "built-in", name).failed("failed to load", error)
-                    ]
-            self._of_built_ins[name] = found
-        return self._of_built_ins[name]
+        ask = partial(_made_of, self._built_ins[name])
+        return self._load(FoundPlatform("graphrt", "built-in", name), "failed to load", ask)
 
     def _known_without_imports(self, name: str) -> list[FoundPlatform]:
         """A built-in of that name, if it is usable, and what the process has registered by it: a
@@ -372,13 +343,8 @@ class PlatformRegistry:
             return []
         with self._lock:
             built_in = [each for each in self._built_in(name) if each.platform is not None]
-            if not built_in:
-                return []
-            self._ask_plugins()
-            registered = [
-                self._of_plugins[each] for each in self._of_plugins.keys() - self._installed
-            ]
-            return [each for found in registered for each in found if each.name == name] + built_in
+            own = self._of_plugins(installed=False) if built_in else []
+            return [each for each in own if each.name == name] + built_in
 
     def _unknown(self, name: str) -> UnknownPlatformError:
         found = self.platforms()
@@ -465,9 +431,32 @@ def _start(platform: Platform, found: Availability) -> None:
     platform.start()
 
 
-def _platform_of(found: FoundPlatform) -> Platform:
-    assert found.platform is not None, "only usable platforms are selected"
-    return found.platform
+def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
+    """Raise `PlatformConflictError` where two plugins claim one name."""
+    owners: dict[str | None, FoundPlatform] = {}
+    for each in usable:
+        first = owners.setdefault(each.name, each)
+        if first is not each:
+            what = f"two plugins supply a platform called {each.name!r}"
+            advice = "uninstall one of them, or rename its platform"
+            raise _conflict(what, [first, each], advice)
+
+
+def _conflict(what: str, found: list[FoundPlatform], advice: str) -> PlatformConflictError:
+    got = " and ".join(f"{each.name!r} of {each.plugin}" for each in found)
+    return PlatformConflictError(what, got=got, expected="one", advice=advice)
+
+
+def _made_of(path: str) -> list[Platform]:
+    """The platform of a dotted path; none if its module is not there."""
+    module, _, attribute = path.partition(":")
+    try:
+        return [getattr(importlib.import_module(module), attribute)()]
+    except ModuleNotFoundError as error:
+        # Only a missing part of this path means "not there"; else its import is broken.
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        return []
 
 
 def _check_plugin(plugin: object) -> None:
@@ -492,27 +481,25 @@ def _as_platforms(implementation: pluggy.HookImpl) -> list[Platform]:
     result: Any = implementation.function()
     platforms: list[Any] = list(result) if isinstance(result, Iterable) else [result]
     for each in platforms:
-        if isinstance(each, Platform):
-            check_contract(each)
-        wrong = _wrong_in(each)
-        if wrong is not None:
-            raise PlatformError(
-                "graphrt_platforms() returned something that is no platform, or a wrong one",
-                got=wrong,
-                expected="an instance of a Platform subclass, or several",
-                advice='name = "mynpu", device_type = "npu", by_name_only = False, '
-                "capabilities = frozenset({Capability.CAPTURE})",
-            )
+        if not isinstance(each, Platform):
+            raise _no_platform(shown(each))
+        check_contract(each)
+        for name, kind in _FIELDS.items():
+            value = getattr(each, name)
+            if not isinstance(value, kind) or value == "":
+                raise _no_platform(f"{name} = {shown(value)}")
+        if not all(isinstance(capability, Capability) for capability in each.capabilities):
+            raise _no_platform(f"capabilities = {shown(each.capabilities)}")
     return platforms
 
 
-def _wrong_in(platform: object) -> str | None:
-    """What the registry, or who lists platforms, would fail at."""
-    if not isinstance(platform, Platform):
-        return shown(platform)
-    for name, kind in (("name", str), ("device_type", str), ("by_name_only", bool)):
-        value = getattr(platform, name)
-        if not isinstance(value, kind) or value == "":
-            return f"{name} = {shown(value)}"
-    known = all(isinstance(each, Capability) for each in platform.capabilities)
-    return None if known else f"capabilities = {shown(platform.capabilities)}"
+_FIELDS = {"name": str, "device_type": str, "by_name_only": bool, "capabilities": Collection}
+
+
+def _no_platform(got: str) -> PlatformError:
+    return PlatformError(
+        "graphrt_platforms() returned something that is no platform, or a wrong one",
+        got=got,
+        expected="an instance of a Platform subclass, or several",
+        advice='name = "mynpu", device_type = "npu", capabilities = frozenset()',
+    )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Collection
+from operator import itemgetter
 from typing import Any
 
 from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import InvalidBatchError, InvalidModeError, Uncopied
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import items_of, padding_ratio, shown
+from graphrt.core.base.option_values import items_of, optional, padding_ratio, shown
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import (
     NO_MODES,
@@ -31,12 +32,12 @@ REMEMBERED = 1024
 """So many answers are kept: a host whose batches never come again cannot make them grow."""
 COUNTED = 768
 """So many sizes of batches are counted each by itself, of all graphs and misses together."""
+_OF_DISPATCH = tuple(reason for reason in Reason if reason not in OF_CALLS)
+_MAX_PADDING: Any = optional(padding_ratio)
 _INF = float("inf")
 _new_tuple = tuple.__new__
 _RUNTIME_MODES = frozenset(mode for mode in GraphMode if mode.is_runtime_mode)
-_COLLECTIONS = frozenset({frozenset, set, list, tuple})
 _AGREED = frozenset({BatchDescriptor, Dispatch, type(None)})
-_RATIOS = frozenset({float, int, type(None)})
 # Constants: CPython 3.11 takes 0.07 us to load the member of an enum.
 _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
 
@@ -54,60 +55,13 @@ class Served(Count):
     __slots__ = ()
 
 
-class Room:
-    """How many sizes of batches may still have a counter of their own."""
-
-    __slots__ = ("left",)
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-
-class BySize(dict[int, Count]):
-    """Counters of batches by their live tokens: a batch that is seen again has its own, so that
-    counting costs a step nothing more. Where there is no `room` for further sizes, they are rounded
-    up to four binary digits, or to the `largest` size that a graph serves."""
-
-    __slots__ = ("_kind", "_largest", "_room")
-
-    def __init__(self, kind: type[Count], room: Room, largest: float = _INF) -> None:
-        self._kind, self._room, self._largest = kind, room, largest
-
-    def __missing__(self, tokens: int) -> Count:
-        if self._room.left > 0:
-            self._room.left -= 1
-        else:
-            step = 1 << max(tokens.bit_length() - 4, 0)
-            tokens = int(min(-(-tokens // step) * step, self._largest))
-        count = self._kind()
-        count.batches = 0
-        # Another thread may have been here first.
-        return self.setdefault(tokens, count)
-
-    @property
-    def batches(self) -> int:
-        """How many there are of all sizes."""
-        # A list: other threads may add sizes meanwhile.
-        return sum(count.batches for count in list(self.values()))
-
-    def counted(self) -> dict[int, int]:
-        """How many there are of each size, the smallest first."""
-        return {tokens: self[tokens].batches for tokens in sorted(self) if self[tokens].batches}
-
-    def reset(self) -> None:
-        """Set all counts to zero."""
-        for count in list(self.values()):
-            count.batches = 0
-
-
 class Reserved:
-    """A reserved graph: the dispatch of its batches, how many it has served, the context of its
-    steps, itself alone where ranks have agreed on it."""
+    """A reserved graph: the dispatch of its batches, the context of its steps, itself alone where
+    ranks have agreed on it."""
 
-    __slots__ = ("alone", "context", "dispatch", "sizes")
+    __slots__ = ("alone", "context", "dispatch")
 
-    def __init__(self, dispatch: Dispatch, context: ForwardContext, room: Room) -> None:
-        self.sizes = BySize(Served, room, dispatch.descriptor.num_tokens)
+    def __init__(self, dispatch: Dispatch, context: ForwardContext) -> None:
         self.dispatch = dispatch
         self.context = context
         self.alone = Ladders([dispatch])
@@ -119,10 +73,11 @@ class _Version:
     The ladders are built at the first batch that needs them: capture publishes graphs one by one.
     """
 
-    __slots__ = ("answers", "ladders", "max_padding")
+    __slots__ = ("answers", "ladders", "max_padding", "most_padding")
 
     def __init__(self, max_padding: float | None) -> None:
         self.max_padding = max_padding
+        self.most_padding = _INF if max_padding is None else max_padding
         self.answers: dict[Any, tuple[Count, Dispatch]] = {}
         self.ladders: tuple[Ladders, Ladders | None] | None = None
 
@@ -151,10 +106,8 @@ class GraphDispatcher(Uncopied):
         self._graphs: list[Reserved] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
-        self._room = Room(COUNTED)
-        self._misses = {
-            reason: BySize(Count, self._room) for reason in Reason if reason not in OF_CALLS
-        }
+        # By the slot, or the reason why there is none, and the live tokens.
+        self._counts: dict[tuple[int | Reason, int], Count] = {}
         self._not_replayed: Counter[tuple[int, Reason]] = Counter()
         # The last step that a wrapper could not replay.
         self._last_missed: object = None
@@ -163,7 +116,7 @@ class GraphDispatcher(Uncopied):
         self._last_context = ForwardContext(GraphMode.NONE)
         # Another one whenever the answer to a batch may change. It is made before the change, under
         # the lock: whatever interrupts that, no answer outlives its version.
-        self.version = _Version(_checked_ratio(max_padding))
+        self.version = _Version(_MAX_PADDING("max_padding", max_padding))
 
     @property
     def max_padding(self) -> float | None:
@@ -172,7 +125,7 @@ class GraphDispatcher(Uncopied):
 
     @max_padding.setter
     def max_padding(self, ratio: float | None) -> None:
-        checked = _checked_ratio(ratio)
+        checked = _MAX_PADDING("max_padding", ratio)
         with self._lock:
             self.version = _Version(checked)
 
@@ -189,7 +142,7 @@ class GraphDispatcher(Uncopied):
                 slot = len(self._graphs)
                 context = ForwardContext(mode, descriptor, slot, dispatcher=self)
                 dispatch = Dispatch(mode, descriptor, Reason.HIT, slot)
-                graph = Reserved(dispatch, context, self._room)
+                graph = Reserved(dispatch, context)
                 self._renew()
                 self._graphs.append(graph)
                 self._slots[key] = slot
@@ -226,36 +179,21 @@ class GraphDispatcher(Uncopied):
         with self._lock:
             return tuple(self._graphs[slot].dispatch for slot in sorted(self._published))
 
-    def dispatch(
-        self,
-        batch: Batch,
-        *,
-        exclude: Collection[GraphMode | str] = NO_MODES,
-        agreed: Agreed | None = None,
-        max_padding: float | None = None,
-    ) -> Dispatch:
+    def dispatch(self, batch: Batch, *, agreed: Agreed | None = None) -> Dispatch:
         """The best captured graph for `batch`, else NONE with the unpadded batch and the reason.
 
-        `exclude` takes runtime modes out for this batch. `agreed` is the graph that ranks have
-        agreed on, by its descriptor or the dispatch of one of them: that one whatever it pads, or
-        none, with RANKS_DISAGREE. Never raises for a batch of at least one token; raises
-        `InvalidBatchError` for one of none, or with counts that are no integers, and
-        `InvalidModeError` and `InvalidOptionError` for limits that are none.
+        `agreed` is the graph that ranks have agreed on, by its descriptor or the dispatch of one of
+        them: that one whatever it pads, or none, with RANKS_DISAGREE. Never raises for a batch of
+        at least one token; raises `InvalidBatchError` for one of none, or with counts that are no
+        integers, and `InvalidModeError` where what it excludes is no set of modes.
         """
-        count, dispatch = self._answer(batch, exclude, agreed, max_padding)
+        count, dispatch = self._answer(batch, agreed)
         count.batches += 1
         return dispatch
 
-    def peek(
-        self,
-        batch: Batch,
-        *,
-        exclude: Collection[GraphMode | str] = NO_MODES,
-        agreed: Agreed | None = None,
-        max_padding: float | None = None,
-    ) -> Dispatch:
+    def peek(self, batch: Batch, *, agreed: Agreed | None = None) -> Dispatch:
         """What `dispatch` would say now, which is not counted as a step."""
-        return self._answer(batch, exclude, agreed, max_padding)[1]
+        return self._answer(batch, agreed)[1]
 
     def planned_for(self, batch: Batch, *, agreed: Agreed | None = None) -> Dispatch | None:
         """The best graph for `batch` among those that are reserved but not published, and that
@@ -264,10 +202,8 @@ class GraphDispatcher(Uncopied):
         excluded = _checked_modes(batch.exclude)
         if agreed is not None:
             return self._agreed_on(batch, excluded, agreed, published=False)
-        planned, ratio = self._ladders(version)[1], version.max_padding
-        if planned is None:
-            return None
-        return planned.find(batch, excluded, _INF if ratio is None else batch.num_tokens * ratio)[0]
+        planned, most = self._ladders(version)[1], batch.num_tokens * version.most_padding
+        return None if planned is None else planned.find(batch, excluded, most)[0]
 
     def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
         """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`.
@@ -323,13 +259,47 @@ class GraphDispatcher(Uncopied):
         self._not_replayed[slot, reason] += 1
         self.not_served += 1
 
+    def _counter(self, dispatch: Dispatch, tokens: int) -> Count:
+        """What counts batches of so many tokens that have this answer. A batch that is seen again
+        has it at hand, so that counting costs a step nothing more. Beyond `COUNTED` further sizes
+        are rounded up to four binary digits, or to the size of the graph."""
+        _, descriptor, reason, slot = dispatch
+        where = slot if slot >= 0 else reason
+        try:
+            return self._counts[where, tokens]
+        except KeyError:
+            count = Served() if slot >= 0 else Count()
+        count.batches = 0
+        if len(self._counts) >= COUNTED:
+            step = 1 << max(tokens.bit_length() - 4, 0)
+            tokens = -(-tokens // step) * step
+            if slot >= 0:
+                tokens = min(tokens, descriptor.num_tokens)
+        # Another thread may have been here first.
+        return self._counts.setdefault((where, tokens), count)
+
+    def sizes(self) -> dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]]:
+        """How many batches of each live size were dispatched to a graph, also those that it has not
+        served, by its key; or to none, by the reason."""
+        with self._lock:
+            keys = list(self._slots)
+            sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = {}
+            sizes.update((key, {}) for key in keys)
+            sizes.update((reason, {}) for reason in _OF_DISPATCH)
+            for where, tokens in sorted(self._counts, key=itemgetter(1)):
+                batches = self._counts[where, tokens].batches
+                if batches:
+                    sizes[where if isinstance(where, Reason) else keys[where]][tokens] = batches
+            return sizes
+
     def counts(self) -> dict[Reason, int]:
         """How many batches were dispatched for each reason so far."""
+        counts = dict.fromkeys(_OF_DISPATCH, 0)
         with self._lock:
-            counts = {reason: missed.batches for reason, missed in self._misses.items()}
-            hits = sum(graph.sizes.batches for graph in self._graphs)
-            counts[Reason.HIT] = hits - self._not_replayed.total()
+            for key, sizes in self.sizes().items():
+                counts[key if isinstance(key, Reason) else Reason.HIT] += sum(sizes.values())
             for (_, reason), count in self._not_replayed.items():
+                counts[Reason.HIT] -= count
                 counts[reason] += count
             return counts
 
@@ -337,91 +307,56 @@ class GraphDispatcher(Uncopied):
         """How many batches each reserved graph has served; with `announced`, those too that ran
         padded as it would be, because a wrapper did not have it (MISSING_GRAPH)."""
         with self._lock:
-            hits = [graph.sizes.batches for graph in self._graphs]
+            sizes = self.sizes()
+            hits = {key: sum(sizes[key].values()) for key in self._slots}
             for (slot, reason), count in self._not_replayed.items():
                 padded = announced and reason is Reason.MISSING_GRAPH
-                hits[slot] -= 0 if padded else count
-            return {key: hits[slot] for key, slot in self._slots.items()}
-
-    def sizes(self) -> dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]]:
-        """How many batches of each live size were dispatched to a graph, also those that it has not
-        served, by its key; or to none, by the reason."""
-        with self._lock:
-            sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = {}
-            for key, slot in self._slots.items():
-                sizes[key] = self._graphs[slot].sizes.counted()
-            for reason, missed in self._misses.items():
-                sizes[reason] = missed.counted()
-            return sizes
+                hits[self._graphs[slot].dispatch[:2]] -= 0 if padded else count
+            return hits
 
     def not_served_by(self) -> dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]]:
         """How many batches a graph was to serve and has not, by graph and reason."""
         with self._lock:
             counts: dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]] = {}
             for (slot, reason), count in self._not_replayed.items():
-                dispatch = self._graphs[slot].dispatch
-                counts.setdefault((dispatch.mode, dispatch.descriptor), {})[reason] = count
+                counts.setdefault(self._graphs[slot].dispatch[:2], {})[reason] = count
             return counts
 
     def reset_counts(self) -> None:
         """Set all counts to zero."""
         with self._lock:
             self._not_replayed.clear()
-            for sizes in (*self._misses.values(), *(graph.sizes for graph in self._graphs)):
-                sizes.reset()
+            for count in list(self._counts.values()):
+                count.batches = 0
 
-    def _answer(
-        self,
-        batch: Batch,
-        exclude: Collection[GraphMode | str],
-        agreed: Agreed | None,
-        max_padding: float | None,
-    ) -> tuple[Count, Dispatch]:
+    def _answer(self, batch: Batch, agreed: Agreed | None) -> tuple[Count, Dispatch]:
         """The dispatch of a batch, and where it is counted."""
         # One version for all of it: a graph that is published meanwhile serves the next batch.
         version, key = self.version, None
         try:
-            # Of these classes alone: a tuple that equals a batch is none, nor is True a ratio.
-            if batch.__class__ is Batch:
-                if exclude is NO_MODES and agreed is None and max_padding is None:
-                    key = batch
-                elif (
-                    exclude.__class__ in _COLLECTIONS
-                    and agreed.__class__ in _AGREED
-                    and max_padding.__class__ in _RATIOS
-                ):
-                    key = batch, frozenset(exclude), agreed, max_padding
+            # Of these classes alone: a tuple that equals a batch is none.
+            if batch.__class__ is Batch and agreed.__class__ in _AGREED:
+                key = batch if agreed is None else (batch, agreed)
                 known = version.answers.get(key)
                 if known is not None:
                     return known
         except NOT_FOUND:
             # No error is lost: everything is looked at again, and what is wrong is named.
             key = None
-        return self._search(version, key, batch, exclude, agreed, max_padding)
+        return self._search(version, key, batch, agreed)
 
     def _search(
-        self,
-        version: _Version,
-        key: Any,
-        batch: Batch,
-        exclude: Collection[GraphMode | str],
-        agreed: Agreed | None,
-        max_padding: float | None,
+        self, version: _Version, key: Any, batch: Batch, agreed: Agreed | None
     ) -> tuple[Count, Dispatch]:
         """The same for a batch that was not seen before, or cannot be remembered."""
         checked = checked_batch(batch)
         live = settled(checked)
-        ratio = version.max_padding if max_padding is None else _checked_ratio(max_padding)
         excluded = NO_MODES if batch.exclude is NO_MODES else _checked_modes(batch.exclude)
-        if exclude is not NO_MODES:
-            excluded |= _checked_modes(exclude)
-        dispatch, reason = self._best(version, live, excluded, agreed, ratio)
+        dispatch, reason = self._best(version, live, excluded, agreed)
         if dispatch is None:
             # As all of a `Dispatch`, which takes as long as its descriptor.
             dispatch = _new_tuple(Dispatch, (_NONE, descriptor_of(live), reason, -1))
-            answer = self._misses[reason][live[0]], dispatch
-        else:
-            answer = self._graphs[dispatch.slot].sizes[live[0]], dispatch
+        answer = self._counter(dispatch, live[0]), dispatch
         # Not of what a host may change in place.
         if key is not None and checked is batch and batch.exclude.__class__ is frozenset:
             if len(version.answers) >= REMEMBERED:
@@ -435,7 +370,6 @@ class GraphDispatcher(Uncopied):
         batch: Batch,
         excluded: frozenset[GraphMode],
         agreed: Agreed | None,
-        ratio: float | None,
     ) -> tuple[Dispatch | None, Reason]:
         """The best graph, or why there is none: the first of these that is true."""
         off = self.mode is _NONE
@@ -443,7 +377,7 @@ class GraphDispatcher(Uncopied):
             graph = self._agreed_on(batch, excluded, agreed, published=True)
             return graph, Reason.MODE_NONE if off else Reason.RANKS_DISAGREE
         published, planned = version.ladders or self._ladders(version)
-        max_tokens = _INF if ratio is None else batch.num_tokens * ratio
+        max_tokens = batch.num_tokens * version.most_padding
         graph, pads, left_out, largest = published.find(batch, excluded, max_tokens)
         if graph is not None or off:
             return graph, Reason.MODE_NONE
@@ -507,13 +441,6 @@ def _checked_modes(modes: Collection[GraphMode | str]) -> frozenset[GraphMode]:
     listed = modes if isinstance(modes, Collection) else None
     each = items_of("exclude", listed, "{GraphMode.FULL}", InvalidModeError)
     return frozenset([GraphMode.parse_runtime(mode, what) for mode in each])
-
-
-def _checked_ratio(max_padding: float | None) -> float | None:
-    """`max_padding` itself; raises `InvalidOptionError` unless it is None or at least 1."""
-    if max_padding is not None:
-        padding_ratio("max_padding", max_padding)
-    return max_padding
 
 
 def _checked_key(

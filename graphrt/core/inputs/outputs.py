@@ -74,10 +74,7 @@ class OutputLayout:
         for an axis that there is not, `InvalidOptionError` for anything else.
         """
         self._declared = _declared_axes(declared)
-        self._batch_dims: dict[str, BatchDims] = {}
-        self._seen: list[Seen] = []
-        self._resolved: set[tuple[int, int]] = set()
-        self._fails_at: set[tuple[int, int]] = set()
+        self.forget()
 
     def see(self, tokens: int, reqs: int, outputs: Any) -> None:
         """Note what a forward returned; raises `OutputError` for what cannot be handed out."""
@@ -112,10 +109,10 @@ class OutputLayout:
     def forget(self) -> None:
         """Forget what was seen."""
         # First: whatever interrupts this, what is not there any more does not count as resolved.
-        self._resolved = set()
-        self._seen = []
-        self._batch_dims = {}
-        self._fails_at = set()
+        self._resolved: set[tuple[int, int]] = set()
+        self._seen: list[Seen] = []
+        self._batch_dims: dict[str, BatchDims] = {}
+        self._fails_at: set[tuple[int, int]] = set()
 
     def batch_dims(self, path: str) -> BatchDims:
         """The dimensions to cut of the tensor at `path`; raises `OutputError` for one that was not
@@ -237,7 +234,10 @@ class OutputLayout:
 
     def _axes(self, path: str) -> Declared | None:
         """The declared axes of the tensor at `path`, None if there are none."""
-        return next((axes for prefix, axes in self._declared.items() if _is_of(prefix, path)), None)
+        for prefix, axes in self._declared.items():
+            if _is_of(prefix, path):
+                return axes
+        return None
 
     def _check_declared(self, seen: Seen, outputs: Any) -> None:
         for path in self._declared:

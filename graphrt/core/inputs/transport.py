@@ -188,16 +188,17 @@ def _apart(value: torch.Tensor, move: FieldMove, slab: Slab, busy: tuple[int, in
     return value.clone() if overwritten else value
 
 
-def copy_rows(moves: StepMoves, base: int, addresses: Sequence[int]) -> None:
-    """Copy the live rows of all inputs, which lie at these addresses, into the host's packed memory
-    at `base`."""
-    if moves.short is not None:
+def copy_rows(moves: StepMoves, sources: Sources, base: int) -> None:
+    """Copy the live rows that come from the host into its packed memory at `base`."""
+    _, addresses, kinds, _ = sources
+    if moves.short is not None and kinds == moves.from_host:
         places, sizes = moves.short
         # Each returns None, so that `any` has all of them done, without a loop in Python.
         any(map(copy_few, map(base.__add__, places), addresses, sizes))
     else:
-        for move, address in zip(moves.fields, addresses, strict=True):
-            move.copy_at(base, address)
+        for move, address, kind in zip(moves.fields, addresses, kinds, strict=True):
+            if kind == "h":
+                move.copy_at(base, address)
 
 
 class HostCopy(InputTransport):
@@ -209,18 +210,14 @@ class HostCopy(InputTransport):
     def fill(
         self, values: Mapping[str, Any], moves: StepMoves, stream: Any, in_graph: bool
     ) -> None:
-        base = self.slab.low
         sources = sources_of(values, moves, self.slab, (0, 0))
-        if sources.kinds == moves.from_host:
-            copy_rows(moves, base, sources.addresses)
-        elif "h" in sources.kinds or "d" in sources.kinds:
-            for move, tensor, address, kind in zip(moves.fields, *sources[:3], strict=True):
-                if kind == "h":
-                    move.copy_at(base, address)
-                elif kind == "d":
+        # First, as padding may repeat a live row.
+        if "d" in sources.kinds:
+            for move, tensor, kind in zip(moves.fields, *sources[::2], strict=True):
+                if kind == "d":
                     move.views[0].copy_(tensor.detach())
-        if moves.padded:
-            moves.pad_at(base)
+        copy_rows(moves, sources, self.slab.low)
+        moves.pad_at(self.slab.low)
 
     def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
         return None, self.slab.buffer, self.slab.low
@@ -251,11 +248,9 @@ class StagedCopy(InputTransport):
         spans = moves.whole if from_host else moves.spans(kinds)
         if spans:
             slot = self.staging.take()
-            if from_host:
-                copy_rows(moves, slot.address, sources.addresses)
-                moves.pad_at(slot.address)
-            else:
-                self._write(moves, sources, slot.address)
+            copy_rows(moves, sources, slot.address)
+            # Of a row to repeat that is on the device: its tail here is copied nowhere.
+            moves.pad_at(slot.address)
             slot.copy_to(self.slab.window, spans, stream)
         if "d" in kinds or (moves.padded and not from_host):
             self._write_on_device(moves, sources)
@@ -268,15 +263,6 @@ class StagedCopy(InputTransport):
         moves.pad_at(place.address)
         place.copy_to(self.slab.window, moves.whole, stream)
         return True
-
-    def _write(self, moves: StepMoves, sources: Sources, base: int) -> None:
-        """Write what comes from the host to a slot at `base`, and the constant padding of all."""
-        for move, address, kind in zip(moves.fields, sources.addresses, sources.kinds, strict=True):
-            if kind == "h":
-                move.copy_at(base, address)
-            # A row that is repeated is where the live rows are.
-            if move.pads or kind == "h":
-                move.pad_at(base)
 
     def _write_on_device(self, moves: StepMoves, sources: Sources) -> None:
         """Copy what lives on a device already, in one fused copy, and pad what needs it there."""

@@ -106,17 +106,15 @@ class RingTransport:
         if not table.fits:
             return False
         base = self._memory[0] + slot[1]
+        copy_rows(moves, sources, base)
         if kinds == moves.from_host:
-            copy_rows(moves, base, sources.addresses)
             learn(moves, sources, self.ring, self.slab, table, None)
             self._give(table, fetch, slot, (), in_graph)
             return True
         made: list[torch.Tensor] = []
         addresses = sources.addresses
-        for number, (move, kind) in enumerate(zip(moves.fields, kinds, strict=True)):
-            if kind == "h":
-                move.copy_at(base, addresses[number])
-            elif kind == "d":
+        for number, kind in enumerate(kinds):
+            if kind == "d":
                 addresses[number] = self._address(sources.tensors[number], made)
         self._kept = made if sources.plain else [*sources.tensors, *made]
         if "h" not in kinds and not made:
