@@ -35,7 +35,7 @@ lint: setup-dev
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy graphrt packages/graphrt-ascend-sim/src
-	$(VENV)/bin/python -m pytest tests/typing
+	$(VENV)/bin/python -m pytest -m "long or not long" tests/typing
 
 bench: setup-test
 	$(VENV)/bin/python -m benchmarks.host_overhead $(ARGS)

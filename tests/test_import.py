@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import starts
 
 CHECK = """
 import sys, torch
@@ -22,9 +22,7 @@ print(all(hasattr(graphrt, name) for name in graphrt.__all__))
 
 
 def test_import_loads_nothing_heavy_and_touches_no_device():
-    result = subprocess.run(
-        [sys.executable, "-c", CHECK], capture_output=True, text=True, check=True
-    )
+    result = starts.run("-c", CHECK, check=True)
     assert result.stdout.splitlines() == ["[] [] False False", "True"]
 
 
@@ -49,7 +47,7 @@ print(set(graphrt.__all__) <= set(dir(graphrt)), "testing" in dir(graphrt))
 
 
 def test_a_name_loads_no_more_than_it_needs() -> None:
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
+    done = starts.run("-c", LATE, check=True)
     layers, runner, listed = done.stdout.splitlines()
     assert "graphrt.core.plan" in layers and "graphrt.core.trust" not in layers
     assert runner == "['graphrt.core.runner.runner']"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import starts
 
 ROOT = Path(__file__).parents[1]
 NETWORK = {
@@ -89,12 +89,7 @@ def test_capture_replay_report_and_demo_open_no_socket(demo):
         pytest.importorskip("safetensors")
         pytest.importorskip("tokenizers")
         call = "from graphrt.demo import run_demo; run_demo(platform='cpu', max_new_tokens=2)"
-    done = subprocess.run(
-        [sys.executable, "-c", WATCHED.replace("DEMO", call)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = WATCHED.replace("DEMO", call)
+    done = starts.run("-c", code, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert "sockets: []" in done.stdout

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import starts
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "platform_plugin"
 
@@ -55,13 +57,7 @@ def run(code: str, *sites: Path, platform: str | None = None) -> subprocess.Comp
     environ["PYTHONPATH"] = os.pathsep.join(map(str, (*sites, ROOT)))
     if platform is not None:
         environ["GRAPHRT_PLATFORM"] = platform
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return starts.run("-c", textwrap.dedent(code), env=environ)
 
 
 def test_example_is_used_through_the_variable(installed: Path) -> None:

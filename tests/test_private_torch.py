@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -23,6 +21,7 @@ from graphrt.core.base.private_torch import (
     UntestedTorchWarning,
     warn_if_untested,
 )
+from tests import starts
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "graphrt").rglob("*.py"))
@@ -167,9 +166,7 @@ except errors.MissingTorchNameError as error:
 
 
 def test_no_import_fails_without_any_of_them() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_ANY, str(ROOT)], capture_output=True, text=True, check=True
-    )
+    done = starts.run("-c", _WITHOUT_ANY, str(ROOT), check=True)
     assert done.stdout.splitlines() == [
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch._C._cuda_getDevice",
@@ -187,7 +184,5 @@ def test_an_untested_torch_is_named_in_a_warning() -> None:
 
 def test_using_graphrt_warns_of_an_untested_torch() -> None:
     code = "import torch; torch.__version__ = '99.1.0'; from graphrt import Plan"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert "UntestedTorchWarning: graphrt was not tested with torch 99.1.0" in (done.stderr)
+    done = starts.run("-c", code, cwd=ROOT, check=True)
+    assert "UntestedTorchWarning: graphrt was not tested with torch 99.1.0" in done.stderr

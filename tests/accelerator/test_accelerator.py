@@ -20,6 +20,9 @@ from graphrt.core.trust.watching.modes import IssuedWatch
 from graphrt.testing import PlatformConformance
 from graphrt.testing.conformance.base import D2, D4, FULL, PIECEWISE, ConformanceBase
 
+# Tests that collect garbage would look at the tests of all other files each time.
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 
 class TestConformance(PlatformConformance):
     """With strong references, as on a device that cannot tell whose memory is."""

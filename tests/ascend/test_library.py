@@ -18,6 +18,7 @@ from graphrt.cli.app import app
 from graphrt.core.base.errors import TorchImportError
 from graphrt.core.base.torch_import import explain_torch_import
 from graphrt.core.device import registry as plugins
+from tests import starts
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_CANN = "libhccl.so: cannot open shared object file: No such file or directory"
@@ -157,9 +158,7 @@ RUN = "import sys; from graphrt.cli.app import main; sys.argv = ['graphrt', 'doc
 
 def test_doctor_runs_beside_a_broken_torch_npu(broken_extension: dict[str, str]) -> None:
     environ = {**broken_extension, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN], env=environ, capture_output=True, text=True, check=False
-    )
+    done = starts.run("-c", RUN, env=environ)
     assert done.returncode == 0, done.stderr
     assert "libhccl.so" in done.stdout and "set_env.sh" in done.stdout
     assert "2.13.0" in done.stdout

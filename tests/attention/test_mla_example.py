@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ def test_the_declaration_takes_attention_into_the_graph(changes: dict[str, int])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted")
 def test_the_triton_kernels_are_taken_in_too() -> None:
     pytest.importorskip("triton", reason="the kernels are written in Triton")
-    chosen = work(batch=1, steps=2, query_len=2)
-    check(run(TINY, chosen, "cpu", "triton"), chosen, TINY.layers)
+    model, chosen = replace(TINY, layers=1), work(batch=1, steps=2, context=3, query_len=2)
+    check(run(model, chosen, "cpu", "triton"), chosen, model.layers)
 
 
 def test_a_replay_that_differs_from_eager_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,12 +97,18 @@ def killed_at(number: int, torn: bool, work: Callable[[Path], None], directory: 
     return os.waitstatus_to_exitcode(status)
 
 
-WORKS = [(write, False), (write_unpacked, False), (write_unpacked, True), (remove_all, True)]
-
-
-@pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize(
-    ("work", "filled"), WORKS, ids=["write", "write unpacked", "write again", "remove_all"]
+    ("work", "filled", "torn"),
+    [
+        pytest.param(write, False, False, id="write"),
+        # One function writes both formats: the next two notice a sync that is left out.
+        pytest.param(write, False, True, id="write torn", marks=pytest.mark.long),
+        pytest.param(write_unpacked, False, False, id="write unpacked", marks=pytest.mark.long),
+        pytest.param(write_unpacked, False, True, id="write unpacked torn"),
+        pytest.param(write_unpacked, True, False, id="write again", marks=pytest.mark.long),
+        pytest.param(write_unpacked, True, True, id="write again torn"),
+        pytest.param(remove_all, True, False, id="remove_all"),
+    ],
 )
 def test_killed_at_any_point(
     tmp_path: Path, work: Callable[[Path], None], filled: bool, torn: bool
@@ -142,7 +148,7 @@ def race(directory: Path, rounds: int, barrier: object, results: object) -> None
 def read(directory: Path, stop: object, results: object) -> None:
     reads = bad = 0
     while not stop.is_set():
-        for number in range(0, 100, 7):
+        for number in range(0, 25, 3):
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 entry = CacheEntry(key_of(b"%d" % number), directory)
@@ -154,7 +160,7 @@ def read(directory: Path, stop: object, results: object) -> None:
 
 def test_writers_that_race_and_readers_see_whole_pieces(tmp_path: Path):
     context = multiprocessing.get_context("fork")
-    writers, rounds = 4, 100
+    writers, rounds = 4, 25
     barrier, results = context.Barrier(writers), context.Queue()
     stop, figures = context.Event(), context.Queue()
     reader = context.Process(target=read, args=(tmp_path, stop, figures))

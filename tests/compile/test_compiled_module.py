@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +26,7 @@ from graphrt.compile import (
 )
 from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidOptionError
+from tests import starts
 from tests.models.llama import Llama, step_inputs
 
 SHAPES = ("backed", "unbacked", "backed_size_oblivious")
@@ -421,5 +420,5 @@ def test_options():
 
 def test_importing_loads_no_compiler():
     code = "import sys, graphrt.compile; print('torch._inductor.compile_fx' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = starts.run("-c", code, check=True)
     assert found.stdout.strip() == "False"

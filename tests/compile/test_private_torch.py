@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +18,7 @@ from graphrt.compile.private_torch import patches
 from graphrt.compile.private_torch.names import NAMES, private_attribute
 from graphrt.core.base.errors import MissingTorchNameError
 from graphrt.core.base.private_torch import TESTED
+from tests import starts
 
 ROOT = Path(str(graphrt.compile.__file__)).parent
 DOOR = ROOT / "private_torch"
@@ -79,7 +78,7 @@ def test_importing_looks_nothing_up():
         "import sys, torch; before = set(sys.modules); import graphrt.compile;"
         "print(sorted(n for n in set(sys.modules) - before if n.split('.')[0] == 'torch'))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = starts.run("-c", code, check=True)
     assert found.stdout.strip() == "[]"
 
 

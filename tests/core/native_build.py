@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import starts
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "graphrt.core.base._native"
 
@@ -23,14 +25,8 @@ sys.modules[{MODULE!r}] = module
 
 def run(script: str, *arguments: object) -> str:
     """What a script printed that succeeded."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = starts.run("-c", script, *map(str, arguments), cwd=ROOT, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -7,8 +7,6 @@ import gc
 import itertools
 import os
 import random
-import subprocess
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 
 from graphrt.core.base._native_door import NativeGlances, NativeWatch, native_state
+from tests import starts
 
 watched = pytest.mark.skipif(
     NativeWatch is None,
@@ -384,7 +383,7 @@ _, status = os.waitpid(pid, 0)
 assert watch.rung
 sys.exit(os.waitstatus_to_exitcode(status))
 """
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+    assert starts.run("-c", script).returncode == 0
 
 
 @watched
@@ -401,9 +400,7 @@ watch.aim({0: (vars(held), None), 1: (globals(), None), 2: (Holder, None)})
 vars(held)["self"] = held
 print("done", flush=True)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True
-    )
+    done = starts.run("-c", script, finalized=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 

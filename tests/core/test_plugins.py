@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import threading
 import types
@@ -25,6 +24,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.device import registry as plugins
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.registry import PlatformRegistry, PluginWarning, hookimpl, resolve_platform
+from tests import starts
 
 
 class StubPlatform(Platform):
@@ -405,7 +405,7 @@ def test_importing_finds_nothing_and_imports_no_platform() -> None:
         " [['graphrt', each] for each in platforms]]\n"
         "assert not found and 'torch_npu' not in sys.modules, found\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    starts.run("-c", code, check=True)
 
 
 # Plugins that end the process ---------------------------------------------------------------------
@@ -610,12 +610,8 @@ def test_importing_graphrt_raises_for_no_value_of_its_variables() -> None:
     read = ["LOG", "MODE", "CHECK", "PLATFORM", "BLOCK_PLUGINS", "ONLY_PLUGINS", "VLLM"]
     read += ["VLLM_ASCEND", "ASCEND_UPDATE_ORDER", "ASCEND_HANG_TIMEOUT_S", "NATIVE"]
     read += ["CACHE_DIR", "DISABLE_CACHE", "CACHE_FORMAT"]
-    done = subprocess.run(
-        [sys.executable, "-c", "import graphrt, graphrt.platforms, graphrt.errors"],
-        env={**os.environ, **{f"GRAPHRT_{name}": "!nonsense" for name in read}},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = "import graphrt, graphrt.platforms, graphrt.errors"
+    nonsense = {f"GRAPHRT_{name}": "!nonsense" for name in read}
+    done = starts.run("-c", code, env={**os.environ, **nonsense})
     assert done.returncode == 0, done.stderr
     assert "GRAPHRT_LOG" in done.stderr and "DEBUG, INFO, WARNING, ERROR" in done.stderr

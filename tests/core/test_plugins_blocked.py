@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from graphrt.core.base.errors import InvalidOptionError, PluginBlockedError, UnknownPlatformError
 from graphrt.core.device._allowed import AllowedPlugins
 from graphrt.core.device.registry import PlatformRegistry
+from tests import starts
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,13 +56,9 @@ def outside(site: Path, code: str, **variables: str) -> str:
     """What a process of its own prints, with these variables and the two plugins."""
     path = f"{site}{os.pathsep}{ROOT}"
     inherited = {name: value for name, value in os.environ.items() if "GRAPHRT" not in name}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**inherited, "PYTHONPATH": path, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    quiet = "import warnings; warnings.simplefilter('ignore')\n"
+    environ = {**inherited, "PYTHONPATH": path, **variables}
+    done = starts.run("-c", quiet + code, env=environ)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests import starts
 
 PROGRAM = """
 import sys
@@ -54,11 +53,5 @@ if sys.argv[3] == "cycle":
 )
 @pytest.mark.parametrize("shape", ["plain", "cycle"])
 def test_a_step_of_a_finalizer_does_not_end_the_process(check, captured, told, shape):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, check, captured, shape],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = starts.run("-c", PROGRAM, check, captured, shape, finalized=True)
     assert done.stdout.split() == [told] and done.returncode == 0, done.stderr[-2000:]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from cpu_capturing import capture, modes_left, same
 from torch import nn
 
 from graphrt.cpu import Arena
+from tests import starts
 
 
 @pytest.fixture(params=["eager", "inductor"])
@@ -257,11 +257,6 @@ def test_a_compiler_that_is_loaded_inside_of_the_capture_is_refused():
         print("skipped: inductor on the CPU needs a C++ compiler")
         pytest.skip("no C++ compiler")
     paths = [os.path.dirname(__file__), *sys.path]
-    ran = subprocess.run(
-        [sys.executable, "-c", LATE],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    path = os.pathsep.join(filter(None, paths))
+    ran = starts.run("-c", LATE, env=os.environ | {"PYTHONPATH": path})
     assert ran.returncode == 0, ran.stderr

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from graphrt.errors import PoolExhaustedError, ResourceExhaustedError
 from graphrt.platforms import get_platform
+from tests import starts
 
 resource = pytest.importorskip("resource", reason="memory limits need a POSIX system")
 
@@ -52,13 +51,7 @@ print(out.tolist() == [[3.0] * 4] * 2, runner.last_dispatch.reason.name)
     [(False, ["1 2 1", "True HIT"]), (True, ["refused True", "0 2 1", "True HIT"])],
 )
 def test_a_size_that_does_not_fit_into_memory_is_dropped_by_name(strict, lines):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM % strict)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = starts.run("-c", textwrap.dedent(PROGRAM % strict))
     assert done.stdout.splitlines() == lines, done.stderr[-2000:]
 
 

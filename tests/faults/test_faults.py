@@ -35,13 +35,13 @@ def check(scenario: type[World], make: Callable[[], Platform], count: int | None
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_fault_leaves_nothing_half_done(name):
-    check(ON_CPU[name], maker_of("cpu"), 4)
+    check(ON_CPU[name], maker_of("cpu"), 2)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_an_interrupt_while_a_fault_is_undone_leaves_nothing_half_done(name):
     harness = Harness(ON_CPU[name], maker_of("cpu"))
-    found = [harness.inject(fault) for fault in harness.doubled(8)]
+    found = [harness.inject(fault) for fault in harness.doubled(4)]
     assert found and not [str(each) for each in found if each.wrong]
 
 

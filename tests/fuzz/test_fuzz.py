@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import starts
 from tests.fuzz.counting import Counts, counted, judged_on
 from tests.fuzz.growing import grown
 from tests.fuzz.minimising import minimised
@@ -28,7 +29,7 @@ def test_a_seed_gives_the_same_program_each_time() -> None:
 
 
 def test_random_programs_are_right_or_named() -> None:
-    _check(counted(range(150)))
+    _check(counted(range(50)))
 
 
 @pytest.mark.long
@@ -63,11 +64,5 @@ def test_a_bridge_that_is_not_filled_is_found_and_made_small(
 def test_a_printed_program_runs_by_itself(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(printed(program_of(3)))
-    done = subprocess.run(
-        [sys.executable, str(file)],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    done = starts.run(str(file), cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""})
     assert "outcome=" in done.stdout, done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ from graphrt.hosts.vllm import install, platform
 from graphrt.hosts.vllm.breakable import called_by
 from graphrt.hosts.vllm.log import EagerSteps
 from graphrt.hosts.vllm.steps import MOST, Steps
+from tests import starts
 
 ROOT = Path(__file__).resolve().parents[2]
 Mode = SimpleNamespace
@@ -36,9 +35,7 @@ for value in ("", "0"):
     os.environ["GRAPHRT_VLLM"] = value
     print(platform(), install())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+    done = starts.run("-c", code, env=environment)
     assert done.stdout.splitlines() == ["None None"] * 3, done.stderr
 
 

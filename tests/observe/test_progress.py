@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import re
-import subprocess
 import sys
 
 import pytest
 
 from graphrt.core.base.errors import InvalidOptionError
+from tests import starts
 from tests.observe.planted import planted_runner, run_planted, step
 
 
@@ -77,6 +77,6 @@ runner.capture()
 @pytest.mark.parametrize(("level", "lines"), [("INFO", 2), ("WARNING", 0)])
 def test_the_variable_prints_the_log(level, lines, monkeypatch):
     monkeypatch.setenv("GRAPHRT_LOG", level)
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    done = starts.run("-c", CODE, check=True)
     said = [line for line in done.stderr.splitlines() if " graphrt " in line]
     assert len(said) == lines and all(" INFO captured " in line for line in said)

@@ -53,7 +53,7 @@ def bad(rows: list[Row]) -> list[str]:
 
 
 def test_operators_equal_eager_code_or_are_refused_by_name():
-    rows = [row for case in some("cpu", 30) for row in rows_of(case, 3)]
+    rows = [row for case in some("cpu", 12) for row in rows_of(case, 3)]
     counts = sum((row.counts for row in rows), start=type(rows[0].counts)())
     assert bad(rows) == []
     assert counts[EQUAL] > counts[REFUSED] + counts[INVALID]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import starts
 from tests.threads.forks import NAMED, RIGHT, SCENARIOS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
@@ -28,15 +27,8 @@ EXPECTED = {
 
 def told_by(scenario: str) -> str:
     """What a scenario prints, in a process of its own: children of pytest's would be pytest."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.threads.forks", scenario],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = starts.run("-m", "tests.threads.forks", scenario, cwd=ROOT, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
 

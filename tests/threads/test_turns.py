@@ -28,6 +28,8 @@ from graphrt.core.replay._turn import in_turn
 from graphrt.errors import InvalidInputError, PoolBusyError, PoolClosedError, VerificationError
 from tests.threads.load import KINDS, run
 
+# Threads and their runners are collected often, beside the tests of all other files.
+pytestmark = pytest.mark.usefixtures("frozen_heap")
 FULL = GraphMode.FULL
 
 

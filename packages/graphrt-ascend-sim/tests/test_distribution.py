@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import starts
+
 HERE = Path(__file__).resolve().parents[1]
 ROOT = HERE.parents[1]
 SOURCES = HERE / "src" / "graphrt_ascend_sim"
@@ -44,13 +46,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(code: str, *sites: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     environ = {key: value for key, value in os.environ.items() if key != "GRAPHRT_PLATFORM"}
     environ["PYTHONPATH"] = os.pathsep.join(map(str, (*sites, ROOT)))
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environ |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} | environment
+    return starts.run("-c", textwrap.dedent(code), env=environ)
 
 
 def test_the_wheel_has_the_sources_and_no_tests(installed: Path) -> None:
