@@ -167,7 +167,8 @@ class Agreement:
 
     def may_capture(self, graphs: GraphTable, wanted: Sequence[str], *, now: bool = True) -> bool:
         """See `graphrt.types.Ranks`: a runner with `Host(ranks=)` calls it."""
-        facts = {**self._facts_of(graphs), "captures": list(wanted)}
+        captures = [f"captures {graph}" for graph in wanted] or ["captures nothing"]
+        facts = {**self._facts_of(graphs), "next": captures}
         vote = self._send(facts, digest_of(facts), bytes([USABLE if now else UNUSABLE]))
         return self._tally(vote).graph is not None
 

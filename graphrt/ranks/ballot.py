@@ -95,7 +95,7 @@ class Ballot:
         self._published = [graph[:2] in published for graph in self.graphs]
         self._answers: dict[Batch | None, bytes] = {}
         text = [f"{graph.mode.name} [{graph.descriptor}]" for graph in self.graphs]
-        self.facts = {**self._facts, "graphs": text}
+        self.facts = {**self._facts, "next": ["a step"], "graphs": text}
         self.digest = digest_of(self.facts)
 
     def usable(self, batch: Batch | None) -> bytes:

@@ -126,7 +126,7 @@ def test_released_graphs_are_captured_again(agreement: Agreement) -> None:
     runner.capture()
     runner.release()
     assert_steps(runner, 2, Reason.RANKS_DISAGREE)
-    assert runner.capture_next(prefer=[4]).left == 2
+    assert runner.capture_next().left == 2
     assert_steps(runner, 2, Reason.HIT)
     runner.recapture()
     assert len(runner.report().graphs) == 3

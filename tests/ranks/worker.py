@@ -124,7 +124,7 @@ def main(
     ):
         try:
             LAST[0] = time.monotonic()
-            if not case.get("lazy") and "prefer" not in case:
+            if not case.get("lazy") and "budget_s" not in case:
                 runner.capture()
             take_steps(case, mine, model, agreement, runner, steps, wrong)
         except GraphRTError:
@@ -167,8 +167,8 @@ def take_steps(
             inject(fault, runner, model)
             if fault["kind"] == "skip":
                 continue
-        if "prefer" in case:
-            runner.capture_next(case.get("budget_s", 0.0), prefer=mine.get("prefer", ()))
+        if "budget_s" in case:
+            runner.capture_next(case["budget_s"])
         batch = batches(chosen, case)
         if batch is None:
             dispatch = agreement.idle(runner)
