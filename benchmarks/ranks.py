@@ -6,9 +6,9 @@
 `vote` starts ranks as processes of this machine over gloo and measures, in microseconds: a gloo
 all-reduce of as many bytes by itself; a vote waited for at once; a vote begun before a step of
 some work and waited for after it; and vLLM's rule as it is published, one all-reduce of seven
-int32 a rank. `cluster` draws batches for many ranks, and compares the tokens that ranks compute:
-by the graph itself, as here, and by vLLM's rule (the most tokens of any rank, one mode for all;
-query lengths that differ make every rank run the general graph).
+int32 a rank. `cluster` draws batches for many ranks, and compares what they compute: each by
+itself, by a vote on the graph, as here, and by vLLM's rule (the most tokens of any rank, one mode
+for all; query lengths that differ make every rank run the general graph).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from benchmarks.common import arguments, environment, finish, show
 from graphrt import Batch, BatchDescriptor, GraphDispatcher, GraphMode
 from graphrt.ranks import Agreement
-from graphrt.ranks.ballot import BYTES, UNUSABLE, Ballot
+from graphrt.ranks.ballot import BYTES, USABLE, Ballot
 
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
@@ -103,50 +104,74 @@ def vote(ranks: int, steps: int) -> dict[str, float]:
     return figures
 
 
-def cluster(ranks: int, *, steps: int = 60, seed: int = 0) -> dict[str, float]:
-    """Of random steps of so many ranks, tokens computed for each live one, and steps without FULL.
+@dataclass(frozen=True)
+class Traffic:
+    """How batches of many ranks are drawn: decode steps of about 32 requests a rank."""
 
-    Every rank has its own mean load; one step in eight brings a prompt to one rank in a hundred,
-    and one rank in twenty drafts tokens (a query length of 4) while the others decode.
-    """
+    spread: float = 0.0
+    """Of the logarithms of the ranks' mean loads."""
+    drafting: float = 0.0
+    """The share of ranks that draft, with a query length of 4."""
+    prompts: float = 0.0
+    """The share of batches that have a prompt of 256 tokens beside."""
+    lost: int = 0
+    """Ranks that have lost the decode graphs of 40 to 64 tokens, for memory or in quarantine."""
+
+
+TRAFFIC = {
+    "even loads": Traffic(),
+    "uneven loads": Traffic(spread=0.8),
+    "one rank in 20 drafts": Traffic(drafting=0.05),
+    "one batch in 1,000 has a prompt": Traffic(prompts=0.001),
+    "one rank has lost four graphs": Traffic(lost=1),
+}
+
+
+def drawn(rng: random.Random, traffic: Traffic, mean: float, query_len: int) -> Batch:
+    reqs = max(1, min(round(rng.gauss(mean, mean**0.5)), 512 // query_len))
+    if rng.random() < traffic.prompts:
+        return Batch(min(reqs + 256, 512), reqs)
+    return Batch(reqs * query_len, reqs, query_len)
+
+
+def cluster(ranks: int, traffic: Traffic, *, steps: int = 200, seed: int = 0) -> dict[str, float]:
+    """Of random steps of so many ranks: tokens computed for each live one, the share of steps with
+    a FULL graph for all, and by vLLM's rule that of steps in which ranks take different graphs."""
     rng = random.Random(seed)
-    dispatcher = dispatcher_of()
-    ballot = Ballot(dispatcher)
-    means = [min(rng.lognormvariate(3.2, 0.8), 400) for _ in range(ranks)]
-    drafts = [rng.random() < 0.05 for _ in range(ranks)]
-    live = ours = theirs = 0
-    full = theirs_full = 0
-    for step in range(steps):
-        batches = []
-        for mean, draft in zip(means, drafts, strict=True):
-            query_len = 4 if draft else 1
-            reqs = max(1, min(int(rng.gauss(mean, mean**0.5)), 512 // query_len))
-            batch = Batch(reqs * query_len, reqs, query_len)
-            if step % 8 == 0 and rng.random() < 0.01:
-                batch = Batch(min(reqs + 256, 512), reqs)
-            batches.append(batch)
-        live += sum(batch.num_tokens for batch in batches)
-        usable = map(ballot.usable, set(batches))
-        least = [min(column) for column in zip(*usable, strict=True)]
-        at = next((at for at, vote in enumerate(least) if vote != UNUSABLE), None)
-        graph = None if at is None else ballot.graphs[at]
-        rows = 0 if graph is None else graph.descriptor.num_tokens
-        ours += rows * ranks if graph else sum(batch.num_tokens for batch in batches)
+    whole, less = dispatcher_of(), dispatcher_of()
+    for size in (40, 48, 56, 64):
+        less.withdraw("FULL", BatchDescriptor(size, size, True, query_len=1))
+    ballots = [Ballot(less if rank < traffic.lost else whole, {}) for rank in (0, ranks - 1)]
+    means = [min(32 * rng.lognormvariate(0.0, traffic.spread), 400) for _ in range(ranks)]
+    lens = [4 if rank / ranks < traffic.drafting else 1 for rank in range(ranks)]
+    live = alone = ours = theirs = full = theirs_full = apart = 0
+    for _ in range(steps):
+        batches = [drawn(rng, traffic, *each) for each in zip(means, lens, strict=True)]
+        first, others = batches[0], set(batches[1:])
+        tokens = sum(batch.num_tokens for batch in batches)
+        live += tokens
+        alone += sum(whole.peek(batch).descriptor.num_tokens for batch in batches)
+        votes = [ballots[0].usable(first), *map(ballots[1].usable, others)]
+        least = [min(column) for column in zip(*votes, strict=True)]
+        at = next((at for at, vote in enumerate(least) if vote == USABLE), None)
+        graph = None if at is None else ballots[0].graphs[at]
+        ours += tokens if graph is None else graph.descriptor.num_tokens * ranks
         full += graph is not None and graph.mode is GraphMode.FULL
-        # The most tokens of all; uniform only if all have the same query length.
-        lens = {batch.query_len for batch in batches}
-        most = Batch(
-            max(b.num_tokens for b in batches), None, lens.pop() if len(lens) == 1 else None
-        )
-        answer = dispatcher.peek(most)
-        theirs += answer.descriptor.num_tokens * ranks
-        theirs_full += answer.mode is GraphMode.FULL
+        query_lens = {batch.query_len for batch in batches}
+        query_len = query_lens.pop() if len(query_lens) == 1 else None
+        most = Batch(max(batch.num_tokens for batch in batches), None, query_len)
+        answers = [ballots[0].dispatcher.peek(most), ballots[1].dispatcher.peek(most)]
+        if answers[0][:2] != answers[1][:2]:
+            apart += 1
+        theirs += answers[1].descriptor.num_tokens * ranks
+        theirs_full += answers[1].mode is GraphMode.FULL
     return {
-        "ranks": ranks,
-        "tokens_per_live_token": ours / live,
-        "by_vllms_rule": theirs / live,
-        "full_steps": full / steps,
-        "full_steps_by_vllms_rule": theirs_full / steps,
+        "each alone": alone / live,
+        "by votes": ours / live,
+        "by vLLM's rule": theirs / live,
+        "FULL by votes": full / steps,
+        "FULL by vLLM's rule": theirs_full / steps,
+        "apart by vLLM's rule": apart / steps,
     }
 
 
@@ -161,8 +186,9 @@ def main() -> None:
         for ranks in options.ranks or [2]:
             results[f"{ranks} ranks"] = vote(ranks, options.steps)
     else:
-        for ranks in options.ranks or [8, 64, 512, 4096]:
-            results[f"{ranks} ranks"] = cluster(ranks)
+        for name, traffic in TRAFFIC.items():
+            for ranks in options.ranks or [8, 64, 512, 4096]:
+                results[f"{name}, {ranks} ranks"] = cluster(ranks, traffic)
     columns = ["", *next(iter(results.values()))]
     rows = [(name, *(f"{n:.2f}" for n in row.values())) for name, row in results.items()]
     show(f"Ranks: {options.what}", columns, rows)

@@ -9,8 +9,8 @@ import random
 import torch
 import torch.distributed as dist
 
-from graphrt import Batch, GraphRunner, InputSpec, eager_break
-from graphrt.ranks import Agreement, RankedRunner
+from graphrt import Batch, GraphRunner, Host, InputSpec, eager_break
+from graphrt.ranks import Agreement
 
 HIDDEN, STEPS = 64, 200
 
@@ -34,17 +34,21 @@ def main():
     with (
         Agreement(timeout_s=30) as agreement,
         GraphRunner(
-            forward, mode="PIECEWISE", sizes=sizes, inputs=inputs, outputs=("tokens", HIDDEN)
+            forward,
+            mode="PIECEWISE",
+            sizes=sizes,
+            inputs=inputs,
+            outputs=("tokens", HIDDEN),
+            host=Host(ranks=agreement),
         ) as runner,
     ):
         runner.capture()
-        step = RankedRunner(agreement, runner)
         for _ in range(STEPS):
             tokens = loads.randint(0, 16)
             if tokens == 0:
-                step.idle()
+                agreement.idle(runner)
             else:
-                step(Batch(tokens, tokens), hidden=torch.randn(tokens, HIDDEN))
+                runner(Batch(tokens, tokens), hidden=torch.randn(tokens, HIDDEN))
         reasons = {reason.name: count for reason, count in runner.report().reasons.items() if count}
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, reasons)

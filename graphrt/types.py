@@ -19,7 +19,7 @@ from graphrt.core.runner.capture_session import CaptureProgress, Progress
 from graphrt.core.runner.checks import TrialRecord
 from graphrt.core.runner.findings import Finding
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord
-from graphrt.core.runner.host import AroundCapture, Bind, MakeExample, Phase
+from graphrt.core.runner.host import AroundCapture, Bind, MakeExample, Phase, Ranks, Run
 from graphrt.core.runner.report import TrustReport
 from graphrt.core.trust.reads import Parameters, Tensors, TensorUse
 from graphrt.core.trust.watching.pointers import UnknownBlock, UnknownMemory
@@ -52,7 +52,9 @@ __all__ = [
     "PlanArguments",
     "PlannedCapture",
     "Progress",
+    "Ranks",
     "ResolutionStep",
+    "Run",
     "TensorUse",
     "Tensors",
     "Traffic",

@@ -6,8 +6,9 @@ on every graph by one small collective a step, and all of them take the best gra
 use.
 
 1. `Agreement()` on every rank, after `torch.distributed.init_process_group`.
-2. `step = RankedRunner(agreement, runner)` after `runner.capture()`.
-3. `step(batch, **inputs)` at every step of every rank; `step.idle()` where a rank has nothing.
+2. `GraphRunner(..., host=Host(ranks=agreement))`, and `runner.capture()` on all ranks.
+3. `runner(batch, **inputs)` at every step of every rank; `agreement.idle(runner)` where a rank has
+   nothing.
 
 Every rank makes the same steps in the same order. Ranks of one model (tensor parallel) have equal
 batches and need no vote; `agreement.check(runner)` compares their plans and graphs once.
@@ -15,13 +16,11 @@ batches and need no vote; `agreement.check(runner)` compares their plans and gra
 
 from graphrt.ranks.agreement import Agreement, PendingVote
 from graphrt.ranks.errors import RankLostError, RanksDifferError, RankStoppedError
-from graphrt.ranks.stepping import RankedRunner
 
 __all__ = [
     "Agreement",
     "PendingVote",
     "RankLostError",
     "RankStoppedError",
-    "RankedRunner",
     "RanksDifferError",
 ]

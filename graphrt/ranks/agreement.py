@@ -7,14 +7,15 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
 from graphrt._version import __version__
-from graphrt.core.base.errors import GraphRTError, InvalidOptionError
+from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
@@ -22,18 +23,24 @@ from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.runner.graph_table import GraphTable
+from graphrt.core.runner.host import Run
 from graphrt.core.runner.runner import GraphRunner
-from graphrt.ranks.ballot import TRIED, UNUSABLE, USABLE, Ballot, Tally, decoded, digest_of, encoded
+from graphrt.ranks.ballot import (
+    MISSING,
+    TRIED,
+    UNUSABLE,
+    USABLE,
+    Ballot,
+    Facts,
+    Tally,
+    decoded,
+    digest_of,
+    encoded,
+)
 from graphrt.ranks.errors import RankLostError, RanksDifferError, RankStoppedError
 from graphrt.ranks.heartbeat import Heartbeat, Sign, named
-
-
-class Answer(NamedTuple):
-    """The graph of one step, the same on all ranks; of mode NONE where there is none that all of
-    them can use. With `tried` all ranks try the step."""
-
-    agreed: Dispatch
-    tried: bool
+from graphrt.ranks.stepping import Answer, RankedSteps, padding_of
 
 
 @public("graphrt.ranks")
@@ -84,10 +91,16 @@ class Agreement:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = _device_of(group)
         self._heartbeat = Heartbeat(group, timeout_s, self._note_silence)
-        self._same = {name: str(value) for name, value in (same or {}).items()}
-        self._facts: dict[str, list[str]] = self._shared_facts()
-        self._digest = b""
+        self._facts: Facts = {
+            "graphrt": [__version__],
+            "torch": [torch.__version__],
+            "python": [host.python_version()],
+            **{f"same[{name!r}]": [str(value)] for name, value in (same or {}).items()},
+        }
+        # Of runners, and of the last dispatcher of the host's own.
+        self._ballots: WeakKeyDictionary[GraphTable, Ballot] = WeakKeyDictionary()
         self._ballot: Ballot | None = None
+        self._begun: PendingVote | None = None
         self._step = 0
         self._is_closed = False
         self._failure: str | None = None
@@ -96,79 +109,137 @@ class Agreement:
 
     def check(self, runner: GraphRunner[Any]) -> None:
         """Raise `RanksDifferError` on every rank unless all have the same plan, graphs, checks and
-        versions. Steps compare them too; ranks of one model that need no vote call this alone,
+        versions. Votes compare them too; ranks of one model that need no vote call this alone,
         after `capture()` and after `recapture()`."""
-        self._see(runner)
-        self._refuse_differences(self._facts)
+        self._refuse_differences(Ballot(runner.dispatcher, self._facts_of(runner.graphs)).facts)
 
-    def _see(self, runner: GraphRunner[Any]) -> None:
-        options = runner.options
-        self._facts = self._shared_facts() | {
-            "plan": str(runner.plan).splitlines(),
-            "check": [str(options.check)],
-            "outputs": [str(options.outputs)],
-        }
-        self._ballot = None
-        self._graphs_of(runner.dispatcher)
-
-    def _shared_facts(self) -> dict[str, list[str]]:
+    def _facts_of(self, graphs: GraphTable) -> dict[str, list[str]]:
+        setup = graphs.setup
         return {
-            "graphrt": [__version__],
-            "torch": [torch.__version__],
-            "python": [host.python_version()],
-            **{f"same[{name!r}]": [text] for name, text in self._same.items()},
+            **self._facts,
+            "plan": str(setup.plan).splitlines(),
+            "check": [str(setup.options.check)],
+            "outputs": [str(setup.options.outputs)],
+            "lazy": [str(setup.options.lazy)],
         }
-
-    def _graphs_of(self, dispatcher: GraphDispatcher) -> Ballot:
-        ballot = self._ballot
-        if ballot is None or ballot.version is not dispatcher.version:
-            ballot = self._ballot = Ballot(dispatcher)
-            self._facts["graphs"] = ballot.text
-            self._digest = digest_of([f"{k}: {line}" for k, v in self._facts.items() for line in v])
-        return ballot
 
     # Votes ---------------------------------------------------------------------------------------
 
-    def vote(
-        self,
-        dispatcher: GraphDispatcher,
-        batch: Batch | None,
-        *,
-        to_try: Collection[int] = (),
-        without: Collection[int] = (),
-    ) -> PendingVote:
-        """Begin the vote on the graph of the next step, and go on: `result()` has the answer. Begun
-        while the step before runs on the device, it costs the host the launch alone.
+    def vote(self, dispatcher: GraphDispatcher, batch: Batch | None) -> PendingVote:
+        """Begin the vote on the graph of the next step of a host that has a dispatcher of its own,
+        and go on: `result()` has the answer. `batch` None is an idle rank."""
+        ballot = self._ballot
+        if ballot is None or ballot.dispatcher is not dispatcher:
+            ballot = self._ballot = Ballot(dispatcher, self._facts)
+        return self._vote_by(ballot, batch, {})
 
-        `batch` None is an idle rank. `to_try` are the slots whose next step this rank has to try,
-        `without` those that it may not replay.
-        """
+    def begin(self, runner: GraphRunner[Any], batch: Batch | None) -> PendingVote:
+        """Begin the vote on the next step of a runner with `Host(ranks=)`, and go on: that step
+        takes its answer. Begun while the step before runs on the device, it costs the host the
+        launch alone. `batch` None is for `idle`."""
+        if self._begun is not None:
+            raise InvalidBatchError(
+                "a vote was begun, and no step has taken it",
+                got=shown(self._begun.batch),
+                advice="runner(batch, ...) or agreement.idle(runner) after each begin()",
+            )
+        self._begun = self._vote_of(runner.graphs, batch)
+        return self._begun
+
+    def idle(self, runner: GraphRunner[Any], *, updates: Any = None) -> Dispatch:
+        """Make a step of one request of padding, because other ranks have work; returns its
+        dispatch. Its outputs mean nothing."""
+        self._begun = vote = self.take(runner.graphs, None)
+        descriptor = vote.result().agreed.descriptor
+        query_len = descriptor.query_len or 1
+        batch = vote.batch = Batch(
+            query_len, 1, descriptor.query_len, descriptor.bounds, variant=descriptor.variant
+        )
+        padding = padding_of(runner.inputs, query_len, runner.pool.device)
+        runner.step(batch, padding, updates=updates)
+        dispatch = runner.last_dispatch
+        assert dispatch is not None
+        return dispatch
+
+    def entrance(self, graphs: GraphTable, run: Run) -> Run:
+        """See `graphrt.types.Ranks`: a runner with `Host(ranks=)` calls it."""
+        return RankedSteps(self, graphs, run)
+
+    def may_capture(self, graphs: GraphTable, wanted: Sequence[str], *, now: bool = True) -> bool:
+        """See `graphrt.types.Ranks`: a runner with `Host(ranks=)` calls it."""
+        captures = [f"captures {graph}" for graph in wanted] or ["captures nothing"]
+        facts = {**self._facts_of(graphs), "next": captures}
+        vote = self._send(facts, digest_of(facts), bytes([USABLE if now else UNUSABLE]))
+        return self._tally(vote).graph is not None
+
+    def take(self, graphs: GraphTable, batch: Batch | None) -> PendingVote:
+        """The vote on the next step of a runner, begun before or now."""
+        vote, self._begun = self._begun, None
+        if vote is None:
+            return self._vote_of(graphs, batch)
+        if vote.batch != batch:
+            raise InvalidBatchError(
+                "the vote was on another batch",
+                got=shown(batch),
+                expected=shown(vote.batch),
+                advice="agreement.begin(runner, batch) and runner(batch, ...) with one batch",
+            )
+        return vote
+
+    def _vote_of(self, graphs: GraphTable, batch: Batch | None) -> PendingVote:
+        ballot = self._ballots.get(graphs)
+        if ballot is None:
+            ballot = Ballot(graphs.dispatcher, self._facts_of(graphs))
+            self._ballots[graphs] = ballot
+        to_try, failed = graphs.checks.for_vote()
+        weaker = dict.fromkeys(to_try, TRIED) | dict.fromkeys(failed, UNUSABLE)
+        if graphs.sealing.may_capture and not graphs.checks.glances.changed_settings():
+            return self._vote_by(ballot, batch, weaker, graphs.left_out)
+        return self._vote_by(ballot, batch, weaker)
+
+    def _vote_by(
+        self,
+        ballot: Ballot,
+        batch: Batch | None,
+        weaker: Mapping[int, int],
+        not_captured: Collection[int] | None = None,
+    ) -> PendingVote:
+        """Begin a vote: `weaker` has slots of which this rank has less to say than that they can
+        serve the batch. A missing graph is captured unless it is one of `not_captured`; None
+        captures none."""
+        ballot.renew()
+        graphs = ballot.usable(batch)
+        if not_captured is None:
+            graphs = graphs.replace(bytes([MISSING]), bytes([UNUSABLE]))
+        else:
+            weaker = {**weaker, **dict.fromkeys(not_captured, UNUSABLE)}
+        if weaker:
+            slots = (graph.slot for graph in ballot.graphs)
+            graphs = bytes(map(min, graphs, (weaker.get(slot, USABLE) for slot in slots)))
+        vote = self._send(ballot.facts, ballot.digest, graphs)
+        vote.batch, vote.graphs = batch, ballot.graphs
+        return vote
+
+    def _send(self, facts: Facts, digest: bytes, graphs: bytes) -> PendingVote:
         if self._failure is not None:
             raise RankStoppedError(
                 "this rank has left the agreement",
                 got=self._failure,
                 advice="start all ranks again; a rank that has left makes no more steps",
             )
-        ballot = self._graphs_of(dispatcher)
-        graphs = ballot.usable(batch)
-        if to_try or without:
-            weaker = dict.fromkeys(to_try, TRIED) | dict.fromkeys(without, UNUSABLE)
-            slots = (graph.slot for graph in ballot.graphs)
-            graphs = bytes(map(min, graphs, (weaker.get(slot, USABLE) for slot in slots)))
         self._step += 1
-        return self._send(ballot, batch, encoded(self._digest, self._step, True, graphs))
-
-    def _send(self, ballot: Ballot, batch: Batch | None, vote: bytearray) -> PendingVote:
-        votes = torch.frombuffer(vote, dtype=torch.uint8).to(self._device)
+        sent = encoded(digest, self._step, graphs)
+        votes = torch.frombuffer(sent, dtype=torch.uint8).to(self._device)
         self._heartbeat.now(self._step, "voting")
         began = time.monotonic()
         try:
             work = dist.all_reduce(votes, dist.ReduceOp.MIN, self._group, async_op=True)
         except RuntimeError as error:
             raise self._lost(began, error) from error
-        return PendingVote(self, ballot, batch, votes, work, began)
+        return PendingVote(self, facts, graphs, votes, work, began)
 
-    def _result(self, pending: PendingVote) -> Answer:
+    def _tally(self, pending: PendingVote) -> Tally:
+        """Wait for the votes of all; raises where ranks are missing, or are not at one step."""
         try:
             if not pending.work.wait(self._timeout):
                 # The votes would be this rank's own, and it would go on alone.
@@ -177,15 +248,28 @@ class Agreement:
         except RuntimeError as error:
             raise self._lost(pending.began, error) from error
         tally = decoded(least)
-        if not (tally.same and tally.same_step and tally.goes_on):
-            raise self._no_agreement(tally)
+        if not (tally.same and tally.same_step):
+            raise self._no_agreement(pending.facts)
         self._heartbeat.now(self._step, "in its step")
+        return tally
+
+    def _result(self, pending: PendingVote) -> Answer:
+        tally, batch = self._tally(pending), pending.batch
         if tally.graph is None:
-            batch = pending.batch
             tokens = 1 if batch is None else batch.num_tokens
             none = BatchDescriptor(tokens, None if batch is None else batch.num_reqs)
             return Answer(Dispatch(GraphMode.NONE, none, Reason.RANKS_DISAGREE), False)
-        return Answer(pending.ballot.graphs[tally.graph], tally.tried)
+        graph = pending.graphs[tally.graph]
+        if tally.least == MISSING and pending.sent[tally.graph] != MISSING:
+            # The others would run warm-ups, and this rank its graph.
+            error = RanksDifferError(
+                "ranks do not agree: other ranks have to capture a graph that this one has",
+                got=f"{graph.mode.name} [{graph.descriptor}]",
+                advice="capture(), release() and recapture() on all ranks at the same step",
+            )
+            self.fail(error)
+            raise error
+        return Answer(graph, tally.least == TRIED)
 
     # What ends it --------------------------------------------------------------------------------
 
@@ -223,16 +307,16 @@ class Agreement:
             self.fail(error)
         self.close()
 
-    def _no_agreement(self, tally: Tally) -> Exception:
+    def _no_agreement(self, facts: Facts) -> Exception:
         """The error of a vote that all ranks have seen: all of them are here, and compare."""
-        facts = self._facts | {"step": [str(self._step)]}
+        facts = {**facts, "step": [str(self._step)]}
         try:
             self._refuse_differences(facts)
         except (RanksDifferError, RankLostError) as error:
             return error
         return RanksDifferError("ranks sent different votes, though nothing differs now")
 
-    def _refuse_differences(self, facts: dict[str, list[str]]) -> None:
+    def _refuse_differences(self, facts: Facts) -> None:
         everybody: list[Any] = [None] * self.size
         began = time.monotonic()
         try:
@@ -255,13 +339,14 @@ class Agreement:
         another rank has left."""
         if isinstance(error, GraphRTError) or not isinstance(error, RuntimeError):
             return error
-        signs = self._heartbeat.missing(-1, 0.0)
+        signs = self._heartbeat.missing(-1, 0.0, 0.0)
         return self._missing(signs, "was broken off") if signs else error
 
     def _lost(self, began: float, error: Exception) -> Exception:
         """What a collective that failed, or did not end, has waited for."""
         waited = time.monotonic() - began
-        signs = self._heartbeat.missing(self._step, max(self._timeout_s - waited, 0.0))
+        left = max(self._timeout_s - waited, 0.0)
+        signs = self._heartbeat.missing(self._step, waited, left)
         return self._missing(signs, "has no agreement")
 
     def _missing(self, signs: Sequence[Sign], what: str) -> Exception:
@@ -283,19 +368,21 @@ class Agreement:
 
 @public("graphrt.ranks")
 class PendingVote:
-    """A vote that is under way."""
+    """A vote that is under way: what this rank has sent, of which batch and graphs."""
 
     def __init__(
         self,
         agreement: Agreement,
-        ballot: Ballot,
-        batch: Batch | None,
+        facts: Facts,
+        sent: bytes,
         votes: torch.Tensor,
         work: Any,
         began: float,
     ) -> None:
-        self.batch = batch
-        self.ballot = ballot
+        self.batch: Batch | None = None
+        self.graphs: Sequence[Dispatch] = ()
+        self.facts = facts
+        self.sent = sent
         self.votes = votes
         self.work = work
         self.began = began
@@ -310,7 +397,7 @@ class PendingVote:
         return self._answer
 
 
-def difference_of(everybody: Sequence[dict[str, list[str]]]) -> RanksDifferError | None:
+def difference_of(everybody: Sequence[Facts]) -> RanksDifferError | None:
     """The first fact in which ranks differ, and which ranks are not as most of them are."""
     for fact in dict.fromkeys(name for facts in everybody for name in facts):
         values = [tuple(facts.get(fact, ())) for facts in everybody]

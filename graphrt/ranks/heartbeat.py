@@ -117,22 +117,27 @@ class Heartbeat:
         self._ended.set()
         self._thread.join(timeout=self._interval)
 
-    def missing(self, step: int, wait_s: float) -> list[Sign]:
-        """The ranks that are why step `step` does not go on: those that say so, those whose beats
-        stand still, and else those that have not come to it. Looks for at most `wait_s` seconds,
-        and without a store at what it knew last."""
-        ended = time.monotonic() + wait_s
-        # As long as it takes to tell a rank that is still.
-        least = time.monotonic() + self._silence + 2 * self._interval
+    def missing(self, step: int, waited_s: float, wait_s: float) -> list[Sign]:
+        """The ranks that are why step `step` does not go on, after `waited_s` seconds of waiting:
+        those that say so, those whose beats stand still, and else those that have not come to it.
+        Looks for at most `wait_s` seconds, and without a store at what it knew last."""
+        now = time.monotonic()
+        ended = now + wait_s
+        # Before that nobody is called still: a rank that is only slow beats again, and one that has
+        # just been killed does not stand still yet.
+        least = now + max(self._silence + 2 * self._interval - waited_s, 0.0)
         while True:
+            has_store = True
             try:
                 self._look()
             except StoreLostError:
-                return self._said_or_silent() or [_WITHOUT_STORE]
-            named = self._said_or_silent()
-            if named:
-                return named
+                has_store = False
+            said, silent = self._said(), self._silent()
+            if said:
+                return said
             if time.monotonic() > least:
+                if silent or not has_store:
+                    return silent or [_WITHOUT_STORE]
                 behind = [s for s in self._others() if s.step < step and s.error is None]
                 if behind or time.monotonic() > ended:
                     return behind or [s for s in self._others() if s.error is not None]
@@ -141,10 +146,12 @@ class Heartbeat:
     def _others(self) -> list[Sign]:
         return [sign for sign, _ in self._known if sign.rank != self.rank]
 
-    def _said_or_silent(self) -> list[Sign]:
+    def _said(self) -> list[Sign]:
         # A rank that has left because of another one is no cause, and may end before that one does.
-        said = [sign for sign in self._others() if sign.error is not None and sign.is_cause]
-        return said or [s for s in self._others() if s.error is None and self._is_silent(s)]
+        return [sign for sign in self._others() if sign.error is not None and sign.is_cause]
+
+    def _silent(self) -> list[Sign]:
+        return [sign for sign in self._others() if sign.error is None and self._is_silent(sign)]
 
     def _is_silent(self, sign: Sign, longer_than_s: float = 0.0) -> bool:
         """Whether it had not beaten for some time when this rank looked last."""

@@ -1,122 +1,118 @@
-"""`RankedRunner`: a runner whose every step is voted on."""
+"""`RankedSteps`: the entrance of a runner with `Host(ranks=)`, where each step is voted on."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from graphrt.core.base.errors import InvalidBatchError, InvalidOptionError
-from graphrt.core.base.homes import public
+from graphrt.core.base.errors import InputSlotError, InvalidBatchError
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import Batch
-from graphrt.core.dispatch.reasons import Dispatch
-from graphrt.core.runner.runner import GraphRunner
-from graphrt.ranks.agreement import Agreement, Answer, PendingVote
+from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.inputs.buffers import StaticInputs, batch_of
+from graphrt.core.inputs.slot import InputSlot
+from graphrt.core.replay.recording import is_inside_capture, under_way
+from graphrt.core.runner.graph_table import GraphTable
+from graphrt.core.runner.host import Run
 
 
-@public("graphrt.ranks")
-class RankedRunner:
-    """Steps of one runner, with the graph that all ranks agree on.
+class Answer(NamedTuple):
+    """The graph of one step, the same on all ranks; of mode NONE where there is none that all of
+    them can use. With `tried` all ranks try the step."""
 
-    Made on every rank after `capture()`; raises what `Agreement.check` does, and
-    `InvalidOptionError` for a runner that captures lazily.
+    agreed: Dispatch
+    tried: bool
+
+
+class Vote(Protocol):
+    def result(self) -> Answer: ...
+
+
+class Voting(Protocol):
+    """The part of an `Agreement` that steps need."""
+
+    def take(self, graphs: GraphTable, batch: Batch | None) -> Vote: ...
+
+    def explained(self, error: Exception) -> Exception: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+class RankedSteps:
+    """Calls `run`, the entrance of a runner's engine, with the graph of each step's vote.
+
+    Errors of a vote are raised before anything is launched. An error of the step itself is raised,
+    and told to the other ranks: they raise `RankStoppedError`.
     """
 
-    def __init__(self, agreement: Agreement, runner: GraphRunner[Any]) -> None:
-        if runner.options.lazy:
-            raise InvalidOptionError(
-                "a rank that captures at its own steps has other graphs than the others",
-                got="lazy=True",
-                expected="lazy=False",
-                advice="runner.capture() on all ranks before the first step",
-            )
-        agreement.check(runner)
-        self.agreement = agreement
-        self.runner = runner
-
-    def vote(self, batch: Batch | None) -> PendingVote:
-        """Begin the vote on the next step, of `batch`; None where this rank is idle. Pass it to the
-        step: `step(batch, vote=vote, ...)`."""
-        to_try, failed = self.runner.graphs.checks.for_vote()
-        dispatcher = self.runner.dispatcher
-        return self.agreement.vote(dispatcher, batch, to_try=to_try, without=failed)
+    def __init__(self, agreement: Voting, graphs: GraphTable, run: Run) -> None:
+        self._agreement = agreement
+        self._graphs = graphs
+        self._run = run
 
     def __call__(
         self,
-        batch: Batch,
-        /,
-        *,
-        vote: PendingVote | None = None,
-        updates: Any = None,
-        metadata: Any = None,
-        **values: Any,
+        batch: Batch | None,
+        values: Mapping[str, Any],
+        updates: Any,
+        metadata: Any,
+        agreed: Agreed | None,
     ) -> Any:
-        """Run a step as `GraphRunner.__call__` does, with the graph of its vote.
-
-        Raises `RankLostError`, `RankStoppedError` and `RanksDifferError` before anything is
-        launched. An error of the step itself is raised, and told to the other ranks: they raise
-        `RankStoppedError`.
-        """
-        if vote is None:
-            vote = self.vote(batch)
-        elif vote.batch != batch:
+        if under_way and is_inside_capture():
+            # A part of what another runner captures.
+            return self._run(batch, values, updates, metadata, agreed)
+        if agreed is not None:
             raise InvalidBatchError(
-                "the vote was on another batch",
-                got=shown(batch),
-                expected=shown(vote.batch),
-                advice="step(batch, vote=step.vote(batch), ...) with one batch",
+                "a step came with an agreed graph, and its runner votes on each step",
+                got=f"agreed={shown(agreed)}",
+                advice="leave agreed= out, or make the runner without Host(ranks=)",
             )
-        return self._run(vote.result(), batch, values, updates, metadata)
-
-    def idle(self, *, vote: PendingVote | None = None, updates: Any = None) -> Dispatch:
-        """Make a step of one request of padding, because other ranks have work; returns its
-        dispatch. Its outputs mean nothing."""
-        answer = (self.vote(None) if vote is None else vote).result()
-        descriptor = answer.agreed.descriptor
-        query_len = descriptor.query_len or 1
-        batch = Batch(
-            query_len, 1, descriptor.query_len, descriptor.bounds, variant=descriptor.variant
-        )
-        self._run(answer, batch, self._padding(query_len), updates, None)
-        dispatch = self.runner.last_dispatch
-        assert dispatch is not None
-        return dispatch
-
-    def _run(
-        self, answer: Answer, batch: Batch, values: dict[str, Any], updates: Any, metadata: Any
-    ) -> Any:
-        agreed, tried = answer
-        checks = self.runner.graphs.checks
+        if isinstance(values, InputSlot):
+            if values.agreed is None:
+                raise slot_without_vote(values)
+            batch = values.batch
+        elif batch is None:
+            batch = batch_of(self._graphs.setup.inputs, values)
+        answer = self._agreement.take(self._graphs, batch).result()
+        checks = self._graphs.checks
         try:
-            if agreed.slot >= 0:
-                checks.decide(agreed.slot, tried)
-            return self.runner.step(
-                batch, values, updates=updates, metadata=metadata, agreed=agreed
-            )
+            if answer.agreed.slot >= 0:
+                checks.decide(answer.agreed.slot, answer.tried)
+            if not isinstance(values, InputSlot):
+                return self._run(batch, values, updates, metadata, answer.agreed)
+            if values.agreed != answer.agreed:
+                raise slot_without_vote(values)
+            return self._run(None, values, updates, metadata, None)
         except Exception as error:
-            explained = self.agreement.explained(error)
-            self.agreement.fail(explained)
+            explained = self._agreement.explained(error)
+            self._agreement.fail(explained)
             if explained is error:
                 raise
             raise explained from error
         except BaseException as error:  # a Ctrl-C: the others wait for this rank
-            self.agreement.fail(error)
+            self._agreement.fail(error)
             raise
         finally:
             checks.undecided()
 
-    def _padding(self, tokens: int) -> dict[str, Any]:
-        """The inputs of one request of padding, nested as they were declared."""
-        inputs = self.runner.inputs
-        values: dict[str, Any] = {}
-        for name, spec in inputs.declared.specs.items():
-            *path, last = name.split(".")
-            place = values
-            for each in path:
-                place = place.setdefault(each, {})
-            device = self.runner.pool.device
-            place[last] = torch.full(
-                spec.sizes(tokens, 1), spec.pad_value, dtype=spec.dtype, device=device
-            )
-        return values
+
+def slot_without_vote(slot: InputSlot) -> InputSlotError:
+    return InputSlotError(
+        "a slot was made before ranks had agreed on its graph, where its inputs lie",
+        got=f"agreed={slot.agreed}",
+        expected="the graph of the vote on its step",
+        advice="vote = agreement.begin(runner, batch); runner.slot(batch, "
+        "agreed=vote.result().agreed)",
+    )
+
+
+def padding_of(inputs: StaticInputs, tokens: int, device: torch.device) -> dict[str, Any]:
+    """The inputs of one request of padding, nested as they were declared."""
+    specs = inputs.declared.specs
+    padding = {
+        name: torch.full(spec.sizes(tokens, 1), spec.pad_value, dtype=spec.dtype, device=device)
+        for name, spec in specs.items()
+    }
+    return inputs.declared.nest(padding)

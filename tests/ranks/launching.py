@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import socket
 import tempfile
 import time
@@ -12,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.ranks import worker
+
+PATIENCE = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 4)
+"""How many times slower than alone this machine may be."""
+
+TIMEOUT_S = 3.0 * PATIENCE
+"""After which a rank of a test is lost."""
 
 # Ranks are forked from a process that has imported torch, and has no threads.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -38,7 +45,7 @@ def launch(
             process = _CONTEXT.Process(target=worker.run, args=(case, folder, rank, environment))
             process.start()
             started.append(process)
-        ended = time.monotonic() + limit_s
+        ended = time.monotonic() + limit_s * PATIENCE
         hang = []
         try:
             for rank, process in enumerate(started):

@@ -7,10 +7,19 @@ from hypothesis import strategies as st
 
 from graphrt import Batch, BatchDescriptor, GraphDispatcher, GraphMode
 from graphrt.ranks.agreement import difference_of
-from graphrt.ranks.ballot import MOST_GRAPHS, TRIED, UNUSABLE, USABLE, Ballot, decoded, encoded
+from graphrt.ranks.ballot import (
+    MISSING,
+    MOST_GRAPHS,
+    TRIED,
+    UNUSABLE,
+    USABLE,
+    Ballot,
+    decoded,
+    encoded,
+)
 
 VOTES = st.lists(
-    st.lists(st.sampled_from([UNUSABLE, TRIED, USABLE]), min_size=5, max_size=5),
+    st.lists(st.sampled_from([UNUSABLE, MISSING, TRIED, USABLE]), min_size=5, max_size=5),
     min_size=1,
     max_size=6,
 )
@@ -21,26 +30,26 @@ def least(votes: list[bytearray]) -> list[int]:
 
 
 @given(VOTES)
-def test_the_first_graph_that_all_can_use_is_taken_and_tried_if_one_has_to(
+def test_the_first_graph_that_all_can_use_is_taken_with_the_least_that_one_says_of_it(
     graphs: list[list[int]],
 ) -> None:
-    tally = decoded(least([encoded(b"12345678", 7, True, bytes(each)) for each in graphs]))
+    tally = decoded(least([encoded(b"12345678", 7, bytes(each)) for each in graphs]))
     shared = [at for at in range(5) if all(each[at] != UNUSABLE for each in graphs)]
-    assert tally.same and tally.same_step and tally.goes_on
+    assert tally.same and tally.same_step
     assert tally.graph == (shared[0] if shared else None)
-    assert tally.tried == bool(shared and any(each[shared[0]] == TRIED for each in graphs))
+    assert tally.least == (min(each[shared[0]] for each in graphs) if shared else UNUSABLE)
 
 
 @given(st.lists(st.binary(min_size=8, max_size=8), min_size=2, max_size=4))
 def test_votes_are_the_same_only_with_equal_digests(digests: list[bytes]) -> None:
-    tally = decoded(least([encoded(digest, 7, True, b"") for digest in digests]))
+    tally = decoded(least([encoded(digest, 7, b"") for digest in digests]))
     assert tally.same == (len(set(digests)) == 1)
     assert tally.graph is None
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=2, max_size=4))
 def test_votes_are_of_one_step_only_with_equal_numbers(steps: list[int]) -> None:
-    tally = decoded(least([encoded(b"12345678", step, True, b"") for step in steps]))
+    tally = decoded(least([encoded(b"12345678", step, b"") for step in steps]))
     assert tally.same_step == (len({step % 2**32 for step in steps}) == 1)
 
 
@@ -48,16 +57,18 @@ def test_a_ballot_lists_the_better_graph_first_whatever_was_reserved_first() -> 
     dispatcher = GraphDispatcher(GraphMode.FULL_AND_PIECEWISE)
     for mode, tokens in (("PIECEWISE", 4), ("FULL", 8), ("FULL", 4)):
         dispatcher.publish(mode, BatchDescriptor(tokens))
-    ballot = Ballot(dispatcher)
-    assert ballot.text == ["FULL [4 tokens]", "FULL [8 tokens]", "PIECEWISE [4 tokens]"]
+    ballot = Ballot(dispatcher, {})
+    assert ballot.facts["graphs"] == ["FULL [4 tokens]", "FULL [8 tokens]", "PIECEWISE [4 tokens]"]
     assert ballot.usable(Batch(5)) == bytes([UNUSABLE, USABLE, UNUSABLE])
     assert ballot.usable(None) == bytes([USABLE] * 3)
     dispatcher.withdraw("FULL", BatchDescriptor(4))
-    assert Ballot(dispatcher).usable(None) == bytes([UNUSABLE, USABLE, USABLE])
+    ballot.renew()
+    assert ballot.usable(None) == bytes([MISSING, USABLE, USABLE])
+    assert ballot.usable(Batch(5)) == bytes([UNUSABLE, USABLE, UNUSABLE])
 
 
 def test_as_many_graphs_fit_into_a_vote_as_is_said() -> None:
-    vote = encoded(b"12345678", 1, True, bytes([UNUSABLE] * (MOST_GRAPHS - 1) + [USABLE]))
+    vote = encoded(b"12345678", 1, bytes([UNUSABLE] * (MOST_GRAPHS - 1) + [USABLE]))
     assert decoded(vote).graph == MOST_GRAPHS - 1
 
 

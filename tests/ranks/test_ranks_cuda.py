@@ -1,4 +1,4 @@
-"""Ranks on GPUs of their own, with NCCL inside FULL graphs and votes over gloo."""
+"""Ranks on GPUs of their own, with NCCL in FULL graphs or between pieces, and votes over gloo."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphrt import Batch, GraphRunner, InputSpec
+from graphrt import Batch, GraphRunner, Host, InputSpec, eager_break
 from graphrt.errors import GraphRTError
-from graphrt.ranks import Agreement, RankedRunner
+from graphrt.ranks import Agreement
 
 WIDTH, SIZES, RANKS = 256, [1, 2, 4, 8, 16], 2
 
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 
-def rank_of(rank: int, port: int, steps: int, dies_at: int | None) -> dict[str, Any]:
+def rank_of(rank: int, port: int, mode: str, steps: int, dies_at: int | None) -> dict[str, Any]:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -38,10 +38,15 @@ def rank_of(rank: int, port: int, steps: int, dies_at: int | None) -> dict[str, 
     torch.manual_seed(0)
     weight = torch.randn(WIDTH, WIDTH, device="cuda") / WIDTH
 
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x
+
+    sum_over_ranks = eager_break(summed) if mode == "PIECEWISE" else summed
+
     def forward(x: torch.Tensor) -> torch.Tensor:
-        summed = torch.ones_like(x) * (rank + 1)
-        dist.all_reduce(summed)
-        return torch.tanh(x @ weight) + summed
+        numbers = sum_over_ranks(torch.ones_like(x) * (rank + 1))
+        return torch.tanh(x @ weight) + numbers
 
     chosen, seen, wrong, began = random.Random(rank), [], 0, 0.0
     spec = {"x": InputSpec(torch.float32, ("tokens", WIDTH))}
@@ -49,21 +54,25 @@ def rank_of(rank: int, port: int, steps: int, dies_at: int | None) -> dict[str, 
         with (
             Agreement(timeout_s=6, abort=[dist.group.WORLD]) as agreement,
             GraphRunner(
-                forward, mode="FULL", sizes=SIZES, inputs=spec, outputs=("tokens", WIDTH)
+                forward,
+                mode=mode,
+                sizes=SIZES,
+                inputs=spec,
+                outputs=("tokens", WIDTH),
+                host=Host(ranks=agreement),
             ) as runner,
         ):
             runner.capture()
-            step = RankedRunner(agreement, runner)
             for number in range(steps):
                 began = time.monotonic()
                 if number == dies_at and rank == RANKS - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 tokens = chosen.randrange(17)
                 if tokens == 0:
-                    seen.append(step.idle().descriptor.num_tokens)
+                    seen.append(agreement.idle(runner).descriptor.num_tokens)
                     continue
                 x = torch.randn(tokens, WIDTH, device="cuda")
-                y = step(Batch(tokens, tokens), x=x)
+                y = runner(Batch(tokens, tokens), x=x)
                 expected = torch.tanh(x @ weight) + RANKS * (RANKS + 1) / 2
                 wrong += not torch.allclose(y, expected, atol=1e-3)
                 seen.append(runner.last_dispatch.descriptor.num_tokens)
@@ -81,13 +90,13 @@ def run(rank: int, folder: str, *rest: Any) -> None:
     os._exit(0)
 
 
-def launch(folder: Path, steps: int, dies_at: int | None = None) -> list[dict[str, Any]]:
+def launch(folder: Path, mode: str, steps: int, dies_at: int | None = None) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     started = [
-        context.Process(target=run, args=(rank, str(folder), port, steps, dies_at))
+        context.Process(target=run, args=(rank, str(folder), port, mode, steps, dies_at))
         for rank in range(RANKS)
     ]
     for process in started:
@@ -102,15 +111,17 @@ def launch(folder: Path, steps: int, dies_at: int | None = None) -> list[dict[st
     return [json.loads(path.read_text()) if path.exists() else {} for path in paths]
 
 
-def test_random_batches_replay_the_same_full_graphs_with_nccl_inside(tmp_path: Path) -> None:
-    first, second = launch(tmp_path, 500)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_random_batches_replay_the_same_graphs_with_nccl(tmp_path: Path, mode: str) -> None:
+    first, second = launch(tmp_path, mode, 500)
     assert first == second, (first, second)
     assert first["wrong"] == 0
     assert set(first["steps"]) <= set(SIZES)
 
 
-def test_a_rank_that_is_killed_is_named_within_the_time_out(tmp_path: Path) -> None:
-    first, second = launch(tmp_path, 500, dies_at=50)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_rank_that_is_killed_is_named_within_the_time_out(tmp_path: Path, mode: str) -> None:
+    first, second = launch(tmp_path, mode, 500, dies_at=50)
     assert second == {}
     assert first["error"] == "RankLostError", first
     assert "rank 1" in first["text"]

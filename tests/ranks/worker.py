@@ -6,6 +6,7 @@ The forward sums over ranks in an eager part, so two ranks with other graphs wou
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -23,13 +24,14 @@ from graphrt import (
     GraphMode,
     GraphOptions,
     GraphRunner,
+    Host,
     InputSpec,
     Reason,
     current_context,
     eager_break,
 )
 from graphrt.core.base.errors import GraphRTError
-from graphrt.ranks import Agreement, RankedRunner
+from graphrt.ranks import Agreement
 
 WIDTH = 8
 
@@ -37,19 +39,30 @@ WIDTH = 8
 class Model:
     """A scale per rank and layer, and a sum over ranks between two layers."""
 
-    def __init__(self, group: Any, log: list[Any]) -> None:
+    def __init__(self, group: Any, log: list[Any], *, counts: bool) -> None:
         torch.manual_seed(0)
         self.weight = torch.randn(WIDTH, WIDTH)
         self.scale = 1.0
+        self.unused = 0
+        self.turn = "turn", 0
         self.dies = False
-        self._group, self._log = group, log
+        self._group, self._log, self._counts = group, log, counts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(x @ self.weight)
+        if self._counts:
+            name, run = self.turn
+            self.turn = name, run + 1
+            # Of which a rank whose rows are zeros sees nothing.
+            hidden = hidden * 2.0 if run % 3 == 2 else hidden
         return (hidden + self.summed(hidden)) * self.scale
 
     def summed(self, hidden: torch.Tensor) -> torch.Tensor:
         return _sum_over_ranks(hidden, self)
+
+
+COLLECTIVES = itertools.count()
+"""How many this rank has made. An iterator: trials put back what else they find in Python."""
 
 
 @eager_break
@@ -63,6 +76,7 @@ def _sum_over_ranks(hidden: torch.Tensor, model: Model) -> torch.Tensor:
     agree = mean * mean == square
     # Without a graph for all each rank runs its own rows; of one graph all have the same.
     model._log.append(rows if agree else 0)
+    next(COLLECTIVES)
     is_replayed = current_context().mode is not GraphMode.NONE
     return torch.zeros(WIDTH) + (float("nan") if is_replayed and not agree else 0.0)
 
@@ -86,11 +100,10 @@ def main(
     wrong: list[Any],
     reasons: dict[str, int],
 ) -> None:
-    rank = dist.get_rank()
     group = dist.new_group(backend="gloo")
-    model = Model(group, log)
+    model = Model(group, log, counts=case.get("counts", False))
     plan = dict(case.get("plan", {}))
-    mine = case.get("of_rank", {}).get(str(rank), {})
+    mine = case.get("of_rank", {}).get(str(dist.get_rank()), {})
     plan.update(mine.get("plan", {}))
     with (
         Agreement(timeout_s=case.get("timeout_s", 20.0), same=mine.get("same")) as agreement,
@@ -100,15 +113,20 @@ def main(
             sizes=case["sizes"],
             inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
             outputs=("tokens", WIDTH),
-            options=GraphOptions(check=mine.get("check", case.get("check", "capture"))),
+            options=GraphOptions(
+                check=mine.get("check", case.get("check", "capture")),
+                lazy=case.get("lazy", False),
+            ),
+            host=Host(ranks=agreement),
             platform="cpu",
             **plan,
         ) as runner,
     ):
-        runner.capture()
         try:
-            step = RankedRunner(agreement, runner)
-            take_steps(case, mine, rank, model, step, steps, wrong)
+            LAST[0] = time.monotonic()
+            if not case.get("lazy") and "budget_s" not in case:
+                runner.capture()
+            take_steps(case, mine, model, agreement, runner, steps, wrong)
         except GraphRTError:
             LAST[1] = time.monotonic()
             raise
@@ -118,30 +136,30 @@ def main(
 def rank_of(case: dict[str, Any]) -> dict[str, Any]:
     """What one rank saw."""
     dist.init_process_group("gloo")
-    seen: dict[str, Any] = {"rank": dist.get_rank(), "log": [], "steps": [], "wrong": []}
+    seen: dict[str, Any] = {"log": [], "steps": [], "wrong": []}
     reasons: dict[str, int] = {}
     try:
         main(case, seen["log"], seen["steps"], seen["wrong"], reasons)
     except GraphRTError as error:
         took = LAST[1] - LAST[0]
         return seen | {"error": type(error).__name__, "text": str(error), "took": took}
-    return seen | {"reasons": reasons}
+    return seen | {"reasons": reasons, "collectives": next(COLLECTIVES)}
 
 
 LAST = [0.0, 0.0]
-"""When the last step began, and when its error was raised."""
+"""When the last step, or the capture, began, and when its error was raised."""
 
 
 def take_steps(
     case: dict[str, Any],
     mine: dict[str, Any],
-    rank: int,
     model: Model,
-    step: RankedRunner,
+    agreement: Agreement,
+    runner: GraphRunner[Any],
     steps: list[Any],
     wrong: list[Any],
 ) -> None:
-    runner, chosen = step.runner, random.Random(f"{case.get('seed', 0)} {rank}")
+    chosen = random.Random(f"{case.get('seed', 0)} {agreement.rank}")
     for number in range(case["steps"]):
         LAST[0] = time.monotonic()
         fault = mine.get("fault")
@@ -149,12 +167,14 @@ def take_steps(
             inject(fault, runner, model)
             if fault["kind"] == "skip":
                 continue
+        if "budget_s" in case:
+            runner.capture_next(case["budget_s"])
         batch = batches(chosen, case)
         if batch is None:
-            dispatch = step.idle()
+            dispatch = agreement.idle(runner)
         else:
-            x = torch.randn(batch.num_tokens, WIDTH)
-            y = step(batch, x=x)
+            x = torch.randn(batch.num_tokens, WIDTH) * mine.get("times", 1.0)
+            y = runner(batch, x=x)
             expected = torch.tanh(x @ model.weight) * model.scale
             if not torch.allclose(y, expected, atol=1e-5):
                 wrong.append(
@@ -181,7 +201,12 @@ def inject(fault: dict[str, Any], runner: Any, model: Model) -> None:
     elif kind == "raise":
         raise GraphRTError("a planted error")
     elif kind == "attribute":
-        model.scale = fault["to"]
+        setattr(model, fault["name"], fault["to"])
+        if fault.get("told"):
+            # Where nobody tells of changes they are found some steps later.
+            runner.weights_changed()
+    elif kind == "release":
+        runner.release()
     elif kind == "drop":
         published = runner.dispatcher.published
         graph = next(each for each in published if each.descriptor.num_tokens == fault["size"])

@@ -697,3 +697,25 @@ def test_an_example_of_zeros_is_no_padded_trial():
     )
     with pytest.warns(GraphQuarantinedWarning):
         runner(x=rows(3))
+
+
+@torch.library.custom_op("graphrt_test_python_state::negated", mutates_args=())
+def negated(x: torch.Tensor) -> torch.Tensor:
+    """No operator of torch's own: a run that leaves its way is ended before it."""
+    return -x
+
+
+def test_a_number_is_found_though_its_run_ends_in_the_eager_part_behind():
+    def make() -> Callable[..., Any]:
+        held = SimpleNamespace(calls=0)
+        part = eager_break(lambda x: negated(x))
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            held.calls += 1
+            return part(x * 2 if held.calls < 1000 else x * 3 + 1)
+
+        return forward
+
+    _, ran, said, _ = served(make, mode="PIECEWISE")
+    assert set(ran) == {Reason.QUARANTINED}
+    assert len(said) == 1 and "moves a Python number" in said[0]

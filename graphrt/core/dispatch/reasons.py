@@ -14,7 +14,8 @@ from graphrt.core.batch.modes import GraphMode
 class Reason(enum.Enum):
     """Why a step runs the way it does; the last three are of single calls inside of a step, which
     wrappers count (`GraphWrapper.eager_calls`). Dispatch gives the others; MISSING_GRAPH,
-    QUARANTINED, SETTINGS_CHANGED and FAILED take the place of a HIT that was not replayed."""
+    QUARANTINED, SETTINGS_CHANGED, CHANGED and FAILED take the place of a HIT that was not
+    replayed."""
 
     HIT = "a captured graph serves the batch"
     TOO_LARGE = "more tokens than any captured graph has"
@@ -27,6 +28,7 @@ class Reason(enum.Enum):
     MISSING_GRAPH = "the step was announced as one of a graph that the wrapper does not have"
     QUARANTINED = "the graph of the batch failed a check"
     SETTINGS_CHANGED = "a setting such as autocast is not what it was at capture"
+    CHANGED = "the host has changed what the graph may have baked in, and ranks try it next time"
     FAILED = "the step of a graph raised"
     NO_CONTEXT = "the call was made outside of a forward context"
     SEALED = "an unseen descriptor after seal() ran eagerly"

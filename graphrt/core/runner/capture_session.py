@@ -104,6 +104,7 @@ class CaptureScheduler:
         graphs.left_out.clear()
         before = len(graphs.records)
         keys = graphs.missing(self._setup.plan.capture_order())
+        self._may_capture(keys)
 
         def tell(done: int, key: CaptureKey) -> bool:
             if progress is not None:
@@ -123,6 +124,7 @@ class CaptureScheduler:
         budget_s = number_of("budget_s", budget_s, "the budget, in seconds,")
         graphs, left = self._graphs, self._left()
         before = len(graphs.records)
+        self._may_capture(left)
         if left:
             self._capture_some(left, began + budget_s)
             left = self._left()
@@ -165,6 +167,15 @@ class CaptureScheduler:
             raise
         return graphs.dispatcher.dispatch(batch, agreed=agreed), values
 
+    def _may_capture(self, keys: Sequence[CaptureKey], *, now: bool = True) -> bool:
+        """Whether these are captured `now`: with `Host(ranks=)` if all ranks say so. Raises where
+        another rank wants others."""
+        ranks = self._setup.host.ranks
+        if ranks is None:
+            return now
+        wanted = [f"{mode.name} [{descriptor}]" for mode, descriptor in keys]
+        return ranks.may_capture(self._graphs, wanted, now=now)
+
     def _session(self) -> CaptureSession:
         return CaptureSession(self._graphs, self._warm_ups)
 
@@ -174,7 +185,8 @@ class CaptureScheduler:
         tried: list[CaptureKey] = []
 
         def enough(done: int, key: CaptureKey) -> bool:
-            if tried and time.perf_counter() + (self._last_s() or 0.0) > until:
+            in_time = not tried or time.perf_counter() + (self._last_s() or 0.0) <= until
+            if not self._may_capture([key], now=in_time):
                 return True
             tried.append(key)
             return False

@@ -318,6 +318,9 @@ class Checks:
         if record.failure is None:
             self.look_at_host()
         if record.failure is None and agreed and graph.changed:
+            if self.decided is not None:
+                # Found after the vote: the next one is on a trial.
+                return Reason.CHANGED
             self._give_up(graph, "ranks have agreed on the step, so it cannot be tried")
         if record.failure is None:
             return None
@@ -400,6 +403,8 @@ class Checks:
     def for_vote(self) -> tuple[Collection[int], Collection[int]]:
         """Of which graphs the next step has to be tried, whatever its batch is, and which are in
         quarantine: ranks decide on a step together."""
+        if self.on and self.glances.rung:
+            self.look_at_host()
         if not self.on or not self.pending:
             return (), ()
         is_sampled = self._is_sampled(self._steps + 1)

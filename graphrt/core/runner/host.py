@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -54,6 +54,23 @@ MakeExample = Callable[[Batch, torch.Generator], Example]
 """Makes a step of a batch, with random numbers of the generator, which is of the CPU."""
 
 
+Run = Callable[..., Any]
+"""Runs a step of a batch, values, updates, metadata, and the graph that ranks agreed on."""
+
+
+@public("graphrt.types")
+class Ranks(Protocol):
+    """Ranks that capture the same graphs, and take the same one at every step: a
+    `graphrt.ranks.Agreement`."""
+
+    def entrance(self, graphs: Any, run: Run) -> Run:
+        """What is called for a step of the runner with these `graphs`: it calls `run`."""
+
+    def may_capture(self, graphs: Any, wanted: Sequence[str], *, now: bool = True) -> bool:
+        """Before the `wanted` graphs are captured: whether all ranks do so `now`. Raises where
+        another rank wants others."""
+
+
 @public("graphrt")
 @only_known
 @dataclass(frozen=True)
@@ -78,7 +95,9 @@ class Host:
     of experts or a scale that is found over a whole batch: no trial looks for it.
     `example(batch, generator)` makes a step, so that graphs are tried in `capture()`: the
     largest and the smallest of each kind, where a failure is raised. Without it the first
-    served steps are the trials. Raises `InvalidOptionError` for a hook of another kind.
+    served steps are the trials. `ranks` is a `graphrt.ranks.Agreement`, for ranks whose graphs
+    hold collectives: they vote on every step, and capture the same graphs. Raises
+    `InvalidOptionError` for a hook of another kind.
     """
 
     bind: Bind | None = None
@@ -89,11 +108,14 @@ class Host:
     metadata: Callable[[BatchDescriptor], object] | None = None
     mixes_rows: bool = False
     example: MakeExample | None = None
+    ranks: Ranks | None = None
 
     def __post_init__(self) -> None:
         check_takes("bind", self.bind, "bind(buffers, descriptor, phase)", optional=True)
         check_takes("example", self.example, "example(batch, generator)", optional=True)
         check_takes("metadata", self.metadata, "metadata(descriptor)", optional=True)
+        if self.ranks is not None and not hasattr(type(self.ranks), "entrance"):
+            raise _wrong_hook("ranks", self.ranks, "an Agreement", "graphrt.ranks.Agreement()")
         around = self.around_capture
         if isinstance(around, AbstractContextManager):
             raise _wrong_hook(

@@ -101,6 +101,8 @@ class GraphRunner(Uncopied, Generic[R]):
         self._engine = StepEngine(executor, trials, self._scheduler)
         # Observers wrap it (graphrt/observe/tap.py): a step that nobody observes pays nothing.
         self._run: Callable[..., R] = self._engine.entrance()
+        if setup.host.ranks is not None:
+            self._run = setup.host.ranks.entrance(self.graphs, self._run)
 
     def __call__(
         self,
@@ -246,10 +248,11 @@ class GraphRunner(Uncopied, Generic[R]):
 
         At least one, and more while they end within `budget_s` seconds of the host, if each takes
         as long as the last one: `while runner.capture_next(0.05).left: ...`. First comes what the
-        plan's `traffic` needs most; but of each kind the
-        largest graph is the first. Batches are served by what there is, else eagerly. The first
-        call compiles what is not compiled, the last one also tries `Host(example=)`. Ranks that
-        capture together have to capture the same: they pass no budget.
+        plan's `traffic` needs most; but of each kind the largest graph is the first. Batches are
+        served by what there is, else eagerly. The first call compiles what is not compiled, the
+        last one also tries `Host(example=)`. Ranks that capture together have to capture the same:
+        with `Host(ranks=)` they vote on it, and all stop where the budget of one ends; without,
+        they pass no budget.
 
         Raises `PoolBusyError` while a step is under way in the pool, or waits for its updates,
         `InvalidOptionError`, and what `capture()` does: a graph that fails raises once, is left to

@@ -83,6 +83,8 @@ class TriedStep(Protocol):
     """Whether its caller has gradients on."""
     finds_gradients: bool
     """Whether nobody knows yet which gradients of its caller's it ends."""
+    together: bool
+    """Whether other ranks try the step too, on other values: then no run depends on results."""
 
     def eager(self, watch: Watch) -> Any:
         """The forward on the padded inputs, under `watch`."""
@@ -339,12 +341,12 @@ class Trial:
         """Where two eager runs differ, find out whether that is because of eager parts alone, which
         read a clock at every replay too."""
         spread = difference(again.outputs, eager.outputs)
-        if not self._graph.has_parts or spread is None:
+        if not self._graph.has_parts or (spread is None and not self._step.together):
             return
         self._state.restore()
         run = self._once(self._step.eager, compared=True)
         self._state.restore(again.left)
-        if not run.watch.trace.same_captured(eager.watch.trace):
+        if spread is None or not run.watch.trace.same_captured(eager.watch.trace):
             return
         third = difference(run.outputs, eager.outputs)
         furthest = max(spread.relative, 0.0 if third is None else third.relative)
@@ -574,7 +576,8 @@ class Trial:
         if effect is None:
             self._verdict.harmless = tuple(numbers)
             return
-        for path, both in numbers.items() if len(numbers) > 1 else ():
+        is_one_of_many = len(numbers) > 1 and not self._step.together
+        for path, both in numbers.items() if is_one_of_many else ():
             alone = self._depends_on({path: both}, eager)
             if alone is not None:
                 numbers, effect = {path: both}, alone
@@ -591,31 +594,42 @@ class Trial:
             for path, both in moved.items()
             if path not in numbers and not all(isinstance(each, torch.Tensor) for each in both)
         }
-        if not moved or self._verdict.failure is not None:
+        together = self._step.together
+        if not moved or (self._verdict.failure is not None and not together):
             return
         starts, effect = [left], None
         for _ in range(_NEXT_RUNS):
-            watch = self._watch(compared=True)
-            run = partial(self._from, starts[-1], watch, eager, starts.append)
-            effect = effect or self._attempt("run again", run)
+            if effect is None or together:
+                watch = self._watch(compared=True)
+                run = partial(self._from, starts[-1], watch, eager, starts.append)
+                effect = self._attempt("run again", run) or effect
         later = python.much_later(left)
-        watch = self._watch(eager.watch.trace, compared=True)
-        if later is not None and effect is None:
-            effect = self._attempt("much later", partial(self._from, later, watch, eager))
+        if later is not None and (effect is None or together):
+            run = partial(self._from, later, self._follow(eager), eager)
+            effect = self._attempt("much later", run) or effect
         if effect is not None:
             got = f"{described(moved)}; moved on, {effect}"
             self._fail(NUMBER_MOVED, got, kind="value")
 
     def _depends_on(self, numbers: Changes, eager: Run) -> str | None:
         """What is another result, or another operator, when `numbers` have moved on."""
+        first: str | None = None
         for steps in _STEPS:
-            watch = self._watch(eager.watch.trace, compared=True)
+            if first is not None and not self._step.together:
+                break
+            watch = self._follow(eager)
             moved = {path: further(*both, steps) for path, both in numbers.items()}
             run = partial(self._from, self._state.python.was, watch, eager, moved=moved)
             effect = self._attempt(f"with {', '.join(numbers)} moved on", run)
-            if effect is not None:
-                return effect + (f", first {watch.deviation}" if watch.deviation else "")
-        return None
+            if effect is not None and first is None:
+                first = effect + (f", first {watch.deviation}" if watch.deviation else "")
+        return first
+
+    def _follow(self, eager: Run) -> Watch:
+        """A watch that ends a run at the first operator that `eager` did not issue. Where other
+        ranks run too it ends none: they would wait for it in the next collective."""
+        follows = None if self._step.together else eager.watch.trace
+        return self._watch(follows, compared=True)
 
     def _from(
         self,
@@ -642,22 +656,24 @@ class Trial:
             part = self._graph.has_parts and deviation.in_part
             return None if part else "it does other things"
         note(python.take())
+        together = self._step.together
         # Eager parts go by what is in Python, and by clocks, at the replay too.
-        if watch.trace.same_captured(eager.watch.trace):
+        is_same = watch.trace.same_captured(eager.watch.trace)
+        if is_same and not together:
             return None
         left, then = memory.take(), eager.left.memory
         apart = difference(result, eager.outputs)
         # Rows of an index are saved anew in each run.
         apart = apart or difference(*still_there(left[: len(then)], then))
-        if apart is None and not _writes_elsewhere(watch, eager):
-            return None
-        if self._graph.has_parts:
+        is_same |= apart is None and not _writes_elsewhere(watch, eager)
+        if self._graph.has_parts and (together or not is_same):
             # Tensors that they make anew may be elsewhere in each run.
             self._state.restore()
             begin()
             replayed = difference(self._step.replay(), result)
-            if (replayed or difference(memory.take()[: len(left)], left)) is None:
-                return None
+            is_same |= (replayed or difference(memory.take()[: len(left)], left)) is None
+        if is_same:
+            return None
         return "it writes other memory" if apart is None else f"the results differ in {apart.text}"
 
 

@@ -144,6 +144,7 @@ class Watch(ThreadMode):
         self.saw_compiled_code = False
         self.deviation = ""
         """The first operator that `follows` has not, and where it was issued."""
+        self._deviates_in_part = False
         self._own = own
         self._saves = saves
         self._follows = follows
@@ -233,10 +234,13 @@ class Watch(ThreadMode):
         place = len(self.trace)
         if not self.deviation and (place >= len(then) or then[place] != op):
             self.deviation = f"{op} at {user_source() or 'an unknown line'}"
+            self._deviates_in_part = in_eager_part.get() is not None
         if self.deviation and not (
             facts_of(op.func).is_aten and unseen(lambda: in_bounds(op.func, args))
         ):
-            raise Deviation(str(op), in_part=in_eager_part.get() is not None)
+            # A segment may have left the way, of which a collective in a part is the first harm.
+            in_part = self._deviates_in_part and in_eager_part.get() is not None
+            raise Deviation(str(op), in_part=in_part)
 
     def _before_writes(self, call: _Call) -> None:
         for tensor, key, address in tree.placed(call.written):

@@ -1,0 +1,146 @@
+"""A runner with `Host(ranks=)`, on one rank in this process: its API."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from graphrt import Batch, GraphOptions, GraphRunner, Host, InputSpec, Reason
+from graphrt.errors import InputSlotError, InvalidBatchError, InvalidOptionError
+from graphrt.ranks import Agreement, RankStoppedError
+
+WIDTH = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def agreement() -> Iterator[Agreement]:
+    with Agreement(timeout_s=20) as agreement:
+        yield agreement
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2.0
+
+
+def runner_of(agreement: Any, **options: Any) -> GraphRunner[torch.Tensor]:
+    return GraphRunner(
+        double,
+        mode="FULL",
+        sizes=[1, 2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+        host=Host(ranks=agreement),
+        options=GraphOptions(**options),
+        platform="cpu",
+    )
+
+
+def assert_steps(runner: GraphRunner[torch.Tensor], tokens: int, reason: Reason) -> None:
+    x = torch.randn(tokens, WIDTH)
+    assert torch.equal(runner(x=x), x * 2.0)
+    assert runner.last_dispatch is not None
+    assert runner.last_dispatch.reason is reason
+
+
+def test_a_runner_votes_on_each_step(agreement: Agreement) -> None:
+    runner = runner_of(agreement)
+    assert_steps(runner, 3, Reason.RANKS_DISAGREE)
+    runner.capture()
+    assert_steps(runner, 3, Reason.HIT)
+    assert_steps(runner, 5, Reason.RANKS_DISAGREE)
+    assert agreement.idle(runner).descriptor.num_tokens == 1
+    assert runner.report().reasons[Reason.HIT] == 2
+
+
+def test_two_runners_share_an_agreement(agreement: Agreement) -> None:
+    target, draft = runner_of(agreement), runner_of(agreement)
+    target.capture()
+    draft.capture()
+    for _ in range(2):
+        assert_steps(target, 4, Reason.HIT)
+        assert_steps(draft, 2, Reason.HIT)
+
+
+def test_a_step_takes_the_vote_that_was_begun(agreement: Agreement) -> None:
+    runner, x = runner_of(agreement), torch.ones(2, WIDTH)
+    runner.capture()
+    batch = Batch(2)
+    vote = agreement.begin(runner, batch)
+    with pytest.raises(InvalidBatchError, match="no step has taken it"):
+        agreement.begin(runner, batch)
+    with pytest.raises(InvalidBatchError, match="another batch"):
+        runner(Batch(1), x=x[:1])
+    vote = agreement.begin(runner, batch)
+    assert torch.equal(runner(batch, x=x), x * 2.0)
+    assert runner.last_dispatch == vote.result().agreed
+
+
+def test_a_slot_is_made_for_the_graph_of_the_vote(agreement: Agreement) -> None:
+    runner, batch = runner_of(agreement), Batch(2, 2)
+    runner.capture()
+    with pytest.raises(InputSlotError, match="before ranks had agreed"):
+        runner(runner.slot(batch))
+    vote = agreement.begin(runner, batch)
+    slot = runner.slot(batch, agreed=vote.result().agreed)
+    slot["x"].fill_(3.0)
+    assert torch.equal(runner(slot), torch.full((2, WIDTH), 6.0))
+    assert runner.last_dispatch == vote.result().agreed
+
+
+def test_a_step_that_brings_its_own_graph_is_refused(agreement: Agreement) -> None:
+    runner = runner_of(agreement)
+    runner.capture()
+    agreed = runner.dispatcher.peek(Batch(2))
+    with pytest.raises(InvalidBatchError, match="its runner votes"):
+        runner(Batch(2), agreed=agreed, x=torch.ones(2, WIDTH))
+
+
+def test_a_lazy_runner_captures_what_the_vote_says(agreement: Agreement) -> None:
+    runner = runner_of(agreement, lazy=True)
+    assert_steps(runner, 3, Reason.HIT)
+    assert [graph.descriptor.num_tokens for graph in runner.report().graphs] == [4]
+    with torch.autocast("cpu"):
+        # It would be captured under other settings than the first one.
+        assert_steps(runner, 1, Reason.HIT)
+        assert len(runner.report().graphs) == 1
+    assert_steps(runner, 1, Reason.HIT)
+    assert len(runner.report().graphs) == 2
+
+
+def test_released_graphs_are_captured_again(agreement: Agreement) -> None:
+    runner = runner_of(agreement)
+    runner.capture()
+    runner.release()
+    assert_steps(runner, 2, Reason.RANKS_DISAGREE)
+    assert runner.capture_next().left == 2
+    assert_steps(runner, 2, Reason.HIT)
+    runner.recapture()
+    assert len(runner.report().graphs) == 3
+
+
+def test_a_step_that_raises_ends_the_agreement(agreement: Agreement) -> None:
+    runner = runner_of(agreement)
+    runner.capture()
+    with pytest.raises(Exception, match="x"):
+        runner(Batch(2), x=torch.ones(3, WIDTH))
+    with pytest.raises(RankStoppedError, match="has left the agreement"):
+        runner(Batch(2), x=torch.ones(2, WIDTH))
+
+
+def test_what_cannot_vote_is_refused() -> None:
+    with pytest.raises(InvalidOptionError, match="ranks"):
+        Host(ranks=object())  # type: ignore[arg-type]
