@@ -37,7 +37,7 @@ from graphrt.core.capture.refusals import HOST_DRAW
 from graphrt.core.capture.source import Source
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.spec import InputSpec
-from graphrt.core.replay.eager_part import EagerPart
+from graphrt.core.replay.entry import EagerPart
 from graphrt.core.runner.runner import GraphRunner
 
 _MOST = 32

@@ -56,8 +56,6 @@ class GraphOptions:
       tried, settings compared at every step; "first": the first step of every graph is tried;
       "sample": one step in 64 is, and all that graphs read is looked at in every step; "always":
       every step is. See `docs/concepts/trust.md`; `GRAPHRT_CHECK` sets it for a whole process.
-    - `eager_after_failed_update` (False): run a step eagerly, once more, whose update of tasks
-      raised: for forwards that may run twice on the same inputs.
     - `host_arguments` ("refuse"): CPU tensors among the arguments of a device's graph. "refuse"
       raises where one is read, as every replay would have its numbers of the capture; "bake" keeps
       those numbers, for hosts with a descriptor for each set of them.
@@ -81,7 +79,6 @@ class GraphOptions:
     lazy: bool = False
     strict: bool = False
     check: Literal["off", "capture", "first", "sample", "always"] = "capture"
-    eager_after_failed_update: bool = False
     host_arguments: Literal["refuse", "bake"] = "refuse"
     warmups: int = 1
     warm_up_each: bool = True
@@ -156,7 +153,6 @@ _CHECKS: dict[str, Check] = {
     "lazy": flag,
     "strict": flag,
     "check": choice(*CHECK_LEVELS),
-    "eager_after_failed_update": flag,
     "host_arguments": choice("refuse", "bake"),
     "warmups": whole(0, 1, _MOST_WARMUPS),
     "warm_up_each": flag,

@@ -3,6 +3,7 @@
 1. `record` takes the capture stream, and begins the first segment;
 2. the forward runs: its operators are captured, and `CaptureGuard` sees them;
 3. at an eager break `run_eagerly` ends the segment, runs the part, and begins the next segment;
+   its results reach their readers through fixed places, the `Bridges`;
 4. the last segment ends. Whatever fails, nothing of the capture is left.
 """
 
@@ -21,36 +22,133 @@ from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
+from graphrt.core.base.sharing import together, write
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.breaks import check_break
-from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.guard import CallerTensors, CaptureGuard
+from graphrt.core.capture.guard import CallerTensors, CaptureGuard, check_break
 from graphrt.core.capture.refusals import (
     NESTED_CAPTURE,
     NOT_STRIDED,
     RESHAPED_ARGUMENT,
     SHARED_RESULTS,
     described,
+    source_of,
 )
-from graphrt.core.capture.source import source_of
 from graphrt.core.device._contract import Capability
 from graphrt.core.device.error_chain import Unexplained
 from graphrt.core.device.graph import DeviceGraph
-from graphrt.core.replay.eager_part import (
+from graphrt.core.replay.entry import (
     Call,
     EagerPart,
+    Part,
+    Segment,
+    SegmentHooks,
+    graphs_of,
     name_of,
     on_copies,
     settings_now,
     under_settings,
 )
-from graphrt.core.replay.entry import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import active, enter_under_way
 from graphrt.core.replay.tasks import CapturedTask
+
+
+class Bridges:
+    """Fixed buffers for tensors that come from somewhere else at every step.
+
+    There is one buffer per site and tensor, as large as the largest capture needed; smaller
+    captures use a part of it, as only one step runs in a pool at a time.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
+
+    def fix(
+        self,
+        site: int,
+        result: Any,
+        *,
+        stays: Callable[[str, torch.Tensor], bool],
+        allocate: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+    ) -> tuple[Any, frozenset[str]]:
+        """`result` with its tensors copied to where every step will find them, and the paths of
+        those that `stays(path, tensor)` left where they are, as empty ones are.
+
+        `allocate` gives the memory for a tensor, or None for a buffer of this object.
+        """
+        unmoved: set[str] = set()
+        fixed: dict[int, torch.Tensor] = {}
+        moved: list[tuple[int, torch.Tensor]] = []
+        for path, leaf in tree.leaves(result):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.numel() == 0 or stays(path, leaf):
+                unmoved.add(path)
+                fixed[id(leaf)] = leaf
+            elif id(leaf) not in {id(each) for _, each in moved}:
+                moved.append((len(moved) + len(unmoved), leaf))
+        for group in together([leaf for _, leaf in moved]):
+            (number, first), *rest = [moved[each] for each in group.places]
+            if rest:
+                flat = self._memory((site, number), group.nbytes, first.device).untyped_storage()
+                for leaf in (first, *(leaf for _, leaf in rest)):
+                    fixed[id(leaf)] = unseen(partial(group.over, flat, leaf))
+                    write(fixed[id(leaf)], leaf)
+                continue
+            buffer = None if allocate is None else allocate(first)
+            if buffer is None:
+                buffer = self.buffer((site, number), first)
+            buffer.copy_(first)
+            fixed[id(first)] = buffer
+        return tree.map_tensors(lambda leaf: fixed[id(leaf)], result), frozenset(unmoved)
+
+    def buffer(self, key: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+        """The buffer of `key` with the shape of `like`; grows if it is too small.
+
+        It has the strides of `like` too, unless elements of that share memory.
+        """
+        shape, strides = like.shape, separate_strides(like)
+        need = like.nbytes
+        if not like.is_contiguous():
+            last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            need = like.element_size() * (1 + last)
+
+        flat = self._memory(key, need, like.device)
+
+        def placed() -> torch.Tensor:
+            typed = torch.empty(0, dtype=like.dtype, device=like.device)
+            return typed.set_(flat.untyped_storage(), 0, shape, strides)
+
+        # Nothing of this may be recorded, and replays write outside of inference mode too.
+        return unseen(placed)
+
+    def _memory(self, key: tuple[int, int], need: int, device: torch.device) -> torch.Tensor:
+        """At least so many bytes, the same ones at each call that asks for no more."""
+        flat = self._buffers.get(key)
+        if flat is None or flat.numel() < need or flat.device != device:
+            if flat is not None:
+                # Graphs that were captured with it write and read it still.
+                self._outgrown.append(flat)
+            flat = unseen(lambda: torch.empty(need, dtype=torch.uint8, device=device))
+            self._buffers[key] = flat
+        return flat
+
+    def clear(self) -> None:
+        self._buffers.clear()
+        self._outgrown.clear()
+
+
+def separate_strides(like: torch.Tensor) -> tuple[int, ...]:
+    """The strides of `like`, or those of a contiguous tensor if its elements share memory."""
+    strides = like.stride()
+    if 0 in strides and any(s == 0 and n > 1 for n, s in zip(like.shape, strides, strict=True)):
+        return torch.empty(like.shape, dtype=like.dtype, device="meta").stride()
+    return strides
+
 
 R = TypeVar("R")
 
@@ -328,9 +426,7 @@ class Recorder:
         before = [] if constants is None else constants.checks()
         if hooks is not None:
             before.append(hooks.before_replay)
-        if tasks:
-            return TaskedSegment(self.pool.platform, graph, tasks, before)
-        return HookedSegment(graph, before) if before else graph
+        return Segment(self.pool.platform, graph, tasks, before) if tasks or before else graph
 
     def discard(self) -> None:
         """Take back what is captured, and what is open; once more changes nothing."""

@@ -38,8 +38,8 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.ladders import preferred
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.replay.host_args import WORST_CASE
 from graphrt.core.replay.recording import enter_under_way, warming_up
+from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner.graph_table import (
     GraphRecord,
     GraphTable,
@@ -455,7 +455,7 @@ class CaptureSession:
         )
         context.enlist = setup.enlist
         undo.later(state.restore)
-        undo.later(partial(setattr, pool, "owner", self._graphs.owner))
+        undo.later(partial(setattr, pool, "owner", self._graphs.setup.owner))
         pool.owner = context
         undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
