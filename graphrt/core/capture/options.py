@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from graphrt.core.base.option_values import (
     Check,
     check_fields,
     check_keys,
-    check_kind,
     choice,
     flag,
     only_known,
@@ -24,7 +23,6 @@ from graphrt.core.base.option_values import (
     whole,
     wrong_type,
 )
-from graphrt.core.base.settings import read_json, read_settings
 from graphrt.core.device.platform import Platform
 
 CHECK_LEVELS = ("off", "capture", "first", "sample", "always")
@@ -93,19 +91,6 @@ class GraphOptions:
     def from_dict(cls, options: Mapping[str, object]) -> GraphOptions:
         """Options from names and values."""
         return cls().merged(options)
-
-    @classmethod
-    def from_json(cls, text_or_path: str | os.PathLike[str]) -> GraphOptions:
-        """Options from a JSON object, or from the file of that path."""
-        return cls.from_dict(read_json(text_or_path))
-
-    @classmethod
-    def from_settings(
-        cls, settings: Iterable[str], base: GraphOptions | None = None
-    ) -> GraphOptions:
-        """Options from "key=value" settings, such as `-c` gives; later ones win."""
-        check_kind("base", base, GraphOptions)
-        return (base or cls()).merged(read_settings(settings))
 
     def checks(self, level: str) -> bool:
         """Whether what `level` does is done: `check` and all before it, or those of the process.
