@@ -178,10 +178,9 @@ class Recorder:
         self.pool = pool
         self.context = context
         self.breakable = breakable
-        self.segment_open = False
         self.parts: list[Part] = []
-        self._graph: DeviceGraph | None = None
-        self._tasks: list[CapturedTask] = []
+        # The open segment's graph, and its tasks so far.
+        self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None
         self._bridges = bridges
         self._hooks = hooks
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
@@ -199,6 +198,11 @@ class Recorder:
         caller.lift(None if constants is None else constants.take, later=pins and not lifts)
         self._guard = CaptureGuard(self, context, listed, caller, constants, pool._owns)
         self.give(tree.tensors(call) if owned else ())
+
+    @property
+    def segment_open(self) -> bool:
+        """See `Recording.segment_open`."""
+        return self._open is not None
 
     @property
     def must_break(self) -> bool:
@@ -322,15 +326,16 @@ class Recorder:
 
     def bracketed(self, issue: Callable[[], object]) -> Any:
         """Issue the operators of one task inside of its bracket; returns its handle."""
-        graph, platform = self._graph, self.pool.platform
-        assert graph is not None
+        assert self._open is not None
+        graph, platform = self._open[0], self.pool.platform
         platform.task_begin(graph)
         issue()
         return platform.task_end(graph)
 
     def add_task(self, task: CapturedTask) -> None:
         """Note a task of the open segment."""
-        self._tasks.append(task)
+        assert self._open is not None
+        self._open[1].append(task)
 
     def give(self, leaves: Iterable[Any]) -> None:
         """Note tensors that the forward gets as objects of its own."""
@@ -394,28 +399,27 @@ class Recorder:
             self._hooks.before_capture()
         platform = self.pool.platform
         # First, so that whatever interrupts the rest, there is something to take back.
-        self._graph = graph = platform.new_graph()
-        self.segment_open = True
+        graph = platform.new_graph()
+        self._open = graph, []
         try:
             platform.begin_capture(graph, self.pool.memory)
         except BaseException as error:  # at once: the forward may catch it, and go on
             undo_after(error, partial(platform.abort_capture, graph))
-            self.segment_open, self._graph = False, None
+            self._open = None
             raise
         self._guard.begin(graph)
 
     def _end(self) -> None:
-        graph, platform = self._graph, self.pool.platform
-        assert graph is not None
+        assert self._open is not None
+        (graph, tasks), platform = self._open, self.pool.platform
         self._guard.end()
         if self._hooks is not None:
             self._hooks.end_of_capture()
         recorded = platform.end_capture(graph)
-        tasks, self._tasks = self._tasks, []
         if recorded:
             segment = self._segment(graph, tasks)
             self.parts.append(segment)
-        self.segment_open, self._graph = False, None
+        self._open = None
         if recorded and not platform.capture_executes:
             # A capturing call has the effect of one eager call, and what follows reads its results.
             # As at a step, no dispatch mode of the capturing call sees what a replay does.
@@ -435,16 +439,15 @@ class Recorder:
     def _discard(self, depth: int) -> None:
         """The same, with the dispatch modes that a failed forward has left on top of `depth`."""
         self._guard.remove()
-        graph, captured = self._graph, graphs_of(self.parts)
-        if graph is not None:
-            if graph not in captured:
-                self.pool.platform.abort_capture(graph)
-            self.segment_open, self._graph = False, None
+        captured = graphs_of(self.parts)
+        if self._open is not None:
+            if self._open[0] not in captured:
+                self.pool.platform.abort_capture(self._open[0])
+            self._open = None
         for left in reversed(dispatch_modes()[depth:]):
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.pool._reset_graphs(captured)
         self.parts.clear()
-        self._tasks.clear()
 
 
 def strided(result: Any, what: str = "the forward") -> Any:

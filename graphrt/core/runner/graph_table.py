@@ -278,11 +278,17 @@ class GraphTable:
         there are no graphs."""
         if not self.records:
             return None
-        return self.reads.unknown_memory(self.entries(only), self.setup.pool, self.own_tensors())
+        return self.reads.unknown_memory(*self._memory(only))
 
     def keep_touched(self, only: Collection[BatchDescriptor]) -> None:
         """Count memory as read that nodes of these graphs point to and the forward holds."""
-        self.reads.keep_touched(self.entries(only), self.setup.pool, self.own_tensors())
+        self.reads.keep_touched(*self._memory(only))
+
+    def _memory(
+        self, only: Collection[BatchDescriptor] | None = None
+    ) -> tuple[list[Entry], GraphPool, Iterator[torch.Tensor]]:
+        """Where graphs have memory, with `only` those of these descriptors."""
+        return self.entries(only), self.setup.pool, self.own_tensors()
 
     def check(self) -> None:
         """Raise the errors of `GraphRunner.weights_changed`, for weights and modules. From then on
@@ -290,7 +296,7 @@ class GraphTable:
         try:
             self._check_compiled()
             if self.records:
-                self.reads.check(self.entries(), self.setup.pool, self.own_tensors())
+                self.reads.check(*self._memory())
                 self.checks.look_at_host()
         except GraphRTError as error:
             if not isinstance(error, UntrackedWeightsError):
