@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from graphrt.core.batch.descriptor import Batch, BatchDescriptor
     from graphrt.core.batch.modes import AttentionSupport, GraphMode, PieceProvider
-    from graphrt.core.capture.breaks import eager_break
+    from graphrt.core.capture.guard import eager_break
     from graphrt.core.capture.keyed import KeyedGraph, KeyedGraphs
     from graphrt.core.capture.options import GraphOptions
     from graphrt.core.capture.state import State
@@ -48,9 +48,8 @@ if TYPE_CHECKING:
     from graphrt.core.plan.budget import Budget, GraphCost
     from graphrt.core.plan.plan import Plan
     from graphrt.core.replay.entry import SegmentHooks
-    from graphrt.core.replay.host_args import DEFERRED, UNCHANGED, HostArg
     from graphrt.core.replay.pool import CaptureSession, GraphPool
-    from graphrt.core.replay.tasks import UpdatableTask
+    from graphrt.core.replay.tasks import DEFERRED, UNCHANGED, HostArg, UpdatableTask
     from graphrt.core.runner.host import Example, Host
     from graphrt.core.runner.report import RunnerReport
     from graphrt.core.runner.runner import GraphRunner
@@ -107,8 +106,8 @@ _MODULES = (*_LISTED, "attention", "compile", "observe", "testing")
 """Those not listed load more than who only looks what there is may have: `testing` needs pytest."""
 
 _DEFINED_IN = {
-    "DEFERRED": "core.replay.host_args",
-    "UNCHANGED": "core.replay.host_args",
+    "DEFERRED": "core.replay.tasks",
+    "UNCHANGED": "core.replay.tasks",
     "AttentionSupport": "core.batch.modes",
     "Batch": "core.batch.descriptor",
     "BatchDescriptor": "core.batch.descriptor",
@@ -127,7 +126,7 @@ _DEFINED_IN = {
     "GraphRunner": "core.runner.runner",
     "GraphWrapper": "core.capture.wrapper",
     "Host": "core.runner.host",
-    "HostArg": "core.replay.host_args",
+    "HostArg": "core.replay.tasks",
     "InputSlot": "core.inputs.slot",
     "InputSpec": "core.inputs.spec",
     "KeyedGraph": "core.capture.keyed",
@@ -143,7 +142,7 @@ _DEFINED_IN = {
     "carry_context": "core.batch.context",
     "current_context": "core.batch.context",
     "current_platform": "core.device.registry",
-    "eager_break": "core.capture.breaks",
+    "eager_break": "core.capture.guard",
     "forward_context": "core.batch.context",
     "get_platform": "core.device.registry",
     "opaque": "compile",

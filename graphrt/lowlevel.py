@@ -10,7 +10,7 @@ from graphrt.core.base.garbage import frozen_gc
 from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
 from graphrt.core.device.figures import GraphWork
 from graphrt.core.device.pool_memory import PoolMemory, captured_pool, never_destroy
-from graphrt.core.replay.entry import TaskedSegment, graphs_of
+from graphrt.core.replay.entry import Segment, graphs_of
 from graphrt.core.replay.recording import Recording, current_capture, is_inside_capture
 from graphrt.core.replay.tasks import CapturedTask
 
@@ -22,7 +22,7 @@ __all__ = [
     "GraphWork",
     "PoolMemory",
     "Recording",
-    "TaskedSegment",
+    "Segment",
     "captured_pool",
     "current_capture",
     "frozen_gc",

@@ -13,8 +13,8 @@ from graphrt.core.plan.resolution import ModeResolution, ResolutionStep
 from graphrt.core.plan.sizes import CaptureSizes
 from graphrt.core.plan.traffic import Traffic
 from graphrt.core.replay.entry import Entry, Part
-from graphrt.core.replay.host_args import HostValues, Updates
 from graphrt.core.replay.pool import HoldsGraphs, OnCapture
+from graphrt.core.replay.tasks import HostValues, Updates
 from graphrt.core.runner.capture_session import CaptureProgress, Progress
 from graphrt.core.runner.checks import TrialRecord
 from graphrt.core.runner.findings import Finding

@@ -210,7 +210,7 @@ def test_the_check_finds_breaches(user: str, source: str) -> None:
     [
         ("graphrt.core.replay.pool", "import os, torch, pluggy"),
         ("graphrt.core.replay.pool", "from graphrt.core.batch.context import ForwardContext"),
-        ("graphrt.core.replay.pool", "from graphrt.core.replay.entry import TaskedSegment"),
+        ("graphrt.core.replay.pool", "from graphrt.core.replay.entry import Segment"),
         ("graphrt.cpu.tape.recorder", "from graphrt.cpu.arena import Arena"),
         ("graphrt.cuda.platform", "from cuda.bindings import driver"),
         ("graphrt.cli.plan", "from graphrt import Plan"),

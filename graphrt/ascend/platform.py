@@ -44,7 +44,7 @@ from graphrt.core.device.figures import GraphWork, MemoryFigures, StreamRoom
 from graphrt.core.device.graph import TaskUpdate
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.pool_memory import PoolHandle, pool_handle
-from graphrt.core.replay.host_args import Updates
+from graphrt.core.replay.tasks import Updates
 
 
 class AscendPlatform(Platform):

@@ -18,11 +18,9 @@ from typing import Any
 
 from graphrt.core.base.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch.context import ForwardContext
-from graphrt.core.replay._turn import OwnedPool, PoolOwner
-from graphrt.core.replay.entry import Entry, TaskedSegment
-from graphrt.core.replay.host_args import DEFERRED, HostValues, Updates
-from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.tasks import TaskTable
+from graphrt.core.replay.entry import Entry, Segment
+from graphrt.core.replay.pool import GraphPool, PoolOwner
+from graphrt.core.replay.tasks import DEFERRED, HostValues, TaskTable, Updates
 
 
 class WaitingStep(PoolOwner):
@@ -33,7 +31,7 @@ class WaitingStep(PoolOwner):
     def __init__(
         self,
         table: TaskTable,
-        segment: TaskedSegment,
+        segment: Segment,
         context: ForwardContext,
         *,
         all_tasks: bool,
@@ -67,7 +65,7 @@ class WaitingStep(PoolOwner):
         values = self._table.values(asked, all_known=self._all_tasks)
         self.end_by(pool, lambda segment: self._update(values))
 
-    def end_by(self, pool: GraphPool, update: Callable[[TaskedSegment], object]) -> None:
+    def end_by(self, pool: GraphPool, update: Callable[[Segment], object]) -> None:
         """The same, by a function that brings the segment to its end."""
         if pool.owner is self:
             pool.owner = None
@@ -75,7 +73,7 @@ class WaitingStep(PoolOwner):
         update(self._segment)
         self._table.mixed = False
 
-    def refusal(self, pool: OwnedPool) -> GraphRTError | None:
+    def refusal(self, pool: GraphPool) -> GraphRTError | None:
         """In its own thread, bring the step to its end with the arguments that it has."""
         if self._thread != get_ident():
             return None
@@ -116,9 +114,8 @@ class DeferrableEntry(Entry):
         self.waiting = None
         if context.updates is not DEFERRED or not self.tasks:
             return super().launch(context, all_tasks=all_tasks)
-        self.update_failed = False
         (segment, *others) = self.parts
-        if others or not isinstance(segment, TaskedSegment):
+        if others or not (isinstance(segment, Segment) and segment.tasks):
             raise InvalidUpdateError(
                 "the updates of a step with eager parts cannot come after its launch, as those may "
                 "wait for the device",

@@ -23,7 +23,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 
 # What hosts see of the core in the signatures here.
 from graphrt.core.batch.modes import AttentionSupport
-from graphrt.core.replay.host_args import HostValues
+from graphrt.core.replay.tasks import HostValues
 from graphrt.core.runner.host import Bind, Phase
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport
-from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.guard import eager_break
 from graphrt.core.runner.host import Bind, Phase
 
 

@@ -12,7 +12,7 @@ from graphrt.attention.backend import AttentionBackend, AttentionStep
 from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.context import current_context
-from graphrt.core.capture.breaks import operator_break
+from graphrt.core.capture.guard import operator_break
 
 _LIBRARY: Any = torch.library.Library("graphrt", "FRAGMENT")  # type: ignore[no-untyped-call]
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)

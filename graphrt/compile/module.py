@@ -38,7 +38,7 @@ from graphrt.core.base.option_values import (
 )
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.modes import GraphMode, PieceProvider
-from graphrt.core.capture.breaks import check_traced
+from graphrt.core.capture.guard import check_traced
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.entry import SegmentHooks, check_hooks

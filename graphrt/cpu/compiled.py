@@ -17,8 +17,7 @@ from graphrt.core.base.errors import IN_PIECES, BakedScalarError, CaptureError, 
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.thread_mode import dispatch_modes
 from graphrt.core.base.torch_names import dispatch_keys, dispatch_keys_now
-from graphrt.core.capture.refusals import Refusal
-from graphrt.core.capture.source import user_source
+from graphrt.core.capture.refusals import Refusal, user_source
 from graphrt.core.replay.recording import current_capture
 from graphrt.cpu.private_torch import (
     hook_compiled_calls,

@@ -31,13 +31,12 @@ from graphrt.core.base.errors import CaptureError, GraphRTError, InvalidOptionEr
 from graphrt.core.base.texts import counted, seconds_text, size_text
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.breaks import check_break
+from graphrt.core.capture.guard import check_break
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.refusals import HOST_DRAW
-from graphrt.core.capture.source import Source
+from graphrt.core.capture.refusals import HOST_DRAW, Source
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.spec import InputSpec
-from graphrt.core.replay.eager_part import EagerPart
+from graphrt.core.replay.entry import EagerPart
 from graphrt.core.runner.runner import GraphRunner
 
 _MOST = 32

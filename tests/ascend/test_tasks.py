@@ -13,7 +13,7 @@ import torch
 from attention_models import Decoder, differing, eager_outputs, replay_all, replayed, runner, steps
 from schedules import need_simulator, python
 
-from graphrt import GraphOptions, Reason
+from graphrt import GraphOptions
 from graphrt.ascend import AscendOptions, AscendPlatform
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 
@@ -57,29 +57,6 @@ def test_a_bad_update_is_refused_before_anything_is_launched():
             with pytest.raises(error):
                 replayed(run, step, updates)
         assert differing([replayed(run, step).cpu()], eager_outputs(run, [step])) == []
-
-
-def test_a_failed_update_is_repeated_eagerly_where_the_host_allows_it():
-    decoder = protocol.Failing(4)
-    options = GraphOptions(eager_after_failed_update=True)
-    with runner(decoder, sizes=(8,), options=options) as run:
-        run.capture()
-        todo = steps(3, most=8)
-        expected = eager_outputs(run, todo)
-        found = [replayed(run, todo[0]).cpu()]
-        issue = decoder.task.issue
-
-        def fail_once(*args, **kwargs):
-            decoder.task.issue = issue
-            raise protocol.Boom("once")
-
-        decoder.task.issue = fail_once
-        found.append(replayed(run, todo[1]).cpu())
-        assert run.report().reasons[Reason.UPDATE_FAILED] == 1
-        found.append(replayed(run, todo[2]).cpu())
-        assert differing(found, expected) == []
-        (wrapper,) = run.graphs.owners()
-        assert wrapper.last_failed_update == "Boom: once"
 
 
 @pytest.mark.parametrize("order", ["replay_first", "update_first"])

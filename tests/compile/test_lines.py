@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from graphrt import GraphPool, GraphRunner, InputSpec
 from graphrt.compile import TraceError, compile_module, opaque
 from graphrt.core.base.errors import CaptureError
-from graphrt.core.capture import source
+from graphrt.core.capture import refusals
 
 
 @opaque("graphrt_lines::half", mutates=["out"])
@@ -128,12 +128,12 @@ def test_what_torch_says_is_told_once_and_without_its_settings(function, reason,
 
 
 def test_lines_are_forgotten_with_their_pieces():
-    before = set(source._generated)
+    before = set(refusals._generated)
     compiled = compile_module(Model(masked), ["x"], in_place=False)
     compiled.ensure_compiled(torch.ones(4, 4))
-    made = set(source._generated) - before
+    made = set(refusals._generated) - before
     assert made
     del compiled
     torch.compiler.reset()
     gc.collect()
-    assert made.isdisjoint(source._generated)
+    assert made.isdisjoint(refusals._generated)

@@ -361,8 +361,6 @@ TARGETS: dict[str, Target] = {
     ),
     "GraphOptions": constructor(GraphOptions),
     "GraphOptions.from_dict": constructor(GraphOptions.from_dict, options={}),
-    "GraphOptions.from_json": constructor(GraphOptions.from_json, text_or_path="{}"),
-    "GraphOptions.from_settings": constructor(GraphOptions.from_settings, settings=["strict=true"]),
     "GraphOptions.merged": constructor(GraphOptions().merged, changes={}),
     "GraphOptions.checks": constructor(GraphOptions().checks, level="off"),
     # Plans.

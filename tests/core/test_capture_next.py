@@ -46,7 +46,7 @@ from graphrt.core.base.errors import (
     VerificationError,
 )
 from graphrt.core.replay import handout
-from graphrt.core.replay._turn import PoolOwner
+from graphrt.core.replay.pool import PoolOwner
 from graphrt.cpu import CpuPlatform
 
 SIZES = [1, 2, 4, 8]

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, eager_break
 from graphrt.core.base.errors import BakedScalarError, CaptureError, SideDoorError
-from graphrt.core.capture.bridges import Bridges
+from graphrt.core.capture.recorder import Bridges
 
 
 def captured(forward: Callable[..., Any], mode: str = "PIECEWISE", **more: Any) -> GraphRunner:

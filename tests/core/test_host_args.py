@@ -15,8 +15,7 @@ from graphrt import (
     UpdatableTask,
 )
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
-from graphrt.core.replay.host_args import WORST_CASE
-from graphrt.core.replay.tasks import CapturedTask, TaskTable
+from graphrt.core.replay.tasks import WORST_CASE, CapturedTask, TaskTable
 
 TOKENS, REQS = 8, 4
 

@@ -22,7 +22,7 @@ from graphrt import (
     Reason,
 )
 from graphrt.core.base import garbage
-from graphrt.core.replay._turn import PoolOwner
+from graphrt.core.replay.pool import PoolOwner
 from graphrt.errors import (
     CaptureError,
     CaptureSealedError,
@@ -467,3 +467,13 @@ def test_memory_of_a_closed_pool_is_not_adopted():
 
 def test_a_pool_says_which_device_it_is_for():
     assert GraphPool("cpu", device="cpu").device == torch.device("cpu")
+
+
+def test_a_capture_session_that_is_entered_twice_is_a_named_error():
+    pool = GraphPool("cpu")
+    session = pool.capture_session()
+    with session, pool.capture_session(), pytest.raises(CaptureError, match="entered twice"):
+        session.__enter__()
+    assert not pool._sessions
+    with session:
+        assert session.captures == 0

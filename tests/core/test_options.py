@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from graphrt.compile import options as compile_options
 from graphrt.compile.options import CompileOptions
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.settings import read_settings
 from graphrt.core.capture import options as module
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.runner.command_line import runner_settings
@@ -69,28 +69,30 @@ def test_from_code_takes_names_and_lists() -> None:
 @given(OPTIONS)
 def test_round_trips(options: GraphOptions) -> None:
     assert GraphOptions.from_dict(options.to_dict()) == options
-    assert GraphOptions.from_json(json.dumps(options.to_dict())) == options
+    assert GraphOptions.from_dict(json.loads(json.dumps(options.to_dict()))) == options
 
 
 @given(OPTIONS)
 def test_settings_round_trip(options: GraphOptions) -> None:
     plain = options.to_dict()
     settings = [f"{key}={json.dumps(value)}" for key, value in plain.items()]
-    assert GraphOptions.from_settings(settings) == options
+    assert GraphOptions.from_dict(read_settings(settings)) == options
 
 
 def test_from_settings() -> None:
-    options = GraphOptions.from_settings(["outputs=clone", "strict=true", "max_padding=1"])
+    options = GraphOptions.from_dict(
+        read_settings(["outputs=clone", "strict=true", "max_padding=1"])
+    )
     assert options == GraphOptions(outputs="clone", strict=True, max_padding=1.0)
 
 
 def test_later_settings_win() -> None:
-    assert GraphOptions.from_settings(["warmups=0", "warmups=2"]).warmups == 2
+    assert GraphOptions.from_dict(read_settings(["warmups=0", "warmups=2"])).warmups == 2
 
 
 def test_settings_go_on_top_of_a_base_and_can_unset() -> None:
     base = GraphOptions(warmups=3, max_padding=2.0)
-    options = GraphOptions.from_settings(["max_padding=null"], base)
+    options = base.merged(read_settings(["max_padding=null"]))
     assert (options.warmups, options.max_padding) == (3, None)
 
 
@@ -99,29 +101,24 @@ def test_what_describes_batches_is_the_plans() -> None:
     assert arguments == {"mode": "FULL", "sizes": [1, 2]}
     assert options == GraphOptions(outputs="clone")
     with pytest.raises(InvalidOptionError, match="unknown option 'mode'"):
-        GraphOptions.from_settings(["mode=FULL"])
+        GraphOptions.from_dict(read_settings(["mode=FULL"]))
 
 
 def test_one_operator_needs_no_brackets() -> None:
-    assert GraphOptions.from_settings(["breaks=mine::attention"]).breaks == ("mine::attention",)
+    assert GraphOptions.from_dict(read_settings(["breaks=mine::attention"])).breaks == (
+        "mine::attention",
+    )
 
 
 def test_values_are_never_evaluated() -> None:
     with pytest.raises(InvalidOptionError, match="__import__"):
-        GraphOptions.from_settings(["warmups=__import__('os').getpid()"])
+        GraphOptions.from_dict(read_settings(["warmups=__import__('os').getpid()"]))
 
 
 def test_merged_leaves_the_original() -> None:
     before = GraphOptions(warmups=2)
     assert before.merged({"strict": True}) == GraphOptions(warmups=2, strict=True)
     assert before == GraphOptions(warmups=2)
-
-
-def test_from_json_file(tmp_path: Path) -> None:
-    path = tmp_path / "options.json"
-    path.write_text('{"outputs": "static"}')
-    assert GraphOptions.from_json(path).outputs == "static"
-    assert GraphOptions.from_json(str(path)).outputs == "static"
 
 
 # Mistakes ----------------------------------------------------------------------------------------
@@ -199,36 +196,22 @@ def test_wrong_value_names_key_value_and_expectation(
 
 def test_nearest_choice() -> None:
     with pytest.raises(InvalidOptionError, match="outputs=pool"):
-        GraphOptions.from_settings(["outputs=Pools"])
+        GraphOptions.from_dict(read_settings(["outputs=Pools"]))
 
 
 @pytest.mark.parametrize("setting", ["mode", "=3", "", " =1"])
 def test_setting_without_key_or_value(setting: str) -> None:
     with pytest.raises(InvalidOptionError, match="key=value"):
-        GraphOptions.from_settings([setting])
+        GraphOptions.from_dict(read_settings([setting]))
 
 
 def test_dots_into_a_plain_option() -> None:
     with pytest.raises(InvalidOptionError, match="warmups"):
-        GraphOptions.from_settings(["warmups.x=1"])
+        GraphOptions.from_dict(read_settings(["warmups.x=1"]))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"lazy": ', "not valid JSON"),
-        ('{"lazy": true, "lazy": false}', "given twice"),
-        ("no_such_file.json", "no_such_file.json"),
-        ("[1]", r"cannot be read"),
-    ],
-)
-def test_bad_json(text: str, message: str) -> None:
-    with pytest.raises(InvalidOptionError, match=message):
-        GraphOptions.from_json(text)
-
-
-def test_json_file_that_is_no_object(tmp_path: Path) -> None:
-    path = tmp_path / "options.json"
-    path.write_text("[1]")
+def test_an_object_with_a_key_twice_and_one_that_is_no_options() -> None:
+    with pytest.raises(InvalidOptionError, match="given twice"):
+        read_settings(['a={"lazy": true, "lazy": false}'])
     with pytest.raises(InvalidOptionError, match="a dict of options"):
-        GraphOptions.from_json(path)
+        GraphOptions.from_dict([1])  # type: ignore[arg-type]

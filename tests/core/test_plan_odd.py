@@ -140,8 +140,8 @@ def test_an_unknown_keyword_is_a_named_error(owner: Any) -> None:
 
 
 def test_a_keyword_that_is_nearly_right_is_told() -> None:
-    with pytest.raises(InvalidOptionError, match="try: eager_after_failed_update"):
-        GraphOptions(eager_after_failed_updates=True)  # type: ignore[call-arg]
+    with pytest.raises(InvalidOptionError, match="try: inputs_in_graph"):
+        GraphOptions(inputs_in_graphs=True)  # type: ignore[call-arg]
 
 
 # Budgets -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from graphrt import HostArg, UpdatableTask
-from graphrt.core.replay.entry import TaskedSegment
+from graphrt.core.replay.entry import Segment
 from graphrt.core.replay.tasks import CapturedTask
 
 
@@ -22,10 +22,10 @@ class Listening:
         self.told.append((changed, [dict(update.values) for update in updates]))
 
 
-def segment(platform: Listening) -> TaskedSegment:
+def segment(platform: Listening) -> Segment:
     spec = UpdatableTask("attention", lambda **_: None, {"length": HostArg(None)})
     tasks = [CapturedTask(spec, f"layers.{i}", None, (), {}, {"length": 0}) for i in range(2)]
-    return TaskedSegment(platform, None, tasks)  # type: ignore[arg-type]
+    return Segment(platform, None, tasks)  # type: ignore[arg-type]
 
 
 def test_a_replay_without_changes_has_the_arguments_of_the_replay_before():

@@ -263,15 +263,6 @@ class TaskPieces(TaskStep):
         return Model(self.device, tasks=scale, breaks=True)
 
 
-class TaskRepeats(TaskStep):
-    """The same where a failed update is repeated eagerly, of a forward that may run twice."""
-
-    def make_model(self) -> Model:
-        return Model(self.device, tasks=scale, counts=False)
-
-    options = GraphOptions(check="off", eager_after_failed_update=True)
-
-
 SCENARIOS: dict[str, type[World]] = {
     each.__name__: each
     for each in (
@@ -279,6 +270,6 @@ SCENARIOS: dict[str, type[World]] = {
         CapturePieces, CaptureStatic,
         CaptureExample, Lazy, Hit, Padded, Clone, Eager,
         Pieces, Tried, Always, Verify, Recapture, WeightsChanged, Release, Close,
-        TaskCapture, TaskStep, TaskPieces, TaskRepeats,
+        TaskCapture, TaskStep, TaskPieces,
     )
 }  # fmt: skip

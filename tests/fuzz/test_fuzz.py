@@ -50,9 +50,7 @@ def test_a_bridge_that_is_not_filled_is_found_and_made_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That the programs can find something: replays leave results of eager parts where they are."""
-    monkeypatch.setattr(
-        "graphrt.core.replay.eager_part._deliver_tensor", lambda *args, **kwargs: None
-    )
+    monkeypatch.setattr("graphrt.core.replay.entry._deliver_tensor", lambda *args, **kwargs: None)
     found = counted(range(40, 60))
     assert {verdict.outcome for verdict in found.defects.values()} == {"wrong"}
     number = next(iter(found.defects))

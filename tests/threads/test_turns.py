@@ -24,7 +24,7 @@ from graphrt import (
     KeyedGraphs,
     Reason,
 )
-from graphrt.core.replay._turn import in_turn
+from graphrt.core.replay.pool import in_turn
 from graphrt.errors import InvalidInputError, PoolBusyError, PoolClosedError, VerificationError
 from tests.threads.load import KINDS, run
 

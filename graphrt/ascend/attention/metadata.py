@@ -7,7 +7,7 @@ from typing import Any
 
 from graphrt.ascend.attention.task import AttentionTask, listed
 from graphrt.core.base.errors import InvalidUpdateError
-from graphrt.core.replay.host_args import HostValues
+from graphrt.core.replay.tasks import HostValues
 
 
 def update_attn_params(

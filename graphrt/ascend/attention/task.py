@@ -10,8 +10,7 @@ import torch
 from graphrt.core.base.errors import InvalidUpdateError
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.replay.host_args import HostArg, HostValues
-from graphrt.core.replay.tasks import UpdatableTask
+from graphrt.core.replay.tasks import HostArg, HostValues, UpdatableTask
 
 Room = Callable[[tuple[Any, ...], dict[str, Any]], int | None]
 """From the arguments of a call to how many keys its block table has room for; None: who knows."""

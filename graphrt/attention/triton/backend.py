@@ -20,8 +20,7 @@ from graphrt.core.base.option_values import count_of, shown
 from graphrt.core.batch.context import current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport
-from graphrt.core.replay.host_args import HostArg, HostValues
-from graphrt.core.replay.tasks import UpdatableTask
+from graphrt.core.replay.tasks import HostArg, HostValues, UpdatableTask
 
 SplitPolicy = Literal["device", "fixed", "task"]
 _POLICIES = ("device", "fixed", "task")

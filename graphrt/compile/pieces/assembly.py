@@ -35,7 +35,7 @@ from graphrt.compile.trace.outside import Outside
 from graphrt.compile.trace.subject import Subject
 from graphrt.core.base.garbage import frozen_gc
 from graphrt.core.base.log import logger
-from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.guard import eager_break
 from graphrt.core.capture.wrapper import GraphWrapper
 
 

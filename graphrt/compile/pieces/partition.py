@@ -25,7 +25,7 @@ from graphrt.core.base.errors import BakedScalarError, BreakShapeError
 from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.bridges import Bridges, separate_strides
+from graphrt.core.capture.recorder import Bridges, separate_strides
 from graphrt.core.capture.wrapper import GraphWrapper
 
 # What Inductor calls for each of its partitions is process-wide.

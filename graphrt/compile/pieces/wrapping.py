@@ -14,11 +14,10 @@ from graphrt.core.base.errors import StaleInputError
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.recorder import Bridges
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.replay.eager_part import deliver
-from graphrt.core.replay.entry import SegmentHooks
+from graphrt.core.replay.entry import SegmentHooks, deliver
 from graphrt.core.replay.pool import GraphPool
 
 

@@ -15,7 +15,7 @@ from graphrt.compile.private_torch.operators import is_registered
 from graphrt.compile.private_torch.registered import remember_functions
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, flag, items_of, shown
-from graphrt.core.capture.breaks import operator_break
+from graphrt.core.capture.guard import operator_break
 
 P = ParamSpec("P")
 R = TypeVar("R")

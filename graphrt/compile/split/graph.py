@@ -24,7 +24,7 @@ from graphrt.compile.split.groups import NodeGroup, Roles, partition
 from graphrt.compile.trace.sizes import is_number, placeholders, results_of
 from graphrt.compile.trace.user_lines import innermost_line
 from graphrt.core.base.homes import public
-from graphrt.core.capture.source import Source, stands_for
+from graphrt.core.capture.refusals import Source, stands_for
 
 
 @public("graphrt.compile")

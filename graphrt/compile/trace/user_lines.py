@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from graphrt.compile.errors import TraceError
 from graphrt.core.base.errors import GraphRTError
-from graphrt.core.capture.source import Source
+from graphrt.core.capture.refusals import Source
 
 _EXPRESSION = re.compile(r"data-dependent expression .*?\(unhinted: (.*?)\)\.")
 _CONSTANT = re.compile(r"L\['(\w+)'\](.*?)\.size\(\)\[(\d+)\].*? constant \((\d+)\)")

@@ -18,7 +18,6 @@ TWINS = (
     "core/inputs/buffers.py",
     "core/inputs/layout.py",
     "core/inputs/transport.py",
-    "core/replay/_turn.py",
     "core/replay/entry.py",
     "core/replay/handout.py",
     "core/replay/pool.py",

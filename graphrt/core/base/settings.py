@@ -1,10 +1,9 @@
-"""Reading settings that people write: JSON objects, files of them, and key=value."""
+"""Reading settings that people write as key=value, and files of a bounded size."""
 
 from __future__ import annotations
 
 import errno
 import json
-import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,29 +11,6 @@ from typing import Any
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import items_of, shown
-
-_MOST_BYTES = 1 << 20
-"""Of a file of options."""
-
-
-def read_json(text_or_path: str | os.PathLike[str]) -> Any:
-    """What a JSON object, or the file of that path, says; raises `InvalidOptionError`."""
-    text = text_or_path
-    try:
-        if not isinstance(text, str) or not text.lstrip().startswith("{"):
-            text = read_bounded(Path(text), _MOST_BYTES)
-    except (OSError, TypeError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InvalidOptionError(
-            "the options file cannot be read",
-            got=f"{shown(text_or_path)} ({why})",
-            expected="a path, or a JSON object that starts with '{'",
-            advice="check the path",
-        ) from error
-    try:
-        return _parsed(text)
-    except json.JSONDecodeError as error:
-        raise _no_json(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
 
 
 def read_settings(settings: Iterable[str]) -> dict[str, object]:
@@ -85,10 +61,10 @@ def read_bounded(path: Path, most_bytes: int) -> str:
 
 def _no_json(why: str) -> InvalidOptionError:
     return InvalidOptionError(
-        "the options are not valid JSON",
+        "the value of a setting is not valid JSON",
         got=why,
-        expected="a JSON object",
-        advice='{"outputs": "clone", "warmups": 0}',
+        expected="a JSON value, or a word",
+        advice="outputs=clone, sizes=[1,2,4]",
     )
 
 

@@ -33,8 +33,13 @@ from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import is_made_on_host, make_on_host
 from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
-from graphrt.core.capture.refusals import PAGEABLE_COPY, WRITTEN_CONSTANT, described
-from graphrt.core.capture.source import Source, user_source
+from graphrt.core.capture.refusals import (
+    PAGEABLE_COPY,
+    WRITTEN_CONSTANT,
+    Source,
+    described,
+    user_source,
+)
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.replay.pool import GraphPool
 

@@ -17,11 +17,10 @@ from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.replay._turn import in_turn
-from graphrt.core.replay.entry import SegmentHooks
-from graphrt.core.replay.host_args import WORST_CASE, Updates
-from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.entry import Entry, SegmentHooks
+from graphrt.core.replay.pool import GraphPool, in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
+from graphrt.core.replay.tasks import WORST_CASE, Updates
 
 
 @public("graphrt")
@@ -91,7 +90,11 @@ class KeyedGraphs(Uncopied):
         undo.after_error(context.leave)
         with context:
             outputs = wrapper()
-        graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, outputs)
+        is_eager = not wrapper.entries
+        if is_eager:
+            # Without a graph, and it ends as the others do.
+            wrapper._graphs.entries[descriptor] = Entry(descriptor, (), outputs, (), None)
+        graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, is_eager=is_eager)
         return graph
 
     def replay(self, key: Hashable, updates: Updates | None = None) -> Any:
@@ -113,7 +116,7 @@ class KeyedGraphs(Uncopied):
 
     def _destroy(self, keys: Iterable[Hashable]) -> None:
         for key in list(keys):
-            self._graphs[key].destroy_graphs(None)
+            self._graphs[key].destroy()
             del self._graphs[key]
 
     def __getitem__(self, key: Hashable) -> KeyedGraph:
@@ -141,20 +144,18 @@ class KeyedGraph:
     """
 
     def __init__(
-        self, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper, outputs: Any
+        self, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper, *, is_eager: bool
     ) -> None:
-        """Of the one capture of `wrapper`, if graphs are on; `outputs` are what it returned."""
+        """Of the one capture of `wrapper`, if graphs are on."""
         self.key = key
         self.descriptor = descriptor
-        self.is_eager = not wrapper.entries
+        self.is_eager = is_eager
         self._wrapper = wrapper
         self._context = ForwardContext(GraphMode.FULL, descriptor, 0)
-        self._outputs: Any = outputs if self.is_eager else None
         self._updates: Any = WORST_CASE if self.is_eager else None
         if not self.is_eager:
             # It needs no forward any more, and keeps none alive.
             wrapper.runnable = _destroyed
-        wrapper.pool._add_holder(self)
 
     def __repr__(self) -> str:
         return f"KeyedGraph({self.key!r})"
@@ -162,8 +163,7 @@ class KeyedGraph:
     @property
     def alive(self) -> bool:
         """Whether it may be replayed still."""
-        descriptor = self._context.descriptor
-        return descriptor is not None and (self.is_eager or descriptor in self._wrapper.entries)
+        return self.descriptor in self._wrapper.entries
 
     @property
     def outputs(self) -> Any:
@@ -173,7 +173,7 @@ class KeyedGraph:
         """
         if not self.alive:
             raise KeyError(self.key)
-        return self._outputs if self.is_eager else self._wrapper.entries[self.descriptor].outputs
+        return self._wrapper.entries[self.descriptor].outputs
 
     def replay(self, updates: Updates | None = None) -> Any:
         """Replay it, as one step of the pool; returns what its forward returned.
@@ -189,6 +189,8 @@ class KeyedGraph:
                 advice="call the forward itself where something else is captured",
             )
         context = self._context
+        if self.is_eager and not self.alive:
+            _destroyed()
         # A turn, written out: see `in_turn`. It comes first: the context is one for all threads.
         pool = self._wrapper.pool
         if pool.owner is not None:
@@ -202,7 +204,8 @@ class KeyedGraph:
             with context:
                 outputs = self._wrapper()
             if self.is_eager:
-                self._outputs, self._updates = outputs, context.updates
+                self._wrapper.entries[self.descriptor].outputs = outputs
+                self._updates = context.updates
             if pool.owner is context:
                 # Else it waits for its updates, and keeps the pool.
                 pool.owner = None
@@ -212,20 +215,10 @@ class KeyedGraph:
                 pool.owner = None
             raise
 
-    def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
-        """See `HoldsGraphs`."""
-        if descriptor is None or descriptor == self.descriptor:
-            # Another graph may come to have its key and its descriptor.
-            self._context.descriptor = None
-            self._wrapper.destroy_graphs(None)
-            self._wrapper.runnable = _destroyed
-            self._outputs = None
-
-    def look_again(self, descriptor: BatchDescriptor) -> None:
-        """See `HoldsGraphs`; it has no arguments to look at."""
-
-    def in_session(self, begun: bool) -> None:
-        """See `HoldsGraphs`."""
+    def destroy(self) -> None:
+        """Destroy it, for who has the pool's turn."""
+        self._wrapper.destroy_graphs(None)
+        self._wrapper.runnable = _destroyed
 
 
 def _destroyed() -> NoReturn:

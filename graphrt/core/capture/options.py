@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from graphrt.core.base.option_values import (
     Check,
     check_fields,
     check_keys,
-    check_kind,
     choice,
     flag,
     only_known,
@@ -24,7 +23,6 @@ from graphrt.core.base.option_values import (
     whole,
     wrong_type,
 )
-from graphrt.core.base.settings import read_json, read_settings
 from graphrt.core.device.platform import Platform
 
 CHECK_LEVELS = ("off", "capture", "first", "sample", "always")
@@ -56,8 +54,6 @@ class GraphOptions:
       tried, settings compared at every step; "first": the first step of every graph is tried;
       "sample": one step in 64 is, and all that graphs read is looked at in every step; "always":
       every step is. See `docs/concepts/trust.md`; `GRAPHRT_CHECK` sets it for a whole process.
-    - `eager_after_failed_update` (False): run a step eagerly, once more, whose update of tasks
-      raised: for forwards that may run twice on the same inputs.
     - `host_arguments` ("refuse"): CPU tensors among the arguments of a device's graph. "refuse"
       raises where one is read, as every replay would have its numbers of the capture; "bake" keeps
       those numbers, for hosts with a descriptor for each set of them.
@@ -81,7 +77,6 @@ class GraphOptions:
     lazy: bool = False
     strict: bool = False
     check: Literal["off", "capture", "first", "sample", "always"] = "capture"
-    eager_after_failed_update: bool = False
     host_arguments: Literal["refuse", "bake"] = "refuse"
     warmups: int = 1
     warm_up_each: bool = True
@@ -96,19 +91,6 @@ class GraphOptions:
     def from_dict(cls, options: Mapping[str, object]) -> GraphOptions:
         """Options from names and values."""
         return cls().merged(options)
-
-    @classmethod
-    def from_json(cls, text_or_path: str | os.PathLike[str]) -> GraphOptions:
-        """Options from a JSON object, or from the file of that path."""
-        return cls.from_dict(read_json(text_or_path))
-
-    @classmethod
-    def from_settings(
-        cls, settings: Iterable[str], base: GraphOptions | None = None
-    ) -> GraphOptions:
-        """Options from "key=value" settings, such as `-c` gives; later ones win."""
-        check_kind("base", base, GraphOptions)
-        return (base or cls()).merged(read_settings(settings))
 
     def checks(self, level: str) -> bool:
         """Whether what `level` does is done: `check` and all before it, or those of the process.
@@ -156,7 +138,6 @@ _CHECKS: dict[str, Check] = {
     "lazy": flag,
     "strict": flag,
     "check": choice(*CHECK_LEVELS),
-    "eager_after_failed_update": flag,
     "host_arguments": choice("refuse", "bake"),
     "warmups": whole(0, 1, _MOST_WARMUPS),
     "warm_up_each": flag,

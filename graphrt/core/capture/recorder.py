@@ -3,6 +3,7 @@
 1. `record` takes the capture stream, and begins the first segment;
 2. the forward runs: its operators are captured, and `CaptureGuard` sees them;
 3. at an eager break `run_eagerly` ends the segment, runs the part, and begins the next segment;
+   its results reach their readers through fixed places, the `Bridges`;
 4. the last segment ends. Whatever fails, nothing of the capture is left.
 """
 
@@ -21,36 +22,133 @@ from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
+from graphrt.core.base.sharing import together, write
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.breaks import check_break
-from graphrt.core.capture.bridges import Bridges, separate_strides
 from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.guard import CallerTensors, CaptureGuard
+from graphrt.core.capture.guard import CallerTensors, CaptureGuard, check_break
 from graphrt.core.capture.refusals import (
     NESTED_CAPTURE,
     NOT_STRIDED,
     RESHAPED_ARGUMENT,
     SHARED_RESULTS,
     described,
+    source_of,
 )
-from graphrt.core.capture.source import source_of
 from graphrt.core.device._contract import Capability
 from graphrt.core.device.error_chain import Unexplained
 from graphrt.core.device.graph import DeviceGraph
-from graphrt.core.replay.eager_part import (
+from graphrt.core.replay.entry import (
     Call,
     EagerPart,
+    Part,
+    Segment,
+    SegmentHooks,
+    graphs_of,
     name_of,
     on_copies,
     settings_now,
     under_settings,
 )
-from graphrt.core.replay.entry import HookedSegment, Part, SegmentHooks, TaskedSegment, graphs_of
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import active, enter_under_way
 from graphrt.core.replay.tasks import CapturedTask
+
+
+class Bridges:
+    """Fixed buffers for tensors that come from somewhere else at every step.
+
+    There is one buffer per site and tensor, as large as the largest capture needed; smaller
+    captures use a part of it, as only one step runs in a pool at a time.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
+
+    def fix(
+        self,
+        site: int,
+        result: Any,
+        *,
+        stays: Callable[[str, torch.Tensor], bool],
+        allocate: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+    ) -> tuple[Any, frozenset[str]]:
+        """`result` with its tensors copied to where every step will find them, and the paths of
+        those that `stays(path, tensor)` left where they are, as empty ones are.
+
+        `allocate` gives the memory for a tensor, or None for a buffer of this object.
+        """
+        unmoved: set[str] = set()
+        fixed: dict[int, torch.Tensor] = {}
+        moved: list[tuple[int, torch.Tensor]] = []
+        for path, leaf in tree.leaves(result):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.numel() == 0 or stays(path, leaf):
+                unmoved.add(path)
+                fixed[id(leaf)] = leaf
+            elif id(leaf) not in {id(each) for _, each in moved}:
+                moved.append((len(moved) + len(unmoved), leaf))
+        for group in together([leaf for _, leaf in moved]):
+            (number, first), *rest = [moved[each] for each in group.places]
+            if rest:
+                flat = self._memory((site, number), group.nbytes, first.device).untyped_storage()
+                for leaf in (first, *(leaf for _, leaf in rest)):
+                    fixed[id(leaf)] = unseen(partial(group.over, flat, leaf))
+                    write(fixed[id(leaf)], leaf)
+                continue
+            buffer = None if allocate is None else allocate(first)
+            if buffer is None:
+                buffer = self.buffer((site, number), first)
+            buffer.copy_(first)
+            fixed[id(first)] = buffer
+        return tree.map_tensors(lambda leaf: fixed[id(leaf)], result), frozenset(unmoved)
+
+    def buffer(self, key: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+        """The buffer of `key` with the shape of `like`; grows if it is too small.
+
+        It has the strides of `like` too, unless elements of that share memory.
+        """
+        shape, strides = like.shape, separate_strides(like)
+        need = like.nbytes
+        if not like.is_contiguous():
+            last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            need = like.element_size() * (1 + last)
+
+        flat = self._memory(key, need, like.device)
+
+        def placed() -> torch.Tensor:
+            typed = torch.empty(0, dtype=like.dtype, device=like.device)
+            return typed.set_(flat.untyped_storage(), 0, shape, strides)
+
+        # Nothing of this may be recorded, and replays write outside of inference mode too.
+        return unseen(placed)
+
+    def _memory(self, key: tuple[int, int], need: int, device: torch.device) -> torch.Tensor:
+        """At least so many bytes, the same ones at each call that asks for no more."""
+        flat = self._buffers.get(key)
+        if flat is None or flat.numel() < need or flat.device != device:
+            if flat is not None:
+                # Graphs that were captured with it write and read it still.
+                self._outgrown.append(flat)
+            flat = unseen(lambda: torch.empty(need, dtype=torch.uint8, device=device))
+            self._buffers[key] = flat
+        return flat
+
+    def clear(self) -> None:
+        self._buffers.clear()
+        self._outgrown.clear()
+
+
+def separate_strides(like: torch.Tensor) -> tuple[int, ...]:
+    """The strides of `like`, or those of a contiguous tensor if its elements share memory."""
+    strides = like.stride()
+    if 0 in strides and any(s == 0 and n > 1 for n, s in zip(like.shape, strides, strict=True)):
+        return torch.empty(like.shape, dtype=like.dtype, device="meta").stride()
+    return strides
+
 
 R = TypeVar("R")
 
@@ -80,10 +178,9 @@ class Recorder:
         self.pool = pool
         self.context = context
         self.breakable = breakable
-        self.segment_open = False
         self.parts: list[Part] = []
-        self._graph: DeviceGraph | None = None
-        self._tasks: list[CapturedTask] = []
+        # The open segment's graph, and its tasks so far.
+        self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None
         self._bridges = bridges
         self._hooks = hooks
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
@@ -101,6 +198,11 @@ class Recorder:
         caller.lift(None if constants is None else constants.take, later=pins and not lifts)
         self._guard = CaptureGuard(self, context, listed, caller, constants, pool._owns)
         self.give(tree.tensors(call) if owned else ())
+
+    @property
+    def segment_open(self) -> bool:
+        """See `Recording.segment_open`."""
+        return self._open is not None
 
     @property
     def must_break(self) -> bool:
@@ -224,15 +326,16 @@ class Recorder:
 
     def bracketed(self, issue: Callable[[], object]) -> Any:
         """Issue the operators of one task inside of its bracket; returns its handle."""
-        graph, platform = self._graph, self.pool.platform
-        assert graph is not None
+        assert self._open is not None
+        graph, platform = self._open[0], self.pool.platform
         platform.task_begin(graph)
         issue()
         return platform.task_end(graph)
 
     def add_task(self, task: CapturedTask) -> None:
         """Note a task of the open segment."""
-        self._tasks.append(task)
+        assert self._open is not None
+        self._open[1].append(task)
 
     def give(self, leaves: Iterable[Any]) -> None:
         """Note tensors that the forward gets as objects of its own."""
@@ -296,28 +399,27 @@ class Recorder:
             self._hooks.before_capture()
         platform = self.pool.platform
         # First, so that whatever interrupts the rest, there is something to take back.
-        self._graph = graph = platform.new_graph()
-        self.segment_open = True
+        graph = platform.new_graph()
+        self._open = graph, []
         try:
             platform.begin_capture(graph, self.pool.memory)
         except BaseException as error:  # at once: the forward may catch it, and go on
             undo_after(error, partial(platform.abort_capture, graph))
-            self.segment_open, self._graph = False, None
+            self._open = None
             raise
         self._guard.begin(graph)
 
     def _end(self) -> None:
-        graph, platform = self._graph, self.pool.platform
-        assert graph is not None
+        assert self._open is not None
+        (graph, tasks), platform = self._open, self.pool.platform
         self._guard.end()
         if self._hooks is not None:
             self._hooks.end_of_capture()
         recorded = platform.end_capture(graph)
-        tasks, self._tasks = self._tasks, []
         if recorded:
             segment = self._segment(graph, tasks)
             self.parts.append(segment)
-        self.segment_open, self._graph = False, None
+        self._open = None
         if recorded and not platform.capture_executes:
             # A capturing call has the effect of one eager call, and what follows reads its results.
             # As at a step, no dispatch mode of the capturing call sees what a replay does.
@@ -328,9 +430,7 @@ class Recorder:
         before = [] if constants is None else constants.checks()
         if hooks is not None:
             before.append(hooks.before_replay)
-        if tasks:
-            return TaskedSegment(self.pool.platform, graph, tasks, before)
-        return HookedSegment(graph, before) if before else graph
+        return Segment(self.pool.platform, graph, tasks, before) if tasks or before else graph
 
     def discard(self) -> None:
         """Take back what is captured, and what is open; once more changes nothing."""
@@ -339,16 +439,15 @@ class Recorder:
     def _discard(self, depth: int) -> None:
         """The same, with the dispatch modes that a failed forward has left on top of `depth`."""
         self._guard.remove()
-        graph, captured = self._graph, graphs_of(self.parts)
-        if graph is not None:
-            if graph not in captured:
-                self.pool.platform.abort_capture(graph)
-            self.segment_open, self._graph = False, None
+        captured = graphs_of(self.parts)
+        if self._open is not None:
+            if self._open[0] not in captured:
+                self.pool.platform.abort_capture(self._open[0])
+            self._open = None
         for left in reversed(dispatch_modes()[depth:]):
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.pool._reset_graphs(captured)
         self.parts.clear()
-        self._tasks.clear()
 
 
 def strided(result: Any, what: str = "the forward") -> Any:

@@ -30,22 +30,25 @@ from graphrt.core.base.option_values import (
     shown,
 )
 from graphrt.core.base.sharing import cloned
-from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
-from graphrt.core.capture.bridges import Bridges
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.recorder import Recorder
+from graphrt.core.capture.recorder import Bridges, Recorder
 from graphrt.core.capture.transaction import Sealing
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import given_platform
 from graphrt.core.dispatch.reasons import Reason
-from graphrt.core.replay._turn import in_turn
-from graphrt.core.replay.eager_part import name_of
-from graphrt.core.replay.entry import Entry, SegmentHooks, bound_arguments, check_hooks, graphs_of
-from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.entry import (
+    Entry,
+    SegmentHooks,
+    bound_arguments,
+    check_hooks,
+    graphs_of,
+    name_of,
+)
+from graphrt.core.replay.pool import GraphPool, in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
 
 _FULL = GraphMode.FULL
@@ -58,21 +61,6 @@ class WrapperGraphs:
     and where arguments are compared at every replay, by its descriptor. Apart from the wrapper,
     because a class with `__getattr__` loads its own attributes slowly.
     """
-
-    __slots__ = (
-        "always_checks",
-        "bridges",
-        "by_slot",
-        "checks",
-        "clones",
-        "entries",
-        "fresh_containers",
-        "mode",
-        "pool",
-        "read_context",
-        "read_stream_id",
-        "statics",
-    )
 
     def __init__(
         self,
@@ -99,9 +87,7 @@ class WrapperGraphs:
         self.pool = pool
         self.read_stream_id = pool.read_stream_id
 
-    def replay(
-        self, entry: Entry, context: ForwardContext, wrapper: GraphWrapper, args: Any, kwargs: Any
-    ) -> Any:
+    def replay(self, entry: Entry, context: ForwardContext) -> Any:
         """Replay an entry in the turn of `context`; returns its outputs. A step that waits for its
         updates has the pool from then on."""
         pool = self.pool
@@ -121,10 +107,7 @@ class WrapperGraphs:
         if entry.graph is not None:
             entry.graph.replay()
         else:
-            try:
-                owner = entry.launch(context, all_tasks=whole)
-            except Exception as error:
-                return wrapper._repeat_eagerly(entry, context, error, args, kwargs)
+            owner = entry.launch(context, all_tasks=whole)
             if owner is not None:
                 pool.owner = owner
         if self.clones:
@@ -173,7 +156,7 @@ class WrapperGraphs:
             self.statics.clear()
 
 
-_COUNTED = (Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
+_COUNTED = (Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED)
 
 
 @public("graphrt")
@@ -241,7 +224,6 @@ class GraphWrapper(Uncopied):
             bake=self.options.host_arguments == "bake",
         )
         self._eager_calls = Counter[Reason]()
-        self.last_failed_update: str | None = None
         self._sealing = Sealing(self.options)
         self._owner_served = False
         # Last: a session that is under way has it capture from now on.
@@ -274,7 +256,7 @@ class GraphWrapper(Uncopied):
             if entry is None or entry.descriptor is not context.descriptor:
                 entry = self._find(context, args, kwargs)
             if entry is not None:
-                outputs = graphs.replay(entry, context, self, args, kwargs)
+                outputs = graphs.replay(entry, context)
                 # Inside of `try`, and no `finally`: an interrupt on the way out must not keep it. A
                 # step that waits for its updates keeps the pool.
                 if pool.owner is context:
@@ -396,18 +378,6 @@ class GraphWrapper(Uncopied):
         if self.options.outputs != "static":
             return result
         return self._graphs.statics.fix(0, result, stays=lambda path, tensor: False)[0]
-
-    def _repeat_eagerly(
-        self, entry: Entry, context: ForwardContext, error: Exception, args: Any, kwargs: Any
-    ) -> Any:
-        """A step whose update failed, run eagerly if the host wants that, and counted; raises
-        `error` if not."""
-        allowed = entry.update_failed and self.options.eager_after_failed_update
-        if not (allowed and isinstance(context.updates, Mapping)):
-            raise error
-        self._eager_calls[Reason.UPDATE_FAILED] += 1
-        self.last_failed_update = f"{type(error).__name__}: {error}"
-        return without_gradients(partial(self._run, args, kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name == "runnable":

@@ -77,4 +77,4 @@ class UpdateFigures:
     rebuilds: int = 0
     """Executables that were made anew, as they could not be given all parameters at once."""
     failed: int = 0
-    """Replays whose update raised; `Reason.UPDATE_FAILED` counts those that ran eagerly then."""
+    """Replays whose update raised."""

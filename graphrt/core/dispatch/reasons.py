@@ -32,7 +32,6 @@ class Reason(enum.Enum):
     FAILED = "the step of a graph raised"
     NO_CONTEXT = "the call was made outside of a forward context"
     SEALED = "an unseen descriptor after seal() ran eagerly"
-    UPDATE_FAILED = "the update of a replay's tasks failed, and the step was repeated eagerly"
 
     __hash__ = object.__hash__
 
@@ -60,5 +59,5 @@ class Dispatch(NamedTuple):
 Agreed = BatchDescriptor | Dispatch
 """The graph that ranks agree on: its descriptor, or the dispatch of one of them."""
 
-OF_CALLS = (Reason.NO_CONTEXT, Reason.SEALED, Reason.UPDATE_FAILED)
+OF_CALLS = (Reason.NO_CONTEXT, Reason.SEALED)
 """The reasons that wrappers count; the others are counted by the dispatcher."""

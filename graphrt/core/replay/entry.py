@@ -1,9 +1,11 @@
 """What a wrapper captured for one descriptor: segments of graph, some with tasks, and eager parts
-between them, and how they are replayed."""
+between them, which run at every replay, with their results where the graphs read them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -11,22 +13,257 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.errors import (
-    DeviceHangError,
+    BakedScalarError,
+    BreakError,
+    BreakShapeError,
+    CaptureError,
     InvalidOptionError,
-    LaunchQueueError,
     StaleInputError,
 )
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_takes, shown
+from graphrt.core.base.option_values import check_takes, shown, told
 from graphrt.core.base.thread_mode import without_gradients
+from graphrt.core.base.torch_names import (
+    attention_kernels,
+    attention_order,
+    function_modes,
+    set_attention_kernels,
+    set_attention_order,
+)
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.graph import DeviceGraph, GraphRead
 from graphrt.core.device.platform import Platform
-from graphrt.core.replay.eager_part import EagerPart
-from graphrt.core.replay.host_args import HostValues
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.tasks import CapturedTask, TaskTable
+from graphrt.core.replay.tasks import CapturedTask, HostValues, TaskTable
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a function is called with."""
+
+
+class EagerPart:
+    """A function that runs eagerly at every replay and leaves its results where they are read.
+
+    `aliased` holds the paths of results that were no new memory at capture.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], call: Call, recorded: Any, aliased: frozenset[str]
+    ) -> None:
+        self._function = function
+        self._args, self._kwargs = call
+        self._recorded = recorded
+        self._aliased = aliased
+
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What it is called with, and where it leaves its results."""
+        return tree.tensors((self._args, self._kwargs)), tree.tensors(self._recorded)
+
+    def replay(self) -> None:
+        result = self._function(*self._args, **self._kwargs)
+        if result is None and self._recorded is None:
+            return
+        deliver(self._recorded, result, self._function, self._aliased)
+
+
+def deliver(
+    recorded: Any, result: Any, function: Callable[..., Any], aliased: frozenset[str]
+) -> None:
+    """Put an eager part's `result` where the captured readers look for it.
+
+    Raises `BreakShapeError` for another structure, shape or dtype than recorded,
+    `BakedScalarError` for another Python value, and `BreakError` for new memory where there was
+    none at capture: copying it would overwrite an argument.
+    """
+    if isinstance(recorded, torch.Tensor) and isinstance(result, torch.Tensor):
+        _deliver_tensor("", recorded, result, function, aliased)
+        return
+    old, new = list(tree.leaves(recorded)), list(tree.leaves(result))
+    if [path for path, _ in old] != [path for path, _ in new]:
+        raise BreakShapeError(
+            f"eager break {name_of(function)} returned another structure than at capture",
+            got=[path for path, _ in new],
+            expected=[path for path, _ in old],
+            advice="return the same containers at every step",
+        )
+    for (path, before), (_, now) in zip(old, new, strict=True):
+        if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
+            _deliver_tensor(path, before, now, function, aliased)
+        elif type(before) is not type(now) or not _is_same_value(before, now):
+            raise BakedScalarError(
+                f"eager break {name_of(function)} returned another value than the graph holds"
+                f"{' at ' + path if path else ''}",
+                got=told(now),
+                expected=told(before),
+                advice="return it as a tensor, or read it from current_context() where it is used",
+            )
+
+
+def _is_same_value(before: Any, now: Any) -> bool:
+    if isinstance(before, float):
+        return repr(before) == repr(now)  # NaN is itself, and -0.0 is not 0.0
+    same: Any = before is now or before == now
+    # Of an array there is one answer for each element.
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
+
+
+def _deliver_tensor(
+    path: str,
+    recorded: torch.Tensor,
+    result: torch.Tensor,
+    function: Callable[..., Any],
+    aliased: frozenset[str],
+) -> None:
+    if (
+        recorded.shape != result.shape
+        or recorded.dtype != result.dtype
+        or result.layout is not torch.strided
+    ):
+        raise BreakShapeError(
+            f"eager break {name_of(function)} returned another tensor than at capture"
+            f"{' at ' + path if path else ''}",
+            got=f"{result.dtype} {tuple(result.shape)}"
+            f"{'' if result.layout is torch.strided else f', {result.layout}'}",
+            expected=f"{recorded.dtype} {tuple(recorded.shape)}",
+            advice="return the padded shape; mask the padding rows instead of dropping them",
+        )
+    if recorded.data_ptr() == result.data_ptr() and recorded.stride() == result.stride():
+        return
+    if path in aliased and recorded.numel():
+        raise BreakError(
+            f"eager break {name_of(function)} returned memory of its own where it returned an "
+            f"argument at capture{', at ' + path if path else ''}",
+            got="a fresh tensor",
+            expected="the argument, or a view of it",
+            advice="write into the argument at every step, or return a fresh tensor at every step",
+        )
+    recorded.copy_(result)
+
+
+def on_copies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, called with copies of its containers: one that changes them would find at each
+    step what the step before put there."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree.copied((args, kwargs))
+        return function(*args, **kwargs)
+
+    return called
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or str(function)
+
+
+_AUTOCAST = "autocast on "
+_DEVICE = "default device"
+_ATTENTION = "kernels of scaled_dot_product_attention"
+
+
+def settings_now() -> dict[str, Any]:
+    """What changes what operators do and can be entered around a part of a forward.
+
+    Whether there are gradients is not among them: graphs have none.
+    """
+    backends: Any = torch.backends
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    settings: dict[str, Any] = {
+        # What autocast casts to; None where it is off.
+        f"{_AUTOCAST}{kind}": torch.get_autocast_dtype(kind)
+        if torch.is_autocast_enabled(kind)
+        else None
+        for kind in _kinds()
+    }
+    settings |= {
+        _DEVICE: torch.get_default_device(),
+        "torch function modes": tuple(function_modes()),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "precision of float32 in matmul": (
+            cuda.matmul.fp32_precision,
+            mkldnn.matmul.fp32_precision,
+        ),
+        "precision of float32 in convolutions": (
+            cudnn.conv.fp32_precision,
+            mkldnn.conv.fp32_precision,
+        ),
+        "precision of float32 in RNNs": (cudnn.rnn.fp32_precision, mkldnn.rnn.fp32_precision),
+        "sums in matmul": (
+            cuda.matmul.allow_fp16_reduced_precision_reduction,
+            cuda.matmul.allow_bf16_reduced_precision_reduction,
+            cuda.matmul.allow_fp16_accumulation,
+        ),
+        "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        "mkldnn": mkldnn.enabled,
+    }
+    if attention_kernels and attention_order:
+        settings[_ATTENTION] = tuple(attention_kernels()), tuple(attention_order())
+    return settings
+
+
+def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> Callable[..., Any]:
+    """`function` under the settings of now where those `around` the forward are others.
+
+    Raises `CaptureError` for one that a replay does not enter.
+    """
+    name = name_of(function)
+    differing = {each: value for each, value in settings_now().items() if value != around[each]}
+    if not differing:
+        return function
+    for each, value in differing.items():
+        if each not in (_DEVICE, _ATTENTION) and not each.startswith(_AUTOCAST):
+            raise CaptureError(
+                f"the forward enters another setting around eager break {name}, which a replay "
+                "calls by itself",
+                got=f"{each}: {_told(value)}",
+                expected=f"{_told(around[each])}, as around the forward",
+                advice="enter it inside of the eager part, or around the whole forward",
+            )
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for each, value in differing.items():
+                stack.enter_context(_entered(each, value))
+            return function(*args, **kwargs)
+
+    return called
+
+
+def _kinds() -> list[str]:
+    device = torch.accelerator.current_accelerator()
+    return ["cpu"] if device is None else ["cpu", device.type]
+
+
+def _entered(name: str, value: Any) -> AbstractContextManager[object]:
+    if name == _ATTENTION:
+        return _attention(*value)
+    if name == _DEVICE:
+        device: torch.device = value
+        return device
+    return torch.autocast(name.removeprefix(_AUTOCAST), value, enabled=value is not None)
+
+
+@contextmanager
+def _attention(kernels: tuple[Any, ...], order: tuple[int, ...]) -> Iterator[None]:
+    before = attention_kernels(), attention_order()
+    try:
+        set_attention_kernels(kernels)
+        set_attention_order(list(order))
+        yield
+    finally:
+        set_attention_kernels(before[0])
+        set_attention_order(before[1])
+
+
+def _told(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_told, value)) or "none"
+    return str(value) if isinstance(value, str | bool | torch.dtype) else type(value).__name__
 
 
 def bound_arguments(
@@ -78,25 +315,10 @@ def check_hooks(name: str, hooks: object) -> None:
         check_takes(f"{name}.{method}", hook, f"{method}()")
 
 
-class HookedSegment:
-    """A segment with calls `before` each replay. Without any, the part is the graph itself."""
-
-    def __init__(self, graph: DeviceGraph, before: Sequence[Callable[[], object]]) -> None:
-        self.graph = graph
-        self.before = before
-
-    def replay(self) -> None:
-        for call in self.before:
-            call()
-        self.graph.replay()
-
-
 @public("graphrt.lowlevel")
-class TaskedSegment:
-    """A segment whose tasks are issued again at every replay; `name` says whose it is.
-
-    `before` is called before each replay.
-    """
+class Segment:
+    """A segment with calls `before` each replay, or with tasks, which are issued again at every
+    replay. Without either, the part is the graph itself. `name` says whose it is."""
 
     def __init__(
         self,
@@ -119,6 +341,9 @@ class TaskedSegment:
         """Replay with `values`, one for each task; None repeats those of the replay before."""
         for call in self.before:
             call()
+        if not self.tasks:
+            self.graph.replay()
+            return
         replay = self.platform.replay_updated
         self.give(values, partial(replay, self.graph, self.tasks, name=self.name))
 
@@ -145,7 +370,7 @@ def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
     """The device graphs among the parts of a step, in order."""
     graphs: list[DeviceGraph] = []
     for part in parts:
-        if isinstance(part, TaskedSegment | HookedSegment):
+        if isinstance(part, Segment):
             graphs.append(part.graph)
         elif not isinstance(part, EagerPart):
             graphs.append(cast(DeviceGraph, part))
@@ -156,20 +381,8 @@ def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
 class Entry:
     """What one descriptor captured: its parts, its outputs and the addresses it reads."""
 
-    __slots__ = (
-        "bound",
-        "breaks",
-        "captured_in",
-        "descriptor",
-        "fresh",
-        "graph",
-        "outputs",
-        "parts",
-        "table",
-        "tasks",
-        "unchecked",
-        "update_failed",
-    )
+    # C knows where in an object these are.
+    __slots__ = ("__dict__", "graph", "unchecked")
 
     def __init__(
         self,
@@ -191,14 +404,12 @@ class Entry:
         self.unchecked = False
         # Whether an eager part runs at every replay.
         self.breaks = any(isinstance(part, EagerPart) for part in parts)
-        tasked = [part for part in parts if isinstance(part, TaskedSegment)]
+        tasked = [part for part in parts if isinstance(part, Segment) and part.tasks]
         for number, part in enumerate(tasked, 1):
             which = f" segment {number} of {len(tasked)}" if len(tasked) > 1 else ""
             part.name = f"[{descriptor}]{which}"
         self.table = TaskTable([task for part in tasked for task in part.tasks])
         self.tasks = self.table.tasks
-        # Whether an update of its tasks ended the last launch, so that it may be repeated.
-        self.update_failed = False
         # What most entries are: one graph and nothing else. None once the wrapper has let go of it.
         alone = len(parts) == 1 and not tasked
         self.graph: Part | None = parts[0] if alone else None
@@ -255,9 +466,9 @@ class Entry:
         """
         if not self.tasks:
             # With gradients on, a bridge that an eager result is copied into would grow a graph.
-            without_gradients(self._replay)
+            without_gradients(partial(self._replay_with, None))
             return None
-        self.update_failed, table = False, self.table
+        table = self.table
         values = table.values(context, all_known=all_tasks)
         table.mixed = True
         # Only eager parts, and issuing a task, could grow a graph of gradients.
@@ -268,20 +479,12 @@ class Entry:
         table.mixed = False
         return None
 
-    def _replay(self) -> None:
-        for part in self.parts:
-            part.replay()
-
     def _replay_with(self, values: Sequence[HostValues] | None) -> None:
         taken = 0
         for part in self.parts:
-            if isinstance(part, TaskedSegment):
+            if values is not None and isinstance(part, Segment):
                 count = len(part.tasks)
-                try:
-                    part.replay_with(None if values is None else values[taken : taken + count])
-                except Exception as error:
-                    self.update_failed = not isinstance(error, DeviceHangError | LaunchQueueError)
-                    raise
+                part.replay_with(values[taken : taken + count])
                 taken += count
             else:
                 part.replay()

@@ -161,36 +161,24 @@ class Shell:
     and to mark this one, takes four times as long as a tensor over it.
     """
 
+    # C knows where in an object these are.
     __slots__ = (
+        "__dict__",
         "__weakref__",
         "_address",
         "_alone",
         "_bases",
         "_cdata",
-        "_device",
-        "_empty",
         "_left",
-        "_nbytes",
-        "_of_first",
-        "_of_one",
-        "_offset",
-        "_owner",
         "_references",
         "_storage",
-        "_stride",
-        "_was_held",
     )
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._address = storage.data_ptr()
-        self._nbytes = storage.nbytes()
-        self._device = tensor.device
-        self._offset = tensor.storage_offset()
-        self._stride = tensor.stride()
-        self._empty = _empty(tensor.dtype, tensor.device)
         # The memory itself, wherever `tensor` may be moved to; of pool memory only an alias.
-        self._owner = tensor.detach()
+        self._like = tensor.detach()
+        self._address = tensor.untyped_storage().data_ptr()
+        self._empty = _empty(tensor.dtype, tensor.device)
         # The storage that tensors are handed out over, and its name in torch.
         self._storage: torch.UntypedStorage | None = None
         self._cdata = 0
@@ -256,7 +244,8 @@ class Shell:
         alone = keeps or len(bases) >= _CACHED_VIEWS or is_finalizing()
         self._was_held = False
         if self._storage is None:
-            storage = storage_at(self._address, self._device, self._nbytes)
+            nbytes = self._like.untyped_storage().nbytes()
+            storage = storage_at(self._address, self._like.device, nbytes)
             # Its name before itself: whatever interrupts this, the right one is marked.
             self._cdata = storage._cdata
             self._storage = storage
@@ -288,13 +277,12 @@ class Shell:
 
     def _over(self, shape: tuple[int, ...]) -> torch.Tensor:
         fresh: torch.Tensor = self._empty.new()
-        return fresh.set_(self.storage(), self._offset, shape, self._stride)
+        like = self._like
+        return fresh.set_(self.storage(), like.storage_offset(), shape, like.stride())
 
 
 class View:
     """Hands out another tensor over the storage that a shell has just handed out."""
-
-    __slots__ = ("_empty", "_offset", "_shell", "_stride")
 
     def __init__(self, shell: Shell, tensor: torch.Tensor) -> None:
         self._shell = shell
@@ -346,18 +334,6 @@ class OwnsOutputs(Protocol):
 
 class LiveOutputs:
     """The live rows of what a forward returns at one size, as fresh tensors for the caller."""
-
-    __slots__ = (
-        "_axes",
-        "_copies",
-        "_descriptor",
-        "_last",
-        "_prepared",
-        "_reqs",
-        "_views",
-        "held",
-        "shapes",
-    )
 
     def __init__(
         self,

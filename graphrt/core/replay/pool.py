@@ -1,14 +1,17 @@
-"""`GraphPool`: the memory, the capture stream and the step counter that graphs share."""
+"""`GraphPool`: the memory, the capture stream and the step counter that graphs share.
+
+`in_turn` says who has a pool to itself, from before a graph is looked up until its outputs are out.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import Token
 from functools import partial
 from threading import get_ident
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
@@ -21,12 +24,13 @@ from graphrt.core.base.errors import (
     InvalidOptionError,
     PoolBusyError,
     PoolClosedError,
+    PoolLeftBehindError,
     Uncopied,
 )
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_callable
-from graphrt.core.batch.context import ForwardContext
+from graphrt.core.base.option_values import check_callable, shown
+from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.device._contract import Capability
@@ -35,14 +39,105 @@ from graphrt.core.device.figures import UpdateFigures
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
-from graphrt.core.replay._turn import (
-    LeftBehind,
-    PoolOwner,
-    in_turn,
-    in_turn_of,
-    without_device,
-)
 from graphrt.core.replay.handout import HandedOut, expire
+
+T = TypeVar("T")
+
+
+class PoolOwner:
+    """The owner of a pool, with a name for the error of a call that finds the pool taken."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def refusal(self, pool: GraphPool) -> GraphRTError | None:
+        """A more precise error than `PoolBusyError` for a call that finds the pool taken, or None.
+
+        May end the owner: a step that waits for its updates is ended here, in its own thread.
+        """
+        return None
+
+
+def in_turn(pool: GraphPool, owner: object, call: Callable[[], T]) -> T:
+    """Call what uses or changes the graphs of a pool in a turn of `owner`: meanwhile nobody else
+    steps, captures or destroys graphs in it. A turn never waits: raises `PoolBusyError` while a
+    step is under way, or has pieces to come.
+
+    A step takes its turn first. Then it dispatches, is checked, fills its buffers, launches and
+    hands out. So no step sees half of a change, and a call that finds the pool taken has done
+    nothing. Inside of a turn the pool is passed to the context of a forward, and back after it:
+    wrappers that are called in this context know by it that the step is theirs.
+
+    Between the look at the owner and the store there is no call: Python switches threads, and
+    delivers interrupts, at calls and backward jumps only. And the turn ends inside of `try`, not in
+    a `finally`: an interrupt on the way out must not keep the pool. `StepEngine.step` (and its
+    twin in native/path.c), `GraphWrapper.__call__` and `KeyedGraph.replay` are on the way of every
+    step, which a call more would cost 0.2 us: they write this form out.
+    """
+    if pool.owner is not None:
+        raise pool.busy_error(owner)
+    try:
+        pool.owner = owner
+        if pool.entered is None:
+            result = call()
+            # Whoever it was passed to: an interrupt may have kept that one from passing it back.
+            pool.owner = None
+            return result
+        pool.owner = None
+    except BaseException:
+        pool.owner = None
+        raise
+    raise pool.busy_error(owner)
+
+
+def check_between_steps(pool: GraphPool, what: str) -> None:
+    """Raise `PoolBusyError` while a step or a capture is under way in the pool, or a context is
+    entered in this thread, whatever has been called in it. A step that waits for its updates, or
+    of which some pieces are to come, is under way; it is not ended."""
+    under_way = pool.owner or current_context() or pool.entered
+    if under_way is not None:
+        raise PoolBusyError(
+            f"{what} was called while a step, or a capture, is under way",
+            got=shown(under_way),
+            expected="a call between two steps of the pool, when the last one has its updates",
+            advice="call it after the step has returned, from the thread that steps",
+        )
+
+
+class LeftBehind(PoolOwner):
+    """The owner for good of a pool in a child of its process that cannot be used there."""
+
+    def __init__(self, why: str, advice: str) -> None:
+        super().__init__(why)
+        self._advice = advice
+
+    def refusal(self, pool: GraphPool) -> PoolLeftBehindError:
+        return PoolLeftBehindError(
+            "the graph pool was made before this process was forked, and cannot be used in it",
+            got=self,
+            expected="a pool of this process's own",
+            advice=self._advice,
+        )
+
+
+def in_turn_of(owner: object) -> LeftBehind:
+    """Another thread had the pool: the state of the model is what that had made of it."""
+    return LeftBehind(
+        f"{owner!r} was under way, and the state of the model is what it had made of it",
+        "fork between two steps and captures; or make model, pool and runner in the child",
+    )
+
+
+def without_device(name: str) -> LeftBehind:
+    """What the device knew of the parent process, it does not know of a child."""
+    return LeftBehind(
+        f"graphs and memory of platform {name!r} do not survive a fork",
+        "start the process with multiprocessing's 'spawn', and make model and runner in it",
+    )
+
 
 OnCapture = Callable[[Any, BatchDescriptor], object]
 """What is called after a capture, with the wrapper and the descriptor."""
@@ -185,11 +280,37 @@ def _behind_a_replay(context: ForwardContext) -> CaptureError:
 
 @public("graphrt")
 class CaptureSession:
-    """What was captured in a pool since `GraphPool.capture_session()` was entered."""
+    """What was captured in a pool since this, of `GraphPool.capture_session()`, was entered."""
 
-    def __init__(self, pool: GraphPool) -> None:
+    def __init__(self, pool: GraphPool, *, freeze: bool) -> None:
         self._pool = pool
+        self._freeze = freeze
+        self._undo = Undo()
         self._captures, self._bytes = pool.captures, pool.bytes()
+
+    def __enter__(self) -> CaptureSession:
+        pool, undo = self._pool, self._undo
+        if undo:
+            raise CaptureError(
+                "a capture session was entered twice",
+                got=self,
+                expected="one `with` for each capture_session()",
+                advice="call pool.capture_session() again: sessions may be nested",
+            )
+        try:
+            self._captures, self._bytes = pool.captures, pool.bytes()
+            undo.later(partial(thaw_garbage, self))
+            freeze_garbage(self, heap=self._freeze)
+            undo.later(partial(pool._end_session, self))
+            pool._sessions.append(self)
+            pool._tell_holders()
+        except BaseException:  # also an interrupt
+            undo.now()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.now()
 
     def __repr__(self) -> str:
         return f"CaptureSession({self.captures} captures)"
@@ -302,9 +423,7 @@ class GraphPool(Uncopied):
         with self.capture_lock, self.on_device():
             return self.platform.memory_handle(self.memory)
 
-    def capture_session(
-        self, *, stream: Any = None, freeze: bool = True
-    ) -> AbstractContextManager[CaptureSession]:
+    def capture_session(self, *, stream: Any = None, freeze: bool = True) -> CaptureSession:
         """A context around many captures, such as those of a host that captures piece by piece.
 
         Garbage is frozen once, beside a heap that the host has frozen collected once; without
@@ -318,20 +437,7 @@ class GraphPool(Uncopied):
         if stream is not None:
             with self.on_device():
                 self.stream = self.platform.adopt_stream(stream)
-        return self._session(freeze)
-
-    @contextmanager
-    def _session(self, freeze: bool) -> Iterator[CaptureSession]:
-        session, undo = CaptureSession(self), Undo()
-        try:
-            undo.later(partial(thaw_garbage, session))
-            freeze_garbage(session, heap=freeze)
-            undo.later(partial(self._end_session, session))
-            self._sessions.append(session)
-            self._tell_holders()
-            yield session
-        finally:
-            undo.now()
+        return CaptureSession(self, freeze=freeze)
 
     def _end_session(self, session: CaptureSession) -> None:
         if session in self._sessions:

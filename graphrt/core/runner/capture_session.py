@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,8 +38,8 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.ladders import preferred
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.replay.host_args import WORST_CASE
 from graphrt.core.replay.recording import enter_under_way, warming_up
+from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner.graph_table import (
     GraphRecord,
     GraphTable,
@@ -75,16 +75,6 @@ class CaptureProgress:
     next_s: float | None
 
 
-@dataclass
-class WarmUps:
-    """Facts that the sessions of one runner share: which kinds of graphs are warm, and whether
-    captures look at every operator for constants that are made on the host. That takes time, and
-    most forwards make none."""
-
-    warm: set[Hashable] = field(default_factory=set)
-    lifts_constants: bool = False
-
-
 class CaptureScheduler:
     """Captures the planned graphs that the dispatcher does not serve yet, then seals.
 
@@ -96,7 +86,9 @@ class CaptureScheduler:
         self._setup = graphs.setup
         self._graphs = graphs
         self._trials = trials
-        self._warm_ups = WarmUps()
+        # Whether captures look at every operator for constants that are made on the host. That
+        # takes time, and most forwards make none: a first capture that needs it is made again.
+        self.lifts_constants = False
 
     def all(self, progress: Progress | None) -> None:
         """Capture every missing graph, those too that were dropped or have failed before."""
@@ -177,7 +169,7 @@ class CaptureScheduler:
         return ranks.may_capture(self._graphs, wanted, now=now)
 
     def _session(self) -> CaptureSession:
-        return CaptureSession(self._graphs, self._warm_ups)
+        return CaptureSession(self._graphs, self)
 
     def _capture_some(self, left: Sequence[CaptureKey], until: float) -> None:
         """Capture the first graph, and the next ones while they end before `until`, if each takes
@@ -250,10 +242,13 @@ class CaptureSession:
     smaller ones after it may fit.
     """
 
-    def __init__(self, graphs: GraphTable, warm_ups: WarmUps) -> None:
+    def __init__(self, graphs: GraphTable, scheduler: CaptureScheduler) -> None:
         setup = self._setup = graphs.setup
         self._graphs = graphs
-        self._warm_ups = warm_ups
+        self._scheduler = scheduler
+        # The kinds of graphs that are warmed up. The state that warm-ups find, and the streams that
+        # they count, are known in their own session alone: the next one does it again.
+        self._warm = set[Hashable]()
         # Steps on another stream may still use the state that is saved.
         setup.pool.follow_stream()
         platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
@@ -294,10 +289,6 @@ class CaptureSession:
             graphs.checks.check_settings()
             # At its end what is there then counts as there at the capture of all.
             graphs.checks.look_at_host()
-        if graphs.reads.watched or self._streams.counts or not graphs.records:
-            # The state that warm-ups find, and the streams that they count, are known in their own
-            # session alone: every kind is warmed up again.
-            self._warm_ups.warm.clear()
         for module in setup.compiled:
             module.rebind_weights()
         uncompiled = [module for module in setup.compiled if not module.compiled]
@@ -367,7 +358,7 @@ class CaptureSession:
         started, before = time.perf_counter(), pool.bytes()
         self._streams.check(graph)
         kind, warm_ups = self._kind(graph), self._setup.options.warmups
-        is_cold = kind not in self._warm_ups.warm or self._state.is_new(graph.descriptor.kind)
+        is_cold = kind not in self._warm or self._state.is_new(graph.descriptor.kind)
         warm_up_s = self._warm_up(graph) if warm_ups and is_cold else 0.0
         transaction.lifts_constants |= not warm_ups or self._graphs.reads.are_on_host()
         transaction.work = self._streams.check(graph, kind)
@@ -408,7 +399,7 @@ class CaptureSession:
                 if isinstance(explained, ResourceExhaustedError):
                     raise explained from error
             raise
-        self._warm_ups.warm.add(self._kind(graph))
+        self._warm.add(self._kind(graph))
         return time.perf_counter() - began
 
     def _attempt(self, graph: PlannedGraph) -> None:
@@ -418,7 +409,7 @@ class CaptureSession:
             if graph.transaction.lifts_constants:
                 raise
             graph.transaction.rollback()
-            graph.transaction.lifts_constants = self._warm_ups.lifts_constants = True
+            graph.transaction.lifts_constants = self._scheduler.lifts_constants = True
             self._attempt(graph)
 
     @undoing
@@ -455,7 +446,7 @@ class CaptureSession:
         )
         context.enlist = setup.enlist
         undo.later(state.restore)
-        undo.later(partial(setattr, pool, "owner", self._graphs.owner))
+        undo.later(partial(setattr, pool, "owner", self._graphs.setup.owner))
         pool.owner = context
         undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
@@ -534,7 +525,7 @@ class CaptureSession:
             slot,
             prepared.storages(),
             metadata_is_declared=setup.host.metadata is not None,
-            lifts_constants=self._warm_ups.lifts_constants,
+            lifts_constants=self._scheduler.lifts_constants,
         )
         return PlannedGraph(mode, descriptor, slot, prepared, transaction)
 

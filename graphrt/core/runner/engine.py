@@ -46,19 +46,8 @@ from graphrt.core.runner.trials import StepTrials
 class StepEngine:
     """Dispatches the steps of one runner, has them checked, and runs them."""
 
-    __slots__ = (
-        "_checks",
-        "_dispatcher",
-        "_executor",
-        "_gradients",
-        "_graphs",
-        "_pool",
-        "_scheduler",
-        "_trials",
-        "closed",
-        "last_dispatch",
-        "live_tokens",
-    )
+    # C knows where in an object these are.
+    __slots__ = ("__dict__", "last_dispatch", "live_tokens")
 
     def __init__(
         self, executor: StepExecutor, trials: StepTrials, scheduler: CaptureScheduler
@@ -72,6 +61,7 @@ class StepEngine:
         self._executor = executor
         self._gradients = graphs.setup.run_forward.gradients
         self._graphs = graphs
+        self._owner = graphs.setup.owner
         self._pool = executor.pool
         self._scheduler = scheduler
         self._trials = trials
@@ -99,7 +89,7 @@ class StepEngine:
             serve=self.serve,
             failed=self.failed,
             pool=self._pool,
-            owner=self._graphs.owner,
+            owner=self._owner,
             engine=self,
             dispatcher=self._dispatcher,
             sealing=self._graphs.sealing,
@@ -132,9 +122,9 @@ class StepEngine:
         # A turn, written out: see `in_turn`. It comes first: a graph that was looked up before it
         # might be destroyed by another thread.
         if pool.owner is not None:
-            raise pool.busy_error(self._graphs.owner)
+            raise pool.busy_error(self._owner)
         try:
-            pool.owner = self._graphs.owner
+            pool.owner = self._owner
             dispatch: Dispatch | None = None
             if batch is None:
                 batch, values, agreed, dispatch = self._opened(values, agreed)

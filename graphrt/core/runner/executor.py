@@ -31,8 +31,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
 from graphrt.core.inputs.slot import InputSlot
-from graphrt.core.replay.host_args import DEFERRED, UNCHANGED, WORST_CASE
-from graphrt.core.replay.tasks import check_names, failed_half_way
+from graphrt.core.replay.tasks import DEFERRED, UNCHANGED, WORST_CASE, check_names, failed_half_way
 from graphrt.core.runner.graph_table import GraphTable, PreparedStep
 from graphrt.core.runner.host import Phase
 
@@ -205,7 +204,7 @@ class StepExecutor:
     def _in_context(self, context: ForwardContext, run: Callable[[], Any]) -> Any:
         """Call `run` in a context that has the pool meanwhile: by that wrappers know that the step
         is theirs."""
-        pool, owner = self.pool, self.graphs.owner
+        pool, owner = self.pool, self.graphs.setup.owner
         try:
             pool.owner = context
             with context:

@@ -35,7 +35,6 @@ _ADVICE = {
     "FAILED": "the error of these steps was raised to the caller; see the host's log",
     "NO_CONTEXT": "call wrappers inside a forward context",
     "SEALED": "capture this descriptor before seal(), or plan it",
-    "UPDATE_FAILED": "see the logged error; a step whose update fails runs eagerly",
 }
 
 

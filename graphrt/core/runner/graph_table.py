@@ -32,7 +32,6 @@ from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.layout import StepMoves
 from graphrt.core.plan.budget import alike
 from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.replay._turn import PoolOwner
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import LiveOutputs
 from graphrt.core.replay.pool import GraphPool
@@ -78,20 +77,8 @@ class DroppedGraph:
 class PreparedStep:
     """All that a step of one graph needs: its padded views, its callable or entry, its outputs."""
 
-    __slots__ = (
-        "_setup",
-        "_wrapper",
-        "call",
-        "descriptor",
-        "entry",
-        "layout",
-        "native",
-        "outputs",
-        "readable",
-        "reqs",
-        "ring",
-        "task_names",
-    )
+    # C knows where in an object `native` is.
+    __slots__ = ("__dict__", "native")
 
     def __init__(
         self, descriptor: BatchDescriptor, setup: RunnerSetup, wrapper: GraphWrapper | None
@@ -218,7 +205,7 @@ class GraphTable:
     The dispatcher gives each planned graph a slot, and serves batches by those that are published.
     `steps` are prepared steps by slot, `records` say what each capture took. `left_out` are the
     slots that no step and no `capture_next()` tries again, with the graph if it was dropped for
-    want of room, and None if it failed. What changes the table does so in a turn of `owner`.
+    want of room, and None if it failed. What changes the table does so in a turn of its `setup`.
 
     Whether the graphs still stand for their forward is known by `reads`, the memory they read;
     `checks`, the looks and trials of steps; and `warmed_up`, the operators of each kind's warm-up.
@@ -232,8 +219,6 @@ class GraphTable:
         self.records: list[GraphRecord] = []
         self.left_out: dict[int, DroppedGraph | None] = {}
         self.sealing = Sealing(setup.options)
-        # Of the pool, in every step and in whatever changes the graphs: see `in_turn`.
-        self.owner = PoolOwner("a step, or a capture, of a runner")
         self.reads = ReadSet(
             setup.forward,
             setup.host.parameters,
@@ -293,11 +278,17 @@ class GraphTable:
         there are no graphs."""
         if not self.records:
             return None
-        return self.reads.unknown_memory(self.entries(only), self.setup.pool, self.own_tensors())
+        return self.reads.unknown_memory(*self._memory(only))
 
     def keep_touched(self, only: Collection[BatchDescriptor]) -> None:
         """Count memory as read that nodes of these graphs point to and the forward holds."""
-        self.reads.keep_touched(self.entries(only), self.setup.pool, self.own_tensors())
+        self.reads.keep_touched(*self._memory(only))
+
+    def _memory(
+        self, only: Collection[BatchDescriptor] | None = None
+    ) -> tuple[list[Entry], GraphPool, Iterator[torch.Tensor]]:
+        """Where graphs have memory, with `only` those of these descriptors."""
+        return self.entries(only), self.setup.pool, self.own_tensors()
 
     def check(self) -> None:
         """Raise the errors of `GraphRunner.weights_changed`, for weights and modules. From then on
@@ -305,7 +296,7 @@ class GraphTable:
         try:
             self._check_compiled()
             if self.records:
-                self.reads.check(self.entries(), self.setup.pool, self.own_tensors())
+                self.reads.check(*self._memory())
                 self.checks.look_at_host()
         except GraphRTError as error:
             if not isinstance(error, UntrackedWeightsError):

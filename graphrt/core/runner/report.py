@@ -98,7 +98,7 @@ class RunnerReport:
     """A snapshot of one runner; every figure is a count, in seconds or in bytes, as named.
 
     `print` shows it as a table, with its `findings` first. `steps` counts batches by graph,
-    `reasons` by why they ran as they did; NO_CONTEXT, SEALED and UPDATE_FAILED count calls of the
+    `reasons` by why they ran as they did; NO_CONTEXT and SEALED count calls of the
     runner's wrappers, MISSING_GRAPH steps. `live_tokens` and `padded_tokens` are over the steps
     that a graph served, or should have.
     """

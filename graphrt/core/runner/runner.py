@@ -12,7 +12,7 @@ from graphrt.core.base.option_values import check_kind
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.slot import InputSlot
-from graphrt.core.replay._turn import check_between_steps, in_turn
+from graphrt.core.replay.pool import check_between_steps, in_turn
 from graphrt.core.replay.recording import current_capture, refuse_inside_capture, under_way
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ class GraphRunner(Uncopied, Generic[R]):
         """Call what changes the graphs, or runs them for itself, on the pool's device and in a turn
         of its own."""
         with self.pool.on_device():
-            return in_turn(self.pool, self.graphs.owner, call)
+            return in_turn(self.pool, self.graphs.setup.owner, call)
 
     def _close(self) -> None:
         self.graphs.release()

@@ -26,7 +26,7 @@ from graphrt.core.inputs.transport import InputRing
 from graphrt.core.plan.plan import Plan, PlanArguments, check_plan_arguments
 from graphrt.core.plan.resolution import CompiledFacts, SavedFacts, all_compiled, compiled_in
 from graphrt.core.replay.entry import SegmentHooks
-from graphrt.core.replay.pool import GraphPool
+from graphrt.core.replay.pool import GraphPool, PoolOwner
 from graphrt.core.replay.recording import is_inside_capture
 from graphrt.core.runner.host import Host
 from graphrt.core.trust.gradients import Gradients
@@ -128,6 +128,8 @@ class RunnerSetup:
             of_weights=self.options.checks("sample"),
         )
         self.run_forward = EagerForward(forward, gradients)
+        # Of the pool, in every step and in whatever changes the graphs: see `in_turn`.
+        self.owner = PoolOwner("a step, or a capture, of a runner")
 
     @property
     def ring(self) -> InputRing | None:

@@ -12,7 +12,7 @@ from graphrt.core.base import tree
 from graphrt.core.base.errors import TaskContractError
 from graphrt.core.base.thread_mode import ThreadMode
 from graphrt.core.capture.constants import with_places
-from graphrt.core.capture.source import Source, user_source
+from graphrt.core.capture.refusals import Source, user_source
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import disabled_dispatch
 from graphrt.cpu.tape.aliases import PLAIN, Aliases, core, fresh_among, with_replaced

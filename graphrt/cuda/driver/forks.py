@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import CaptureError
-from graphrt.core.capture.source import Source, user_source
+from graphrt.core.capture.refusals import Source, user_source
 from graphrt.cuda.driver.api import capture_dependencies, driver_available
 from graphrt.cuda.driver.nodes import edges
 from graphrt.cuda.private_torch import Wait, replace_event_wait

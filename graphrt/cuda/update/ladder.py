@@ -242,6 +242,5 @@ def _no_way_left() -> UpdateRefusedError:
         "the driver takes the new parameters of a graph's tasks in no way",
         got="a refusal of a node's, of all parameters at once, and of another executable",
         expected="what it took when the graph was captured",
-        advice="set eager_after_failed_update to run its batches eagerly from now on, capture it "
-        f"again, or {IN_PIECES}",
+        advice=f"capture it again, or {IN_PIECES}",
     )

@@ -17,10 +17,10 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.replay.entry import Entry, TaskedSegment
-from graphrt.core.replay.host_args import DEFERRED
+from graphrt.core.replay.entry import Entry, Segment
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import current_capture
+from graphrt.core.replay.tasks import DEFERRED
 from graphrt.hosts.vllm_ascend.engine import Engine
 from graphrt.hosts.vllm_ascend.entries import ACLGraphEntry, Entries
 from graphrt.hosts.vllm_ascend.sites import HostUpdate, Site, under_way
@@ -79,7 +79,7 @@ class ACLGraphWrapper:
         self._graphs: GraphWrapper | None = None
         self._context: ForwardContext | None = None
         # A graph that was updated before its call, and the engine's context for which it was.
-        self._ahead: tuple[TaskedSegment, Any] | None = None
+        self._ahead: tuple[Segment, Any] | None = None
         self._descriptors: dict[Any, BatchDescriptor] = {}
         self._entries = Entries(self._check_idle, self._drop)
         self.engine.wrappers().add(self)
@@ -172,7 +172,7 @@ class ACLGraphWrapper:
         if if_launched and not is_launched:
             return False
 
-        def apply(segment: TaskedSegment) -> None:
+        def apply(segment: Segment) -> None:
             platform = cast(AscendPlatform, graphs.pool.platform)
             with platform.updating(segment.graph, segment.tasks) as window:
                 served = HostUpdate(sites, window)
@@ -185,7 +185,7 @@ class ACLGraphWrapper:
         if waiting is not None and is_launched:
             waiting.end_by(graphs.pool, apply)
         else:
-            (segment,) = (part for part in entry.parts if isinstance(part, TaskedSegment))
+            (segment,) = (part for part in entry.parts if isinstance(part, Segment) and part.tasks)
             if self._ahead is not None:
                 self._take_ahead(graphs, host, entry)
             apply(segment)

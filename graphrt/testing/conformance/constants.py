@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphrt.core.base.errors import BakedScalarError, CaptureSyncError, PageableCopyError
-from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.guard import eager_break
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase

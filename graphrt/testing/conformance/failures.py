@@ -10,7 +10,7 @@ import torch
 
 from graphrt.core.base.errors import CaptureError, RefusedOpError
 from graphrt.core.batch.context import current_context
-from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.guard import eager_break
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import current_capture
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase

@@ -11,7 +11,7 @@ from graphrt.core.base.errors import CaptureError, OverwrittenOutputError, PoolC
 from graphrt.core.base.torch_names import can_mark_unreadable
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.guard import eager_break
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.inputs.spec import InputSpec

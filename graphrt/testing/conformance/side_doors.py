@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphrt.core.base.errors import SideDoorError
-from graphrt.core.capture.breaks import eager_break
+from graphrt.core.capture.guard import eager_break
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import PIECEWISE, ConformanceBase

@@ -10,10 +10,8 @@ import torch
 from graphrt.core.base.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device._contract import Capability
-from graphrt.core.dispatch.reasons import Reason
-from graphrt.core.replay.host_args import UNCHANGED, HostArg
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.tasks import UpdatableTask
+from graphrt.core.replay.tasks import UNCHANGED, HostArg, UpdatableTask
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase, Counting
 
 DESCRIPTOR = BatchDescriptor(4, 4)
@@ -199,25 +197,6 @@ class TaskConformance(ConformanceBase):
         # Equal to the arguments before the failure, which the device may have no more.
         assert self.run(wrapper, x, {"attention": {"lengths": [2]}}) == [13, 22, 31, 40]
         assert self.run(wrapper, x, UNCHANGED) == [13, 22, 31, 40]
-
-    def test_a_step_whose_update_raised_is_repeated_eagerly_where_that_is_allowed(
-        self, pool: GraphPool
-    ) -> None:
-        self.need(Capability.TASK_UPDATE)
-        task = self.task()
-        layers = self.two_layers(task)
-        wrapper = self.wrap(layers, FULL, pool, eager_after_failed_update=True)
-        x = self.tensor(1, 2, 3, 4)
-        self.capture(wrapper, FULL, x, descriptor=DESCRIPTOR)
-        task.issue = fail_in(task.issue, 1)
-        assert self.run(wrapper, x, {"attention": {"lengths": [1]}}) == [7, 11, 15, 19]
-        assert wrapper.eager_calls[Reason.UPDATE_FAILED] == 1
-        assert wrapper.last_failed_update == "Boom: layer 1"
-        # What is refused before anything runs is not repeated.
-        with pytest.raises(InvalidUpdateError):
-            self.run(wrapper, x, {"attention": {"lengths": [1] * 5}})
-        assert wrapper.eager_calls[Reason.UPDATE_FAILED] == 1
-        assert self.run(wrapper, x, {"attention": {"lengths": [2]}}) == [13, 22, 31, 40]
 
     def test_graphs_of_one_pool_keep_their_own_arguments(self, pool: GraphPool) -> None:
         self.need(Capability.TASK_UPDATE)

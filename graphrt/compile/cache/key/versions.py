@@ -20,7 +20,7 @@ import torch
 
 from graphrt.compile.cache.key.sources import PACKAGES, code_digest
 from graphrt.compile.private_torch.inductor import custom_passes, portable_settings
-from graphrt.core.replay.eager_part import settings_now
+from graphrt.core.replay.entry import settings_now
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 

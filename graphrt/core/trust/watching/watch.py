@@ -23,7 +23,7 @@ from graphrt.core.base.thread_mode import ThreadMode, unseen
 from graphrt.core.base.torch_names import storage_of_weak
 from graphrt.core.capture.guard import in_eager_part
 from graphrt.core.capture.operators import LIFT_FRESH, OperatorFacts, facts_of, in_bounds, written
-from graphrt.core.capture.source import Source, user_source
+from graphrt.core.capture.refusals import Source, user_source
 from graphrt.core.replay.recording import in_task
 from graphrt.core.trust.generators import Generators
 from graphrt.core.trust.places.slots import same_value
