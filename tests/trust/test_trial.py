@@ -90,6 +90,7 @@ class FakeStep:
 
     has_gradients = False
     finds_gradients = False
+    together = False
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         return self._run("where_asked", live(), watch)
