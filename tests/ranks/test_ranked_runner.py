@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,9 +39,11 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2.0
 
 
-def runner_of(agreement: Any, **options: Any) -> GraphRunner[torch.Tensor]:
+def runner_of(
+    agreement: Agreement, forward: Callable[..., torch.Tensor] = double, **options: Any
+) -> GraphRunner[torch.Tensor]:
     return GraphRunner(
-        double,
+        forward,
         mode="FULL",
         sizes=[1, 2, 4],
         inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
@@ -130,6 +134,29 @@ def test_released_graphs_are_captured_again(agreement: Agreement) -> None:
     assert_steps(runner, 2, Reason.HIT)
     runner.recapture()
     assert len(runner.report().graphs) == 3
+
+
+def test_a_change_of_the_host_is_tried_by_the_next_vote(agreement: Agreement) -> None:
+    model = SimpleNamespace(level=0)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0 if model.level < 100 else x * 3.0
+
+    runner = runner_of(agreement, forward)
+    runner.capture()
+    for _ in range(3):
+        assert_steps(runner, 4, Reason.HIT)
+    tried = sum(record.steps for record in runner.report().trust.trials)
+    model.level = 5
+    x, reasons = torch.randn(4, WIDTH), []
+    for _ in range(runner.report().trust.glance_steps + 4):
+        assert torch.equal(runner(x=x), x * 2.0)
+        assert runner.last_dispatch is not None
+        reasons.append(runner.last_dispatch.reason)
+    assert sum(record.steps for record in runner.report().trust.trials) == tried + 1
+    # Where nobody tells of changes a step finds it after its vote.
+    assert set(reasons) - {Reason.CHANGED} == {Reason.HIT}
+    assert reasons.count(Reason.CHANGED) == (0 if (3, 12) <= sys.version_info < (3, 14) else 1)
 
 
 def test_a_step_that_raises_ends_the_agreement(agreement: Agreement) -> None:

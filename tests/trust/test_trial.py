@@ -90,6 +90,7 @@ class FakeStep:
 
     has_gradients = False
     finds_gradients = False
+    together = False
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         return self._run("where_asked", live(), watch)
@@ -216,6 +217,20 @@ def test_the_runs_are_the_same_whether_numbers_move_or_not(name):
     good = FakeStep(Model())
     tried(good)
     assert step.done == good.done
+
+
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_ranks_that_try_together_make_the_same_runs_whatever_they_find(has_parts):
+    """One that ended at its first finding would leave the others in a collective."""
+    steps = []
+    for forward in (counted, position):
+        step = FakeStep(Model())
+        step.model.forward = forward
+        step.together = True
+        verdict = tried(step, has_parts=has_parts)
+        assert (verdict.failure is None) == (forward is counted)
+        steps.append(step.done)
+    assert steps[0] == steps[1] and len(steps[0]) > len(ORDER)
 
 
 def test_a_number_that_an_operator_is_given_and_that_changes_nothing_is_no_failure():

@@ -173,7 +173,7 @@ class StepRuns:
         reqs = reqs_of(inputs, step.batch, step.values)
         self.rows, self.live_rows = prepared.tokens, step.batch.num_tokens
         self.sizes: Sequence[tuple[int, int]] = (self.rows, self.live_rows), (prepared.reqs, reqs)
-        self.together = step.agreed
+        self.together = step.agreed or graphs.setup.host.ranks is not None
         self.padded = not step.agreed and any(live < rows for rows, live in self.sizes)
         self.has_gradients = torch.is_grad_enabled()
         self.finds_gradients = graphs.setup.run_forward.gradients.wanted
