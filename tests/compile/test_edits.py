@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.compile import edits_served
 from tests.compile.edits import AROUND, EDITS, HIT, MISS, PROGRAMS, Edit
 
 pytest.importorskip("triton")
@@ -81,7 +82,7 @@ class Starts:
     def written(self, program: str) -> Path:
         directory = self.root / program / "source"
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in PROGRAMS[program].items():
+        for name, text in {**PROGRAMS, **edits_served.PROGRAMS}[program].items():
             (directory / name).write_text(text)
         return directory
 
@@ -142,7 +143,11 @@ def starts(
     made.close()
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)
+@pytest.mark.parametrize(
+    "edit",
+    [*EDITS, *(pytest.param(each, marks=pytest.mark.long) for each in edits_served.EDITS)],
+    ids=lambda edit: edit.name,
+)
 def test_the_second_start_after(starts: Starts, edit: Edit):
     found = starts.second(edit)
     # Inductor saves no code that calls such functions, which is a warning at every start.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -84,11 +85,25 @@ class Subject:
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         roots: Mapping[str, Any] = {"": self.module}
         if not isinstance(self.module, nn.Module):
-            closure = inspect.getclosurevars(inspect.unwrap(self.module))
+            function = _function_of(self.module)
+            if function is None:
+                return
+            closure = inspect.getclosurevars(function)
             roots = {**closure.globals, **closure.nonlocals}
         for root, module in roots.items():
             if isinstance(module, nn.Module):
                 yield from module.named_modules(prefix=root, remove_duplicate=False)
+
+
+def _function_of(call: Callable[..., Any]) -> FunctionType | None:
+    """The Python function of a method, a `functools.partial`, or an object with `__call__`."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    call = inspect.unwrap(call)
+    if not isinstance(call, FunctionType | MethodType):
+        call = type(call).__call__
+    function = getattr(call, "__func__", call)
+    return function if isinstance(function, FunctionType) else None
 
 
 class _Items:
