@@ -275,6 +275,8 @@ class _Step(nn.Module):
         self._names = signature.tokens, signature.positions, signature.cache
         self._mask_name = signature.mask if memory.has_keys else None
         self._masks_encoder = signature.masks_encoder
+        # Copied where there is an encoder, which a trace cannot do.
+        self._config = signature.model.config.get_text_config(decoder=True)
         self._more: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if "logits_to_keep" in signature.names:
             self._more["logits_to_keep"] = 1
@@ -302,8 +304,9 @@ class _Step(nn.Module):
             call["encoder_outputs"] = (states,)
             call[cache_name] = EncoderDecoderCache(kept, CrossCache(cross, size))
             if self._masks_encoder:
-                config = self.model.config.get_text_config(decoder=True)
-                call["attention_mask"] = _encoder_mask(config, first_rows(cross.mask, size), states)
+                call["attention_mask"] = _encoder_mask(
+                    self._config, first_rows(cross.mask, size), states
+                )
         logits: torch.Tensor = self._forward(**call).logits
         kept.write_back()
         return logits
