@@ -19,7 +19,6 @@ from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.trust.ambient import Ambient
 from graphrt.core.trust.host_watch import Changes, Told, described_changes
 from graphrt.core.trust.places.slots import same_value
-from graphrt.core.trust.places.walk import Link
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.verdict import Verdict
 
@@ -339,28 +338,26 @@ class Checks:
         reads, served = self.glances.reads, self._served()
         if reads is None or reads.values is None or not served:
             return
-        found = reads.host.take(reads.links)
-        is_structural = found is not None and found.is_structural
-        if not all(map(Link.holds, reads.links)):
-            moved = reads.moved()
-            if moved:
-                self.glances.only_settings()
-                self._quarantine(self._graphs.values(), reads.stale(moved))
-                return
-            # Something on the way was replaced, and leads to the same tensors.
-            is_structural = True
-        for path, (was, now) in ({} if found is None else found.changes).items():
+        found = reads.take()
+        if found is None:
+            return
+        places = reads.walk() if found.is_structural else None
+        moved = [] if places is None else reads.moved(places)
+        if moved:
+            self.glances.only_settings()
+            self._quarantine(self._graphs.values(), reads.stale(moved))
+            return
+        for path, (was, now) in found.changes.items():
             if path in self.harmless:
                 # Another object is there than the one whose changes are left out already.
                 reads.host.ignore(path)
                 continue
             for graph in served:
                 graph.note(path, was, now)
-        if is_structural:
-            reads.settle()
-        if is_structural or found is not None:
-            self.glances.go_round()
-            self._note_pending()
+        if places is not None:
+            reads.settle(places)
+        self.glances.go_round()
+        self._note_pending()
 
     def ran_forward(self, *, own: bool) -> None:
         """The forward has run eagerly: what has changed since the last look it has changed itself;

@@ -22,13 +22,11 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple
-
-import torch
 
 from graphrt.core.base._fork import after_forks
 from graphrt.core.base._native_door import NativeGlances, NativeWatch, native_state
@@ -47,10 +45,11 @@ from graphrt.core.trust.places.slots import (
     MISSING,
     ODD_ITEM,
     TUPLE_ITEM,
+    TYPE,
     Look,
     Place,
 )
-from graphrt.core.trust.places.walk import INNER, Kind, Link, Places, shape_of
+from graphrt.core.trust.places.walk import INNER, Kind, Places, shape_of
 from graphrt.core.trust.snapshot import PythonState
 
 _IN_DICTS = (ITEM, DEFAULT, ODD_ITEM, CLASS_ATTRIBUTE)
@@ -186,7 +185,7 @@ class HostWatch:
             kind, dict_of, *_ = shapes[type(value)]
             if kind is Kind.CLASS:
                 watched[id(value)] = value, None
-                owners[id(value)] = _Owner(place, ".", False)
+                owners[id(value)] = _Owner(None, f"{slots.name_of(value)}.", False)
             elif kind is Kind.DICT:
                 groups.append(([(_Owner(place, "", True), value)], None))
             elif kind is Kind.FUNCTION and type(value.__kwdefaults__) is dict:
@@ -197,8 +196,8 @@ class HostWatch:
                 continue
             owner = _Owner(place, ".", False)
             # Of a `threading.local` each thread has another dict.
-            if not isinstance(value, threading.local):
-                self._dicts.append((owner, partial(dict_of, value), held))
+            if not issubclass(type(value), threading.local):
+                self._dicts.append((owner, partial(_dict_of, value, dict_of), held))
             group = [(owner, held)]
             for name in INNER if kind is Kind.MODULE else ():
                 if issubclass(type(held.get(name)), dict):
@@ -235,9 +234,9 @@ class HostWatch:
             known = self._new[id(place)] = known or self._is_new(place.owner)
         return known
 
-    def looks(self, links: Iterable[Link]) -> tuple[list[Look], list[Look]]:
-        """What nobody tells of, for glances: see `slots.looks`. First what leads to a tensor by one
-        of the `links`, then the rest."""
+    def looks(self, ways: Iterable[tuple[Place, Any]]) -> tuple[list[Look], list[Look]]:
+        """What nobody tells of, for glances: see `slots.looks`. First the `ways` to tensors, then
+        the rest."""
         values, is_told = self._values, self._native is not None
         if values is None:
             return [], []
@@ -245,14 +244,14 @@ class HostWatch:
         others: dict[int, tuple[Place, Any]] = {}
         watched, ignored = self._watched, self._ignored
         skips = bool(ignored or self._closed or self._short)
-        held = [(leading, link.place, link.held) for link in links]
+        held = [(leading, *each) for each in ways]
         rest = zip(repeat(others), values.slots, values.was, strict=False)
         for kind, slot, value in (*held, *rest):
             way = slot.way
             if way is TUPLE_ITEM and isinstance(slot.holder, Place):
                 # A tuple stays what it is: what may change is where it lies.
                 slot, way, value = slot.holder, slot.holder.way, slot.holder.get()
-            if way is FIXED or way is ARRAY:
+            if way in (FIXED, ARRAY, TYPE):
                 continue
             if is_told and id(slot.holder) in watched and (way in _IN_DICTS or way is LENGTH):
                 continue
@@ -268,9 +267,9 @@ class HostWatch:
 
     # What has changed ----------------------------------------------------------------------------
 
-    def take(self, links: Iterable[Link]) -> HostChanges | None:
+    def take(self, read: Iterable[Place]) -> HostChanges | None:
         """The changes since the last time, or since `aim`; None if nothing at all is another
-        object. Of the `links` to tensors somebody else looks whether they hold."""
+        object. At the places of tensors that are `read` somebody else looks."""
         values, is_told = self._values, self._native is not None
         if values is None:
             return None
@@ -300,13 +299,13 @@ class HostWatch:
             slot = values.slots[at]
             if _where(slot) in self._ignored or self._is_new(slot):
                 continue
-            structural |= not (_is_scalar(was[at]) and _is_scalar(now[at]))
+            structural |= slot.way is LENGTH or not (_is_scalar(was[at]) and _is_scalar(now[at]))
             changes[slot.path] = _told(was[at]), _told(now[at])
             self._taken.setdefault(slot.path, []).append((slot.holder, slot.key))
         compared = (
             {_where(slot) for slot in values.slots if slot.way in _IN_DICTS} if events else set()
         )
-        compared |= {_where(each.place) for each in links if isinstance(each.held, torch.Tensor)}
+        compared |= {*map(_where, read)}
         for holder, key in events or ():
             if (id(holder), key) in compared:
                 continue
@@ -390,6 +389,13 @@ def described_changes(changes: Changes) -> str:
     return listed(
         [f"{path} = {_text(was)}, then {_text(now)}" for path, (was, now) in changes.items()]
     )
+
+
+def _dict_of(value: object, dict_of: Callable[[Any], Any]) -> object:
+    try:
+        return dict_of(value)
+    except TypeError:  # its class has been replaced, as that of `nn.LazyLinear`
+        return MISSING
 
 
 def _text(value: object) -> str:

@@ -37,9 +37,9 @@ from graphrt.core.replay.entry import Entry, graphs_of
 from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.trust.compare import listed
-from graphrt.core.trust.host_watch import HostWatch
+from graphrt.core.trust.host_watch import HostChanges, HostWatch
 from graphrt.core.trust.places.slots import MISSING, Place, getter
-from graphrt.core.trust.places.walk import Link, Places, places_of, where_is
+from graphrt.core.trust.places.walk import Places, Slots, places_of, where_is
 from graphrt.core.trust.snapshot import PythonState
 from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
 from graphrt.core.trust.watching.watch import Use, Watch
@@ -110,8 +110,9 @@ class ReadSet:
         named tensors are all that is known."""
         self.watched = watched
         self.saw_compiled_code = False
-        self.links: list[Link] = []
-        """All of them hold as long as nothing has moved."""
+        # Slots on the way to what graphs read; and what they read: where, what, and its memory.
+        self._ways: Slots = []
+        self._read: list[tuple[Place, Any, object]] = []
         self.protected: list[str] = []
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
         self.remade: set[str] = set()
@@ -177,9 +178,9 @@ class ReadSet:
                     self._held[use.ref.cdata] = tensor.untyped_storage(), use
         self.settle()
 
-    def settle(self) -> Places:
-        """Find names for what is held, and note where it is; returns the walk."""
-        places, address = places_of(self._forward), torch.Tensor.data_ptr
+    def settle(self, places: Places | None = None) -> Places:
+        """Find names for what is held, and note where it is, by a walk of now; returns the walk."""
+        places, address = places or self.walk(), torch.Tensor.data_ptr
         self.values = PythonState(places, baked=True)
         reads = []
         self._places = {}
@@ -190,8 +191,10 @@ class ReadSet:
             if is_read and not (self.remade and place.path in self.remade):
                 reads.append((place, tensor))
                 self._places.setdefault(key, []).append(place)
-        self.links = places.links(reads)
-        held = [link.held for link in self.links if issubclass(type(link.held), torch.Tensor)]
+        # Packed weights are invisible to operators, so all of them count as read.
+        self._read = [(*each, _memory_of(each[1])) for each in (*reads, *places.packed)]
+        self._ways = places.leading(reads)
+        held = [tensor for _, tensor in reads if where_is(tensor) is not None]
         self._tensors = tuple([(each, address, address(each)) for each in held])
         self.host.aim(places, self.values)
         return places
@@ -200,7 +203,7 @@ class ReadSet:
         """Let go of everything: the graphs are destroyed."""
         self._held.clear()
         self._places.clear()
-        self.links, self._tensors = [], ()
+        self._ways, self._read, self._tensors = [], [], ()
         self.values = None
         self.host.stop()
         self.rounds = 0
@@ -212,7 +215,7 @@ class ReadSet:
     def glances(self, settings: Iterator[bool]) -> Iterator[bool]:
         """An endless iterator: each answer takes that of `settings`, looks at the next `LOOKS` of
         what `host` is not told of, and says whether all is what and where it was."""
-        leading, others = self.host.looks(self.links)
+        leading, others = self.host.looks(self._ways)
         tensors = self._tensors
         counts = map(len, (leading, others, tensors))
         self.rounds = max(map(_rounds, counts, LOOKS))
@@ -235,11 +238,26 @@ class ReadSet:
         looks = [ring for ring, count in zip(rings, LOOKS, strict=True) for _ in range(count)]
         return map(all, zip(settings, *looks, strict=False))
 
-    def moved(self) -> list[str]:
-        """The paths at which another tensor is now than the one that graphs read, or the same one
-        elsewhere, or other packed weights. Walks from the forward again, and looks through links
-        that no longer hold."""
-        return self._moved_in(places_of(self._forward))
+    def take(self) -> HostChanges | None:
+        """What the host has changed since the last time: see `HostWatch.take`. A tensor that is
+        read and is another one, or elsewhere, is a structural change."""
+        changes = self.host.take([place for place, _, _ in self._read])
+        for place, held, was in self._read:
+            if place.get() is not held or _memory_of(held) != was:
+                return HostChanges({} if changes is None else changes.changes, True)
+        return changes
+
+    def walk(self) -> Places:
+        """A new walk from the forward."""
+        return places_of(self._forward)
+
+    def moved(self, places: Places) -> list[str]:
+        """The paths at which another tensor is now, by a new walk, than the one that graphs read,
+        or the same one elsewhere, or other packed weights."""
+        now: dict[str, list[object]] = {}
+        for place, held in (*places.tensors, *places.packed):
+            now.setdefault(place.path, []).append(_memory_of(held))
+        return [place.path for place, _, was in self._read if was not in now.get(place.path, ())]
 
     def stale(self, moved: Sequence[str]) -> StaleInputError:
         """The error for tensors of these names."""
@@ -266,7 +284,7 @@ class ReadSet:
         known = [*own]
         if self.watched:
             places = places_of(self._forward)
-            self._refuse(self._moved_in(places))
+            self._refuse(self.moved(places))
             known += [tensor for _, tensor in places.tensors if where_is(tensor) is not None]
         reads: list[GraphRead] | None = []
         for entry in entries:
@@ -300,22 +318,6 @@ class ReadSet:
                 expected="tensors of the module that the forward is, or that the host has named",
                 advice=advice,
             )
-
-    def _moved_in(self, places: Places) -> list[str]:
-        now: dict[str, list[object]] = {}
-        for place, tensor in places.tensors:
-            now.setdefault(place.path, []).append(where_is(tensor))
-        for place, value in places.packed:
-            now.setdefault(place.path, []).append(id(value))
-        moved = []
-        for link in self.links:
-            # Packed weights are invisible to operators, so all of them count as read.
-            is_packed = isinstance(link.held, torch.ScriptObject)
-            if is_packed or isinstance(link.held, torch.Tensor):
-                was, path = id(link.held) if is_packed else link.was, link.place.path
-                if was not in now.get(path, ()):
-                    moved.append(path)
-        return moved
 
     def _named_now(self) -> dict[tuple[int, str], object]:
         return {key: tree.identity(tensor) for key, tensor in self._weights.now().items()}
@@ -359,7 +361,7 @@ class ReadSet:
 
     def table(self) -> tuple[TensorUse, ...]:
         """Everything that graphs read."""
-        moved = {*self.moved()}
+        moved = {*self.moved(self.walk())}
         rows = []
         for storage, use in self._uses():
             paths = [place.path for place in self._places.get(storage._cdata, ())]
@@ -381,6 +383,11 @@ class ReadSet:
 
     def _uses(self) -> list[tuple[torch.UntypedStorage, Use]]:
         return [(storage, use) for storage, use in self._held.values() if use is not None]
+
+
+def _memory_of(held: Any) -> object:
+    """Where a tensor is, or which packed weights these are."""
+    return where_is(held) if issubclass(type(held), torch.Tensor) else id(held)
 
 
 def _rounds(count: int, looks: int) -> int:
