@@ -121,6 +121,10 @@ class _Graph:
         self.record.status, self.record.failure = "quarantined", failure
 
 
+def _key_of(record: TrialRecord) -> Hashable:
+    return record.mode, *record.descriptor.kind
+
+
 class Glances:
     """The look of a step before it is simply replayed: are the settings those of the capture, has
     the host changed nothing in Python, and is a tensor that graphs read where it was?
@@ -200,7 +204,6 @@ class Checks:
         "_gradients",
         "_graphs",
         "_inputs",
-        "_kinds",
         "_levels",
         "_steps",
         "_warned_of",
@@ -228,7 +231,6 @@ class Checks:
     def reset(self) -> None:
         """Forget everything: there are no graphs."""
         self._graphs: dict[int, _Graph] = {}
-        self._kinds: dict[Hashable, _Kind] = {}
         # slot -> the token count that needs no trial; -1: every batch needs a closer look.
         self.pending: dict[int, int] = {}
         self._steps = 0
@@ -250,13 +252,13 @@ class Checks:
         if not self.on:
             return
         self.glances.begin()
+        known = {_key_of(each.record): each.kind for each in self._graphs.values()}
         kinds: dict[Hashable, list[_Graph]] = {}
-        for dispatch in graphs:
-            mode, descriptor, _, slot = dispatch
-            key: Hashable = (mode, *descriptor.kind)
-            kind = self._kinds.setdefault(key, _Kind(self._inputs))
-            graph = self._graphs.setdefault(slot, _Graph(TrialRecord(mode, descriptor), kind))
-            kinds.setdefault(key, []).append(graph)
+        for mode, descriptor, _, slot in graphs:
+            record = TrialRecord(mode, descriptor)
+            key = _key_of(record)
+            kind = known.setdefault(key, _Kind(self._inputs))
+            kinds.setdefault(key, []).append(self._graphs.setdefault(slot, _Graph(record, kind)))
         for of_kind in kinds.values():
             of_kind.sort(key=lambda graph: graph.record.descriptor.num_tokens)
             failure = next((each.record.failure for each in of_kind if each.record.failure), None)
@@ -336,7 +338,7 @@ class Checks:
         """Note what the host has changed: after a tensor that graphs read all are in quarantine,
         after anything else the next step of each graph is a trial."""
         reads, served = self.glances.reads, self._served()
-        if reads is None or reads.values is None or not served:
+        if reads is None or reads.host.values is None or not served:
             return
         found = reads.take()
         if found is None:
@@ -474,11 +476,11 @@ class Checks:
         """An eager step is over: graphs may have baked in the Python values that it has moved, so
         the next step of each is a trial."""
         reads, served = self.glances.reads, self._served()
-        if reads is None or reads.values is None or not served:
+        if reads is None or reads.host.values is None or not served:
             return
-        before = reads.values.was
+        before = reads.host.values.was
         self.ran_forward(own=False)
-        moved = reads.values.changed(before, reads.values.was)
+        moved = reads.host.values.changed(before, reads.host.values.was)
         if not moved:
             return
         for graph in served:

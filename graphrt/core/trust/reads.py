@@ -89,6 +89,21 @@ class TensorUse(NamedTuple):
     source: str
 
 
+class _Read(NamedTuple):
+    """What graphs read at a place, as it was: a tensor, with its storage's key and its address, or
+    packed weights."""
+
+    place: Place
+    held: Any
+    was: object
+    key: int | None = None
+    address: int = 0
+
+    def holds(self) -> bool:
+        """Whether it is there, and where it was."""
+        return self.place.get() is self.held and _memory_of(self.held) == self.was
+
+
 class ReadSet:
     """What graphs use from outside, with strong references until `forget`.
 
@@ -110,27 +125,19 @@ class ReadSet:
         named tensors are all that is known."""
         self.watched = watched
         self.saw_compiled_code = False
-        # Slots on the way to what graphs read; and what they read: where, what, and its memory.
+        # Slots on the way to what graphs read, and what they read.
         self._ways: Slots = []
-        self._read: list[tuple[Place, Any, object]] = []
+        self._read: list[_Read] = []
         self.protected: list[str] = []
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
         self.remade: set[str] = set()
         """Where every eager run of the forward puts another tensor, computed of its weights."""
-        self.values: PythonState | None = None
-        """Python values as of the last capture; None without graphs."""
-        # The tensors that glances look at: what gives an address, and the address.
-        self._tensors: tuple[tuple[torch.Tensor, Callable[[torch.Tensor], int], int], ...] = ()
         self.host = HostWatch()
         self.rounds = 0
         """After so many steps glances have looked at everything that they look at."""
         self._forward = forward
         self._has_full = has_full
         self._weights = Weights(forward, parameters, compiled)
-        # Where named tensors were, by source and name.
-        self._named: dict[tuple[int, str], object] = {}
-        # Where the forward has a storage. Paths are put together when somebody asks.
-        self._places: dict[int, list[Place]] = {}
         # By storage. Without a use the memory is kept, but nothing was seen to read it.
         self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
 
@@ -138,7 +145,7 @@ class ReadSet:
 
     def record(self) -> None:
         """Note where the named tensors are: before the first capture."""
-        self._named = self._named_now()
+        self._weights.note()
 
     def note(self, watch: Watch) -> None:
         """Keep the memory that a run used and somebody else still holds; the rest was temporary."""
@@ -170,7 +177,7 @@ class ReadSet:
         if unknown is None or not unknown.blocks:
             return
         touched = {block.address for block in unknown.blocks}
-        for _, tensor in places_of(self._forward).tensors:
+        for _, tensor in self.walk().tensors:
             if where_is(tensor) is not None and address_of(tensor) in touched:
                 use = Use(tensor, "a kernel that is no operator of torch's")
                 known = self._held.get(use.ref.cdata)
@@ -180,32 +187,27 @@ class ReadSet:
 
     def settle(self, places: Places | None = None) -> Places:
         """Find names for what is held, and note where it is, by a walk of now; returns the walk."""
-        places, address = places or self.walk(), torch.Tensor.data_ptr
-        self.values = PythonState(places, baked=True)
-        reads = []
-        self._places = {}
+        places, reads = places or self.walk(), []
         for place, tensor, key in places.keyed:
             _, use = self._held.get(key, (None, None))
             # Eager parts look again at every replay.
             is_read = use is not None and (self._has_full or not use.in_parts)
             if is_read and not (self.remade and place.path in self.remade):
-                reads.append((place, tensor))
-                self._places.setdefault(key, []).append(place)
+                reads.append(
+                    _Read(place, tensor, where_is(tensor), key, torch.Tensor.data_ptr(tensor))
+                )
+        self._ways = places.leading([(place, tensor) for place, tensor, *_ in reads])
         # Packed weights are invisible to operators, so all of them count as read.
-        self._read = [(*each, _memory_of(each[1])) for each in (*reads, *places.packed)]
-        self._ways = places.leading(reads)
-        held = [tensor for _, tensor in reads if where_is(tensor) is not None]
-        self._tensors = tuple([(each, address, address(each)) for each in held])
-        self.host.aim(places, self.values)
+        self._read = reads + [_Read(*each, id(each[1])) for each in places.packed]
+        self.host.aim(places, PythonState(places, baked=True))
         return places
 
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""
         self._held.clear()
-        self._places.clear()
-        self._ways, self._read, self._tensors = [], [], ()
-        self.values = None
+        self._ways, self._read = [], []
         self.host.stop()
+        self.host = HostWatch()
         self.rounds = 0
         self.remade.clear()
         self.protected.clear()
@@ -216,7 +218,8 @@ class ReadSet:
         """An endless iterator: each answer takes that of `settings`, looks at the next `LOOKS` of
         what `host` is not told of, and says whether all is what and where it was."""
         leading, others = self.host.looks(self._ways)
-        tensors = self._tensors
+        address = torch.Tensor.data_ptr
+        tensors = tuple([(each.held, address, each.address) for each in self._read if each.key])
         counts = map(len, (leading, others, tensors))
         self.rounds = max(map(_rounds, counts, LOOKS))
         if NativeGlances is not None:
@@ -241,11 +244,10 @@ class ReadSet:
     def take(self) -> HostChanges | None:
         """What the host has changed since the last time: see `HostWatch.take`. A tensor that is
         read and is another one, or elsewhere, is a structural change."""
-        changes = self.host.take([place for place, _, _ in self._read])
-        for place, held, was in self._read:
-            if place.get() is not held or _memory_of(held) != was:
-                return HostChanges({} if changes is None else changes.changes, True)
-        return changes
+        changes = self.host.take([each.place for each in self._read])
+        if all(map(_Read.holds, self._read)):
+            return changes
+        return HostChanges({} if changes is None else changes.changes, True)
 
     def walk(self) -> Places:
         """A new walk from the forward."""
@@ -257,7 +259,8 @@ class ReadSet:
         now: dict[str, list[object]] = {}
         for place, held in (*places.tensors, *places.packed):
             now.setdefault(place.path, []).append(_memory_of(held))
-        return [place.path for place, _, was in self._read if was not in now.get(place.path, ())]
+        read = [(each.place.path, each.was) for each in self._read]
+        return [path for path, was in read if was not in now.get(path, ())]
 
     def stale(self, moved: Sequence[str]) -> StaleInputError:
         """The error for tensors of these names."""
@@ -270,8 +273,7 @@ class ReadSet:
 
     def check_named(self) -> None:
         """Raise `StaleInputError` if a named tensor has moved."""
-        now = self._named_now()
-        self._refuse([key[1] for key, where in self._named.items() if now.get(key) != where])
+        self._refuse(self._weights.moved())
 
     def _refuse(self, moved: Sequence[str]) -> None:
         if moved:
@@ -283,7 +285,7 @@ class ReadSet:
         self.check_named()
         known = [*own]
         if self.watched:
-            places = places_of(self._forward)
+            places = self.walk()
             self._refuse(self.moved(places))
             known += [tensor for _, tensor in places.tensors if where_is(tensor) is not None]
         reads: list[GraphRead] | None = []
@@ -319,9 +321,6 @@ class ReadSet:
                 advice=advice,
             )
 
-    def _named_now(self) -> dict[tuple[int, str], object]:
-        return {key: tree.identity(tensor) for key, tensor in self._weights.now().items()}
-
     # What is told --------------------------------------------------------------------------------
 
     def unknown_memory(
@@ -349,7 +348,7 @@ class ReadSet:
         if unknown is None or not unknown.blocks:
             return unknown
         names: dict[int, str] = {}
-        for place, tensor in places_of(self._forward).tensors:
+        for place, tensor in self.walk().tensors:
             at = address_of(tensor)
             names[at] = min(names.get(at, place.path), place.path, key=len)
         blocks = [each._replace(name=names.get(each.address, "")) for each in unknown.blocks]
@@ -361,10 +360,12 @@ class ReadSet:
 
     def table(self) -> tuple[TensorUse, ...]:
         """Everything that graphs read."""
-        moved = {*self.moved(self.walk())}
-        rows = []
+        moved, rows = {*self.moved(self.walk())}, []
+        places: dict[int | None, list[str]] = {}
+        for each in self._read:
+            places.setdefault(each.key, []).append(each.place.path)
         for storage, use in self._uses():
-            paths = [place.path for place in self._places.get(storage._cdata, ())]
+            paths = places.get(storage._cdata, [])
             gone = all(path in moved for path in paths)
             if not paths:
                 gone = storage_use_count(storage._cdata) <= 1
@@ -441,6 +442,7 @@ class Weights:
         self._sources += compiled
         if parameters is not None:
             self._sources.append(functools.partial(_tensors, parameters))
+        self._were: dict[tuple[int, str], object] = {}
 
     def now(self) -> dict[tuple[int, str], torch.Tensor]:
         """The tensors in use, each by its source and name."""
@@ -449,6 +451,15 @@ class Weights:
             for index, source in enumerate(self._sources)
             for name, tensor in source().items()
         }
+
+    def note(self) -> None:
+        """Note where they are."""
+        self._were = {key: tree.identity(tensor) for key, tensor in self.now().items()}
+
+    def moved(self) -> list[str]:
+        """The names at which another tensor is than when this was noted."""
+        now = {key: tree.identity(tensor) for key, tensor in self.now().items()}
+        return [key[1] for key, where in self._were.items() if now.get(key) != where]
 
 
 def check_parameters(parameters: object) -> None:

@@ -377,8 +377,6 @@ class Places:
         """Arrays of NumPy's."""
         self.generators: list[Any] = []
         """Generators of random numbers, torch's, Python's and NumPy's."""
-        self.complete = True
-        """Whether everything was seen; False if the limit was reached."""
         self.first: dict[int, Place] = {}
         """By the id of an object, the place at which it was read."""
         self.named: dict[int, tuple[dict[str, Any], set[str], str]] = {}
@@ -484,7 +482,6 @@ class Walk:
                     break
                 except RuntimeError:  # another thread has changed the container meanwhile
                     continue
-        self.places.complete = not queue and self._left > 0
 
     def take(self, entries: Iterable[tuple[Place, Any]]) -> None:
         """Sort slots by the kind of what is there, and queue objects that were not read yet."""
