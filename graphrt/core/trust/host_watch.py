@@ -268,9 +268,12 @@ class HostWatch:
         # The members of a set are another object whenever they are asked for: a model with sets
         # would be taken for a changed one at every look, and all its looks made again.
         is_same = not moved and sizes == self._sizes
-        is_same = is_same and all(
-            before is after or slot.way.anew
-            for slot, before, after in zip(values.slots, was, now, strict=True)
+        is_same = is_same and (
+            all(map(is_, was, now))
+            or all(
+                before is after or slot.way.anew
+                for slot, before, after in zip(values.slots, was, now, strict=True)
+            )
         )
         if events == [] and not replaced and is_same:
             return None

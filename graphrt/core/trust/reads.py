@@ -101,7 +101,9 @@ class _Read(NamedTuple):
 
     def holds(self) -> bool:
         """Whether it is there, and where it was."""
-        return self.place.get() is self.held and _memory_of(self.held) == self.was
+        way, holder, key = self.place[2:]
+        is_there = way.get(holder, key) is self.held
+        return is_there and (self.key is None or where_is(self.held) == self.was)
 
 
 class ReadSet:
