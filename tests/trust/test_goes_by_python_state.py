@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphrt import Reason
+from graphrt import Reason, eager_break
 from tests.trust.test_python_state import WIDTH, served
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -125,6 +125,23 @@ def test_a_forward_that_goes_by_a_python_value_is_named_at_its_first_trial(make)
     right, ran, said, _ = served(make, STEPS * 5)
     assert right and set(ran) == {Reason.QUARANTINED}
     assert len(said) == 1 and "moves a Python value and does something else" in said[0]
+
+
+def test_so_is_one_whose_marked_function_is_captured_in_a_single_graph():
+    """A FULL graph has captured what would be an eager part of a PIECEWISE one."""
+
+    def make() -> Forward:
+        calls = [0]
+
+        @eager_break
+        def part(x: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            return x * (2.0 if calls[0] > 500 else 1.0)
+
+        return lambda x: part(x + 1) * 2
+
+    right, ran, _, _ = served(make, STEPS)
+    assert right and set(ran) == {Reason.QUARANTINED}
 
 
 def list_that_gets_long() -> Forward:

@@ -89,6 +89,7 @@ class FakeStep:
         return self._run("eager", live(), watch)
 
     has_gradients = False
+    together = False
     finds_gradients = False
     together = False
 

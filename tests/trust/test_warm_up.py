@@ -28,7 +28,6 @@ def watched(
     arguments: dict[str, Any] = {"limit_bytes": 1 << 20, "pads": (), **more}
     return WatchedState(
         declared,
-        forward=forward,
         reads=ReadSet(forward) if watch else None,
         warmed_up={} if warmed_up is None else warmed_up,
         device_type="cpu",

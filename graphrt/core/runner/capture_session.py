@@ -255,7 +255,6 @@ class CaptureSession:
         self._state = WatchedState(
             setup.host.state,
             limit_bytes=limit,
-            forward=setup.forward,
             reads=graphs.reads if graphs.reads.watched else None,
             warmed_up=graphs.warmed_up,
             pads=setup.inputs.padding.addresses,

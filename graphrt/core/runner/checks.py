@@ -19,7 +19,6 @@ from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.trust.ambient import Ambient
 from graphrt.core.trust.host_watch import Changes, Told, described_changes
 from graphrt.core.trust.places.slots import same_value
-from graphrt.core.trust.places.walk import Link
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.verdict import Verdict
 
@@ -122,6 +121,10 @@ class _Graph:
         self.record.status, self.record.failure = "quarantined", failure
 
 
+def _key_of(record: TrialRecord) -> Hashable:
+    return record.mode, *record.descriptor.kind
+
+
 class Glances:
     """The look of a step before it is simply replayed: are the settings those of the capture, has
     the host changed nothing in Python, and is a tensor that graphs read where it was?
@@ -201,7 +204,6 @@ class Checks:
         "_gradients",
         "_graphs",
         "_inputs",
-        "_kinds",
         "_levels",
         "_steps",
         "_warned_of",
@@ -229,7 +231,6 @@ class Checks:
     def reset(self) -> None:
         """Forget everything: there are no graphs."""
         self._graphs: dict[int, _Graph] = {}
-        self._kinds: dict[Hashable, _Kind] = {}
         # slot -> the token count that needs no trial; -1: every batch needs a closer look.
         self.pending: dict[int, int] = {}
         self._steps = 0
@@ -251,13 +252,13 @@ class Checks:
         if not self.on:
             return
         self.glances.begin()
+        known = {_key_of(each.record): each.kind for each in self._graphs.values()}
         kinds: dict[Hashable, list[_Graph]] = {}
-        for dispatch in graphs:
-            mode, descriptor, _, slot = dispatch
-            key: Hashable = (mode, *descriptor.kind)
-            kind = self._kinds.setdefault(key, _Kind(self._inputs))
-            graph = self._graphs.setdefault(slot, _Graph(TrialRecord(mode, descriptor), kind))
-            kinds.setdefault(key, []).append(graph)
+        for mode, descriptor, _, slot in graphs:
+            record = TrialRecord(mode, descriptor)
+            key = _key_of(record)
+            kind = known.setdefault(key, _Kind(self._inputs))
+            kinds.setdefault(key, []).append(self._graphs.setdefault(slot, _Graph(record, kind)))
         for of_kind in kinds.values():
             of_kind.sort(key=lambda graph: graph.record.descriptor.num_tokens)
             failure = next((each.record.failure for each in of_kind if each.record.failure), None)
@@ -337,30 +338,28 @@ class Checks:
         """Note what the host has changed: after a tensor that graphs read all are in quarantine,
         after anything else the next step of each graph is a trial."""
         reads, served = self.glances.reads, self._served()
-        if reads is None or reads.values is None or not served:
+        if reads is None or reads.host.values is None or not served:
             return
-        found = reads.host.take(reads.links)
-        is_structural = found is not None and found.is_structural
-        if not all(map(Link.holds, reads.links)):
-            moved = reads.moved()
-            if moved:
-                self.glances.only_settings()
-                self._quarantine(self._graphs.values(), reads.stale(moved))
-                return
-            # Something on the way was replaced, and leads to the same tensors.
-            is_structural = True
-        for path, (was, now) in ({} if found is None else found.changes).items():
+        found = reads.take()
+        if found is None:
+            return
+        places = reads.walk() if found.is_structural else None
+        moved = [] if places is None else reads.moved(places)
+        if moved:
+            self.glances.only_settings()
+            self._quarantine(self._graphs.values(), reads.stale(moved))
+            return
+        for path, (was, now) in found.changes.items():
             if path in self.harmless:
                 # Another object is there than the one whose changes are left out already.
                 reads.host.ignore(path)
                 continue
             for graph in served:
                 graph.note(path, was, now)
-        if is_structural:
-            reads.settle()
-        if is_structural or found is not None:
-            self.glances.go_round()
-            self._note_pending()
+        if places is not None:
+            reads.settle(places)
+        self.glances.go_round()
+        self._note_pending()
 
     def ran_forward(self, *, own: bool) -> None:
         """The forward has run eagerly: what has changed since the last look it has changed itself;
@@ -477,11 +476,11 @@ class Checks:
         """An eager step is over: graphs may have baked in the Python values that it has moved, so
         the next step of each is a trial."""
         reads, served = self.glances.reads, self._served()
-        if reads is None or reads.values is None or not served:
+        if reads is None or reads.host.values is None or not served:
             return
-        before = reads.values.was
+        before = reads.host.values.was
         self.ran_forward(own=False)
-        moved = reads.values.changed(before, reads.values.was)
+        moved = reads.host.values.changed(before, reads.host.values.was)
         if not moved:
             return
         for graph in served:

@@ -22,13 +22,11 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple
-
-import torch
 
 from graphrt.core.base._fork import after_forks
 from graphrt.core.base._native_door import NativeGlances, NativeWatch, native_state
@@ -47,10 +45,11 @@ from graphrt.core.trust.places.slots import (
     MISSING,
     ODD_ITEM,
     TUPLE_ITEM,
+    TYPE,
     Look,
     Place,
 )
-from graphrt.core.trust.places.walk import INNER, Kind, Link, Places, shape_of
+from graphrt.core.trust.places.walk import INNER, Kind, Places, shape_of
 from graphrt.core.trust.snapshot import PythonState
 
 _IN_DICTS = (ITEM, DEFAULT, ODD_ITEM, CLASS_ATTRIBUTE)
@@ -100,7 +99,8 @@ class HostWatch:
         self.why_not = ""
         """Why CPython tells of no dict; empty where it does."""
         self._native: Any = None
-        self._values: PythonState | None = None
+        self.values: PythonState | None = None
+        """Python values as of the last look; None without graphs."""
         # By the id of a dict or class: itself, and the keys that count.
         self._watched: dict[int, tuple[Any, frozenset[Any] | None]] = {}
         self._owners: dict[int, _Owner] = {}
@@ -115,12 +115,9 @@ class HostWatch:
         self._taken: dict[str, list[tuple[Any, Any]]] = {}
         # Slots that are left out, by `_where`, with their holders, so that the ids stay their own.
         self._ignored: dict[tuple[int, object], Any] = {}
-        # Containers in which new items are left out: by id, with the keys, or the number of items,
-        # that were there before. Requests that come and go are such.
+        # Containers in which new items are left out: by id, with the keys or indices that were
+        # there before. Requests that come and go are such.
         self._closed: dict[int, tuple[Any, frozenset[Any]]] = {}
-        self._short: dict[int, tuple[Any, int]] = {}
-        # By the id of a place of the last walk, whether it is in one of them.
-        self._new: dict[int, bool] = {}
 
     @property
     def watched(self) -> int:
@@ -141,27 +138,19 @@ class HostWatch:
         return watch
 
     def stop(self) -> None:
-        """Watch nothing: there are no graphs."""
+        """Watch nothing any more: there are no graphs. Others may watch the same dicts."""
         if self._native is not None:
             self._native.stop()
-        self._native = self._values = None
-        self.why_not = ""
-        self._dicts, self._outlines, self._sized, self._sizes = [], [], [], []
-        for each in (self._watched, self._owners, self._taken, self._ignored):
-            each.clear()
-        for held in (self._closed, self._short, self._new):
-            held.clear()
 
     # What is watched -----------------------------------------------------------------------------
 
     def aim(self, places: Places, values: PythonState) -> None:
         """Watch what a walk has found, of which `values` are as of now."""
-        if self._values is None:
+        if self.values is None:
             self.why_not = watch_state()
             self._native = None if self.why_not else NativeWatch(repeat(True))
-        self._values = values
+        self.values = values
         self._taken = {}
-        self._new = {}
         self._list_dicts(places)
         if self._native is None:
             return
@@ -177,16 +166,15 @@ class HostWatch:
         watched, owners, shapes = self._watched, self._owners, places.shapes
         watched.clear()
         owners.clear()
-        skips = bool(self._closed or self._short)
         # Dicts of which one look sees the sizes, and which of their keys count.
         groups: list[tuple[list[tuple[_Owner, Any]], frozenset[str] | None]] = []
         for place, value in places.slots:
-            if type(value) is Place or (skips and self._is_new(place)):
+            if type(value) is Place or self._is_new(place):
                 continue
             kind, dict_of, *_ = shapes[type(value)]
             if kind is Kind.CLASS:
                 watched[id(value)] = value, None
-                owners[id(value)] = _Owner(place, ".", False)
+                owners[id(value)] = _Owner(None, f"{slots.name_of(value)}.", False)
             elif kind is Kind.DICT:
                 groups.append(([(_Owner(place, "", True), value)], None))
             elif kind is Kind.FUNCTION and type(value.__kwdefaults__) is dict:
@@ -197,8 +185,8 @@ class HostWatch:
                 continue
             owner = _Owner(place, ".", False)
             # Of a `threading.local` each thread has another dict.
-            if not isinstance(value, threading.local):
-                self._dicts.append((owner, partial(dict_of, value), held))
+            if not issubclass(type(value), threading.local):
+                self._dicts.append((owner, partial(_dict_of, value, dict_of), held))
             group = [(owner, held)]
             for name in INNER if kind is Kind.MODULE else ():
                 if issubclass(type(held.get(name)), dict):
@@ -225,34 +213,31 @@ class HostWatch:
 
     def _is_new(self, place: Place | None) -> bool:
         """Whether a slot is a new item of a container in which these are left out, or below one."""
-        if place is None or not (self._closed or self._short):
-            return False
-        known = self._new.get(id(place))
-        if known is None:
-            closed, short = self._closed.get(id(place.holder)), self._short.get(id(place.holder))
-            known = closed is not None and place.way is ITEM and place.key not in closed[1]
-            known = known or (short is not None and place.way is ELEMENT and place.key >= short[1])
-            known = self._new[id(place)] = known or self._is_new(place.owner)
-        return known
+        while place is not None and self._closed:
+            _, known = self._closed.get(id(place.holder), (None, None))
+            if known is not None and place.way in (ITEM, ELEMENT) and place.key not in known:
+                return True
+            place = place.owner
+        return False
 
-    def looks(self, links: Iterable[Link]) -> tuple[list[Look], list[Look]]:
-        """What nobody tells of, for glances: see `slots.looks`. First what leads to a tensor by one
-        of the `links`, then the rest."""
-        values, is_told = self._values, self._native is not None
+    def looks(self, ways: Iterable[tuple[Place, Any]]) -> tuple[list[Look], list[Look]]:
+        """What nobody tells of, for glances: see `slots.looks`. First the `ways` to tensors, then
+        the rest."""
+        values, is_told = self.values, self._native is not None
         if values is None:
             return [], []
         leading: dict[int, tuple[Place, Any]] = {}
         others: dict[int, tuple[Place, Any]] = {}
         watched, ignored = self._watched, self._ignored
-        skips = bool(ignored or self._closed or self._short)
-        held = [(leading, link.place, link.held) for link in links]
+        skips = bool(ignored or self._closed)
+        held = [(leading, *each) for each in ways]
         rest = zip(repeat(others), values.slots, values.was, strict=False)
         for kind, slot, value in (*held, *rest):
             way = slot.way
             if way is TUPLE_ITEM and isinstance(slot.holder, Place):
                 # A tuple stays what it is: what may change is where it lies.
                 slot, way, value = slot.holder, slot.holder.way, slot.holder.get()
-            if way is FIXED or way is ARRAY:
+            if way in (FIXED, ARRAY, TYPE):
                 continue
             if is_told and id(slot.holder) in watched and (way in _IN_DICTS or way is LENGTH):
                 continue
@@ -268,10 +253,10 @@ class HostWatch:
 
     # What has changed ----------------------------------------------------------------------------
 
-    def take(self, links: Iterable[Link]) -> HostChanges | None:
+    def take(self, read: Iterable[Place]) -> HostChanges | None:
         """The changes since the last time, or since `aim`; None if nothing at all is another
-        object. Of the `links` to tensors somebody else looks whether they hold."""
-        values, is_told = self._values, self._native is not None
+        object. At the places of tensors that are `read` somebody else looks."""
+        values, is_told = self.values, self._native is not None
         if values is None:
             return None
         events = self._native.take() if is_told and self._native.rung else []
@@ -283,9 +268,12 @@ class HostWatch:
         # The members of a set are another object whenever they are asked for: a model with sets
         # would be taken for a changed one at every look, and all its looks made again.
         is_same = not moved and sizes == self._sizes
-        is_same = is_same and all(
-            before is after or slot.way.anew
-            for slot, before, after in zip(values.slots, was, now, strict=True)
+        is_same = is_same and (
+            all(map(is_, was, now))
+            or all(
+                before is after or slot.way.anew
+                for slot, before, after in zip(values.slots, was, now, strict=True)
+            )
         )
         if events == [] and not replaced and is_same:
             return None
@@ -300,13 +288,13 @@ class HostWatch:
             slot = values.slots[at]
             if _where(slot) in self._ignored or self._is_new(slot):
                 continue
-            structural |= not (_is_scalar(was[at]) and _is_scalar(now[at]))
+            structural |= slot.way is LENGTH or not (_is_scalar(was[at]) and _is_scalar(now[at]))
             changes[slot.path] = _told(was[at]), _told(now[at])
             self._taken.setdefault(slot.path, []).append((slot.holder, slot.key))
         compared = (
             {_where(slot) for slot in values.slots if slot.way in _IN_DICTS} if events else set()
         )
-        compared |= {_where(each.place) for each in links if isinstance(each.held, torch.Tensor)}
+        compared |= {*map(_where, read)}
         for holder, key in events or ():
             if (id(holder), key) in compared:
                 continue
@@ -337,7 +325,7 @@ class HostWatch:
         """The forward has run: what has changed since `take` it has changed itself. With `own` it
         does so at every run, and the same slots are left out from now on. Returns whether a slot
         holds another object."""
-        values = self._values
+        values = self.values
         if values is None:
             return False
         if self._native is not None and self._native.rung:
@@ -353,7 +341,7 @@ class HostWatch:
 
     def ignore(self, path: str) -> None:
         """What the last `take` has told at a path makes no difference: leave it out."""
-        values = self._values
+        values = self.values
         assert values is not None
         for holder, key in self._taken.get(path, ()):
             owner = self._owners.get(id(holder))
@@ -366,10 +354,9 @@ class HostWatch:
             if isinstance(key, type):
                 # A length: what comes after the items of the last walk is left out, too.
                 count = sum(s.holder is holder and s.way is ELEMENT for s in values.slots)
-                self._short.setdefault(id(holder), (holder, count))
+                self._closed.setdefault(id(holder), (holder, frozenset(range(count))))
             elif self._native is not None and id(holder) in self._watched:
                 self._native.ignore(holder, key)
-        self._new = {}
 
 
 def watch_state() -> str:
@@ -390,6 +377,13 @@ def described_changes(changes: Changes) -> str:
     return listed(
         [f"{path} = {_text(was)}, then {_text(now)}" for path, (was, now) in changes.items()]
     )
+
+
+def _dict_of(value: object, dict_of: Callable[[Any], Any]) -> object:
+    try:
+        return dict_of(value)
+    except TypeError:  # its class has been replaced, as that of `nn.LazyLinear`
+        return MISSING
 
 
 def _text(value: object) -> str:

@@ -37,9 +37,9 @@ from graphrt.core.replay.entry import Entry, graphs_of
 from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.trust.compare import listed
-from graphrt.core.trust.host_watch import HostWatch
+from graphrt.core.trust.host_watch import HostChanges, HostWatch
 from graphrt.core.trust.places.slots import MISSING, Place, getter
-from graphrt.core.trust.places.walk import Link, Places, places_of, where_is
+from graphrt.core.trust.places.walk import Places, Slots, places_of, where_is
 from graphrt.core.trust.snapshot import PythonState
 from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
 from graphrt.core.trust.watching.watch import Use, Watch
@@ -89,6 +89,23 @@ class TensorUse(NamedTuple):
     source: str
 
 
+class _Read(NamedTuple):
+    """What graphs read at a place, as it was: a tensor, with its storage's key and its address, or
+    packed weights."""
+
+    place: Place
+    held: Any
+    was: object
+    key: int | None = None
+    address: int = 0
+
+    def holds(self) -> bool:
+        """Whether it is there, and where it was."""
+        way, holder, key = self.place[2:]
+        is_there = way.get(holder, key) is self.held
+        return is_there and (self.key is None or where_is(self.held) == self.was)
+
+
 class ReadSet:
     """What graphs use from outside, with strong references until `forget`.
 
@@ -110,26 +127,19 @@ class ReadSet:
         named tensors are all that is known."""
         self.watched = watched
         self.saw_compiled_code = False
-        self.links: list[Link] = []
-        """All of them hold as long as nothing has moved."""
+        # Slots on the way to what graphs read, and what they read.
+        self._ways: Slots = []
+        self._read: list[_Read] = []
         self.protected: list[str] = []
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
         self.remade: set[str] = set()
         """Where every eager run of the forward puts another tensor, computed of its weights."""
-        self.values: PythonState | None = None
-        """Python values as of the last capture; None without graphs."""
-        # The tensors that glances look at: what gives an address, and the address.
-        self._tensors: tuple[tuple[torch.Tensor, Callable[[torch.Tensor], int], int], ...] = ()
         self.host = HostWatch()
         self.rounds = 0
         """After so many steps glances have looked at everything that they look at."""
         self._forward = forward
         self._has_full = has_full
         self._weights = Weights(forward, parameters, compiled)
-        # Where named tensors were, by source and name.
-        self._named: dict[tuple[int, str], object] = {}
-        # Where the forward has a storage. Paths are put together when somebody asks.
-        self._places: dict[int, list[Place]] = {}
         # By storage. Without a use the memory is kept, but nothing was seen to read it.
         self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
 
@@ -137,7 +147,7 @@ class ReadSet:
 
     def record(self) -> None:
         """Note where the named tensors are: before the first capture."""
-        self._named = self._named_now()
+        self._weights.note()
 
     def note(self, watch: Watch) -> None:
         """Keep the memory that a run used and somebody else still holds; the rest was temporary."""
@@ -169,7 +179,7 @@ class ReadSet:
         if unknown is None or not unknown.blocks:
             return
         touched = {block.address for block in unknown.blocks}
-        for _, tensor in places_of(self._forward).tensors:
+        for _, tensor in self.walk().tensors:
             if where_is(tensor) is not None and address_of(tensor) in touched:
                 use = Use(tensor, "a kernel that is no operator of torch's")
                 known = self._held.get(use.ref.cdata)
@@ -177,32 +187,29 @@ class ReadSet:
                     self._held[use.ref.cdata] = tensor.untyped_storage(), use
         self.settle()
 
-    def settle(self) -> Places:
-        """Find names for what is held, and note where it is; returns the walk."""
-        places, address = places_of(self._forward), torch.Tensor.data_ptr
-        self.values = PythonState(places, baked=True)
-        reads = []
-        self._places = {}
+    def settle(self, places: Places | None = None) -> Places:
+        """Find names for what is held, and note where it is, by a walk of now; returns the walk."""
+        places, reads = places or self.walk(), []
         for place, tensor, key in places.keyed:
             _, use = self._held.get(key, (None, None))
             # Eager parts look again at every replay.
             is_read = use is not None and (self._has_full or not use.in_parts)
             if is_read and not (self.remade and place.path in self.remade):
-                reads.append((place, tensor))
-                self._places.setdefault(key, []).append(place)
-        self.links = places.links(reads)
-        held = [link.held for link in self.links if issubclass(type(link.held), torch.Tensor)]
-        self._tensors = tuple([(each, address, address(each)) for each in held])
-        self.host.aim(places, self.values)
+                reads.append(
+                    _Read(place, tensor, where_is(tensor), key, torch.Tensor.data_ptr(tensor))
+                )
+        self._ways = places.leading([(place, tensor) for place, tensor, *_ in reads])
+        # Packed weights are invisible to operators, so all of them count as read.
+        self._read = reads + [_Read(*each, id(each[1])) for each in places.packed]
+        self.host.aim(places, PythonState(places, baked=True))
         return places
 
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""
         self._held.clear()
-        self._places.clear()
-        self.links, self._tensors = [], ()
-        self.values = None
+        self._ways, self._read = [], []
         self.host.stop()
+        self.host = HostWatch()
         self.rounds = 0
         self.remade.clear()
         self.protected.clear()
@@ -212,8 +219,9 @@ class ReadSet:
     def glances(self, settings: Iterator[bool]) -> Iterator[bool]:
         """An endless iterator: each answer takes that of `settings`, looks at the next `LOOKS` of
         what `host` is not told of, and says whether all is what and where it was."""
-        leading, others = self.host.looks(self.links)
-        tensors = self._tensors
+        leading, others = self.host.looks(self._ways)
+        address = torch.Tensor.data_ptr
+        tensors = tuple([(each.held, address, each.address) for each in self._read if each.key])
         counts = map(len, (leading, others, tensors))
         self.rounds = max(map(_rounds, counts, LOOKS))
         if NativeGlances is not None:
@@ -235,11 +243,26 @@ class ReadSet:
         looks = [ring for ring, count in zip(rings, LOOKS, strict=True) for _ in range(count)]
         return map(all, zip(settings, *looks, strict=False))
 
-    def moved(self) -> list[str]:
-        """The paths at which another tensor is now than the one that graphs read, or the same one
-        elsewhere, or other packed weights. Walks from the forward again, and looks through links
-        that no longer hold."""
-        return self._moved_in(places_of(self._forward))
+    def take(self) -> HostChanges | None:
+        """What the host has changed since the last time: see `HostWatch.take`. A tensor that is
+        read and is another one, or elsewhere, is a structural change."""
+        changes = self.host.take([each.place for each in self._read])
+        if all(map(_Read.holds, self._read)):
+            return changes
+        return HostChanges({} if changes is None else changes.changes, True)
+
+    def walk(self) -> Places:
+        """A new walk from the forward."""
+        return places_of(self._forward)
+
+    def moved(self, places: Places) -> list[str]:
+        """The paths at which another tensor is now, by a new walk, than the one that graphs read,
+        or the same one elsewhere, or other packed weights."""
+        now: dict[str, list[object]] = {}
+        for place, held in (*places.tensors, *places.packed):
+            now.setdefault(place.path, []).append(_memory_of(held))
+        read = [(each.place.path, each.was) for each in self._read]
+        return [path for path, was in read if was not in now.get(path, ())]
 
     def stale(self, moved: Sequence[str]) -> StaleInputError:
         """The error for tensors of these names."""
@@ -252,8 +275,7 @@ class ReadSet:
 
     def check_named(self) -> None:
         """Raise `StaleInputError` if a named tensor has moved."""
-        now = self._named_now()
-        self._refuse([key[1] for key, where in self._named.items() if now.get(key) != where])
+        self._refuse(self._weights.moved())
 
     def _refuse(self, moved: Sequence[str]) -> None:
         if moved:
@@ -265,8 +287,8 @@ class ReadSet:
         self.check_named()
         known = [*own]
         if self.watched:
-            places = places_of(self._forward)
-            self._refuse(self._moved_in(places))
+            places = self.walk()
+            self._refuse(self.moved(places))
             known += [tensor for _, tensor in places.tensors if where_is(tensor) is not None]
         reads: list[GraphRead] | None = []
         for entry in entries:
@@ -301,25 +323,6 @@ class ReadSet:
                 advice=advice,
             )
 
-    def _moved_in(self, places: Places) -> list[str]:
-        now: dict[str, list[object]] = {}
-        for place, tensor in places.tensors:
-            now.setdefault(place.path, []).append(where_is(tensor))
-        for place, value in places.packed:
-            now.setdefault(place.path, []).append(id(value))
-        moved = []
-        for link in self.links:
-            # Packed weights are invisible to operators, so all of them count as read.
-            is_packed = isinstance(link.held, torch.ScriptObject)
-            if is_packed or isinstance(link.held, torch.Tensor):
-                was, path = id(link.held) if is_packed else link.was, link.place.path
-                if was not in now.get(path, ()):
-                    moved.append(path)
-        return moved
-
-    def _named_now(self) -> dict[tuple[int, str], object]:
-        return {key: tree.identity(tensor) for key, tensor in self._weights.now().items()}
-
     # What is told --------------------------------------------------------------------------------
 
     def unknown_memory(
@@ -347,7 +350,7 @@ class ReadSet:
         if unknown is None or not unknown.blocks:
             return unknown
         names: dict[int, str] = {}
-        for place, tensor in places_of(self._forward).tensors:
+        for place, tensor in self.walk().tensors:
             at = address_of(tensor)
             names[at] = min(names.get(at, place.path), place.path, key=len)
         blocks = [each._replace(name=names.get(each.address, "")) for each in unknown.blocks]
@@ -359,10 +362,12 @@ class ReadSet:
 
     def table(self) -> tuple[TensorUse, ...]:
         """Everything that graphs read."""
-        moved = {*self.moved()}
-        rows = []
+        moved, rows = {*self.moved(self.walk())}, []
+        places: dict[int | None, list[str]] = {}
+        for each in self._read:
+            places.setdefault(each.key, []).append(each.place.path)
         for storage, use in self._uses():
-            paths = [place.path for place in self._places.get(storage._cdata, ())]
+            paths = places.get(storage._cdata, [])
             gone = all(path in moved for path in paths)
             if not paths:
                 gone = storage_use_count(storage._cdata) <= 1
@@ -381,6 +386,11 @@ class ReadSet:
 
     def _uses(self) -> list[tuple[torch.UntypedStorage, Use]]:
         return [(storage, use) for storage, use in self._held.values() if use is not None]
+
+
+def _memory_of(held: Any) -> object:
+    """Where a tensor is, or which packed weights these are."""
+    return where_is(held) if issubclass(type(held), torch.Tensor) else id(held)
 
 
 def _rounds(count: int, looks: int) -> int:
@@ -434,6 +444,7 @@ class Weights:
         self._sources += compiled
         if parameters is not None:
             self._sources.append(functools.partial(_tensors, parameters))
+        self._were: dict[tuple[int, str], object] = {}
 
     def now(self) -> dict[tuple[int, str], torch.Tensor]:
         """The tensors in use, each by its source and name."""
@@ -442,6 +453,15 @@ class Weights:
             for index, source in enumerate(self._sources)
             for name, tensor in source().items()
         }
+
+    def note(self) -> None:
+        """Note where they are."""
+        self._were = {key: tree.identity(tensor) for key, tensor in self.now().items()}
+
+    def moved(self) -> list[str]:
+        """The names at which another tensor is than when this was noted."""
+        now = {key: tree.identity(tensor) for key, tensor in self.now().items()}
+        return [key[1] for key, where in self._were.items() if now.get(key) != where]
 
 
 def check_parameters(parameters: object) -> None:

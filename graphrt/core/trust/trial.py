@@ -346,7 +346,7 @@ class Trial:
         self._state.restore()
         run = self._once(self._step.eager, compared=True)
         self._state.restore(again.left)
-        if spread is None or not run.watch.trace.same_captured(eager.watch.trace):
+        if spread is None or not run.watch.trace.same_captured(eager.watch.trace, has_parts=True):
             return
         third = difference(run.outputs, eager.outputs)
         furthest = max(spread.relative, 0.0 if third is None else third.relative)
@@ -658,7 +658,7 @@ class Trial:
         note(python.take())
         together = self._step.together
         # Eager parts go by what is in Python, and by clocks, at the replay too.
-        is_same = watch.trace.same_captured(eager.watch.trace)
+        is_same = watch.trace.same_captured(eager.watch.trace, has_parts=self._graph.has_parts)
         if is_same and not together:
             return None
         left, then = memory.take(), eager.left.memory

@@ -19,7 +19,7 @@ from graphrt.core.capture.guard import CaptureGuard, SideDoors, side_doors
 from graphrt.core.capture.state import State
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.places.slots import CONTENTS, Place
-from graphrt.core.trust.places.walk import Keyed, places_of, with_keys
+from graphrt.core.trust.places.walk import Keyed, with_keys
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import (
     PythonState,
@@ -57,7 +57,6 @@ class WatchedState:
         declared: Iterable[State | torch.Tensor],
         *,
         limit_bytes: int,
-        forward: Any,
         reads: ReadSet | None,
         warmed_up: dict[Hashable, WarmedUp],
         pads: Sequence[int],
@@ -71,7 +70,6 @@ class WatchedState:
         self._snapshot = StateSnapshot(device_type, limit_bytes, declared=declared)
         # Memory that the last run wrote which was not watched; its capture writes it too.
         self._of_size = SavedWrites(limit_bytes)
-        self._forward = forward
         self._reads = reads
         self._warmed_up = warmed_up
         self._pads = pads
@@ -109,7 +107,7 @@ class WatchedState:
             # This run puts other tensors in the place of those that graphs left in Python, so the
             # latter are noted first.
             self._is_settled = False
-            self._left.note(places_of(self._forward).keyed)
+            self._left.note(self._reads.walk().keyed)
         if self._moves is None:
             self._begin()
         else:
@@ -124,7 +122,8 @@ class WatchedState:
         return run(kind, tokens, own, function)
 
     def _begin(self) -> None:
-        places = places_of(self._forward)
+        assert self._reads is not None
+        places = self._reads.walk()
         self._snapshot.reach(places)
         self._moves = _Moves(self._snapshot.python)
         self._left.before.update([key for _, _, key in places.keyed])
@@ -233,7 +232,7 @@ class WatchedState:
             return {}
         assert self._reads is not None
         made = {}
-        for place, tensor, key in places_of(self._forward).keyed:
+        for place, tensor, key in self._reads.walk().keyed:
             if key in kept:
                 # A table that is built once, say: graphs read it, whatever takes its place.
                 self._reads.keep(tensor)
@@ -284,8 +283,9 @@ class WatchedState:
         return once
 
     def _refuse_first_writes(self, uses: dict[int, Use], why: str) -> None:
+        assert self._reads is not None
         for key, use in uses.items():
-            tensors = places_of(self._forward).keyed
+            tensors = self._reads.walk().keyed
             paths = [place.path for place, _, held in tensors if held == key]
             self._snapshot.python.restore()
             raise PythonStateError(

@@ -412,6 +412,8 @@ CELL = Way(_cell, _set_cell)
 """A variable of a closure."""
 FIELD = Way(_field, _set_field)
 """An attribute that a descriptor of C keeps: one of `__slots__`, or a function's defaults."""
+TYPE = Way(lambda holder, key: type(holder))
+"""The class of an object, which hardly any host replaces: no glance looks at it."""
 CLASS_ATTRIBUTE = Way(_class_attribute, _set_class_attribute)
 TARGET = Way(_target)
 """The referent of a weak reference."""

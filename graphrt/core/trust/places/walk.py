@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import contextvars
 import enum
 import functools
@@ -335,65 +334,6 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     return identity
 
 
-class Link(NamedTuple):
-    """One slot on the way from a forward to a tensor, and the object there as it was.
-
-    `look` gives the address of a tensor, the length of a container, or which attributes an object
-    has, by ids of objects that are `kept`, so that the ids stay their own.
-    """
-
-    place: Place
-    held: Any
-    get: Callable[[], Any]
-    look: Callable[[Any], object] | None = None
-    was: object = None
-    kept: tuple[object, ...] = ()
-
-    def holds(self) -> bool:
-        """Whether the same object is there, and like it was."""
-        if self.get() is not self.held:
-            return False
-        if self.look is None:
-            return True
-        try:
-            return self.look(self.held) == self.was
-        except RuntimeError:  # a tensor without memory
-            return self.was is None
-
-
-def _link_to(shape: Shape, place: Place, held: Any, get: Callable[[], Any]) -> Link:
-    look: Callable[[Any], object] | None = None
-    was: object = None
-    kept: tuple[object, ...] = ()
-    if shape.kind is Kind.TENSOR:
-        look = tree.identity if type(held) in _BARE else _identity
-    elif shape.dict_of is not None:
-        own = shape.dict_of(held)
-        look = functools.partial(_outline, shape, type(held))
-        kept = (own, *map(own.get, INNER))
-    elif shape.kind in _CHANGES:
-        look = _BASES[shape.kind].__len__
-    with contextlib.suppress(RuntimeError):
-        was = look and look(held)
-    return Link(place, held, get, look, was, kept)
-
-
-def _outline(shape: Shape, of: type, value: Any) -> tuple[int, ...]:
-    """Which attributes an object of the class `of` has, whatever their values; of a module also
-    which parameters, buffers, submodules and hooks; of a container its length."""
-    if type(value) is not of or shape.dict_of is None:
-        return ()
-    held = shape.dict_of(value)
-    outline = [id(held), len(held)]
-    for name in INNER if shape.kind is Kind.MODULE else ():
-        inner: Any = held.get(name)
-        if type(inner) in _DICTS:
-            outline += (id(inner), len(inner))
-    if shape.kind in _CHANGES:
-        outline.append(_BASES[shape.kind].__len__(value))
-    return tuple(outline)
-
-
 Keyed = list[tuple[Place, torch.Tensor, int]]
 """Tensors that have memory, each with its `storage_key`."""
 
@@ -437,8 +377,6 @@ class Places:
         """Arrays of NumPy's."""
         self.generators: list[Any] = []
         """Generators of random numbers, torch's, Python's and NumPy's."""
-        self.complete = True
-        """Whether everything was seen; False if the limit was reached."""
         self.first: dict[int, Place] = {}
         """By the id of an object, the place at which it was read."""
         self.named: dict[int, tuple[dict[str, Any], set[str], str]] = {}
@@ -467,18 +405,13 @@ class Places:
         changing = [each for each in self.slots if each[0].way is not FIXED]
         return [*self.code, *changing, *self.packed]
 
-    def links(self, tensors: Iterable[tuple[Place, torch.Tensor]] | None = None) -> list[Link]:
+    def leading(self, tensors: Iterable[tuple[Place, Any]] | None = None) -> Slots:
         """Every slot between the forward and a tensor, or what is packed; the code that was read;
         and these `tensors` of the walk, if not all of them."""
         leading = self._leading()
         ways = [each for each in self.slots if id(self.first[id(each[1])]) in leading]
         ends = self.tensors if tensors is None else tensors
-        entries = [*self.code, *ways, *ends, *self.packed]
-        looks = slots.getters([place for place, _ in entries])
-        return [
-            _link_to(self.shapes[type(held)], place, held, get)
-            for (place, held), get in zip(entries, looks, strict=True)
-        ]
+        return [*self.code, *ways, *ends, *self.packed]
 
     def _leading(self) -> set[int]:
         """The ids of the first places of all objects by way of which a tensor is reached."""
@@ -549,7 +482,6 @@ class Walk:
                     break
                 except RuntimeError:  # another thread has changed the container meanwhile
                     continue
-        self.places.complete = not queue and self._left > 0
 
     def take(self, entries: Iterable[tuple[Place, Any]]) -> None:
         """Sort slots by the kind of what is there, and queue objects that were not read yet."""
@@ -605,7 +537,10 @@ class Walk:
             slot = Place(place, f".{name}", slots.FIELD, value, descriptor)
             attributes.append((slot, slot.get()))
         for base in shape.users:
-            attributes.append((Place(place, name_of(base), FIXED, base), base))
+            slot = Place(place, name_of(base), FIXED, base)
+            if base is type(value):
+                slot = Place(place, ".__class__", slots.TYPE, value)
+            attributes.append((slot, base))
         return attributes
 
     def _script(self, value: torch.jit.ScriptModule, place: Place, shape: Shape) -> Slots:

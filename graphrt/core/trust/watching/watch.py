@@ -394,12 +394,13 @@ class Trace(list[Op]):
         self.in_parts: set[int] = set()
         self.values_of_parts: list[Any] = []
 
-    def same_captured(self, other: Trace) -> bool:
-        """Whether what a replay has of its capture is the same in two runs: operators and plain
-        values that eager parts are given. Where results differ all the same, eager parts gave
-        something else, as a clock does."""
+    def same_captured(self, other: Trace, *, has_parts: bool) -> bool:
+        """Whether what a replay has of its capture is the same in two runs: operators, with
+        `has_parts` but for those of eager parts, and the plain values that these are given. Where
+        results differ all the same, eager parts gave something else, as a clock does."""
         ours, theirs = (
-            [op for place, op in enumerate(each) if place not in each.in_parts]
+            # A single graph has captured them too.
+            [op for place, op in enumerate(each) if not (has_parts and place in each.in_parts)]
             for each in (self, other)
         )
         values, others = self.values_of_parts, other.values_of_parts
