@@ -132,7 +132,6 @@ class WrapperTrials:
             places=places_of(wrapper.runnable),
             precision=platform.float32_precision,
         )
-        wrapper.pool._will_put_back("a trial", undo.later)
         set_for_capture(undo)
         # Its effects are put back: the call itself comes after it.
         verdict = trial.run(undone=True)
@@ -168,7 +167,9 @@ class WrapperStep:
     def eager(self, watch: Watch) -> Any:
         self.put_back()
         self.watch = self.watch or watch
-        run = partial(self.wrapper.runnable, *self._args, **self._kwargs)
+        # A partition of Inductor's clears the list of its arguments.
+        args, kwargs = tree.copied((self._args, self._kwargs))
+        run = partial(self.wrapper.runnable, *args, **kwargs)
         return cloned(watched(watch, None, run))
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
