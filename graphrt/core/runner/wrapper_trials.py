@@ -11,7 +11,7 @@ A bare wrapper replays whatever its host has changed in Python since the capture
    attribute: its calls run eagerly until the host drops and captures it again.
 
 A trial puts back what its runs write, the arguments included. It knows nothing of padding, which is
-the host's: rows that are mixed are not found.
+the host's: rows that are mixed are not found. Steps with `DEFERRED` updates are replayed untried.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.host_args import DEFERRED
 from graphrt.core.runner.checks import Checks, TrialRecord
 from graphrt.core.runner.trials import watched
 from graphrt.core.trust.host_watch import described_changes
@@ -96,7 +97,8 @@ class WrapperTrials:
     ) -> bool:
         """Whether a call may be replayed, after a trial where one is due; in the pool's turn."""
         checks, slot = self._checks, self._slots.get(entry.descriptor, -1)
-        if checks is None or slot < 0:
+        # A step that waits for its updates has the pool until these come.
+        if checks is None or slot < 0 or context.updates is DEFERRED:
             return True
         if slot not in checks.pending and next(checks.glances.looks):
             return True
