@@ -5,6 +5,7 @@ from __future__ import annotations
 from graphrt.core.batch.axes import Axis
 from graphrt.core.batch.context import AllowedCapture, Announcer
 from graphrt.core.batch.modes import Mode
+from graphrt.core.capture.wrapper import CallChecks
 from graphrt.core.dispatch.reasons import Agreed
 from graphrt.core.inputs.outputs import OutputAxes
 from graphrt.core.plan.budget import CostModel, LeftOut, PlannedCapture
@@ -31,6 +32,7 @@ __all__ = [
     "AroundCapture",
     "Axis",
     "Bind",
+    "CallChecks",
     "CaptureProgress",
     "CaptureSizes",
     "CostModel",

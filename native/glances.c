@@ -2,11 +2,11 @@
    graphrt/core/trust/reads.py puts together of iterators where this is not built. */
 #include "native.h"
 
-/* LEADING and OTHERS are triples (holder, key, value as it was): an item of a dict or list, or what a cell holds;
-   of a tuple of containers their sizes, as a tuple too; of an object with the key MISSING its
-   `__dict__`; of any other holder, what it returns when it is called. MISSING also stands for no
-   value. TENSORS are triples (tensor, what gives its address, the address). OVER is the iterator
-   whose answer comes first. */
+/* LEADING and OTHERS are triples (holder, key, value as it was): of an object with its class as the
+   key its `__dict__`, as long as it is of that class; an item of a dict or list, or what a cell
+   holds; of a tuple of containers their sizes, as a tuple too; of any other holder, what it returns
+   when it is called. MISSING stands for no value. TENSORS are triples (tensor, what gives its
+   address, the address). OVER is the iterator whose answer comes first. */
 enum { LEADING, OTHERS, TENSORS, MISSING, OVER, PARTS };
 enum { MOST_KINDS = 3 };
 
@@ -18,7 +18,9 @@ typedef struct {
 /* What is there now, owned; NULL with an error set. */
 static PyObject *value_of(PyObject *holder, PyObject *key, PyObject *missing) {
     PyObject *value = NULL;
-    if (PyDict_Check(holder)) {
+    if ((PyObject *)Py_TYPE(holder) == key) {
+        return PyObject_GenericGetDict(holder, NULL);
+    } else if (PyDict_Check(holder)) {
         value = Py_XNewRef(PyDict_GetItemWithError(holder, key));
         if (value == NULL && PyErr_Occurred()) return NULL;
     } else if (PyList_CheckExact(holder)) {
@@ -27,9 +29,7 @@ static PyObject *value_of(PyObject *holder, PyObject *key, PyObject *missing) {
         if (at < PyList_GET_SIZE(holder)) value = Py_NewRef(PyList_GET_ITEM(holder, at));
     } else if (PyCell_Check(holder)) {
         value = Py_XNewRef(PyCell_GET(holder));
-    } else if (key == missing) {
-        return PyObject_GenericGetDict(holder, NULL);
-    } else {
+    } else if (!PyType_Check(key)) {
         return PyObject_CallNoArgs(holder);
     }
     return value == NULL ? Py_NewRef(missing) : value;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sysconfig
 from pathlib import Path
@@ -20,5 +21,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"needs a C compiler ({compiler}) and Python's headers ({header})")
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("native")
-    (found,) = build(folder, {"GRAPHRT_NATIVE": "1", "CFLAGS": "-Wall -Werror"})
+    # Beside what it is asked for: see `make test-sanitized`.
+    flags = f"{os.environ.get('CFLAGS', '')} -Wall -Werror"
+    (found,) = build(folder, {"GRAPHRT_NATIVE": "1", "CFLAGS": flags})
     return found

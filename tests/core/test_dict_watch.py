@@ -422,7 +422,7 @@ def test_glances_look_at_a_few_in_turn_and_come_round() -> None:
         (cell.__closure__[0], None, variable),  # type: ignore[index]
         (lambda: holder.name, None, holder.name),
         (held, "b", held["b"]),
-        (holder, missing, vars(holder)),
+        (holder, Holder, vars(holder)),
         ((held, elements, {1}, holder.__dict__), None, (2, 2, 1, 2)),
     )
 
@@ -450,8 +450,11 @@ def test_glances_look_at_a_few_in_turn_and_come_round() -> None:
     holder.__dict__ = dict(holder.__dict__)
     assert until_found() == 3
     vars(holder).update(name=vars(holder)["name"])
-    looks = (*looks[:-2], (holder, missing, vars(holder)), looks[-1])
+    looks = (*looks[:-2], (holder, Holder, vars(holder)), looks[-1])
     assert until_found() is None
+    holder.__class__ = type("Other", (Holder,), {})
+    assert until_found() == 3
+    holder.__class__ = Holder
     elements[:] = [5, 7]
     assert until_found() == 1
     elements[1] = 6
@@ -463,6 +466,38 @@ def test_glances_look_at_a_few_in_turn_and_come_round() -> None:
     holder.name = "a"
     held["b"] = 3
     assert until_found() == 3
+
+
+@pytest.mark.skipif(NativeGlances is None, reason=f"glances in C: {native_state}")
+def test_a_glance_tells_the_attributes_of_a_dict_from_its_items() -> None:
+    class Table(dict[Any, Any]):
+        pass
+
+    table, by_class = Table(a=1), {Table: 2}
+    looks: list[tuple[Any, ...]] = [
+        (table, Table, vars(table)),
+        (by_class, Table, by_class[Table]),
+        (table, "a", table["a"]),
+    ]
+
+    def hold() -> list[bool]:
+        glances: Iterator[bool] = NativeGlances(  # type: ignore[misc]
+            leading=(),
+            others=tuple(looks),
+            tensors=(),
+            looks=(1, 1, 1),
+            missing=object(),
+            over=itertools.repeat(True),
+        )
+        return [next(glances) for _ in looks]
+
+    assert hold() == [True, True, True]
+    vars(table)["b"] = table["b"] = 1
+    assert hold() == [True, True, True]
+    by_class[Table], table["a"] = 3, 2
+    assert hold() == [True, False, False]
+    table.__dict__ = {}
+    assert hold() == [False, False, False]
 
 
 @pytest.mark.skipif(NativeGlances is None, reason=f"glances in C: {native_state}")

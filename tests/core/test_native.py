@@ -48,6 +48,10 @@ def test_the_tests_of_fetched_inputs_pass_with_it(
     assert int(run(PLUGIN, *tests, built).rpartition("slots:")[2]) > least
 
 
+def test_the_tests_of_watched_dicts_and_glances_pass_with_it(built: Path) -> None:
+    assert " passed" in run(PLUGIN, ROOT / "tests" / "core" / "test_dict_watch.py", built)
+
+
 def test_it_is_built_by_default_and_not_where_it_is_switched_off(
     built: Path, tmp_path: Path
 ) -> None:

@@ -125,6 +125,38 @@ def test_a_wrapper_captures_in_a_session_and_replays_each_descriptor(vllm, name)
     assert forward.calls == len(keys)
 
 
+@pytest.mark.parametrize("name", ["PIECEWISE", "FULL"])
+def test_where_graphs_are_tried_a_changed_number_is_found(vllm, name, monkeypatch):
+    monkeypatch.setenv("GRAPHRT_CHECK", "first")
+    config, buffer, key = host.config([2], name), torch.zeros(2, 4), vllm.Key(2)
+    scale = SimpleNamespace(value=1.0)
+
+    def partition(given):
+        (x,) = given
+        given.clear()
+        return (x * scale.value,)
+
+    mode = vllm.mode[name]
+    wrapper = vllm.v1.CUDAGraphWrapper(partition, config, runtime_mode=mode)
+
+    def model(x):
+        return wrapper([x])[0]
+
+    capture_all(vllm, config, model, buffer, mode, [key])
+
+    def is_right():
+        buffer.normal_()
+        with step(vllm, config, mode, key):
+            return torch.equal(model(buffer), buffer * scale.value)
+
+    assert [is_right() for _ in range(3)] == [True] * 3
+    scale.value = 3.0
+    with pytest.warns(graphrt.errors.GraphQuarantinedWarning, match=r"scale\.value = 1\.0"):
+        # On Python up to 3.11 a few calls late.
+        right = [is_right() for _ in range(20)]
+    assert all(right[-5:])
+
+
 def test_a_partition_of_inductor_may_clear_its_list_of_arguments(vllm):
     config, buffer, key = host.config([2], "PIECEWISE"), torch.zeros(2, 4), vllm.Key(2)
 

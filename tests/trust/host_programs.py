@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import dataclasses
 import functools
+import gc
+import itertools
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -160,6 +164,7 @@ on_net(
     submodule_deleted_from_a_list=lambda n: n.blocks.__delitem__(1),
     hook=lambda n: n.blocks[0].register_forward_hook(lambda m, a, out: out * 3),
     pre_hook=lambda n: n.norm.register_forward_pre_hook(lambda m, a: (a[0].flip(-1),)),
+    hook_as_small_as_rounding=lambda n: n.register_forward_hook(lambda m, a, out: out + 1e-4),
     hook_of_the_model=lambda n: n.register_forward_hook(lambda m, a, out: out * 3),
     parametrization=lambda n: parametrize.register_parametrization(n.first, "weight", Doubled()),
     weight_norm=lambda n: nn.utils.parametrizations.weight_norm(n.blocks[0]),
@@ -185,6 +190,8 @@ on_net(
     data_of_a_weight=lambda n: setattr(n.first.weight, "data", n.first.weight.data * 2),
     data_of_all=lambda n: [setattr(p, "data", p.data * 2) for p in n.parameters()],
     set_of_a_weight=lambda n: n.first.weight.set_(torch.ones(WIDTH, WIDTH)),
+    class_of_a_submodule=lambda n: setattr(n.norm, "__class__", NormByThree),
+    class_of_an_object=lambda n: setattr(n.config, "__class__", ConfigOfTwo),
     dict_of_an_object_replaced=lambda n: setattr(
         n.config, "__dict__", {**vars(n.config), "alpha": 2.0}
     ),
@@ -216,6 +223,17 @@ def exchange_and_back(module: nn.Module, name: str, value: Any) -> None:
     after = nn.Parameter(value) if isinstance(value, torch.Tensor) else value
     setattr(module, name, after)
     setattr(module, name, before)
+
+
+class NormByThree(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 3
+
+
+class ConfigOfTwo(Config):
+    @property
+    def alpha(self) -> float:
+        return 2.0
 
 
 class Doubled(nn.Module):
@@ -521,3 +539,23 @@ def base_class_attribute() -> Change:
 def context_variable() -> Change:
     _variable.set(1.0)
     return lambda x: x * _variable.get(), lambda: _variable.set(2.0)
+
+
+@contextmanager
+def all_ids_taken() -> Iterator[None]:
+    callback = ctypes.PYFUNCTYPE(
+        ctypes.c_int, ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p
+    )(lambda *_: 0)
+    # Runners of other tests have an id until they are collected.
+    gc.collect()
+    taken = []
+    try:
+        for _ in itertools.count():
+            taken.append(ctypes.pythonapi.PyDict_AddWatcher(callback))
+    except RuntimeError:
+        pass
+    try:
+        yield
+    finally:
+        for each in taken:
+            ctypes.pythonapi.PyDict_ClearWatcher(each)

@@ -3,12 +3,8 @@ step where CPython tells of it, else named within the steps that the report says
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +17,15 @@ from graphrt.core.base._native_door import NativeWatch
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.trust.host_watch import watch_state
 from graphrt.errors import StaleInputError, VerificationError
-from tests.trust.host_programs import HANDLES, PROGRAMS, WIDTH, Net, Program, restored
+from tests.trust.host_programs import (
+    HANDLES,
+    PROGRAMS,
+    WIDTH,
+    Net,
+    Program,
+    all_ids_taken,
+    restored,
+)
 
 IS_TOLD = NativeWatch is not None
 SIZES = (2, 4)
@@ -413,26 +417,6 @@ def test_after_release_nothing_is_watched() -> None:
     assert torch.equal(runner(x=x), net(x))
     runner.recapture()
     assert runner.report().trust.watched == watched
-
-
-@contextmanager
-def all_ids_taken() -> Iterator[None]:
-    callback = ctypes.PYFUNCTYPE(
-        ctypes.c_int, ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p
-    )(lambda *_: 0)
-    # Runners of other tests have an id until they are collected.
-    gc.collect()
-    taken = []
-    try:
-        for _ in itertools.count():
-            taken.append(ctypes.pythonapi.PyDict_AddWatcher(callback))
-    except RuntimeError:
-        pass
-    try:
-        yield
-    finally:
-        for each in taken:
-            ctypes.pythonapi.PyDict_ClearWatcher(each)
 
 
 @pytest.mark.skipif(not IS_TOLD, reason="dicts are watched on Python 3.12 and 3.13 alone")

@@ -24,7 +24,7 @@ from torch import nn
 
 from graphrt import GraphRunner, InputSpec, Reason
 from graphrt.core.base._native_door import NativeWatch, native_state
-from tests.trust.test_host_changes import all_ids_taken
+from tests.trust.host_programs import all_ids_taken
 
 WIDTH = 4
 ROOT = Path(__file__).resolve().parents[2]

@@ -91,7 +91,6 @@ class FakeStep:
     has_gradients = False
     together = False
     finds_gradients = False
-    together = False
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         return self._run("where_asked", live(), watch)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
@@ -54,6 +54,25 @@ from graphrt.core.replay.recording import is_inside_capture, under_way
 _FULL = GraphMode.FULL
 
 
+@public("graphrt.types")
+class CallChecks(Protocol):
+    """Looks at the calls of a wrapper that would be replayed; see `WrapperTrials`."""
+
+    def before_capture(self, wrapper: GraphWrapper) -> None:
+        """A graph is about to be captured."""
+
+    def captured(self, wrapper: GraphWrapper, descriptor: BatchDescriptor) -> None:
+        """It was."""
+
+    def dropped(self, descriptor: BatchDescriptor | None) -> None:
+        """The graph of a descriptor is destroyed, or all of them."""
+
+    def may_replay(
+        self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
+    ) -> bool:
+        """Whether a call may be replayed; else it runs eagerly."""
+
+
 class WrapperGraphs:
     """The entries of a wrapper, by descriptor and by slot, and the buffers between their parts.
 
@@ -68,14 +87,16 @@ class WrapperGraphs:
         pool: GraphPool,
         options: GraphOptions,
         read_context: Callable[[], ForwardContext | None],
+        trials: CallChecks | None,
     ) -> None:
+        self.trials = trials
         self.entries: dict[BatchDescriptor, Entry] = {}
         self.by_slot: list[Entry | None] = [None]  # the slot -1 finds the last, which is None
         self.bridges = Bridges()
         self.statics = Bridges()
         # Whether arguments are compared at an entry's first replay, and at every one.
         self.checks = options.checks("capture")
-        self.always_checks = options.checks("always")
+        self.always_checks = trials is not None or options.checks("sample")
         self.clones = options.outputs == "clone"
         self.fresh_containers = True
         self.mode = mode
@@ -188,12 +209,14 @@ class GraphWrapper(Uncopied):
         options: GraphOptions | None = None,
         breakable: bool = False,
         hooks: SegmentHooks | None = None,
+        trials: CallChecks | None = None,
     ) -> None:
         """`read_context` is called with no arguments and returns this step's `ForwardContext`, or
         None; a host with a context of its own builds one from it, once for each of its steps.
         A `breakable` PIECEWISE wrapper ends segments at `@eager_break` functions and at the
         operators in `options.breaks`, which are `MissedBreakError` in one that is not. `hooks` are
-        called around each of its graphs. Raises `InvalidModeError` unless the mode is PIECEWISE or
+        called around each of its graphs. `trials`, a `WrapperTrials` of its own, find what the host
+        changes in Python. Raises `InvalidModeError` unless the mode is PIECEWISE or
         FULL, and `InvalidOptionError`.
         """
         check_callable("runnable", runnable)
@@ -215,7 +238,7 @@ class GraphWrapper(Uncopied):
         self.options = options or GraphOptions()
         # With graphs off no context is of its mode.
         mode = None if graphs_off() else self.runtime_mode
-        self._graphs = WrapperGraphs(mode, self.pool, self.options, read_context)
+        self._graphs = WrapperGraphs(mode, self.pool, self.options, read_context, trials)
         self._new_recorder = partial(
             Recorder,
             breakable=breakable and self.runtime_mode is GraphMode.PIECEWISE,
@@ -301,6 +324,10 @@ class GraphWrapper(Uncopied):
                     return None
                 raise
             entry.unchecked = graphs.always_checks
+        trials = graphs.trials
+        if trials is not None and not trials.may_replay(self, entry, context, args, kwargs):
+            self.pool._missed(context)
+            return None
         graphs.find_at(context.slot, entry)
         return entry
 
@@ -323,11 +350,15 @@ class GraphWrapper(Uncopied):
             return False, None
         check_kind("descriptor", context.descriptor, BatchDescriptor, example="BatchDescriptor(4)")
         graphs, transaction = self._graphs, context.capture
+        if graphs.trials is not None:
+            graphs.trials.before_capture(self)
         recorder = self._new_recorder(
             self.pool, graphs.bridges, context, (args, kwargs), owned=self._owner_served
         )
         entry, result = self._record(recorder, args, kwargs)
         entry.unchecked = graphs.checks
+        if graphs.trials is not None:
+            graphs.trials.captured(self, entry.descriptor)
         # A lazy entry gets its slot when the next step looks for it: see `_find`.
         graphs.find_at(-1 if transaction is None else transaction.slot, entry)
         return True, cloned(result) if graphs.clones else result
@@ -469,6 +500,8 @@ class GraphWrapper(Uncopied):
         """The same for who has the pool's turn; all of them, if none is named."""
         graphs = self._graphs
         self.pool._reset_graphs(graphs.take(descriptor))
+        if graphs.trials is not None:
+            graphs.trials.dropped(descriptor)
         graphs.clear_buffers()
         if descriptor is None:
             self._sealing.open()

@@ -14,9 +14,10 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.trust.ambient import Ambient
+from graphrt.core.trust.gradients import Gradients
 from graphrt.core.trust.host_watch import Changes, Told, described_changes
 from graphrt.core.trust.places.slots import same_value
 from graphrt.core.trust.reads import ReadSet
@@ -215,16 +216,22 @@ class Checks:
         "strict",
     )
 
-    def __init__(self, setup: RunnerSetup, reads: ReadSet) -> None:
-        options = setup.options
+    def __init__(
+        self,
+        options: GraphOptions,
+        reads: ReadSet,
+        device_type: str,
+        *,
+        inputs: frozenset[str] = frozenset(),
+        gradients: Gradients | None = None,
+    ) -> None:
+        """`inputs` are those whose padding rows may show that rows are mixed."""
         self.on = options.checks("capture")
         self.strict = options.strict
         self._levels = set(filter(options.checks, ("first", "sample", "always")))
-        # The inputs whose padding rows may show that rows are mixed.
-        self._inputs = frozenset() if setup.host.mixes_rows else setup.inputs.padding.with_rows
-        self._gradients = setup.run_forward.gradients
+        self._inputs = inputs
+        self._gradients = gradients
         self._warned_of: set[str] = set()
-        device_type = setup.pool.platform.device_type
         self.glances = Glances(reads if reads.watched else None, device_type)
         self.reset()
 
@@ -238,7 +245,8 @@ class Checks:
         self.decided: bool | None = None
         # The paths at which changes of the host make no difference.
         self.harmless: dict[str, None] = {}
-        self._gradients.reset()
+        if self._gradients is not None:
+            self._gradients.reset()
         self.glances.reset()
 
     @property
@@ -394,7 +402,7 @@ class Checks:
         return self._is_sampled(self._steps)
 
     def _has_to_be_tried(self, graph: _Graph) -> bool:
-        return graph.is_wanted or self._gradients.wanted
+        return graph.is_wanted or (self._gradients is not None and self._gradients.wanted)
 
     def _is_sampled(self, step: int) -> bool:
         return "always" in self._levels or ("sample" in self._levels and step % _SAMPLED == 0)

@@ -227,7 +227,13 @@ class GraphTable:
             has_full=setup.plan.mode.has_full,
         )
         self.warmed_up: dict[Hashable, WarmedUp] = {}
-        self.checks = Checks(setup, self.reads)
+        self.checks = Checks(
+            setup.options,
+            self.reads,
+            setup.pool.platform.device_type,
+            inputs=frozenset() if setup.host.mixes_rows else setup.inputs.padding.with_rows,
+            gradients=setup.run_forward.gradients,
+        )
         self.wrappers = setup.wrappers()
         self.setup = setup
         # Entered around each capture and each trial: see `Span`.

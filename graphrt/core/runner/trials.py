@@ -206,7 +206,7 @@ class StepRuns:
         alone = Dispatch(GraphMode.NONE, unpadded_of(self.step.batch), Reason.HIT)
         step, around = (
             self._unpadded_step._replace(dispatch=alone),
-            partial(_watched, watch, None),
+            partial(watched, watch, None),
         )
         return cloned(self._executor.run_unpadded(step, step.updates, around))
 
@@ -217,12 +217,12 @@ class StepRuns:
     def _eager(self, watch: Watch, disturb: Callable[[], None] | None = None) -> Any:
         """An eager run that is watched; `disturb` writes other values into padding rows."""
         executor, step = self._executor, self._eager_step
-        around = partial(_watched, watch, disturb)
+        around = partial(watched, watch, disturb)
         return cloned(executor.run_padded(step, step.updates, eager=True, around=around))
 
 
 @undoing
-def _watched(
+def watched(
     watch: Watch,
     undo: Undo,
     disturb: Callable[[], None] | None,

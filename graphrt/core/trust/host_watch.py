@@ -13,9 +13,9 @@ changes one of them, such as the scale of an adapter, would get the replays of b
    often enough and makes no difference.
 
 CPython tells of dicts alone, from 3.12 on. Lists, cells of closures, slots, other memory of a
-tensor and a replaced `__dict__` are looked at by glances, a few at each step, and so is all else
-where nothing is told: see `looks`. Not seen at all are what is in arrays of NumPy's and in C, and
-where nothing is told attributes that a host adds to a class.
+tensor, an object's class and a replaced `__dict__` are looked at by glances, a few at each step,
+and so is all else where nothing is told: see `looks`. Not seen at all are what is in arrays of
+NumPy's and in C, and where nothing is told attributes that a host adds to a class.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from graphrt.core.trust.places.slots import (
     TYPE,
     Look,
     Place,
+    name_of,
 )
 from graphrt.core.trust.places.walk import INNER, Kind, Places, shape_of
 from graphrt.core.trust.snapshot import PythonState
@@ -104,7 +105,8 @@ class HostWatch:
         # By the id of a dict or class: itself, and the keys that count.
         self._watched: dict[int, tuple[Any, frozenset[Any] | None]] = {}
         self._owners: dict[int, _Owner] = {}
-        # The dicts of objects: whose it is, what gets it, and which one it was.
+        # The dicts of objects: whose it is, what gets it, and which one it was. Of an object of
+        # another class than before it gets none.
         self._dicts: list[tuple[_Owner, partial[Any], Any]] = []
         # Where nobody tells: whose a dict is, the dict, which keys of it count, and those that were
         # there; the dicts that one look sees the sizes of, and these sizes.
@@ -186,7 +188,7 @@ class HostWatch:
             owner = _Owner(place, ".", False)
             # Of a `threading.local` each thread has another dict.
             if not issubclass(type(value), threading.local):
-                self._dicts.append((owner, partial(_dict_of, value, dict_of), held))
+                self._dicts.append((owner, partial(_dict_of, value, type(value), dict_of), held))
             group = [(owner, held)]
             for name in INNER if kind is Kind.MODULE else ():
                 if issubclass(type(held.get(name)), dict):
@@ -245,7 +247,7 @@ class HostWatch:
                 kind[id(slot)] = slot, value
         looks = slots.looks([each for at, each in others.items() if at not in leading])
         looks += [
-            (get, None, was) if NativeGlances is None else (get.args[0], MISSING, was)
+            (get, None, was) if NativeGlances is None else (*get.args[:2], was)
             for _, get, was in self._dicts
         ]
         looks += zip(map(tuple, self._sized), repeat(None), self._sizes, strict=False)
@@ -280,7 +282,11 @@ class HostWatch:
         self._taken, changes = {}, Changes()
         structural = events is None or bool(replaced)
         for owner, get, before in replaced:
-            changes[owner.path("__dict__")] = _told(before), _told(get())
+            held, of, _ = get.args
+            if type(held) is of:
+                changes[owner.path("__dict__")] = _told(before), _told(get())
+            else:
+                changes[owner.path("__class__")] = Told(name_of(of)), Told(name_of(type(held)))
         # A key that went may have made room for another.
         if sizes != self._sizes or any(now[at] is MISSING for at in moved):
             structural |= self._compare_keys(changes)
@@ -379,15 +385,13 @@ def described_changes(changes: Changes) -> str:
     )
 
 
-def _dict_of(value: object, dict_of: Callable[[Any], Any]) -> object:
-    try:
-        return dict_of(value)
-    except TypeError:  # its class has been replaced, as that of `nn.LazyLinear`
-        return MISSING
-
-
 def _text(value: object) -> str:
     return value.text if isinstance(value, Told) else repr(value)
+
+
+def _dict_of(held: Any, of: type, dict_of: Callable[[Any], Any]) -> Any:
+    """The attributes of an object that is still of the class `of`, as `nn.LazyLinear` is not."""
+    return dict_of(held) if type(held) is of else MISSING
 
 
 def _where(slot: Place) -> tuple[int, object]:

@@ -434,12 +434,14 @@ class Trial:
     def _note_another_way(self, now: Watch) -> None:
         """Find the first operator that the capture issued otherwise than eager runs do. The capture
         may have had another size, and other operators for that alone; so then the warm-up of that
-        size must differ from it too."""
+        size must differ from it too. So must it after a change of the host's: else the change is
+        the other way, whose effect may be as small as rounding."""
         graph = self._graph
         if graph.issued is None:
             return
         other = first_other(now.trace, graph.issued)
-        if graph.same_size or first_other(graph.captured or Trace(), graph.issued):
+        is_own = graph.same_size and not graph.changed
+        if is_own or first_other(graph.captured or Trace(), graph.issued):
             self._another_way = now.trace.at_source(other)
 
     def _guilty(self, now: Watch) -> str:

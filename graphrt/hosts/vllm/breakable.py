@@ -11,7 +11,13 @@ from graphrt import ForwardContext, GraphMode, eager_break, wrapper_class
 from graphrt import current_platform as device_platform
 from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.vllm._state import state
-from graphrt.hosts.vllm.wrapper import check_config, graph_options, offloading, step_reader
+from graphrt.hosts.vllm.wrapper import (
+    check_config,
+    graph_options,
+    offloading,
+    step_reader,
+    trials,
+)
 from graphrt.lowlevel import Recording, current_capture
 
 
@@ -128,6 +134,7 @@ class _BreakableCalls:
             options=graph_options(self.vllm_config),
             breakable=True,
             hooks=offloading(),
+            trials=trials(),
         )
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

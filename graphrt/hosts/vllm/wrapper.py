@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from graphrt import ForwardContext, GraphOptions, SegmentHooks, wrapper_class
+from graphrt import ForwardContext, GraphOptions, SegmentHooks, WrapperTrials, wrapper_class
 from graphrt import current_platform as device_platform
 from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.vllm._state import state
@@ -35,6 +35,12 @@ def graph_options(vllm_config: Any) -> GraphOptions:
         check="always" if debugging else "capture",
         host_arguments="bake" if has_lora else "refuse",
     )
+
+
+def trials() -> WrapperTrials | None:
+    """What tries a wrapper's graphs, where GRAPHRT_CHECK asks for more than vLLM's own graphs have:
+    from `first` on."""
+    return WrapperTrials() if GraphOptions().checks("first") else None
 
 
 class _Offloading:
@@ -132,6 +138,7 @@ def wrapper_type() -> Any:
                 read_context=read_step,
                 options=graph_options(vllm_config),
                 hooks=offloading(),
+                trials=trials(),
             )
             CUDAGraphWrapper._all_instances.add(self)
 

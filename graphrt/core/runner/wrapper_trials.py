@@ -1,0 +1,194 @@
+"""Trials for the graphs of a `GraphWrapper`, whose host runs its own steps.
+
+A bare wrapper replays whatever its host has changed in Python since the capture. With
+`trials=WrapperTrials()` its graphs are checked as those of a runner are (checks.py):
+
+1. The first replay of each kind of graph is a trial: the runnable runs eagerly beside it. From that
+   run it is known which tensors graphs read.
+2. At each call it is asked whether the host has changed anything that the runnable looks up. After
+   a change the next call of each graph is a trial.
+3. A graph that differs from its runnable goes into quarantine, with a warning that names the
+   attribute: its calls run eagerly until the host drops and captures it again.
+
+A trial puts back what its runs write, the arguments included. It knows nothing of padding, which is
+the host's: rows that are mixed are not found. Steps with `DEFERRED` updates are replayed untried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from graphrt.core.base import tree
+from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.base.errors import StateTooLargeError
+from graphrt.core.base.homes import public
+from graphrt.core.base.sharing import cloned
+from graphrt.core.base.thread_mode import set_for_capture
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.dispatch.reasons import Dispatch, Reason
+from graphrt.core.replay.entry import Entry
+from graphrt.core.replay.tasks import DEFERRED
+from graphrt.core.runner.checks import Checks, TrialRecord
+from graphrt.core.runner.trials import watched
+from graphrt.core.trust.host_watch import described_changes
+from graphrt.core.trust.places.walk import places_of
+from graphrt.core.trust.reads import ReadSet
+from graphrt.core.trust.trial import Trial, TriedGraph
+from graphrt.core.trust.watching.watch import Watch
+
+
+@public("graphrt")
+class WrapperTrials:
+    """The checks of one wrapper: `GraphWrapper(..., trials=WrapperTrials())`. The level is that of
+    the wrapper's options; `strict` ones raise in place of warning."""
+
+    def __init__(self) -> None:
+        self._checks: Checks | None = None
+        self._reads: ReadSet | None = None
+        # The number of each graph among the checks.
+        self._slots: dict[BatchDescriptor, int] = {}
+
+    @property
+    def records(self) -> tuple[TrialRecord, ...]:
+        """The findings, a record for each graph."""
+        return () if self._checks is None else tuple(self._checks.records.values())
+
+    def before_capture(self, wrapper: GraphWrapper) -> None:
+        """Note what the host has changed since the captures before."""
+        if self._checks is None:
+            reads = ReadSet(wrapper.runnable, watched=wrapper.options.checks("capture"))
+            device_type = wrapper.pool.platform.device_type
+            self._reads, self._checks = reads, Checks(wrapper.options, reads, device_type)
+        self._checks.look_at_host()
+
+    def captured(self, wrapper: GraphWrapper, descriptor: BatchDescriptor) -> None:
+        """A graph was captured; what has changed meanwhile its runnable has changed itself."""
+        reads, checks = self._reads, self._checks
+        assert reads is not None and checks is not None
+        if not checks.on:
+            return
+        self._slots[descriptor] = len(checks.records)
+        checks.ran_forward(own=True)
+        reads.settle()
+        mode = wrapper.runtime_mode
+        checks.captured(
+            [Dispatch(mode, each, Reason.HIT, slot) for each, slot in self._slots.items()],
+            more=True,
+        )
+
+    def dropped(self, descriptor: BatchDescriptor | None) -> None:
+        """The graph of a descriptor is destroyed, or all of them."""
+        if self._checks is None or self._reads is None:
+            return
+        if descriptor is not None:
+            self._slots.pop(descriptor, None)
+        if descriptor is None or not self._slots:
+            self._slots.clear()
+            self._checks.reset()
+            self._reads.forget()
+
+    def may_replay(
+        self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
+    ) -> bool:
+        """Whether a call may be replayed, after a trial where one is due; in the pool's turn."""
+        checks, slot = self._checks, self._slots.get(entry.descriptor, -1)
+        # A step that waits for its updates has the pool until these come.
+        if checks is None or slot < 0 or context.updates is DEFERRED:
+            return True
+        if slot not in checks.pending and next(checks.glances.looks):
+            return True
+        dispatch = Dispatch(wrapper.runtime_mode, entry.descriptor, Reason.HIT, slot)
+        if checks.why_eager(dispatch) is not None:
+            return False
+        if not checks.wants_trial(slot, None):
+            return True
+        step = WrapperStep(wrapper, entry, context, args, kwargs)
+        try:
+            self._try(step, slot)
+        except StateTooLargeError as error:
+            checks.cannot_try(slot, error)
+        return checks.records[slot].failure is None
+
+    @undoing
+    def _try(self, undo: Undo, step: WrapperStep, slot: int) -> None:
+        reads, checks, wrapper = self._reads, self._checks, step.wrapper
+        assert reads is not None and checks is not None
+        platform = wrapper.pool.platform
+        undo.later(step.put_back)
+        graph = TriedGraph(
+            f"{wrapper.runtime_mode.name} [{step.entry.descriptor}]",
+            has_parts=wrapper.runtime_mode is GraphMode.PIECEWISE,
+            changed=described_changes(checks.changed(slot)),
+        )
+        trial = Trial(
+            step,
+            graph,
+            own=frozenset(),
+            device_type=platform.device_type,
+            limit_bytes=wrapper.options.state_limit(platform),
+            places=places_of(wrapper.runnable),
+            precision=platform.float32_precision,
+        )
+        set_for_capture(undo)
+        # Its effects are put back: the call itself comes after it.
+        verdict = trial.run(undone=True)
+        checks.ran_forward(own=True)
+        if step.watch is not None and not checks.records[slot].steps:
+            reads.note(step.watch)
+            reads.settle()
+            checks.glances.go_round()
+        checks.tried(slot, verdict, None)
+
+
+class WrapperStep:
+    """The runs of a trial: one call of a wrapper, again and again. See `TriedStep`."""
+
+    rows = live_rows = 1
+    sizes: Sequence[tuple[int, int]] = ()
+    has_gradients = finds_gradients = together = False
+
+    def __init__(
+        self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
+    ) -> None:
+        self.wrapper, self.entry = wrapper, entry
+        self.watch: Watch | None = None
+        self._context, self._args, self._kwargs = context, args, kwargs
+        # They may lie in the pool, where a replay makes room for its own results.
+        self._before = [(each, each.clone()) for each in tree.tensors((args, kwargs))]
+
+    def put_back(self) -> None:
+        """Have the arguments as they were."""
+        for tensor, before in self._before:
+            tensor.copy_(before)
+
+    def eager(self, watch: Watch) -> Any:
+        self.put_back()
+        self.watch = self.watch or watch
+        # A partition of Inductor's clears the list of its arguments.
+        args, kwargs = tree.copied((self._args, self._kwargs))
+        run = partial(self.wrapper.runnable, *args, **kwargs)
+        return cloned(watched(watch, None, run))
+
+    def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
+        return self.eager(watch)
+
+    def find_gradients(self, watch: Watch) -> None:
+        self.eager(watch)
+
+    def of_padding(self, watch: Watch) -> Any:
+        return self.eager(watch)
+
+    def replay(self) -> Any:
+        self.put_back()
+        return cloned(self.wrapper._graphs.replay(self.entry, self._context))
+
+    def unpadded(self, watch: Watch) -> Any:
+        return None
+
+    def disturbed(self, watch: Watch) -> Any:
+        return self.eager(watch)

@@ -1,0 +1,68 @@
+"""Random changes of everything that real models hold, beside an eager twin: see host_driver.py."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphrt.core.base._native_door import NativeWatch, native_state
+from tests.trust.host_driver import Driver, models_of
+from tests.trust.host_programs import all_ids_taken
+
+ROOT = Path(__file__).resolve().parents[2]
+HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+needs_transformers = pytest.mark.skipif(
+    not HAS_TRANSFORMERS, reason="transformers is not installed: no models to change"
+)
+
+
+def drive(models: list[str], changes: int, *, seed: int, taken: bool = False) -> Driver:
+    driver = Driver(seed, models_of(models))
+    with all_ids_taken() if taken else contextlib.nullcontext():
+        driver.run(changes, itertools.count())
+    assert driver.wrong == [], driver.wrong
+    assert driver.counts["quarantines"], "nothing made a difference"
+    return driver
+
+
+def test_a_small_net_under_random_changes_is_right() -> None:
+    driver = drive(["net"], 30, seed=1)
+    assert driver.counts["slots"] > 200
+    if NativeWatch is not None:
+        assert driver.counts["told"], driver.counts
+
+
+@needs_transformers
+def test_a_llama_under_random_changes_is_right() -> None:
+    drive(["llama"], 10, seed=2)
+
+
+@pytest.mark.skipif(NativeWatch is None, reason=f"no dict is watched: {native_state}")
+def test_with_all_watchers_taken_it_is_found_in_time() -> None:
+    assert drive(["net"], 15, seed=3, taken=True).counts["told"] == 0
+
+
+@needs_transformers
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["", "taken", "without C"])
+@pytest.mark.parametrize("seed", range(4))
+def test_thousands_of_changes_of_many_families(seed: int, how: str) -> None:
+    command = [sys.executable, "-m", "tests.trust.host_driver", "--changes", "1000"]
+    command += ["--seed", str(seed), *(["--taken"] if how == "taken" else [])]
+    switch = {"GRAPHRT_NATIVE": "0"} if how == "without C" else {}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **switch},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -1,0 +1,78 @@
+"""Hosts that change much, and nothing that matters: no word, no quarantine, and trials end."""
+
+from __future__ import annotations
+
+import types
+import warnings
+
+import pytest
+import torch
+
+from graphrt import GraphRunner, InputSpec
+from graphrt.core.base._native_door import NativeWatch
+from graphrt.core.dispatch.reasons import Reason
+from tests.trust.quiet_hosts import HOSTS, WIDTH, Host
+
+MOST_TRIALS = 16
+"""Of one graph: a host may change a few attributes, and three changes of each are tried."""
+
+
+def test_new_names_at_every_step_are_tried_at_every_step_and_replayed() -> None:
+    """Each may be one that the forward looks up next: as `forward` of a module is."""
+    host = Host()
+    host.state = types.SimpleNamespace()
+    with torch.no_grad():
+        runner = GraphRunner(
+            host.forward,
+            mode="FULL",
+            sizes=[2],
+            inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+            platform="cpu",
+        )
+        runner.capture()
+        for step in range(12):
+            setattr(host.state, f"step_{step}", step)
+            runner.weights_changed()
+            runner(x=torch.randn(2, WIDTH))
+            assert runner.last_dispatch is not None
+            assert runner.last_dispatch.reason is Reason.HIT
+        assert runner.report().trust.trials[0].steps == 12
+        runner.close()
+
+
+def test_there_are_seventy() -> None:
+    assert len(HOSTS) >= 70, len(HOSTS)
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_nothing_is_said_steps_are_right_and_trials_end(name: str) -> None:
+    torch.manual_seed(0)
+    host = Host()
+    between = HOSTS[name](host)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner = GraphRunner(
+            host.forward,
+            mode="FULL",
+            sizes=[2],
+            inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+            outputs=("tokens", WIDTH),
+            platform="cpu",
+        )
+        runner.capture()
+        (record,) = runner.report().trust.trials
+        trials = []
+        for step in range(40):
+            between(step)
+            x = torch.randn(2, WIDTH)
+            outputs = runner(x=x)
+            assert runner.last_dispatch is not None
+            assert runner.last_dispatch.reason is Reason.HIT
+            assert torch.allclose(outputs, host.forward(x), atol=1e-5), step
+            trials.append(runner.report().trust.trials[0].steps)
+        runner.close()
+    assert record.failure is None
+    assert trials[-1] <= MOST_TRIALS, trials
+    if NativeWatch is not None:
+        # Elsewhere a change may be found late, and tried then.
+        assert trials[-1] - trials[-12] <= 1, trials

@@ -1,0 +1,226 @@
+"""Wrappers of an engine's own loop: what its host changes in Python is found as a runner finds it,
+and arguments that lie elsewhere are refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt import (
+    BatchDescriptor,
+    ForwardContext,
+    GraphMode,
+    GraphOptions,
+    GraphPool,
+    GraphWrapper,
+    Reason,
+    WrapperTrials,
+    forward_context,
+    wrapper_class,
+)
+from graphrt.core.base._native_door import NativeWatch
+from graphrt.errors import GraphQuarantinedWarning, StaleInputError, VerificationError
+from tests.trust.host_programs import WIDTH, Net
+
+IS_TOLD = NativeWatch is not None
+TOLD_AFTER = 0 if IS_TOLD else 600
+"""Calls after which a change is found where nobody tells of it: a wrapper has no report."""
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class Engine:
+    """A loop of its own: it writes a static input, and calls a wrapper in a context."""
+
+    def __init__(self, model: Callable[..., Any], mode: str = "FULL", **options: Any) -> None:
+        self.pool = GraphPool("cpu")
+        self.trials = WrapperTrials()
+        self.model, self.mode = model, mode
+        self.wrapper: GraphWrapper = wrapper_class("cpu")(
+            model,
+            mode,
+            pool=self.pool,
+            trials=self.trials,
+            options=GraphOptions(lazy=True, **options),
+        )
+        self.static = {rows: torch.zeros(rows, WIDTH) for rows in (2, 4)}
+        self.contexts = {
+            rows: ForwardContext(GraphMode[mode], BatchDescriptor(rows)) for rows in (2, 4)
+        }
+        for rows in (4, 2):
+            self.step(torch.randn(rows, WIDTH))
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        static = self.static[len(x)]
+        static.copy_(x)
+        context = self.contexts[len(x)]
+        context.begin_step()
+        with context:
+            outputs: torch.Tensor = self.wrapper(static)
+        return outputs
+
+    def wrong(self, count: int = 4, rows: int | None = None) -> list[int]:
+        """The numbers of the steps that are not what the model says."""
+        wrong = []
+        for number in range(count):
+            x = torch.randn(rows or (4, 2)[number % 2], WIDTH)
+            if not torch.allclose(self.step(x).clone(), self.model(x), atol=1e-5):
+                wrong.append(number)
+        return wrong
+
+    @property
+    def eager(self) -> int:
+        return self.wrapper.eager_calls[Reason.MISSING_GRAPH]
+
+    @property
+    def trial_count(self) -> int:
+        return sum(record.steps for record in self.trials.records)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_calls_are_replayed_after_one_trial_as_long_as_nothing_changes(mode: str) -> None:
+    engine = Engine(Net(), mode)
+    assert engine.wrong(20) == []
+    assert (engine.eager, engine.trial_count) == (0, 1)
+
+
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "number": lambda net: setattr(net, "scale", 3.0),
+    "adapter": lambda net: setattr(net.lora, "active", "b"),
+    "hook": lambda net: net.norm.register_forward_hook(lambda module, args, out: out * 2),
+    "weight": lambda net: setattr(net, "shift", net.shift * 2),
+    "all weights": lambda net: net.load_state_dict(
+        {name: each * 2 for name, each in net.state_dict().items()}, assign=True
+    ),
+    "method": lambda net: setattr(net, "helper", lambda x: x * 4),
+}
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_found_at_the_next_call_and_ended_by_another_capture(
+    name: str, mode: str
+) -> None:
+    net = Net()
+    engine = Engine(net, mode)
+    assert engine.wrong() == []
+    CHANGES[name](net)
+    with pytest.warns(GraphQuarantinedWarning):
+        wrong = engine.wrong(TOLD_AFTER + 8)
+    assert all(number <= TOLD_AFTER for number in wrong), wrong
+    assert engine.eager
+    engine.wrapper.clear_graphs()
+    engine.wrong(2)
+    before = engine.eager
+    assert engine.wrong(8) == []
+    assert engine.eager == before
+
+
+def test_strictly_the_call_raises_with_the_attribute() -> None:
+    net = Net()
+    engine = Engine(net, strict=True)
+    engine.wrong()
+    net.config.deep.beta = 3.0
+    with pytest.raises(VerificationError, match=r"model\.config\.deep\.beta = 1\.0, then 3\.0"):
+        engine.wrong(TOLD_AFTER + 1)
+    assert engine.pool.owner is None
+
+
+def test_what_makes_no_difference_is_tried_three_times_and_replayed() -> None:
+    net = Net()
+    engine = Engine(net)
+    engine.wrong()
+    for number in range(30):
+        net.unused = number
+        assert engine.wrong(2) == []
+    assert engine.eager == 0
+    assert engine.trial_count <= 1 + 2 * 3
+
+
+def test_state_that_a_call_writes_is_written_once_also_in_a_trial() -> None:
+    class Adds(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(4, WIDTH))
+            self.scale = 2.0
+            self.unused = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total[: len(x)].add_(x)
+            x.mul_(self.scale)
+            return self.total[: len(x)] + x
+
+    model = Adds()
+    engine = Engine(model)
+    model.total.zero_()
+    x = torch.ones(4, WIDTH)
+    for number in range(1, 9):
+        model.unused = number
+        outputs = engine.step(x)
+        assert torch.equal(outputs, torch.full((4, WIDTH), number + 2.0))
+    assert engine.trial_count > 1
+    assert torch.equal(model.total, torch.full((4, WIDTH), 8.0))
+
+
+def test_a_change_between_two_captures_is_found_in_the_first_graph() -> None:
+    net = Net()
+    engine = Engine(net)
+    engine.wrong()
+    net.scale = 2.0
+    x = torch.randn(6, WIDTH)
+    engine.static[6] = torch.zeros(6, WIDTH)
+    engine.contexts[6] = ForwardContext(GraphMode.FULL, BatchDescriptor(6))
+    engine.step(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphQuarantinedWarning)
+        wrong = engine.wrong(TOLD_AFTER + 8)
+    assert all(number <= TOLD_AFTER for number in wrong), wrong
+    assert engine.eager
+
+
+def test_without_trials_a_change_is_silent() -> None:
+    net = Net()
+    wrapper = wrapper_class("cpu")(net, "FULL", options=GraphOptions(lazy=True))
+    static, size = torch.randn(4, WIDTH), BatchDescriptor(4)
+    for _ in range(2):
+        with forward_context("FULL", size):
+            before = wrapper(static).clone()
+    net.scale = 5.0
+    with forward_context("FULL", size):
+        assert torch.equal(wrapper(static), before)
+
+
+@pytest.mark.parametrize(
+    ("level", "calls"), [("capture", [1]), ("first", [1]), ("sample", [1, 2]), ("always", [1, 2])]
+)
+def test_another_tensor_than_at_capture_is_refused(level: Any, calls: list[int]) -> None:
+    net = Net()
+    for call in (1, 2):
+        wrapper = wrapper_class("cpu")(net, "FULL", options=GraphOptions(lazy=True, check=level))
+        static, size = torch.randn(4, WIDTH), BatchDescriptor(4)
+        for _ in range(call):
+            with forward_context("FULL", size):
+                wrapper(static)
+        with forward_context("FULL", size):
+            if call in calls:
+                with pytest.raises(StaleInputError, match="argument"):
+                    wrapper(static.clone())
+            else:
+                wrapper(static.clone())
+
+
+def test_with_trials_another_tensor_is_refused_at_every_call() -> None:
+    engine = Engine(Net())
+    engine.wrong(10)
+    engine.static[4] = torch.zeros(4, WIDTH)
+    with pytest.raises(StaleInputError, match="argument"):
+        engine.step(torch.randn(4, WIDTH))
+    assert engine.pool.owner is None
