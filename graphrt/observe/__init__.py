@@ -3,7 +3,8 @@
 - `write_page("run.html", runner.report())`: one page, which needs no network; two reports are
   compared. `graphrt report run.json --html run.html` does the same for saved reports.
 - `with trace("trace.json", runner):` a timeline for Perfetto, and ranges for torch's profiler.
-- `Metrics(runner).read()`: counters and latencies, to poll.
+- `Metrics(runner).read()`: counters and latencies, to poll; `Instruments(runner)` gives them to
+  OpenTelemetry.
 - `explain(forward, inputs)`: what stands in the way of graphs, and what they would bring.
 
 Everything here takes values of a runner from outside. A step that is not observed costs nothing
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from graphrt.observe.explaining import Explanation, Obstacle, explain
 from graphrt.observe.files import load_report
+from graphrt.observe.instruments import Instruments
 from graphrt.observe.metrics import Histogram, Metrics, Reading
 from graphrt.observe.pages.whole import page, write_page
 from graphrt.observe.timeline import Trace, trace
@@ -21,6 +23,7 @@ from graphrt.observe.timeline import Trace, trace
 __all__ = [
     "Explanation",
     "Histogram",
+    "Instruments",
     "Metrics",
     "Obstacle",
     "Reading",

@@ -2,7 +2,8 @@
 
 Counters are those that dispatch and checks keep in any case. Latencies are measured while a
 `Metrics` is open, on the host: on a device a step returns when it is launched, so a latency is what
-the host's loop waits for, not what the device takes. `examples/prometheus.py` exposes a reading.
+the host's loop waits for, not what the device takes. `examples/prometheus.py` exposes a reading;
+`Instruments` (instruments.py) gives the same figures to OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -18,15 +19,13 @@ from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import check_kind, items_of, number_of, shown
 from graphrt.core.runner.report import report_of
 from graphrt.core.runner.runner import GraphRunner
-from graphrt.observe.tap import Observer, StepSeen, attach
+from graphrt.observe.tap import WAYS, Observer, StepSeen, attach
 
 BUCKETS_S = (
     25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5,
     1.0, 2.5,
 )  # fmt: skip
 """Upper bounds of latencies, in seconds."""
-WAYS = ("graph", "eager", "trial")
-"""How a step ran: replayed, eagerly, or several times to be tried."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,10 @@ class _Latencies(Observer):
         self._lock = threading.Lock()
 
     def step(self, seen: StepSeen) -> None:
-        way = "trial" if seen.tried else "graph" if seen.by_graph else "eager"
         took = seen.ended_s - seen.began_s
         with self._lock:
-            self._counts[way][bisect_left(self.bounds, took)] += 1
-            self._sums[way] += took
+            self._counts[seen.way][bisect_left(self.bounds, took)] += 1
+            self._sums[seen.way] += took
 
     def read(self) -> dict[str, Histogram]:
         with self._lock:
@@ -122,22 +120,7 @@ class Metrics(AbstractContextManager["Metrics"]):
 
     def read(self) -> Reading:
         """The figures now; a few microseconds for each graph."""
-        runner = self._runner
-        report = report_of(runner.graphs, runner._engine.live_tokens, quick=True)
-        trials = report.trust.trials
-        return Reading(
-            steps={reason.name: count for reason, count in report.reasons.items()},
-            graphs={f"{m.name} [{d}]": count for (m, d), count in report.steps.items()},
-            live_tokens=report.live_tokens,
-            padded_tokens=report.padded_tokens,
-            captured=len(report.graphs),
-            capture_s=report.capture_s,
-            dropped=len(report.dropped),
-            tried_steps=sum(trial.steps for trial in trials),
-            quarantined=sum(trial.status == "quarantined" for trial in trials),
-            pool_bytes=report.pool_bytes,
-            latency=self._latencies.read(),
-        )
+        return reading_of(self._runner, self._latencies.read())
 
     def close(self) -> None:
         """Time no more steps; `read()` goes on."""
@@ -145,3 +128,22 @@ class Metrics(AbstractContextManager["Metrics"]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def reading_of(runner: GraphRunner[Any], latency: dict[str, Histogram]) -> Reading:
+    """The counters of a runner now, beside latencies that somebody has measured."""
+    report = report_of(runner.graphs, runner._engine.live_tokens, quick=True)
+    trials = report.trust.trials
+    return Reading(
+        steps={reason.name: count for reason, count in report.reasons.items()},
+        graphs={f"{m.name} [{d}]": count for (m, d), count in report.steps.items()},
+        live_tokens=report.live_tokens,
+        padded_tokens=report.padded_tokens,
+        captured=len(report.graphs),
+        capture_s=report.capture_s,
+        dropped=len(report.dropped),
+        tried_steps=sum(trial.steps for trial in trials),
+        quarantined=sum(trial.status == "quarantined" for trial in trials),
+        pool_bytes=report.pool_bytes,
+        latency=latency,
+    )

@@ -18,6 +18,9 @@ from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.runner import GraphRunner
 
+WAYS = ("graph", "eager", "trial")
+"""How a step ran: replayed, eagerly, or several times to be tried."""
+
 _lock = threading.Lock()
 """While observers come and go."""
 
@@ -39,6 +42,11 @@ class StepSeen:
     def by_graph(self) -> bool:
         """Whether a graph served it."""
         return self.dispatch is not None and self.dispatch.reason is Reason.HIT
+
+    @property
+    def way(self) -> str:
+        """One of `WAYS`."""
+        return "trial" if self.tried else "graph" if self.by_graph else "eager"
 
 
 @dataclass(frozen=True, slots=True)
