@@ -214,6 +214,30 @@ def test_what_makes_no_difference_costs_three_trials_a_graph_and_is_in_the_repor
     assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
 
 
+def test_a_set_whose_members_are_the_same_is_no_change() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left_out = {"head"}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if "head" in self.left_out else x * 3
+
+    model = Model()
+    runner = runner_of(model)
+    steps = Steps(runner, model)
+    checks = runner.graphs.checks
+    looks = checks.glances.looks
+    for _ in range(3):
+        checks.look_at_host()
+    # Looks are made again for each change: of a large model that takes milliseconds.
+    assert checks.glances.looks is looks
+    model.left_out.discard("head")
+    runner.weights_changed()
+    steps.run(2)
+    assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
+
+
 def test_a_graph_that_was_not_used_meanwhile_is_tried_when_it_is() -> None:
     holder = SimpleNamespace(limit=4)
 

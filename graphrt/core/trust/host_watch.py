@@ -279,14 +279,20 @@ class HostWatch:
         sizes, self._sizes = self._sizes, self._sizes_now()
         was, now = values.was, values.take()
         values.was = now
-        is_same = all(map(is_, was, now)) and sizes == self._sizes
+        moved = values.moved_slots(was, now)
+        # The members of a set are another object whenever they are asked for: a model with sets
+        # would be taken for a changed one at every look, and all its looks made again.
+        is_same = not moved and sizes == self._sizes
+        is_same = is_same and all(
+            before is after or slot.way.anew
+            for slot, before, after in zip(values.slots, was, now, strict=True)
+        )
         if events == [] and not replaced and is_same:
             return None
         self._taken, changes = {}, Changes()
         structural = events is None or bool(replaced)
         for owner, get, before in replaced:
             changes[owner.path("__dict__")] = _told(before), _told(get())
-        moved = values.moved_slots(was, now)
         # A key that went may have made room for another.
         if sizes != self._sizes or any(now[at] is MISSING for at in moved):
             structural |= self._compare_keys(changes)
