@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ def print_explanation(
     forward = _found(target)
     specs = dict(_input(text) for text in inputs)
     explanation = explain(forward() if made else forward, specs, tokens=tokens, platform=platform)
+    if explanation.code:
+        module, _, name = target.partition(":")
+        imported = f"from {module} import {name.partition('.')[0]}"
+        line = f"forward = {name}{'()' * made}"
+        explanation = replace(explanation, code=f"{imported}\n{line}\n{explanation.code}")
     print(json.dumps(asdict(explanation), indent=1) if as_json else explanation)
     return 1 if explanation.mode is None or explanation.trial is not None else 0
 

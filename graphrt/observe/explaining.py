@@ -1,30 +1,40 @@
 """`explain`: what stands in the way of graphs for a forward, and what they would bring.
 
 1. Capture it as one graph. Each operator that is refused is noted with its line, and the forward is
-   captured again in pieces around it, until nothing is refused: then all of them are known.
-2. Run steps, the first of which is a trial: does the replay equal the forward?
+   captured again in pieces, around functions that are marked @eager_break and around that operator,
+   until nothing is refused: then all of them are known. A read that is no operator (`if tensor:`,
+   `tensor.numpy()`) and is not in such a function ends that, as nothing can break there.
+2. Run steps, the first of which is a trial: does the replay equal the forward? If one graph does
+   not, pieces may.
 3. Time steps, by graphs and eagerly on the same live rows.
 
-Inputs are made up: random numbers, and zeros where they are integers. So an operator that only
-other values reach is not found.
+Inputs are made up: random numbers, and 0 and 1 where they are integers, so that live rows differ
+from their padding. An operator that only other values reach is not found.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
+from types import FrameType
 from typing import Any
 
 import torch
 
 from graphrt.core.base._warnings import GraphQuarantinedWarning
-from graphrt.core.base.errors import CaptureError, GraphRTError
+from graphrt.core.base.errors import CaptureError, GraphRTError, InvalidOptionError
 from graphrt.core.base.texts import counted, seconds_text, size_text
 from graphrt.core.batch.descriptor import Batch
+from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.breaks import check_break
 from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.refusals import HOST_DRAW
+from graphrt.core.capture.source import Source
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.replay.eager_part import EagerPart
@@ -67,16 +77,18 @@ class Explanation:
     code: str = ""
 
     def __str__(self) -> str:
-        count = len(self.obstacles)
         lines = ["Nothing stands in the way of one graph (FULL)."]
-        if count:
-            lines = [f"In the way of one graph (FULL): {counted(count, 'operator')}"]
+        if self.trial is not None:
+            lines = ["No operator stands in the way of one graph (FULL)."]
+        if self.obstacles:
+            lines = ["In the way of one graph (FULL):"]
         for number, each in enumerate(self.obstacles, 1):
             where = f" at {each.source}" if each.source else ""
             lines += [f"{number}. {each.op or 'a capture'}{where}", f"   {each.what}"]
             lines.append(f"   try: {each.advice}")
         if self.mode is None:
-            return "\n".join([*lines, "Nothing was captured."])
+            lines.append("Nothing was captured, so more may stand in the way behind the last one.")
+            return "\n".join(lines)
         parts = f"{counted(self.graphs, 'graph')}, {counted(self.eager_parts, 'eager part')}"
         lines.append(f"Captured as {self.mode}: a step is {parts}")
         lines.append(f"It reads: {_listed(self.reads) or 'nothing but its inputs'}")
@@ -84,15 +96,16 @@ class Explanation:
         if self.trial is not None:
             return "\n".join([*lines, f"But no graph stands for it yet: {self.trial}"])
         eager, graph = seconds_text(self.eager_s), seconds_text(self.graph_s)
-        gain = f"{self.eager_s / self.graph_s:.2f} times"
+        gain = self.eager_s / self.graph_s
+        gained = f"{gain:.2f} times as fast" if gain > 1 else "no gain at this size, on this device"
         lines.append("The replay equals the forward.")
-        lines.append(f"A step takes {eager} eagerly, {graph} by graphs: {gain} as fast.")
+        lines.append(f"A step takes {eager} eagerly, {graph} by graphs: {gained}.")
         return "\n".join([*lines, "", self.code])
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    shown = ", ".join(names[:_LISTED])
+    return f"{len(names)} tensors: {shown}, ..." if len(names) > _LISTED else shown
 
 
 def explain(
@@ -104,37 +117,63 @@ def explain(
 ) -> Explanation:
     """Capture `forward` for `tokens` tokens, and try it. Errors that are no refusal of a capture,
     such as those of the forward itself, are raised."""
-    obstacles: list[Obstacle] = []
+    obstacles: dict[tuple[object, ...], Obstacle] = {}
     breaks: list[str] = []
+    in_one: Explanation | None = None
+    mode = GraphMode.FULL
     while True:
-        runner = GraphRunner(
+        with GraphRunner(
             forward,
-            mode="PIECEWISE" if breaks else "FULL",
+            mode=mode,
             sizes=[tokens],
             inputs=inputs,
             platform=platform,
             options=GraphOptions(breaks=tuple(breaks)),
+        ) as runner:
+            refusal = _refusal_of(runner)
+            if refusal is None:
+                explanation = _explained(runner, forward, inputs, tokens, obstacles, tuple(breaks))
+                if explanation.trial is None or mode is GraphMode.PIECEWISE:
+                    # In pieces without an eager part it is the one graph of before.
+                    return explanation if in_one is None or explanation.eager_parts else in_one
+                in_one, mode = explanation, GraphMode.PIECEWISE
+                continue
+        obstacle = Obstacle(
+            refusal.what.splitlines()[0],
+            refusal.advice or "capture it in pieces around this",
+            refusal.op,
+            refusal.source,
         )
-        try:
-            with torch.no_grad():
-                runner.capture()
-        except CaptureError as error:
-            runner.close()
-            advice = error.advice or "capture it in pieces around this"
-            obstacles.append(Obstacle(error.what.splitlines()[0], advice, error.op, error.source))
-            name = _break_at(error.op)
-            if name is None or name in breaks or len(breaks) == _MOST:
-                return Explanation(tuple(obstacles))
-            breaks.append(name)
+        obstacles.setdefault((obstacle.op, obstacle.source), obstacle)
+        if mode is GraphMode.FULL:
+            # Functions marked @eager_break, which run between pieces alone, may be all it takes.
+            mode = GraphMode.PIECEWISE
             continue
-        with runner:
-            return _explained(runner, forward, inputs, tokens, tuple(obstacles), tuple(breaks))
+        name = _break_at(refusal.op)
+        if name is None or name in breaks or len(breaks) == _MOST:
+            return Explanation(tuple(obstacles.values()))
+        breaks.append(name)
+
+
+def _refusal_of(runner: GraphRunner[Any]) -> CaptureError | None:
+    try:
+        with torch.no_grad():
+            runner.capture()
+    except CaptureError as error:
+        return error
+    return None
 
 
 def _break_at(op: str | None) -> str | None:
-    """`aten.nonzero.default` as `GraphOptions(breaks=)` names it."""
-    namespace, _, name = (op or "").partition(".")
-    return f"{namespace}::{name.removesuffix('.default')}" if name else None
+    """`aten.nonzero.default` as `GraphOptions(breaks=)` names it; None for what cannot be a break,
+    as `Tensor.__bool__`, which never gets to the dispatcher."""
+    namespace, _, rest = (op or "").partition(".")
+    name = f"{namespace}::{rest.removesuffix('.default')}"
+    try:
+        check_break(name)
+    except InvalidOptionError:
+        return None
+    return name
 
 
 def _explained(
@@ -142,12 +181,11 @@ def _explained(
     forward: Callable[..., Any],
     inputs: Mapping[str, InputSpec],
     tokens: int,
-    obstacles: tuple[Obstacle, ...],
+    obstacles: dict[tuple[object, ...], Obstacle],
     breaks: tuple[str, ...],
 ) -> Explanation:
     live = max(tokens - 1, 1)
-    device = runner.pool.device
-    values = {name: _made_up(spec, live, device) for name, spec in inputs.items()}
+    values = _made_up(inputs, live, runner.pool.device)
     batch, sync = Batch(live, live), runner.platform.synchronize
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", GraphQuarantinedWarning)
@@ -165,30 +203,100 @@ def _explained(
     eager_parts = sum(isinstance(part, EagerPart) for part in parts)
     uses = [(use.name or "memory without a name", use) for use in report.trust.reads]
     failures = (each.failure for each in report.trust.trials if each.failure)
+    failure = failure or next(failures, None)
+    if failure is not None:
+        draw = _host_draw(lambda: forward(**values))
+        if draw is not None:
+            obstacles.setdefault((draw.op, draw.source), draw)
     return Explanation(
-        obstacles,
+        tuple(obstacles.values()),
         mode=report.mode.name,
         breaks=breaks,
         graphs=len(parts) - eager_parts,
         eager_parts=eager_parts,
         reads=tuple(f"{name} ({size_text(use.bytes)})" for name, use in uses if not use.written),
         writes=tuple(f"{name} ({size_text(use.bytes)})" for name, use in uses if use.written),
-        trial=failure or next(failures, None),
+        trial=failure,
         eager_s=eagerly,
         graph_s=by_graph,
         code=_code(report.mode.name, inputs, tokens, breaks),
     )
 
 
-def _made_up(spec: InputSpec, rows: int, device: torch.device) -> torch.Tensor:
-    # An axis is tokens, rows or reqs, of which there are equally many here, or one of them + 1.
-    shape = [
-        rows + int(axis.partition("+")[2] or 0) if isinstance(axis, str) else axis
-        for axis in spec.shape
-    ]
-    if spec.dtype.is_floating_point:
-        return torch.randn(shape, device=device, dtype=torch.float32).to(spec.dtype)
-    return torch.zeros(shape, device=device, dtype=spec.dtype)
+def _made_up(
+    inputs: Mapping[str, InputSpec], rows: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """A step of `rows` tokens, each a request of its own."""
+    generator = torch.Generator().manual_seed(0)
+    values = {}
+    for name, spec in inputs.items():
+        shape, (axis, dim) = spec.sizes(rows, rows), spec.batch_axis()
+        if spec.dtype.is_floating_point:
+            value = torch.randn(shape, generator=generator)
+        elif spec.index:
+            value = torch.zeros(shape)
+        elif axis is not None and shape[dim] > rows:
+            # "reqs+1": where each request starts, and the last one ends.
+            of_rows = [-1 if at == dim else 1 for at in range(len(shape))]
+            value = torch.arange(shape[dim]).reshape(of_rows).expand(shape)
+        else:
+            # Rows that are all alike would hide that a mean over them mixes rows.
+            value = torch.randint(2, shape, generator=generator)
+        values[name] = value.to(spec.dtype).to(device)
+    return values
+
+
+def _host_draw(call: Callable[[], object]) -> Obstacle | None:
+    """The first line, if any, that draws from a generator of Python's or NumPy's: a replay repeats
+    its numbers, which no operator shows."""
+    draws = _Draws()
+    before = sys.gettrace()
+    sys.settrace(draws.enter)
+    try:
+        with torch.no_grad():
+            call()
+    finally:
+        sys.settrace(before)
+    if draws.first is None:
+        return None
+    module, source = draws.first
+    return Obstacle(HOST_DRAW.what, HOST_DRAW.advice, module, str(source))
+
+
+class _Draws:
+    """Looks after each line of one run whether a generator has moved."""
+
+    def __init__(self) -> None:
+        self.first: tuple[str, Source] | None = None
+        self._was = _host_generators()
+        self._lines: dict[FrameType, int] = {}
+
+    def enter(self, frame: FrameType, event: str, arg: object) -> Any:
+        """What traces the lines of a function: none of the generators' own, nor of torch."""
+        module = str(frame.f_globals.get("__name__"))
+        if self.first is not None or module.partition(".")[0] in ("numpy", "random", "torch"):
+            return None
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if self.first is None and event in ("line", "return"):
+            now = _host_generators()
+            moved = [name for name, state in now.items() if state != self._was.get(name)]
+            line = self._lines.get(frame, frame.f_lineno)
+            if moved:
+                code = frame.f_code
+                self.first = moved[0], Source(code.co_filename, line, code.co_name)
+            self._lines[frame] = frame.f_lineno
+        return self._line
+
+
+def _host_generators() -> dict[str, object]:
+    states: dict[str, object] = {"random": random.getstate()}
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        name, key, *rest = numpy.get_state()
+        states["numpy.random"] = (name, key.tobytes(), *rest)
+    return states
 
 
 def _seconds(step: Callable[[], object], sync: Callable[[], object]) -> float:
@@ -205,16 +313,28 @@ def _seconds(step: Callable[[], object], sync: Callable[[], object]) -> float:
 
 
 def _code(mode: str, inputs: Mapping[str, InputSpec], tokens: int, breaks: tuple[str, ...]) -> str:
-    specs = ", ".join(
-        f'"{name}": InputSpec({spec.dtype}, {spec.shape!r})' for name, spec in inputs.items()
-    )
-    options = f", options=GraphOptions(breaks={list(breaks)})" if breaks else ""
-    names = "GraphOptions, GraphRunner, InputSpec" if breaks else "GraphRunner, InputSpec"
+    names = ["GraphOptions"] * bool(breaks) + ["GraphRunner", "InputSpec"]
+    options = [f"    options=GraphOptions(breaks={list(breaks)}),"] if breaks else []
+    arguments = ", ".join(f"{name}={name}" for name in inputs)
     return "\n".join(
         [
-            f"from graphrt import {names}",
-            f'runner = GraphRunner(forward, mode="{mode}", sizes=[{tokens}],',
-            f"                     inputs={{{specs}}}{options})",
+            "import torch",
+            f"from graphrt import {', '.join(names)}",
+            "runner = GraphRunner(",
+            "    forward,",
+            f'    mode="{mode}",',
+            f"    sizes=[{tokens}],",
+            "    inputs={",
+            *(f'        "{name}": {_spec(spec)},' for name, spec in inputs.items()),
+            "    },",
+            *options,
+            ")",
             "runner.capture()",
+            f"# with torch.no_grad(): output = runner({arguments})",
         ]
     )
+
+
+def _spec(spec: InputSpec) -> str:
+    more = "" if spec.pad is None else f", pad={spec.pad!r}"
+    return f"InputSpec({spec.dtype}, {spec.shape!r}{more}{', index=True' * spec.index})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_nothing_stands_in_the_way():
     assert "Nothing stands in the way of one graph (FULL)." in text
     assert "Captured as FULL: a step is 1 graph, 0 eager parts" in text
     assert "It reads: global WEIGHT (256 B)" in text and "It writes: global COUNT (4 B)" in text
-    assert "The replay equals the forward." in text and "times as fast" in text
+    assert "The replay equals the forward." in text and "A step takes " in text
 
 
 def test_the_code_that_it_shows_runs():
@@ -69,6 +70,15 @@ def test_the_code_that_it_shows_runs():
         x = torch.randn(5, 8)
         assert torch.equal(names["runner"](x=x), forward(x))
         assert found.mode == names["runner"].mode.name == mode
+
+
+@pytest.mark.parametrize(("target", "more"), [("plain", ()), ("made", ("--made",))])
+def test_the_printed_code_runs_as_it_stands(target, more):
+    inputs = INPUT if target == "plain" else "input=float32[tokens,8]"
+    _, text = run(f"{HERE}{target}", "--input", inputs, *more, "--platform", "cpu")
+    names: dict[str, Any] = {}
+    exec(text[text.index(f"from {__name__} import") :], names)
+    assert len(names["runner"].report().graphs) == 1
 
 
 def test_every_operator_is_named_with_its_line():
