@@ -90,12 +90,13 @@ def told_beforehand(figures: Mapping[str, Any]) -> str:
     graphs = sorted(figures["graphs"], key=lambda graph: graph["began_s"])
     captured = [
         GraphMemory(each["mode"], each["tokens"], each["pool_bytes"], each["driver_bytes"])
-        for each in graphs[:2]
+        for each in graphs
     ]
-    forecast = predicted(captured, [(each["mode"], each["tokens"]) for each in graphs[2:]])
-    if forecast is None:
+    forecast = predicted(captured[:2], [(each.mode, each.tokens) for each in captured[2:]])
+    # Not the size of the pool: others may be in it, and graphs before these.
+    took = sum(graph.bytes for graph in captured)
+    if forecast is None or not took:
         return ""
-    took = (figures["pool_bytes"] or 0) + (figures["driver_bytes"] or 0)
     return f"{size_text(took)}; the first two graphs predict {size_text(forecast.bytes)}"
 
 
