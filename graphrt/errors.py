@@ -27,6 +27,7 @@ __all__ = [
     "DriverTooOldError",
     "FrozenMetadataError",
     "GradientError",
+    "GraphMemoryWarning",
     "GraphQuarantinedWarning",
     "GraphRTError",
     "GraphsCapturedError",

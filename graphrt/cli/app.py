@@ -133,14 +133,19 @@ def report(
     """Show saved reports, or make a page of them; two of them are compared."""
     from graphrt.core.runner.report_text import report_text
     from graphrt.observe.files import runs_of
+    from graphrt.observe.memory import told_beforehand
     from graphrt.observe.pages.whole import write_page
 
     if html is not None:
         write_page(html, *files)
         print(f"Wrote {html}")
         return
-    runs = [run for file in files for run in runs_of(file)]
-    print("\n\n".join(f"{run.label}: {report_text(run.figures)}" for run in runs))
+    texts = []
+    for run in (run for file in files for run in runs_of(file)):
+        memory = told_beforehand(run.figures)
+        text = f"{run.label}: {report_text(run.figures)}"
+        texts.append(f"{text}\nMemory: {memory}" if memory else text)
+    print("\n\n".join(texts))
 
 
 @app.command("explain")

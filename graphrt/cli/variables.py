@@ -22,6 +22,7 @@ VARIABLES = {
     "GRAPHRT_ONLY_PLUGINS": "the only plugins that are imported",
     "GRAPHRT_PLATFORM": "the current platform",
     "GRAPHRT_VLLM": "1 lets graphrt capture vLLM's graphs",
+    "GRAPHRT_VLLM_REPORT": "a file for the report of each process of vLLM",
     "GRAPHRT_VLLM_ASCEND": "1 lets graphrt capture vllm-ascend's graphs",
 }
 """What each is for; `tests/test_cli.py` compares the names with the code."""

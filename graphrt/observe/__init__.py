@@ -5,6 +5,7 @@
 - `with trace("trace.json", runner):` a timeline for Perfetto, and ranges for torch's profiler.
 - `Metrics(runner).read()`: counters and latencies, to poll; `Instruments(runner)` gives them to
   OpenTelemetry.
+- `capture(progress=MemoryWatch(runner))`: the memory of all graphs, predicted after two of them.
 - `explain(forward, inputs)`: what stands in the way of graphs, and what they would bring.
 
 Everything here takes values of a runner from outside. A step that is not observed costs nothing
@@ -16,14 +17,17 @@ from __future__ import annotations
 from graphrt.observe.explaining import Explanation, Obstacle, explain
 from graphrt.observe.files import load_report
 from graphrt.observe.instruments import Instruments
+from graphrt.observe.memory import Forecast, MemoryWatch
 from graphrt.observe.metrics import Histogram, Metrics, Reading
 from graphrt.observe.pages.whole import page, write_page
 from graphrt.observe.timeline import Trace, trace
 
 __all__ = [
     "Explanation",
+    "Forecast",
     "Histogram",
     "Instruments",
+    "MemoryWatch",
     "Metrics",
     "Obstacle",
     "Reading",

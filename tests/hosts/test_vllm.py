@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import sys
 import weakref
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ import torch
 import vllm_on_cpu as host
 
 import graphrt
+import graphrt.hosts.vllm
 from graphrt.hosts.vllm import _state, breakable, install, platform_type, uninstall, wrapper
+from graphrt.observe import load_report
 
 # The published one stands for itself.
 VERSIONS = ("installed",) if host.IS_INSTALLED else ("0.24.0", "0.33.0")
@@ -48,6 +51,7 @@ def vllm(request, monkeypatch):
     found.Own._all_instances.clear()
     _state.state.pools.clear()
     _state.state.eager.counts.clear()
+    _state.state.eager.reasons.clear()
     found.platform.__class__._global_graph_pool = None
 
 
@@ -554,6 +558,99 @@ def test_encoder_graphs_are_graphrts_until_the_manager_clears_them(vllm):
     manager.clear()
     close_unused(vllm)
     assert dead() is None and pool.graphs.closed
+
+
+# The report ---------------------------------------------------------------------------------------
+
+
+def test_the_report_has_pieces_by_batch_with_steps_seconds_and_bytes(vllm):
+    config, buffer = host.config([2, 4], "PIECEWISE"), torch.zeros(4, 4)
+    mode = vllm.mode.PIECEWISE
+    pieces = [vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=mode) for _ in range(3)]
+
+    def model(x):
+        for piece in pieces:
+            x = piece(x)
+        return x
+
+    capture_all(vllm, config, model, buffer, mode, [vllm.Key(4), vllm.Key(2)])
+    for tokens, steps in ((2, 5), (4, 1)):
+        for _ in range(steps):
+            with step(vllm, config, mode, vllm.Key(tokens)):
+                model(buffer[:tokens])
+    for tokens in (9, 9, 1):
+        with step(vllm, config, vllm.mode.NONE, None, tokens=tokens, attn={}):
+            model(buffer)
+    with step(vllm, config, mode, vllm.Key(3)):
+        model(buffer[:3])
+    report = graphrt.hosts.vllm.report()
+    assert [str(graph.descriptor) for graph in report.graphs] == ["4 tokens", "2 tokens"]
+    assert {str(key[1]): count for key, count in report.steps.items()} == {
+        "4 tokens": 1,
+        "2 tokens": 5,
+    }
+    reasons = {reason.name: count for reason, count in report.reasons.items()}
+    # Each of the three pieces had no graph of 3 tokens.
+    assert reasons == {"HIT": 6, "TOO_LARGE": 2, "NO_GRAPH": 1, "MISSING_GRAPH": 3}
+    assert report.mode is graphrt.GraphMode.PIECEWISE and report.platform == "cpu"
+    assert all(graph.capture_s > 0 for graph in report.graphs)
+    assert sum(graph.pool_bytes or 0 for graph in report.graphs) == report.pool_bytes > 0
+    text = str(report)
+    assert "PIECEWISE [2 tokens]      5" in text and "Padding" not in text
+
+
+def test_the_report_has_full_graphs_of_the_v2_runner_beside_pieces(vllm):
+    config = host.config([2, 4], "FULL_AND_PIECEWISE")
+    piece = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.PIECEWISE)
+    decoder = Decoder(vllm, [2, 4], "FULL_AND_PIECEWISE", piece)
+    decoder.manager.capture(decoder.create)
+    for _ in range(3):
+        decoder.manager.run_fullgraph(decoder.manager.dispatch(2, 2, 1, 0))
+    report = graphrt.hosts.vllm.report()
+    assert report.mode is graphrt.GraphMode.FULL_AND_PIECEWISE
+    full = {
+        key[1].num_tokens: count
+        for key, count in report.steps.items()
+        if key[0] is graphrt.GraphMode.FULL
+    }
+    assert full == {2: 3, 4: 0} and len(report.graphs) == 4
+
+
+def test_the_report_has_encoder_graphs_by_budget(vllm):
+    manager = object.__new__(vllm.encoder.EncoderCudaGraphManager)
+    manager.__dict__.update(
+        model=Vision(), token_budgets=[4], max_batch_size=2, max_frames_per_batch=0,
+        device=torch.device("cpu"), dtype=torch.float32, budget_graphs={},
+        graph_pool=vllm.platform.graph_pool_handle(),
+    )  # fmt: skip
+    with vllm.v1.graph_capture(device=manager.device):
+        manager._capture_budget_graph(4)
+    for _ in range(2):
+        manager._get_graph_set("default")[4].graph.replay()
+    (count,) = graphrt.hosts.vllm.report().steps.values()
+    assert count == 2
+
+
+def test_a_batch_that_is_captured_again_begins_anew(vllm):
+    config, buffer, mode = host.config([2], "FULL"), torch.zeros(2, 4), vllm.mode.FULL
+    wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=mode)
+    for _ in range(2):
+        wrapper.clear_graphs()
+        capture_all(vllm, config, wrapper, buffer, mode, [vllm.Key(2)])
+        with step(vllm, config, mode, vllm.Key(2)):
+            wrapper(buffer)
+    report = graphrt.hosts.vllm.report()
+    assert len(report.graphs) == 1 and list(report.steps.values()) == [1]
+
+
+def test_the_variable_has_each_process_save_its_report(vllm, monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHRT_VLLM_REPORT", str(tmp_path / "run.json"))
+    config, buffer, mode = host.config([2], "FULL"), torch.zeros(2, 4), vllm.mode.FULL
+    wrapper = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=mode)
+    capture_all(vllm, config, wrapper, buffer, mode, [vllm.Key(2)])
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"run.{os.getpid()}.json"
+    assert [graph["tokens"] for graph in load_report(path)["graphs"]] == [2]
 
 
 # Putting it in and taking it out ------------------------------------------------------------------

@@ -15,6 +15,7 @@ from graphrt.hosts.vllm import install, platform
 from graphrt.hosts.vllm.breakable import called_by
 from graphrt.hosts.vllm.log import EagerSteps
 from graphrt.hosts.vllm.steps import MOST, Steps
+from graphrt.hosts.vllm.table import Table
 from tests import starts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ def test_a_value_that_is_no_switch_is_named(entry, monkeypatch):
 
 
 def test_steps_of_one_descriptor_have_one_context_and_are_told_apart():
-    steps = Steps(EagerSteps())
+    steps = Steps(EagerSteps(), Table())
     piecewise, full = Mode(name="PIECEWISE"), Mode(name="FULL")
     keys = [Key(4), Key(4, 4), Key(4, 4, True), Key(8)]
     made = [steps.of(mode, key) for mode in (piecewise, full) for key in keys]
@@ -60,13 +61,13 @@ def test_steps_of_one_descriptor_have_one_context_and_are_told_apart():
 
 
 def test_a_step_without_a_graph_has_the_context_of_mode_none():
-    steps = Steps(EagerSteps())
+    steps = Steps(EagerSteps(), Table())
     for mode, key in [("NONE", Key(4)), ("NONE", None), ("FULL", None)]:
         assert steps.of(Mode(name=mode), key).mode is GraphMode.NONE
 
 
 def test_contexts_are_not_kept_without_end():
-    steps, mode = Steps(EagerSteps()), Mode(name="FULL")
+    steps, mode = Steps(EagerSteps(), Table()), Mode(name="FULL")
     for tokens in range(1, MOST + 100):
         steps.of(mode, Key(tokens))
     assert len(steps._steps) == MOST

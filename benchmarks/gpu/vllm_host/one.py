@@ -36,7 +36,7 @@ def run_one(name: str, work: Path, barrier: float) -> dict[str, Any]:
     import torch
     import vllm
 
-    from graphrt.hosts.vllm import _state, install, uninstall
+    from graphrt.hosts.vllm import _state, install, report, uninstall
 
     reached("imported")
     try:
@@ -71,6 +71,9 @@ def run_one(name: str, work: Path, barrier: float) -> dict[str, Any]:
                 "distinct": len({token for request in mine for token in request}),
                 **counted,
             }
+        mine_report = report()
+        print(mine_report, flush=True)
+        result["report"] = mine_report.to_dict()
         reached("compared")
         (work / f"{name}.compared").touch()
         wait_for_others(work, barrier)

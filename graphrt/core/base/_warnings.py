@@ -25,6 +25,11 @@ class GraphsDroppedWarning(UserWarning):
 
 
 @public("graphrt.errors")
+class GraphMemoryWarning(UserWarning):
+    """The graphs of a plan will take more memory than there is, or than they may."""
+
+
+@public("graphrt.errors")
 class StaleTensorWarning(UserWarning):
     """A forward leaves tensors of its graphs in Python, where no replay makes new ones."""
 

@@ -183,7 +183,7 @@ def _trials(figures: Figures) -> Iterator[Finding]:
 def _idle(figures: Figures) -> Iterator[Finding]:
     if sum(each["steps"] for each in figures["steps"]) < _IDLE_STEPS:
         return
-    idle = [graph for graph in figures["graphs"] if not graph["sizes"]]
+    idle = [graph for graph in figures["graphs"] if not (graph["sizes"] or graph["steps"])]
     if idle and len(idle) < len(figures["graphs"]):
         seconds = sum(graph["capture_s"] for graph in idle)
         yield Finding(

@@ -22,8 +22,9 @@ class ProgressBar:
         self._began = perf_counter()
         self._written = 0
 
-    def __call__(self, done: int, total: int, descriptor: BatchDescriptor) -> None:
-        took = seconds_text(perf_counter() - self._began)
+    def __call__(self, done: int, total: int, descriptor: BatchDescriptor, more: str = "") -> None:
+        """`more` is what somebody else knows of the capture."""
+        took = seconds_text(perf_counter() - self._began) + (f", {more}" if more else "")
         line, end = f"captured {counted(total, 'graph')} in {took}", "\n"
         if done < total:
             bar = "#" * (_WIDTH * done // total)

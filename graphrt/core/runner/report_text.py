@@ -44,10 +44,11 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     total = sum(each["steps"] for each in figures["steps"])
     reasons = ", ".join(f"{each['steps']:,} {each['reason']}" for each in figures["steps"])
     yield f"Steps: {total:,}" + (f": {reasons}" if reasons else "")
-    yield (
-        f"Padding: {figures['padding']:.0%}, {figures['live_tokens']:,} live of "
-        f"{figures['padded_tokens']:,} computed tokens"
-    )
+    if figures["padded_tokens"]:
+        yield (
+            f"Padding: {figures['padding']:.0%}, {figures['live_tokens']:,} live of "
+            f"{figures['padded_tokens']:,} computed tokens"
+        )
     trials = Counter(graph["trial"] for graph in graphs)
     yield "Trials: " + (", ".join(f"{n} {status}" for status, n in trials.items()) or "none")
     yield from _changes(figures["trust"])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphrt import RunnerReport
+from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.installing import asked, install_into_vllm, uninstall
 from graphrt.hosts.vllm.platform import platform_type, serves
 from graphrt.hosts.vllm.wrapper import wrapper_type
 
-__all__ = ["install", "platform", "platform_type", "uninstall", "wrapper_type"]
+__all__ = ["install", "platform", "platform_type", "report", "uninstall", "wrapper_type"]
 
 
 def platform() -> str | None:
@@ -30,6 +32,12 @@ def install() -> None:
     """
     if asked():
         install_into_vllm()
+
+
+def report() -> RunnerReport:
+    """The graphs that vLLM has captured in this process, with their steps, seconds and bytes, and
+    how many steps ran eagerly. See `graphrt.hosts.vllm.table` for what it cannot tell."""
+    return state.report()
 
 
 def __getattr__(name: str) -> Any:

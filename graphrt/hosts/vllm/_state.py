@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from graphrt import RunnerReport
 from graphrt.hosts.vllm.log import EagerSteps
 from graphrt.hosts.vllm.pools import Pools
 from graphrt.hosts.vllm.steps import Steps
+from graphrt.hosts.vllm.table import Table, save
 
 
 class State:
@@ -16,9 +18,16 @@ class State:
     def __init__(self) -> None:
         self.serving = False
         self.eager = EagerSteps()
-        self.steps = Steps(self.eager)
+        self.table = Table()
+        self.steps = Steps(self.eager, self.table)
         self.count: Callable[[Any], object] = _count_nothing
-        self.pools = Pools(lambda wrapper: self.count(wrapper))
+        self.pools = Pools(
+            lambda wrapper: self.count(wrapper), self.table, lambda: save(self.report())
+        )
+
+    def report(self) -> RunnerReport:
+        """What is captured in this process, and how its steps ran."""
+        return self.table.report(self.eager.reasons, self.pools.graph_pools)
 
     def not_dispatched(self, num_tokens: int | None) -> None:
         """vLLM runs a step eagerly; before there are graphs it warms up so."""

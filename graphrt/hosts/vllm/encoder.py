@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphrt import BatchDescriptor
 from graphrt.errors import CaptureError
 from graphrt.hosts.vllm.full import FullGraph
 
@@ -40,7 +41,8 @@ class EncoderCaptures:
                     advice="report it, with the version of vLLM",
                 )
             forward = partial(_encode, manager.model, made[0], path)
-            made[0].graph.capture(manager.graph_pool, forward)
+            descriptor = BatchDescriptor(token_budget, variant=("encoder", path))
+            made[0].graph.capture(manager.graph_pool, forward, descriptor)
             return result
 
         return capture

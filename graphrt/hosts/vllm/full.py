@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from graphrt import KeyedGraph
+from graphrt import BatchDescriptor, GraphMode, KeyedGraph
 from graphrt.core.base.option_values import shown
 from graphrt.errors import CaptureError
 from graphrt.hosts.vllm._state import state
+from graphrt.hosts.vllm.table import FullKey
 from graphrt.hosts.vllm.wrapper import check_config, offloading
 
 
@@ -28,21 +29,33 @@ class FullGraph:
         self.filled = False
         self.replay: Callable[[], Any] = _not_captured
 
-    def capture(self, handle: Any, forward: Callable[[], Any]) -> None:
-        """Capture `forward`, which leaves its results in buffers, in vLLM's pool of that handle."""
+    def capture(self, handle: Any, forward: Callable[[], Any], descriptor: BatchDescriptor) -> None:
+        """Capture `forward`, which leaves its results in buffers, in vLLM's pool of that handle;
+        the report names it by `descriptor`."""
         from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 
         pool = state.pools.use(handle, self)
         if handle is not None:
             set_graph_pool_id(handle)
         graphs = pool.keyed(_joined(offloading()))
-        key = next(_keys)
+        key = FullKey(next(_keys), descriptor)
         graph: KeyedGraph = graphs.capture(key, forward)
         weakref.finalize(self, graphs.drop, key).atexit = False
-        self.replay, self.filled = graph.replay, True
+        self.replay, self.filled = _counting(graph, descriptor), True
 
 
 _keys = itertools.count()
+
+
+def _counting(graph: KeyedGraph, descriptor: BatchDescriptor) -> Callable[[], Any]:
+    """The replay of a graph, which counts its steps."""
+    row, replay = state.table.row(GraphMode.FULL, descriptor), graph.replay
+
+    def counted() -> Any:
+        row.steps += 1
+        return replay()
+
+    return counted
 
 
 def _not_captured() -> None:
@@ -154,4 +167,6 @@ class FullCaptures:
         if graph is None:
             return forward(mode)
         state.pools.largest = max(state.pools.largest, self._key.num_tokens)
-        return graph.capture(self._handle, partial(forward, mode))
+        key = self._key
+        descriptor = BatchDescriptor(key.num_tokens, getattr(key, "num_reqs", None), variant=key)
+        return graph.capture(self._handle, partial(forward, mode), descriptor)

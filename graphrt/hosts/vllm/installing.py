@@ -18,6 +18,7 @@ from graphrt.hosts.vllm.breakable import breakable_type
 from graphrt.hosts.vllm.encoder import EncoderCaptures
 from graphrt.hosts.vllm.full import FullCaptures, TorchWithGraphs
 from graphrt.hosts.vllm.log import logger
+from graphrt.hosts.vllm.table import save_at_end
 from graphrt.hosts.vllm.versions import (
     BREAKABLE,
     ENCODER,
@@ -82,6 +83,7 @@ def install_into_vllm() -> None:
         for runner in (_module(V1).GPUModelRunner, _module(RUNNER2).GPUModelRunner):
             _replace(runner, PROFILE, _closing_unused(vars(runner)[PROFILE]))
         state.serving = True
+        save_at_end(state.report)
     except BaseException:  # an interrupt too leaves vLLM as it was
         uninstall()
         raise

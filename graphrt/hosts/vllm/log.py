@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from graphrt import BatchDescriptor, ForwardContext
+from graphrt import BatchDescriptor, ForwardContext, Reason
 
 # A child of vLLM's: its handlers print it.
 logger = logging.getLogger("vllm.graphrt")
@@ -45,16 +45,20 @@ class EagerSteps:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.reasons: Counter[Reason] = Counter()
 
     def not_replayed(self, context: ForwardContext) -> None:
         """A wrapper had no graph for the step: vLLM asked for one that it never captured."""
+        self.reasons[Reason.MISSING_GRAPH] += 1
         self._note(f"there is no {context.mode.name} graph for [{context.descriptor}]")
 
     def not_dispatched(self, num_tokens: int | None, largest: int) -> None:
         """vLLM dispatched the step to no graph."""
         if num_tokens is not None and num_tokens > largest:
+            self.reasons[Reason.TOO_LARGE] += 1
             self._note(f"it has more tokens than the largest graph, {largest}", num_tokens)
         else:
+            self.reasons[Reason.NO_GRAPH] += 1
             self._note("vLLM found no graph for a batch of its kind", num_tokens)
 
     def _note(self, reason: str, num_tokens: Any = None) -> None:

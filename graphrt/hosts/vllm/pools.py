@@ -10,6 +10,7 @@ from typing import Any
 
 from graphrt import BatchDescriptor, CaptureSession, GraphPool, KeyedGraphs, SegmentHooks
 from graphrt.hosts.vllm.log import Captures
+from graphrt.hosts.vllm.table import Table
 
 
 class SharedPool:
@@ -36,8 +37,13 @@ class Pools:
     could be captured into it again.
     """
 
-    def __init__(self, count: Callable[[Any], object]) -> None:
-        """`count` is called with the wrapper that has captured something."""
+    def __init__(
+        self, count: Callable[[Any], object], table: Table, on_end: Callable[[], object]
+    ) -> None:
+        """`count` is called with the wrapper that has captured something, `on_end` after a session
+        of captures."""
+        self._table = table
+        self._on_end = on_end
         self._pools: dict[Any, SharedPool] = {}
         self._count = count
         self._stack: ExitStack | None = None
@@ -88,8 +94,14 @@ class Pools:
         """How many steps they had."""
         return sum(pool.graphs.generation for pool in self._pools.values())
 
+    @property
+    def graph_pools(self) -> list[GraphPool]:
+        """graphrt's pools of all handles."""
+        return [pool.graphs for pool in self._pools.values()]
+
     def clear(self) -> None:
         """Close all of them."""
+        self._table.forget()
         for pool in self._pools.values():
             pool.graphs.close()
         self._pools.clear()
@@ -103,6 +115,7 @@ class Pools:
             return
         began = time.perf_counter()
         self._captures = Captures()
+        self._table.begin()
         with ExitStack() as stack:
             stack.callback(self._end)
             self._stack, self._stream = stack, stream
@@ -112,6 +125,7 @@ class Pools:
             grown = [session.pool_bytes for session in self._sessions]
             total = None if None in grown else sum(each or 0 for each in grown)
             self._captures.log(time.perf_counter() - began, total)
+        self._on_end()
 
     def _join(self, pool: SharedPool) -> None:
         if self._stack is not None:
@@ -121,6 +135,7 @@ class Pools:
             # vLLM has collected and frozen what there was, or wants neither.
             session = pool.graphs.capture_session(stream=stream, freeze=False)
             self._sessions.append(self._stack.enter_context(session))
+            self._table.joined(pool.graphs)
 
     def _end(self) -> None:
         self._stack = self._stream = None
@@ -129,4 +144,5 @@ class Pools:
     def _captured(self, wrapper: Any, descriptor: BatchDescriptor) -> None:
         self.largest = max(self.largest, descriptor.num_tokens)
         self._captures.add(wrapper.runtime_mode.name, descriptor)
+        self._table.captured(wrapper.runtime_mode, descriptor, wrapper.pool)
         self._count(wrapper)

@@ -16,6 +16,7 @@ from graphrt._version import __version__
 from graphrt.core.base.texts import counted, seconds_text, size_text
 from graphrt.core.runner.report import RunnerReport
 from graphrt.observe.files import Run, runs_of
+from graphrt.observe.memory import told_beforehand
 from graphrt.observe.pages.parts import (
     Cell,
     escaped,
@@ -118,7 +119,9 @@ def _tiles(run: Run) -> str:
     quarantined, dropped = int(totals["quarantined"]), len(figures["dropped"])
     remarks = [f"{quarantined} in quarantine"] if quarantined else []
     remarks += [f"{dropped} dropped"] if dropped else []
-    driver = figures["driver_bytes"]
+    driver, beforehand = figures["driver_bytes"], told_beforehand(figures)
+    memory = [f"{size_text(driver)} of the driver"] if driver else []
+    memory += [beforehand.partition("; ")[2]] if beforehand else []
     return tiles(
         [
             ("Graphs", f"{int(totals['graphs']):,}", ", ".join(remarks)),
@@ -133,7 +136,7 @@ def _tiles(run: Run) -> str:
             (
                 "Graph memory",
                 size_text(int(totals["bytes"])),
-                f"{size_text(driver)} of the driver" if driver else "",
+                ", ".join(memory),
             ),
         ]
     )

@@ -1,0 +1,172 @@
+"""The graphs of a process that serves vLLM, as a report like that of a runner.
+
+1. Each capture adds to the row of its batch: the seconds since the capture before it, so vLLM's own
+   work between them is included, and the bytes by which the pool and the driver grew. All pieces of
+   a batch are one row. A batch that is captured in a later session begins anew.
+2. Each step counts for the row of its batch, from its last capture on.
+3. `report()` gives a `RunnerReport`. With `GRAPHRT_VLLM_REPORT=run.json` each process saves its own
+   to `run.PID.json` after its captures and when it ends.
+
+Limits: vLLM pads batches itself, so live rows are unknown, and the report has no padding. graphrt
+tries no graphs of vLLM's. Graphs that vLLM has destroyed stay in it until it captures again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from graphrt import BatchDescriptor, GraphMode, GraphPool, Reason
+from graphrt.core.runner.graph_table import GraphRecord
+from graphrt.core.runner.report import RunnerReport
+
+FILE = "GRAPHRT_VLLM_REPORT"
+
+
+class FullKey(NamedTuple):
+    """The key of a graph that vLLM names by a batch of its own."""
+
+    number: int
+    descriptor: BatchDescriptor
+
+
+@dataclass
+class Row:
+    """What is known of the graphs of one batch in one mode."""
+
+    mode: GraphMode
+    descriptor: BatchDescriptor
+    steps: int = 0
+    graphs: int = 0
+    """Device graphs: 1, or as many as pieces."""
+    capture_s: float = 0.0
+    began_s: float = 0.0
+    pool_bytes: int | None = None
+    driver_bytes: int | None = None
+    session: int = 0
+
+
+class Figures(NamedTuple):
+    """At one moment: the clock, the bytes of a pool and those of the driver."""
+
+    at_s: float
+    pool_bytes: int | None
+    driver_bytes: int | None
+
+
+class Table:
+    """One row for each batch that was captured, or that vLLM has announced."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[GraphMode, BatchDescriptor], Row] = {}
+        self._session = 0
+        self._before: WeakKeyDictionary[GraphPool, Figures] = WeakKeyDictionary()
+        self._last_s: float | None = None
+
+    def row(self, mode: GraphMode, descriptor: BatchDescriptor) -> Row:
+        """The row of a batch; made if there is none."""
+        return self._rows.setdefault((mode, descriptor), Row(mode, descriptor))
+
+    def begin(self) -> None:
+        """A session of captures begins."""
+        self._session += 1
+        self._last_s = perf_counter()
+
+    def joined(self, pool: GraphPool) -> None:
+        """Note the bytes of a pool before something is captured in it."""
+        self._before[pool] = _figures(pool)
+
+    def captured(self, mode: GraphMode, descriptor: BatchDescriptor, pool: GraphPool) -> None:
+        """Something was captured in `pool`."""
+        if isinstance(descriptor.variant, FullKey):
+            descriptor = descriptor.variant.descriptor
+        now = _figures(pool)
+        before = self._before.get(pool, now)
+        began = now.at_s if self._last_s is None else self._last_s
+        row = self.row(mode, descriptor)
+        if row.session != self._session or not row.graphs:
+            fresh = Row(mode, descriptor, began_s=began, session=self._session)
+            vars(row).update(vars(fresh))
+        row.graphs += 1
+        row.steps = 0
+        row.capture_s += now.at_s - began
+        row.pool_bytes = _grown(row.pool_bytes, before.pool_bytes, now.pool_bytes)
+        row.driver_bytes = _grown(row.driver_bytes, before.driver_bytes, now.driver_bytes)
+        self._before[pool], self._last_s = now, now.at_s
+
+    def forget(self) -> None:
+        """All graphs are gone. Rows stay, as steps count in them."""
+        self._before.clear()
+        for row in self._rows.values():
+            row.graphs = 0
+
+    def report(self, eager: Counter[Reason], pools: Sequence[GraphPool]) -> RunnerReport:
+        """The rows of what is captured in `pools`, and the eager steps by their reason."""
+        rows = [row for row in self._rows.values() if row.graphs]
+        sizes = Counter((row.mode, row.descriptor[:2]) for row in rows)
+        records: list[GraphRecord] = []
+        steps: dict[tuple[GraphMode, BatchDescriptor], int] = {}
+        for row in rows:
+            tokens, reqs = row.descriptor.num_tokens, row.descriptor.num_reqs
+            descriptor = row.descriptor
+            if sizes[row.mode, descriptor[:2]] == 1:
+                # vLLM's own descriptor says no more.
+                descriptor = BatchDescriptor(tokens, reqs)
+            records.append(
+                GraphRecord(
+                    row.mode,
+                    descriptor,
+                    row.capture_s,
+                    row.pool_bytes,
+                    row.driver_bytes,
+                    began_s=row.began_s,
+                )
+            )
+            steps[row.mode, descriptor] = row.steps
+        modes = {row.mode for row in rows}
+        both = len(modes) > 1
+        held = [pool.bytes() for pool in pools]
+        return RunnerReport(
+            graphs=tuple(records),
+            steps=steps,
+            reasons={Reason.HIT: sum(steps.values()), **eager},
+            live_tokens=0,
+            padded_tokens=0,
+            pool_bytes=None if None in held else sum(each or 0 for each in held),
+            mode=GraphMode.FULL_AND_PIECEWISE if both else next(iter(modes), GraphMode.NONE),
+            platform=pools[0].platform.name if pools else "",
+            device=str(pools[0].device) if pools else "",
+        )
+
+
+def _figures(pool: GraphPool) -> Figures:
+    return Figures(perf_counter(), pool.bytes(), pool.platform.driver_bytes())
+
+
+def _grown(total: int | None, before: int | None, now: int | None) -> int | None:
+    return None if before is None or now is None else (total or 0) + now - before
+
+
+def save(report: RunnerReport) -> Path | None:
+    """Write a report to the file that the variable names, with the number of this process in its
+    name: vLLM has several. None if there is no variable."""
+    path = os.environ.get(FILE)
+    if not path or not report.graphs:
+        return None
+    file = Path(path)
+    file = file.with_name(f"{file.stem}.{os.getpid()}{file.suffix or '.json'}")
+    report.save(file)
+    return file
+
+
+def save_at_end(make: Any) -> None:
+    """Save what `make` reports when this process ends, if the variable asks for it."""
+    if os.environ.get(FILE):
+        atexit.register(lambda: save(make()))

@@ -1,0 +1,178 @@
+"""`MemoryWatch`: what all graphs of a runner will take, told while the first ones are captured.
+
+1. Graphs are captured from the largest to the smallest, into one pool. The first takes what a step
+   needs at its peak, and the next ones use it again.
+2. After the second graph all are predicted (`predicted`): what is captured, and for each graph that
+   is left a share of the pool by its tokens, and as much of the driver's memory as the graphs after
+   the first took on average. Each further graph corrects that.
+3. Where this is more than the device has free, or than `limit_bytes` or the plan's budget allow, a
+   `GraphMemoryWarning` says so, once. As an error (`warnings.simplefilter`) it ends the capture;
+   the graphs before it serve.
+
+Limits: the first graph of another mode is predicted like the ones after it. What other processes
+take of the device meanwhile counts as the graphs'.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from graphrt.core.base._warnings import GraphMemoryWarning, warn_caller
+from graphrt.core.base.option_values import check_kind, count_of
+from graphrt.core.base.texts import counted, size_text
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.runner.progress import ProgressBar
+from graphrt.core.runner.runner import GraphRunner
+
+_SEGMENT_BYTES = 20 << 20
+"""What an allocator takes at once from the device. A pool that grew by less may have room left for
+the graphs that follow, so that is no sign that each of them takes as much."""
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """What one graph took: bytes by which the pool and the driver grew, None where unknown."""
+
+    mode: str
+    tokens: int
+    pool_bytes: int | None = None
+    driver_bytes: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Both together."""
+        return (self.pool_bytes or 0) + (self.driver_bytes or 0)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What all graphs together will take, as known after some of them."""
+
+    bytes: int
+    captured_bytes: int
+    captured: int
+    graphs: int
+
+    @property
+    def left_bytes(self) -> int:
+        """What the graphs that are left will take."""
+        return self.bytes - self.captured_bytes
+
+
+def predicted(captured: Sequence[GraphMemory], left: Iterable[tuple[str, int]]) -> Forecast | None:
+    """What graphs take together: those `captured`, in their order, and those `left`, by mode and
+    tokens; None before the second one, and where bytes are unknown."""
+    if len(captured) < 2 or any(graph.pool_bytes is None for graph in captured):
+        return None
+    by_mode: dict[str, list[GraphMemory]] = {}
+    for graph in captured:
+        by_mode.setdefault(graph.mode, []).append(graph)
+    later = {mode: graphs[1:] for mode, graphs in by_mode.items() if len(graphs) > 1}
+    left = [*left]
+    rest = 0.0
+    for mode, tokens in left:
+        graphs = later.get(mode) or captured[1:]
+        grown = sum(graph.pool_bytes or 0 for graph in graphs)
+        rest += max(0, grown - _SEGMENT_BYTES) * tokens / sum(graph.tokens for graph in graphs)
+        driver = sum(graph.driver_bytes or 0 for graph in graphs) / len(graphs)
+        # The first graph takes as much as the others, and what is loaded with it.
+        rest += min(max(0.0, driver), max(0, captured[0].driver_bytes or 0))
+    known = sum(graph.bytes for graph in captured)
+    return Forecast(round(known + rest), known, len(captured), len(captured) + len(left))
+
+
+def told_beforehand(figures: Mapping[str, Any]) -> str:
+    """Of the plain data of a report, what its first two graphs predict beside what all took; ""
+    where that is unknown."""
+    graphs = sorted(figures["graphs"], key=lambda graph: graph["began_s"])
+    captured = [
+        GraphMemory(each["mode"], each["tokens"], each["pool_bytes"], each["driver_bytes"])
+        for each in graphs
+    ]
+    forecast = predicted(captured[:2], [(each.mode, each.tokens) for each in captured[2:]])
+    # Not the size of the pool: others may be in it, and graphs before these.
+    took = sum(graph.bytes for graph in captured)
+    if forecast is None or not took:
+        return ""
+    return f"{size_text(took)}; the first two graphs predict {size_text(forecast.bytes)}"
+
+
+class MemoryWatch:
+    """For `runner.capture(progress=MemoryWatch(runner))`: the bar of `progress=True`, with the
+    memory that is predicted, and a warning where there is not enough."""
+
+    def __init__(
+        self,
+        runner: GraphRunner[Any],
+        *,
+        limit_bytes: int | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        """`limit_bytes` is what all graphs may take, by default the `device_bytes` of the plan's
+        budget; a bar is written to `stream`, by default to stderr where that is a terminal. Raises
+        `InvalidOptionError`."""
+        check_kind("runner", runner, GraphRunner, optional=False, example="MemoryWatch(runner)")
+        budget = runner.plan.arguments["budget"]
+        if limit_bytes is not None:
+            limit_bytes = count_of("limit_bytes", limit_bytes, least=1)
+        elif budget is not None:
+            limit_bytes = budget.device_bytes
+        self._runner = runner
+        self._limit = limit_bytes
+        self._warned = False
+        if stream is None and sys.stderr.isatty():
+            stream = sys.stderr
+        self._bar = None if stream is None else ProgressBar(stream)
+        self.forecasts: list[Forecast] = []
+        """One after each graph, from the second on; the last one is what they took."""
+
+    def __call__(self, done: int, total: int, descriptor: BatchDescriptor) -> None:
+        """See `graphrt.GraphRunner.capture`."""
+        forecast = self._forecast()
+        if forecast is not None:
+            self.forecasts.append(forecast)
+        if self._bar is not None:
+            more = "" if forecast is None else _text(forecast)
+            self._bar(done, total, descriptor, more)
+        if forecast is not None and not self._warned:
+            self._look_for_room(forecast)
+
+    def _forecast(self) -> Forecast | None:
+        graphs = self._runner.graphs
+        captured = [
+            GraphMemory(
+                each.mode.name, each.descriptor.num_tokens, each.pool_bytes, each.driver_bytes
+            )
+            for each in graphs.records
+        ]
+        gone = {(each.mode, each.descriptor) for each in graphs.records}
+        gone |= {(each.mode, each.descriptor) for each in graphs.dropped}
+        left = [key for key in self._runner.plan.keys if key not in gone]
+        return predicted(captured, [(mode.name, each.num_tokens) for mode, each in left])
+
+    def _look_for_room(self, forecast: Forecast) -> None:
+        runner = self._runner
+        figures = runner.platform.memory_figures()
+        limits = []
+        if self._limit is not None and forecast.bytes > self._limit:
+            limits.append(f"{size_text(self._limit)} is the limit for graphs")
+        if figures is not None and forecast.left_bytes > figures.free_bytes:
+            free, left = size_text(figures.free_bytes), size_text(forecast.left_bytes)
+            limits.append(f"{left} of it are still to come, and {free} of the device are free")
+        if limits:
+            self._warned = True
+            warn_caller(
+                f"the graphs will take {size_text(forecast.bytes)}, predicted after "
+                f"{forecast.captured} of {counted(forecast.graphs, 'graph')}; {'; '.join(limits)}. "
+                "Capture fewer or smaller sizes, or leave more memory free",
+                GraphMemoryWarning,
+            )
+
+
+def _text(forecast: Forecast) -> str:
+    if forecast.captured == forecast.graphs:
+        return size_text(forecast.bytes)
+    return f"{size_text(forecast.captured_bytes)} of {size_text(forecast.bytes)} predicted"

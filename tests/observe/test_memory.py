@@ -1,0 +1,181 @@
+"""What graphs take together, predicted from the first two, shown, and warned of."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphrt import Budget, GraphRunner, InputSpec
+from graphrt.cli.app import app
+from graphrt.core.device.figures import MemoryFigures
+from graphrt.errors import GraphMemoryWarning, InvalidOptionError
+from graphrt.observe import MemoryWatch, page
+from graphrt.observe.memory import GraphMemory, predicted, told_beforehand
+
+MIB = 1 << 20
+SIZES = [1, 2, 4, 8, 16, 32, 64]
+
+
+def runner_of(sizes: list[int] = SIZES, **more: object) -> GraphRunner[torch.Tensor]:
+    """Its graphs take some MiB: a row is 64 KiB, of which a step makes several."""
+    weight = torch.ones(16384)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x * weight).exp().sum(1, keepdim=True)
+
+    return GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=sizes,
+        inputs={"x": InputSpec(torch.float32, ("tokens", 16384))},
+        platform="cpu",
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def taken(tokens: list[int], pool: list[int], driver: list[int], mode: str = "FULL"):
+    return [
+        GraphMemory(mode, size, pool_mib * MIB, driver_mib * MIB)
+        for size, pool_mib, driver_mib in zip(tokens, pool, driver, strict=True)
+    ]
+
+
+def test_graphs_after_the_first_use_its_memory_again_and_each_takes_of_the_driver():
+    forecast = predicted(taken([512, 256], [200, 0], [12, 2]), [("FULL", 64)] * 10)
+    assert forecast is not None
+    assert (forecast.captured, forecast.graphs) == (2, 12)
+    assert forecast.captured_bytes == 214 * MIB
+    assert forecast.left_bytes == 20 * MIB
+
+
+def test_one_segment_is_no_sign_that_every_graph_takes_one():
+    forecast = predicted(taken([512, 496], [200, 20], [0, 0]), [("FULL", 480)] * 30)
+    assert forecast is not None and forecast.left_bytes == 0
+
+
+def test_what_graphs_keep_grows_with_their_tokens():
+    forecast = predicted(taken([512, 256], [500, 276], [0, 0]), [("FULL", 128), ("FULL", 64)])
+    assert forecast is not None and forecast.left_bytes == (128 + 64) * MIB
+
+
+def test_the_driver_takes_no_more_for_a_later_graph_than_for_the_first():
+    # It takes memory in blocks, so one graph alone may seem to take more than it does.
+    forecast = predicted(taken([8, 4], [20, 0], [2, 4]), [("FULL", 2), ("FULL", 1)])
+    assert forecast is not None and forecast.left_bytes == 4 * MIB
+
+
+def test_another_mode_is_predicted_by_its_own_graphs_once_there_are_two():
+    pieces = taken([512, 256], [200, 0], [12, 6], "PIECEWISE")
+    left = [("FULL", 128), ("FULL", 64)]
+    before = predicted(pieces, left)
+    after = predicted(pieces + taken([512, 256], [0, 0], [2, 1]), left)
+    assert before is not None and before.left_bytes == 12 * MIB
+    assert after is not None and after.left_bytes == 2 * MIB
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_nothing_is_predicted_before_the_second_graph(count):
+    assert predicted(taken([8], [20], [2])[:count], [("FULL", 4)]) is None
+
+
+def test_unknown_bytes_are_no_figure():
+    assert predicted([GraphMemory("FULL", 8), GraphMemory("FULL", 4)], [("FULL", 2)]) is None
+
+
+def test_a_watch_predicts_what_the_graphs_take():
+    runner = runner_of()
+    watch = MemoryWatch(runner)
+    runner.capture(progress=watch)
+    assert [each.captured for each in watch.forecasts] == [2, 3, 4, 5, 6, 7]
+    real = runner.report().pool_bytes
+    first, last = watch.forecasts[0], watch.forecasts[-1]
+    assert real and real > 4 * MIB and last.bytes == real and last.left_bytes == 0
+    assert abs(first.bytes - real) <= max(0.1 * real, 64 * MIB) and first.bytes >= real / 2
+
+
+def test_the_bar_shows_it():
+    runner, stream = runner_of(), io.StringIO()
+    runner.capture(progress=MemoryWatch(runner, stream=stream))
+    lines = stream.getvalue().split("\r")
+    assert "predicted" not in lines[2] and "MiB predicted" in lines[3]
+    assert lines[-1].startswith("captured 7 graphs in ") and lines[-1].rstrip().endswith(" MiB")
+
+
+@pytest.mark.parametrize("by", ["limit_bytes", "budget"])
+def test_a_limit_that_will_not_do_is_warned_of_once_and_early(by):
+    limit = 1 * MIB
+    budget = {"budget": Budget(device_bytes=limit)} if by == "budget" else {}
+    runner = runner_of(**budget)
+    watch = MemoryWatch(runner, **({} if budget else {"limit_bytes": limit}))
+    with pytest.warns(
+        GraphMemoryWarning, match="after 2 of 7 graphs; 1.0 MiB is the limit"
+    ) as all_of:
+        runner.capture(progress=watch)
+    assert len(all_of) == 1
+    assert len(runner.report().graphs) == 7
+
+
+def test_as_an_error_it_ends_the_capture_and_the_graphs_before_it_serve():
+    runner = runner_of()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraphMemoryWarning)
+        with pytest.raises(GraphMemoryWarning):
+            runner.capture(progress=MemoryWatch(runner, limit_bytes=MIB))
+    assert len(runner.report().graphs) == 2
+    with torch.no_grad():
+        runner(x=torch.ones(33, 16384))
+    assert runner.last_dispatch.reason.name == "HIT"
+
+
+def test_a_device_with_too_little_memory_is_warned_of(monkeypatch):
+    runner = runner_of()
+    watch = MemoryWatch(runner)
+    runner.capture(progress=watch)
+    assert not watch._warned
+    full = MemoryFigures(free_bytes=MIB, total_bytes=1 << 30)
+    monkeypatch.setattr(type(runner.platform), "memory_figures", lambda self: full)
+    with pytest.warns(GraphMemoryWarning, match=r"9.0 MiB of it are still to come, and 1.0 MiB"):
+        watch._look_for_room(replace(watch.forecasts[0], bytes=19 * MIB, captured_bytes=10 * MIB))
+
+
+def test_room_for_all_is_no_warning(recwarn):
+    runner = runner_of()
+    runner.capture(progress=MemoryWatch(runner, limit_bytes=1 << 30))
+    assert not [each for each in recwarn if each.category is GraphMemoryWarning]
+
+
+@pytest.mark.parametrize("limit", [0, -1, "many", 1.5])
+def test_limits_that_are_none_are_refused(limit):
+    with pytest.raises(InvalidOptionError):
+        MemoryWatch(runner_of(), limit_bytes=limit)
+
+
+def test_only_a_runner_is_watched():
+    with pytest.raises(InvalidOptionError, match="runner"):
+        MemoryWatch(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_a_saved_report_has_what_was_predicted_beside_what_it_took(tmp_path):
+    from typer.testing import CliRunner
+
+    runner = runner_of()
+    runner.capture()
+    report, path = runner.report(), tmp_path / "run.json"
+    report.save(path)
+    text = told_beforehand(json.loads(path.read_text()))
+    took, _, beforehand = text.partition("; the first two graphs predict ")
+    assert took.endswith("MiB") and beforehand.endswith("MiB")
+    printed = CliRunner().invoke(app, ["report", str(path)], catch_exceptions=False).output
+    assert f"Memory: {text}" in printed
+    assert f"the first two graphs predict {beforehand}" in page(report)
+
+
+def test_a_report_of_one_graph_predicts_nothing():
+    runner = runner_of([8])
+    runner.capture()
+    assert told_beforehand(runner.report().to_dict()) == ""
