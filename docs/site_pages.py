@@ -92,7 +92,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Public names in the text become links to where they are described."""
+    """Public names in the text become links to where they are described; tables are mended."""
+    # A corner without a word is no header, though Markdown knows no other cell there.
+    html = _EMPTY_HEADER.sub("<td></td>", html)
     top = "../" * page.url.count("/")
     parts = _UNTOUCHED.split(html)
     # What the pattern matched, to be left as it is, stands at the odd places.
@@ -100,6 +102,12 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     return "".join(parts)
 
 
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """The theme's search is a dialog without a name, which a screen reader needs."""
+    return output.replace('role="dialog">', 'role="dialog" aria-label="Search">')
+
+
+_EMPTY_HEADER = re.compile(r"<th[^>]*></th>")
 _UNTOUCHED = re.compile(r"(<pre.*?</pre>|<a .*?</a>|<h\d.*?</h\d>)", re.DOTALL)
 _NAME = re.compile(r"<code>(graphrt\.\w+|\w+)([.(][^<]*)?</code>")
 

@@ -193,9 +193,12 @@ def test_the_classifier_serves_batches_up_to_its_largest_size(
     assert reasons == [("1", "HIT"), ("3", "HIT"), ("16", "HIT"), ("20", "TOO_LARGE")]
 
 
-def test_the_command_compares_graphs_with_eager(capsys: pytest.CaptureFixture[str]):
-    assert main(["--max-tokens", "6", "Hi"]) == 0
-    assert "with graphs and without: equal" in capsys.readouterr().out
+def test_the_command_compares_graphs_with_eager(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("GRAPHRT_PLATFORM", "cpu")
+    assert main(["--max-tokens", "6", "Hi", "Ho"]) == 0
+    assert "\n12 of 12 tokens are those without graphs\n" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted")
@@ -241,8 +244,15 @@ def test_a_checkpoint_gives_the_tokens_of_transformers(kind: str, tmp_path: Path
     assert tokens == expected[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_on_a_gpu_graphs_give_the_tokens_of_eager(capsys: pytest.CaptureFixture[str]):
-    assert main(["--max-tokens", "24"]) == 0
-    assert "FULL_AND_PIECEWISE: " in capsys.readouterr().out
+@pytest.mark.filterwarnings("error::graphrt.errors.GraphQuarantinedWarning")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_every_step_is_the_padded_eager_one(device: str, monkeypatch: pytest.MonkeyPatch):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    monkeypatch.setenv("GRAPHRT_CHECK", "always")
+    model = seeded(SHAPE).to(device)
+    with Engine(model, LIMITS, model.first_layers(1)) as engine:
+        generated = engine.generate(PROMPTS[:3], Sampling(4))
+        served = {r: n for r, n in engine.model.runner.report().reasons.items() if n}
+    assert [len(tokens) for tokens in generated] == [4, 4, 4]
+    assert served.keys() <= {Reason.HIT, Reason.TOO_LARGE} and served[Reason.HIT] > 3

@@ -214,3 +214,12 @@ def test_every_reason_is_on_the_page_of_troubles():
 
     text = text_of("docs/troubleshooting.md")
     assert [reason.name for reason in Reason if f"`{reason.name}`" not in text] == []
+
+
+def test_the_pictures_are_those_that_the_script_draws_and_pages_show():
+    (drawn,) = re.findall(r"^DRAWINGS: .* = \((.*)\)$", text_of("docs/pictures.py"), re.MULTILINE)
+    shown = [
+        name for each in DOCUMENTS for name in re.findall(r"pictures/(\w+)\.svg", text_of(each))
+    ]
+    kept = [path.stem for path in (ROOT / "docs" / "pictures").iterdir()]
+    assert sorted(kept) == sorted(shown) == sorted(drawn.split(", "))

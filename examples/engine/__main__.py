@@ -16,6 +16,8 @@ It runs all prompts with graphs and without, and compares the tokens. It imports
 from __future__ import annotations
 
 import argparse
+import itertools
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,9 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
                         print(each.runner.report())
     for text, ids in zip(options.prompts, outputs[0], strict=True):
         print(f"{text!r} -> {decode(ids)!r}")
-    # Without graphs nothing is padded: in half precision other kernels may round another way.
-    print("with graphs and without: equal" if outputs[0] == outputs[1] else "NOT EQUAL")
-    return int(outputs[0] != outputs[1])
+    same = sum(map(operator.eq, itertools.chain(*outputs[0]), itertools.chain(*outputs[1])))
+    print(f"{same} of {tokens} tokens are those without graphs")
+    # Without graphs nothing is padded. On a GPU other sizes take other kernels, which may round in
+    # another way, and then a token may differ. Replays are compared with eager *padded* steps.
+    return int(device == "cpu" and outputs[0] != outputs[1])
 
 
 def draft_of(model: Decoder, directory: Path | None) -> Decoder:

@@ -29,8 +29,9 @@ class Engine:
         self.config = config = config or EngineConfig()
         if (draft is None) != (config.draft_tokens == 0):
             raise ValueError("a draft model and draft_tokens go together")
-        # Draft and model never run at the same time, so their graphs share one pool of memory.
-        self.pool = GraphPool(model.lm_head.weight.device.type)
+        # Draft and model never run at the same time, so their graphs share one pool of memory: of
+        # the current platform, unless the model was left on the CPU of a machine with a device.
+        self.pool = GraphPool("cpu" if model.lm_head.weight.device.type == "cpu" else None)
         self.model = PagedModel(model, config, config.query_len, self.pool)
         self.draft = None if draft is None else PagedModel(draft, config, 1, self.pool)
         self.scheduler = Scheduler(config)
