@@ -334,7 +334,7 @@ def test_a_report_is_shown_and_made_a_page_of(tmp_path):
     run_planted(runner)
     runner.report().save(tmp_path / "run.json")
     text = run("report", str(tmp_path / "run.json"))
-    memory = "Memory: 256.0 KiB; the first two graphs predict 256.0 KiB"
+    memory = "Memory: 256.0 KiB, 256.0 KiB predicted after two graphs"
     assert text == f"run: {runner.report()}\n{memory}\n"
     page = tmp_path / "run.html"
     run("report", str(tmp_path / "run.json"), str(tmp_path / "run.json"), "--html", str(page))

@@ -144,7 +144,9 @@ def report(
     for run in (run for file in files for run in runs_of(file)):
         memory = told_beforehand(run.figures)
         text = f"{run.label}: {report_text(run.figures)}"
-        texts.append(f"{text}\nMemory: {memory}" if memory else text)
+        if memory is not None:
+            text += f"\nMemory: {memory[0]}, {memory[1]} predicted after two graphs"
+        texts.append(text)
     print("\n\n".join(texts))
 
 

@@ -38,8 +38,9 @@ def print_explanation(
     if explanation.code:
         module, _, name = target.partition(":")
         imported = f"from {module} import {name.partition('.')[0]}"
-        line = f"forward = {name}{'()' * made}"
-        explanation = replace(explanation, code=f"{imported}\n{line}\n{explanation.code}")
+        call = f"{name}{'()' * made}"
+        lines = [imported] if call == "forward" else [imported, f"forward = {call}"]
+        explanation = replace(explanation, code="\n".join([*lines, explanation.code]))
     print(json.dumps(asdict(explanation), indent=1) if as_json else explanation)
     return 1 if explanation.mode is None or explanation.trial is not None else 0
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 from rich.console import Console
@@ -18,7 +19,7 @@ from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.plan.plan import PlanArguments
 from graphrt.core.runner.command_line import runner_settings
 from graphrt.demo.checkpoint import load_checkpoint, seeded_checkpoint
-from graphrt.demo.engine import EngineLimits
+from graphrt.demo.engine import EngineLimits, StepRecord
 from graphrt.demo.model import Decoder
 from graphrt.demo.npu import FusedDecodeAttention
 from graphrt.demo.report import Comparison, Run, Setup, compare, group_steps, run_prompts
@@ -135,25 +136,30 @@ def _both_launches(setup: Setup, options: GraphOptions, console: Console) -> dic
 
 
 def _step_table(run: Run) -> Table:
-    columns = "mode", "size", "reason", "steps", "mixed", "live tokens", "padding", "ms/step"
-    table = Table(*columns, title="Steps")
+    columns = "mode", "size", "reason", "steps", "with prompts", "live tokens", "padding"
+    table = Table(*columns, "median ms", title="Steps")
     for group in group_steps(run.steps):
         mode, descriptor, reason = group[0].dispatch[:3]
         live = sum(step.num_tokens for step in group)
         mixed = sum(step.num_tokens > step.num_reqs for step in group)
         padding = 1 - live / (descriptor.num_tokens * len(group))
-        milliseconds = 1e3 * sum(step.seconds for step in group) / len(group)
-        figures = f"{len(group)}", f"{mixed}", f"{live}", f"{padding:.0%}", f"{milliseconds:.2f}"
+        figures = f"{len(group)}", f"{mixed}", f"{live}", f"{padding:.0%}", _median_ms(group)
         table.add_row(mode.name, f"{descriptor.num_tokens}", reason.name, *figures)
     return table
 
 
 def _speed_table(runs: dict[str, Run]) -> Table:
-    table = Table("run", "steps", "generated", "tokens/s", title="Speed")
+    table = Table("run", "steps", "generated", "tokens/s", "decode step, median ms", title="Speed")
     for name, run in runs.items():
-        generated = sum(map(len, run.generated))
-        table.add_row(name, f"{len(run.steps)}", f"{generated}", f"{run.tokens_per_s:.0f}")
+        figures = f"{len(run.steps)}", f"{sum(map(len, run.generated))}", f"{run.tokens_per_s:.0f}"
+        decode = [step for step in run.steps if step.num_tokens == step.num_reqs]
+        table.add_row(name, *figures, _median_ms(decode))
     return table
+
+
+def _median_ms(steps: Sequence[StepRecord]) -> str:
+    """A mean would be that of the one step for which a busy machine had no time."""
+    return f"{1e3 * median(step.seconds for step in steps):.2f}" if steps else ""
 
 
 def _print_verdict(result: Comparison, console: Console) -> bool:

@@ -83,7 +83,8 @@ class Explanation:
             lines = ["In the way of one graph (FULL):"]
         for number, each in enumerate(self.obstacles, 1):
             where = f" at {each.source}" if each.source else ""
-            lines += [f"{number}. {each.op or 'a capture'}{where}", f"   {each.what}"]
+            lines.append(f"{number}. {each.op or each.what}{where}")
+            lines += [f"   {each.what}"] if each.op else []
             lines.append(f"   try: {each.advice}")
         if self.mode is None:
             lines.append("Nothing was captured, so more may stand in the way behind the last one.")

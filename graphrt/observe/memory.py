@@ -84,8 +84,8 @@ def predicted(captured: Sequence[GraphMemory], left: Iterable[tuple[str, int]]) 
     return Forecast(round(known + rest), known, len(captured), len(captured) + len(left))
 
 
-def told_beforehand(figures: Mapping[str, Any]) -> str:
-    """Of the plain data of a report, what its first two graphs predict beside what all took; ""
+def told_beforehand(figures: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Of the plain data of a report, what all graphs took and what the first two predicted; None
     where that is unknown."""
     graphs = sorted(figures["graphs"], key=lambda graph: graph["began_s"])
     captured = [
@@ -96,8 +96,8 @@ def told_beforehand(figures: Mapping[str, Any]) -> str:
     # Not the size of the pool: others may be in it, and graphs before these.
     took = sum(graph.bytes for graph in captured)
     if forecast is None or not took:
-        return ""
-    return f"{size_text(took)}; the first two graphs predict {size_text(forecast.bytes)}"
+        return None
+    return size_text(took), size_text(forecast.bytes)
 
 
 class MemoryWatch:

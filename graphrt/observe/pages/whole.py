@@ -121,7 +121,7 @@ def _tiles(run: Run) -> str:
     remarks += [f"{dropped} dropped"] if dropped else []
     driver, beforehand = figures["driver_bytes"], told_beforehand(figures)
     memory = [f"{size_text(driver)} of the driver"] if driver else []
-    memory += [beforehand.partition("; ")[2]] if beforehand else []
+    memory += [f"{beforehand[1]} predicted"] if beforehand else []
     return tiles(
         [
             ("Graphs", f"{int(totals['graphs']):,}", ", ".join(remarks)),
@@ -365,7 +365,8 @@ def _compared(first: Run, second: Run) -> Iterator[str]:
         ("quarantined", "Graphs in quarantine", _count, True),
         ("steps", "Steps", _count, None),
         ("share", "Steps by graphs", _percent, False),
-        ("eager", "Eager steps", _count, True),
+        # Of two runs one is longer, so that only the share of eager steps is better or worse.
+        ("eager", "Eager steps", _count, None),
         ("padding", "Padding", _percent, True),
         ("capture_s", "Capture", seconds_text, True),
         ("bytes", "Graph memory", lambda value: size_text(int(value)), True),
