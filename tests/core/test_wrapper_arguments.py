@@ -62,8 +62,8 @@ def at_step(level: str, moved_at: int) -> bool:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("moved_at", [1, 2, 70])
-def test_arguments_are_compared_at_the_first_replay_and_at_always_at_each(level, moved_at):
-    expected = level == "always" or (moved_at == 1 and level != "off")
+def test_arguments_are_compared_at_the_first_replay_and_from_sample_on_at_each(level, moved_at):
+    expected = level in ("sample", "always") or (moved_at == 1 and level != "off")
     assert at_step(level, moved_at) is expected
 
 
