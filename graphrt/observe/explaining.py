@@ -232,16 +232,16 @@ def _made_up(
     for name, spec in inputs.items():
         shape, (axis, dim) = spec.sizes(rows, rows), spec.batch_axis()
         if spec.dtype.is_floating_point:
-            value = torch.randn(shape, generator=generator)
+            value = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
         elif spec.index:
-            value = torch.zeros(shape)
+            value = torch.zeros(shape, device="cpu", dtype=torch.int64)
         elif axis is not None and shape[dim] > rows:
             # "reqs+1": where each request starts, and the last one ends.
             of_rows = [-1 if at == dim else 1 for at in range(len(shape))]
-            value = torch.arange(shape[dim]).reshape(of_rows).expand(shape)
+            value = torch.arange(shape[dim], device="cpu").reshape(of_rows).expand(shape)
         else:
             # Rows that are all alike would hide that a mean over them mixes rows.
-            value = torch.randint(2, shape, generator=generator)
+            value = torch.randint(2, shape, generator=generator, device="cpu")
         values[name] = value.to(spec.dtype).to(device)
     return values
 

@@ -154,7 +154,7 @@ def decode(
             GROUP=shape.group,
             QUERY_LEN=query_len,
             DIM=shape.head_dim,
-            BLOCK_DIM=triton.next_power_of_2(shape.head_dim),
+            BLOCK_DIM=_block_of(shape.head_dim),
             ROW_BLOCKS=blocks,
             **shared,
         )
@@ -173,12 +173,18 @@ def decode(
             QUERY_LEN=query_len,
             RANK=shape.rank,
             ROPE=shape.rope_dim,
-            BLOCK_RANK=triton.next_power_of_2(shape.rank),
-            BLOCK_ROPE=triton.next_power_of_2(shape.rope_dim),
+            BLOCK_RANK=_block_of(shape.rank),
+            BLOCK_ROPE=_block_of(shape.rope_dim),
             **shared,
         )
     if splits.num_splits > 1:
         _merge(shape, step, out, splits, workspace)
+
+
+def _block_of(dim: int) -> int:
+    """A block that holds `dim` values. `tl.dot` multiplies no fewer than 16 of them on a GPU."""
+    block: int = triton.next_power_of_2(dim)
+    return max(16, block)
 
 
 def _merge(

@@ -52,6 +52,10 @@ _UNSTEADY = 64
 """The same factor where eager parts return other values at every call (a clock, fresh random
 numbers): three runs of those may be close to one another by chance."""
 
+_MOST_UNSTEADY = 5
+"""Runs more of such parts, while the replay is further off than that: of three runs with one random
+number each, one trial of some 4,000 has runs that are this close."""
+
 _RUNS = 8
 """The usual most of runs in a trial, each of which saves rows that index writes touch."""
 
@@ -232,7 +236,7 @@ class Trial:
         if rebound:
             self._fail(REBOUND, ", ".join(rebound))
         self._note_another_way(first)
-        self._look_at_parts(eager, again)
+        self._look_at_parts(eager, again, replayed)
         rounding = max(rounding, self._unsteady)
         self._judge_replay(eager, again, replayed, rounding, numbers)
         if compared is not None:
@@ -337,19 +341,26 @@ class Trial:
             return False
         return _differ(run, eager, rounding, rounded=True)
 
-    def _look_at_parts(self, eager: Run, again: Run) -> None:
+    def _look_at_parts(self, eager: Run, again: Run, replayed: Run) -> None:
         """Where two eager runs differ, find out whether that is because of eager parts alone, which
         read a clock at every replay too."""
         spread = difference(again.outputs, eager.outputs)
         if not self._graph.has_parts or (spread is None and not self._step.together):
             return
-        self._state.restore()
-        run = self._once(self._step.eager, compared=True)
-        self._state.restore(again.left)
-        if spread is None or not run.watch.trace.same_captured(eager.watch.trace, has_parts=True):
+        furthest = 0.0 if spread is None else spread.relative
+        apart = difference(replayed.outputs, again.outputs)
+        for _ in range(1 if self._step.together else _MOST_UNSTEADY):
+            self._state.restore()
+            run = self._once(self._step.eager, compared=True)
+            self._state.restore(again.left)
+            if not run.watch.trace.same_captured(eager.watch.trace, has_parts=True):
+                return
+            third = difference(run.outputs, eager.outputs)
+            furthest = max(furthest, 0.0 if third is None else third.relative)
+            if apart is None or apart.relative <= _UNSTEADY * furthest:
+                break
+        if spread is None:
             return
-        third = difference(run.outputs, eager.outputs)
-        furthest = max(spread.relative, 0.0 if third is None else third.relative)
         self._unsteady = _UNSTEADY * furthest
         self._verdict.notes.append(
             f"eager parts give something else at every call, as a clock does: {spread.text}"

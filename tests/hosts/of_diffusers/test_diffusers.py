@@ -36,7 +36,7 @@ from graphrt.hosts.diffusers import (  # noqa: E402
     with_graphs,
     without_graphs,
 )
-from tests.hosts.diffusers.pipelines import (  # noqa: E402
+from tests.hosts.of_diffusers.pipelines import (  # noqa: E402
     FAMILIES,
     PROMPT,
     Family,
@@ -48,7 +48,7 @@ from tests.hosts.diffusers.pipelines import (  # noqa: E402
     unet,
     wan,
 )
-from tests.hosts.diffusers.pipelines import UNET as UNET_CONFIG  # noqa: E402
+from tests.hosts.of_diffusers.pipelines import UNET as UNET_CONFIG  # noqa: E402
 
 UNET, DIT, FLUX = FAMILIES["UNet"], FAMILIES["DiT"], FAMILIES["Flux"]
 DENOISERS = ("unet", "transformer", "transformer_2")
