@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 import warnings
 from collections import deque
@@ -255,3 +256,30 @@ def test_a_real_batch_before_the_capture_gives_the_scale():
             x = torch.randn(4, 16)
             assert torch.equal(runner(x=x), twin(x))
     assert runner.last_dispatch.reason is Reason.HIT
+
+
+@pytest.mark.parametrize(("later", "reason"), [(0.1, Reason.HIT), (0.5, Reason.QUARANTINED)])
+def test_runs_that_are_close_by_chance_are_followed_by_more(later, reason):
+    # Of C's, where no trial puts it back.
+    calls = ctypes.c_int(0)
+
+    def drawn():
+        calls.value += 1
+        # After two runs of the capture: eager, padding, the replay, eager again and a third time.
+        return {5: 0.9, 8: later}.get(calls.value, 0.5 + 1e-4 * calls.value)
+
+    part = eager_break(lambda x: x + drawn())
+    runner = GraphRunner(
+        lambda x: part(x * 1.0) * 1.0,
+        mode="PIECEWISE",
+        sizes=[2],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        outputs=("tokens", 4),
+        options=GraphOptions(check="first"),
+    )
+    runner.capture()
+    assert calls.value == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphQuarantinedWarning)
+        runner(x=torch.zeros(2, 4))
+    assert runner.last_dispatch.reason is reason
