@@ -217,7 +217,8 @@ class HostCopy(InputTransport):
                 if kind == "d":
                     move.views[0].copy_(tensor.detach())
         copy_rows(moves, sources, self.slab.low)
-        moves.pad_at(self.slab.low)
+        if moves.padded:
+            moves.pad_at(self.slab.low)
 
     def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
         return None, self.slab.buffer, self.slab.low
