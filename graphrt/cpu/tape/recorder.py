@@ -170,7 +170,7 @@ class Tape(ThreadMode):
             if self.in_task:
                 _refuse_allocation(op)
             return self._record_again(op, args, kwargs, result, fresh, {})
-        weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
+        weak_args, weak_kwargs = self.aliases.weak(args, kwargs)
         with self._guard():
             call = _with_autocast(op, lower_in_place(op, weak_args, weak_kwargs))
         self._add(op, weak_args, weak_kwargs, Lowered("in_place", call))
@@ -204,7 +204,7 @@ class Tape(ThreadMode):
         results: Sequence[torch.Tensor],
     ) -> bool:
         """Replay by a call that writes `results` straight into `outs`; False if there is none."""
-        weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
+        weak_args, weak_kwargs = self.aliases.weak(args, kwargs)
         weak_outs = [self.aliases.weak_output(out) for out in outs]
         with self._guard():
             lowered = lower_functional(op, weak_args, weak_kwargs, results, weak_outs)
@@ -227,7 +227,7 @@ class Tape(ThreadMode):
         """Replay by running the operator again and copying what is fresh in its result."""
         if not op.mutates:
             self.births.write(op, (args, kwargs), op.written_arguments(args, kwargs))
-        weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
+        weak_args, weak_kwargs = self.aliases.weak(args, kwargs)
         with self._guard():
             call = _with_autocast(op, lower_again(op, weak_args, weak_kwargs, result))
         replaced, copies, tokens = self.copy_fresh(result, fresh, op, placed)
