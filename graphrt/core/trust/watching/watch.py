@@ -274,7 +274,7 @@ class Watch(ThreadMode):
         for each in given:
             whole, key, _ = each
             if key is None or isinstance(self._memory.get(key), Kept):
-                tensors[id(whole)] = Of(tuple(whole.shape), whole.dtype)
+                tensors[id(whole)] = Of(_shape(whole), whole.dtype)
             else:
                 tensors[id(whole)] = At(whole.data_ptr(), tuple(whole.shape), whole.stride())
             parts = [each] if type(whole) in tree.BARE else tree.placed([whole], parts=True)
@@ -414,6 +414,7 @@ class Trace(list[Op]):
         rows, live = self.rows
         if (
             not isinstance(result, torch.Tensor)
+            or result.is_nested
             or result.dim() == 0
             or result.shape[0] != rows
             or result.layout is not torch.strided
@@ -484,6 +485,12 @@ def _described(value: Any, tensors: Mapping[int, object]) -> object:
     if isinstance(value, float | complex):
         return repr(value)  # nan is not equal to itself, and 0.0 is equal to -0.0
     return value if isinstance(value, _COMPARED_AS_IS) else repr(value)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of a tensor; a nested one has none, and counts by its elements."""
+    strided = tensor.layout is torch.strided
+    return (tensor.numel(),) if strided and tensor.is_nested else tuple(tensor.shape)
 
 
 def made_of_data(tensor: torch.Tensor) -> object:
