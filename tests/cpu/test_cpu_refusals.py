@@ -301,6 +301,35 @@ def test_a_nested_output_is_refused():
         capture(lambda: torch.nested.as_nested_tensor([X[:2], X]))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("check", ["off", "sample"])
+def test_a_nested_tensor_that_the_forward_holds_is_refused_or_read_in_an_eager_break(check):
+    held = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])
+
+    def read() -> torch.Tensor:
+        return held.to_padded_tensor(0.0).sum(0)
+
+    def of(read, mode: str) -> GraphRunner:
+        return GraphRunner(
+            lambda x: x * 2 + read(),
+            mode=mode,
+            sizes=[2],
+            inputs={"x": InputSpec(torch.float32, ("rows", 4))},
+            outputs=("rows", 4),
+            options=GraphOptions(check=check),
+            platform="cpu",
+        )
+
+    with pytest.raises(RefusedOpError, match="nested tensor from outside"):
+        of(read, "FULL").capture()
+    runner = of(eager_break(read), "PIECEWISE")
+    runner.capture()
+    for _ in range(2):
+        x = torch.rand(2, 4)
+        assert torch.equal(runner(x=x), x * 2 + torch.tensor([2.0, 2.0, 2.0, 1.0]))
+        assert runner.last_dispatch.reason is Reason.HIT
+
+
 def test_a_sparse_output_is_refused():
     with pytest.raises(RefusedOpError, match="sparse"):
         capture(lambda: torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2,)))

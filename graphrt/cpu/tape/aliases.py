@@ -10,6 +10,7 @@ from graphrt.core.base import tree
 from graphrt.core.base.torch_names import inference_guard
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import storage_ids
+from graphrt.cpu.tape.refusals import NESTED_ARGUMENT
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types whose operators are recorded as they are."""
@@ -80,6 +81,8 @@ class Aliases:
     def _weak_tensor(self, tensor: torch.Tensor, kept: Kept) -> torch.Tensor:
         if type(tensor) not in PLAIN:
             return tensor
+        if tensor.is_nested:
+            raise NESTED_ARGUMENT()
         if tensor.layout is torch.strided and tensor.device.type == "cpu":
             if not tensor.numel():
                 # It has no address; where its storage is a block, it must not keep that in use.

@@ -87,6 +87,11 @@ OUTPUT_OF_NO_TAPE = Refusal(
     "only dense tensors on the CPU can be outputs of a captured operator",
     advice=IN_PIECES,
 )
+NESTED_ARGUMENT = Refusal(
+    RefusedOpError,
+    "an operator reads a nested tensor from outside of the capture, whose sizes no tape has",
+    advice=f"pad it before the capture (to_padded_tensor), or {IN_PIECES}",
+)
 UNREAD_VECTORS = Refusal(
     RefusedOpError,
     "singular or eigenvalues without their vectors come from another routine in eager code, with "
