@@ -112,6 +112,15 @@ def test_what_equals_a_remembered_batch_is_no_batch_either():
         dispatcher.dispatch(tuple(Batch(9)))
 
 
+@pytest.mark.parametrize("count", [0.0, -0.0, False])
+def test_a_count_of_loras_that_only_equals_a_remembered_one_is_an_error(count):
+    dispatcher = ladder()
+    assert dispatcher.dispatch(Batch(3)).reason is Reason.HIT
+    with pytest.raises(InvalidBatchError, match="num_active_loras"):
+        dispatcher.dispatch(Batch(3, num_active_loras=count))
+    assert type(Batch(3, num_active_loras=numpy.int64(0)).num_active_loras) is int
+
+
 @pytest.mark.parametrize("change", [{"num_tokens": 9.0}, {"num_tokens": "3"}, {"query_len": 2.5}])
 def test_a_batch_that_is_made_of_another_one_is_checked_too(change):
     with pytest.raises(InvalidBatchError):

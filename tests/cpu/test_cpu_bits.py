@@ -23,6 +23,15 @@ torch.manual_seed(0)
 LSTM, GRU = nn.LSTM(4, 5, 2, batch_first=True), nn.GRU(4, 5, 2, batch_first=True)
 PROJECTED, RNN = nn.LSTM(4, 5, proj_size=3, bidirectional=True), nn.RNN(4, 5)
 LINEAR = nn.Linear(4, 5)
+ATTENTION = nn.MultiheadAttention(4, 2, batch_first=True).eval()
+
+
+def attention(query, key, value):
+    """As the module calls it, which asks first whether the three are one."""
+    layer = ATTENTION
+    weights = (layer.in_proj_weight, layer.in_proj_bias, layer.out_proj.weight, layer.out_proj.bias)
+    return torch._native_multi_head_attention(query, key, value, 4, 2, *weights)[0]
+
 
 MODELS = {
     "lstm": lambda x: LSTM(x)[0],
@@ -31,6 +40,13 @@ MODELS = {
     "gru": lambda x: GRU(x)[0],
     "rnn": lambda x: RNN(x)[0],
     "linear_of_a_transpose": lambda x: LINEAR(x.transpose(0, 1)),
+    # The kernel asks whether they are one tensor, and projects all at once if so.
+    "attention": lambda x: ATTENTION(x, x, x)[0],
+    "attention_of_one_result": lambda x: (lambda h: attention(h, h, h))(x + 1),
+    "attention_of_equal_views": lambda x: attention(x, x.view_as(x), x.view_as(x)),
+    "attention_of_equal_views_of_a_result": lambda x: (
+        lambda h: attention(h, h.view_as(h), h.view_as(h))
+    )(x + 1),
     "bce": lambda x: F.binary_cross_entropy(x.sigmoid(), x.sigmoid()),
     "bce_sum": lambda x: F.binary_cross_entropy(x.sigmoid(), x.sigmoid(), reduction="sum"),
     "qr": lambda x: torch.linalg.qr(x)[1],

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from cpu_capturing import capture, modes_left
+from torch import nn
+from torch.nn import functional as F
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
 from graphrt.core.base.errors import (
@@ -39,6 +41,8 @@ HOST_READS = {
     "contains": lambda: 3.0 in X,
     "tensor_split": lambda: X.tensor_split(torch.tensor([1, 2])),
     "inv": lambda: torch.linalg.inv(torch.eye(3)),
+    "one_hot": lambda: F.one_hot(REPEATS, 10),
+    "nested_mask": lambda: torch._nested_tensor_from_mask(torch.ones(1, 4, 2), MASK[None]),
 }
 DYNAMIC_SHAPES = {
     "nonzero": lambda: X.nonzero(),
@@ -78,6 +82,92 @@ def test_a_shape_that_depends_on_data_is_refused(name, inference):
     assert f'"{name}"' in caught.value.source
     assert caught.value.advice
     assert modes_left() == 0
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("classes", [-1, 4])
+def test_one_hot_is_refused_with_what_can_be_captured(classes, inference):
+    with pytest.raises(CaptureSyncError, match="one_hot") as caught:
+        capture(lambda: F.one_hot(REPEATS, classes), inference=inference)
+    assert caught.value.advice is not None
+    advice = caught.value.advice.removeprefix("compare: ")
+    x = REPEATS.clone()
+    graph, out = capture(lambda: eval(advice, {"x": x, "torch": torch, "num_classes": 4}))
+    x.copy_(REPEATS.flip(0) + 1)
+    graph.replay()
+    assert torch.equal(out, F.one_hot(x, 4))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda: F.one_hot(X.long(), X.sum().item()), lambda: F.one_hot(X.long(), X.max().item())],
+)
+def test_a_read_beside_one_hot_is_not_taken_for_its_own(read):
+    with pytest.raises(CaptureSyncError, match="read tensor data on the host"):
+        capture(read)
+
+
+def encode(check: str, **options: bool) -> tuple[nn.Module, GraphRunner]:
+    """An encoder that is given a padding mask, and its runner."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, **options).eval()
+    runner = GraphRunner(
+        lambda x, mask: encoder(x, src_key_padding_mask=mask),
+        mode="FULL",
+        sizes=[2],
+        inputs={
+            "x": InputSpec(torch.float32, ("rows", 5, 8)),
+            "mask": InputSpec(torch.bool, ("rows", 5)),
+        },
+        outputs=("rows", 5, 8),
+        options=GraphOptions(check=check),
+        platform="cpu",
+    )
+    return encoder, runner
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("check", ["off", "sample"])
+def test_an_encoder_of_nested_tensors_is_refused_with_what_serves_it(check):
+    _, refused = encode(check)
+    with pytest.raises(CaptureSyncError, match="nested") as caught:
+        refused.capture()
+    assert caught.value.advice is not None and "enable_nested_tensor=False" in caught.value.advice
+    encoder, served = encode(check, enable_nested_tensor=False)
+    served.capture()
+    for masked in (1, 4):
+        x, mask = torch.rand(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+        mask[0, -masked:] = True
+        out = served(x=x, mask=mask)
+        assert served.last_dispatch.reason is Reason.HIT
+        with torch.no_grad():
+            assert torch.equal(out, encoder(x, src_key_padding_mask=mask))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_eager_break_may_make_nested_tensors():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    part = eager_break(lambda x, mask: encoder(x, src_key_padding_mask=mask))
+    runner = GraphRunner(
+        lambda x, mask: part(x * 2, mask) + 1,
+        mode="PIECEWISE",
+        sizes=[4],
+        inputs={
+            "x": InputSpec(torch.float32, ("rows", 5, 8)),
+            "mask": InputSpec(torch.bool, ("rows", 5)),
+        },
+        outputs=("rows", 5, 8),
+        platform="cpu",
+    )
+    runner.capture()
+    x, mask = torch.rand(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+    mask[0, 3:] = True
+    for _ in range(2):
+        out = runner(x=x, mask=mask)
+        assert runner.last_dispatch.reason is Reason.HIT
+        with torch.no_grad():
+            torch.testing.assert_close(out, encoder(x * 2, src_key_padding_mask=mask) + 1)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -203,6 +293,41 @@ def test_growing_a_tensor_in_the_arena_is_refused():
 
     with pytest.raises(RefusedOpError, match="cannot grow"):
         capture(forward)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_output_is_refused():
+    with pytest.raises(RefusedOpError, match="nested"):
+        capture(lambda: torch.nested.as_nested_tensor([X[:2], X]))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("check", ["off", "sample"])
+def test_a_nested_tensor_that_the_forward_holds_is_refused_or_read_in_an_eager_break(check):
+    held = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])
+
+    def read() -> torch.Tensor:
+        return held.to_padded_tensor(0.0).sum(0)
+
+    def of(read, mode: str) -> GraphRunner:
+        return GraphRunner(
+            lambda x: x * 2 + read(),
+            mode=mode,
+            sizes=[2],
+            inputs={"x": InputSpec(torch.float32, ("rows", 4))},
+            outputs=("rows", 4),
+            options=GraphOptions(check=check),
+            platform="cpu",
+        )
+
+    with pytest.raises(RefusedOpError, match="nested tensor from outside"):
+        of(read, "FULL").capture()
+    runner = of(eager_break(read), "PIECEWISE")
+    runner.capture()
+    for _ in range(2):
+        x = torch.rand(2, 4)
+        assert torch.equal(runner(x=x), x * 2 + torch.tensor([2.0, 2.0, 2.0, 1.0]))
+        assert runner.last_dispatch.reason is Reason.HIT
 
 
 def test_a_sparse_output_is_refused():

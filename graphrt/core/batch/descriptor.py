@@ -143,7 +143,8 @@ class Batch(_Fields):
     must not serve this batch (cascade attention: FULL).
 
     The counts are ints, or integers of NumPy or in tensors, which become ints here. Raises
-    `InvalidBatchError` for others; what the rest holds is looked at when it is dispatched.
+    `InvalidBatchError` for others; what the rest holds is looked at when it is dispatched, but not
+    where an equal batch was: one of `bounds=(512.0,)` has the answer of `(512,)`.
     """
 
     __slots__ = ()
@@ -162,10 +163,14 @@ class Batch(_Fields):
             type(num_tokens) is not int
             or (num_reqs is not None and type(num_reqs) is not int)
             or (query_len is not None and type(query_len) is not int)
+            or type(num_active_loras) is not int
         ):
             num_tokens = count_of("num_tokens", num_tokens, error=InvalidBatchError)
             num_reqs = checked_count("num_reqs", num_reqs)
             query_len = checked_count("query_len", query_len)
+            num_active_loras = count_of(
+                "num_active_loras", num_active_loras, error=InvalidBatchError
+            )
         return _new_tuple(
             cls, (num_tokens, num_reqs, query_len, bounds, num_active_loras, variant, exclude)
         )
@@ -210,8 +215,7 @@ def checked_batch(batch: object) -> Batch:
         and (bounds is _NO_BOUNDS or _are_ints(bounds))
         and type(loras) is int
     ):
-        loras = count_of("num_active_loras", loras, error=InvalidBatchError)
-        batch = batch._replace(bounds=checked_bounds(bounds), num_active_loras=loras)
+        batch = batch._replace(bounds=checked_bounds(bounds))
     if batch.num_tokens < 1:
         raise InvalidBatchError(
             "a batch needs at least one token",

@@ -10,11 +10,15 @@ from graphrt.core.base import tree
 from graphrt.core.base.torch_names import inference_guard
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import storage_ids
+from graphrt.cpu.tape.refusals import NESTED_ARGUMENT
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types whose operators are recorded as they are."""
 
 _CONTAINERS = frozenset({list, tuple, dict})
+
+Kept = dict[int, torch.Tensor]
+"""By the `id` of what one call is given, what the tape keeps of it."""
 
 
 class Aliases:
@@ -33,18 +37,26 @@ class Aliases:
         """Forget the aliases; steps keep those that they use."""
         self._aliases.clear()
 
-    def weak(self, value: Any) -> Any:
-        """A list, tuple or dict with its tensors as the tape keeps them."""
+    def weak(self, *values: Any) -> list[Any]:
+        """The lists, tuples or dicts that one call is given, with their tensors as the tape keeps
+        them. One tensor stays one, and two at one place stay two: kernels look. Attention projects
+        at once a query that is its key and its value, which rounds otherwise."""
+        kept: Kept = {}
+        return [self._weak_in(value, kept) for value in values]
+
+    def _weak_in(self, value: Any, kept: Kept) -> Any:
         named = type(value) is dict
-        kept = []
+        weak = []
         for item in value.values() if named else value:
             if isinstance(item, torch.Tensor):
-                kept.append(self._weak_tensor(item))
+                if id(item) not in kept:
+                    kept[id(item)] = self._weak_tensor(item, kept)
+                weak.append(kept[id(item)])
             elif type(item) in _CONTAINERS:
-                kept.append(self.weak(item))
+                weak.append(self._weak_in(item, kept))
             else:
-                kept.append(item)
-        return dict(zip(value, kept, strict=True)) if named else type(value)(kept)
+                weak.append(item)
+        return dict(zip(value, weak, strict=True)) if named else type(value)(weak)
 
     def weak_in_place(self, value: Any) -> Any:
         """`value` for a compiled function: only arena memory is aliased, so its guards still hold.
@@ -66,9 +78,11 @@ class Aliases:
         """The tape's reference to an output; does not count as a read."""
         return self._alias(out) if out.numel() else _stand_in(out)
 
-    def _weak_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _weak_tensor(self, tensor: torch.Tensor, kept: Kept) -> torch.Tensor:
         if type(tensor) not in PLAIN:
             return tensor
+        if tensor.is_nested:
+            raise NESTED_ARGUMENT()
         if tensor.layout is torch.strided and tensor.device.type == "cpu":
             if not tensor.numel():
                 # It has no address; where its storage is a block, it must not keep that in use.
@@ -76,7 +90,10 @@ class Aliases:
                     return _stand_in(tensor)
             elif self.arena.owns(tensor):
                 self._read.add(self.arena.token_of(tensor))
-                return self._alias(tensor)
+                alias = self._alias(tensor)
+                if any(alias is other for other in kept.values()):
+                    return self._new_alias(tensor)
+                return alias
         # A detached alias is a plain tensor whatever the caller's grad mode is at replay, and like
         # a device graph it stays at the address that was captured.
         with inference_guard(False), torch.no_grad():
@@ -86,9 +103,12 @@ class Aliases:
         key = _place(tensor)
         alias = self._aliases.get(key)
         if alias is None:
-            with inference_guard(False), torch.no_grad():
-                alias = self._aliases[key] = self.arena.alias(tensor)
+            alias = self._aliases[key] = self._new_alias(tensor)
         return alias
+
+    def _new_alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        with inference_guard(False), torch.no_grad():
+            return self.arena.alias(tensor)
 
 
 def _stand_in(empty: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,9 @@ from graphrt.cpu.tape.operators import Operator, operator_of
 from graphrt.cpu.tape.refusals import (
     CHANGED_METADATA,
     GROWN_TENSOR,
+    HOST_READ,
     INDEXED,
+    ONE_HOT,
     OUTPUT_OF_NO_TAPE,
     UNREAD_VECTORS,
     VALUE_READS,
@@ -41,6 +43,9 @@ from graphrt.cpu.tape.refusals import (
 # Under any dispatch mode torch computes vectors that were not asked for (svdvals, eigvalsh, cond,
 # the nuclear norm): by where the vectors are among the results.
 _FACTORS = {"aten::_linalg_svd": (0, 2), "aten::_linalg_eigh": (1,), "aten::linalg_eig": (1,)}
+
+_LEAST = frozenset({"aten::aminmax", "aten::min"})
+"""What `one_hot` reads first."""
 
 
 @dataclass
@@ -120,8 +125,19 @@ class Tape(ThreadMode):
         if op.name in INDEXED:
             args = with_places(args, self._places)
         if rule.is_broken(args, kwargs):
-            raise rule.refusal(op=op.label)
+            source = user_source()
+            refusal = ONE_HOT if self._is_one_hot(rule, source) else rule.refusal
+            raise refusal(op=op.label, source=source)
         return args
+
+    def _is_one_hot(self, rule: Rule, source: Source | None) -> bool:
+        """Whether `one_hot` reads the least of its numbers. It is made of other operators, so only
+        the line tells."""
+        if rule.refusal is not HOST_READ or not self.steps:
+            return False
+        last = self.steps[-1].op
+        is_least = last is not None and last.name in _LEAST
+        return is_least and source is not None and "one_hot(" in str(source)
 
     def _places(self, mask: torch.Tensor) -> list[torch.Tensor] | None:
         """The places that a constant mask chooses, which are constants too."""
@@ -170,7 +186,7 @@ class Tape(ThreadMode):
             if self.in_task:
                 _refuse_allocation(op)
             return self._record_again(op, args, kwargs, result, fresh, {})
-        weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
+        weak_args, weak_kwargs = self.aliases.weak(args, kwargs)
         with self._guard():
             call = _with_autocast(op, lower_in_place(op, weak_args, weak_kwargs))
         self._add(op, weak_args, weak_kwargs, Lowered("in_place", call))
@@ -204,7 +220,7 @@ class Tape(ThreadMode):
         results: Sequence[torch.Tensor],
     ) -> bool:
         """Replay by a call that writes `results` straight into `outs`; False if there is none."""
-        weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
+        weak_args, weak_kwargs = self.aliases.weak(args, kwargs)
         weak_outs = [self.aliases.weak_output(out) for out in outs]
         with self._guard():
             lowered = lower_functional(op, weak_args, weak_kwargs, results, weak_outs)
@@ -227,7 +243,7 @@ class Tape(ThreadMode):
         """Replay by running the operator again and copying what is fresh in its result."""
         if not op.mutates:
             self.births.write(op, (args, kwargs), op.written_arguments(args, kwargs))
-        weak_args, weak_kwargs = self.aliases.weak(args), self.aliases.weak(kwargs)
+        weak_args, weak_kwargs = self.aliases.weak(args, kwargs)
         with self._guard():
             call = _with_autocast(op, lower_again(op, weak_args, weak_kwargs, result))
         replaced, copies, tokens = self.copy_fresh(result, fresh, op, placed)
@@ -289,6 +305,8 @@ class Tape(ThreadMode):
 
     def place(self, like: torch.Tensor, op: Operator) -> torch.Tensor:
         """Arena memory for an output with the sizes and strides of `like`."""
+        if like.is_nested:
+            raise OUTPUT_OF_NO_TAPE("a nested tensor", op=op.label)
         if like.layout is not torch.strided or like.device.type != "cpu" or like.is_quantized:
             raise OUTPUT_OF_NO_TAPE(f"layout {like.layout}, device {like.device}", op=op.label)
         return self.arena.empty_strided(like.size(), like.stride(), like.dtype)

@@ -39,6 +39,15 @@ _RESULT_CHECK = HOST_READ._replace(
     advice="use the variant that raises nothing (torch.linalg.inv_ex, solve_ex, cholesky_ex, "
     f"lu_factor_ex, ldl_factor_ex), or {IN_PIECES}"
 )
+_NESTED = HOST_READ._replace(
+    what="a nested tensor was made of a mask, whose numbers give it its shape",
+    advice="have nn.TransformerEncoder pad: enable_nested_tensor=False where it is made, or "
+    f"use_nested_tensor = False on it (masked places are not zeroed then); or {IN_PIECES}",
+)
+ONE_HOT = HOST_READ._replace(
+    what="torch.nn.functional.one_hot checks its numbers on the host",
+    advice="compare: (x[..., None] == torch.arange(num_classes)).long()",
+)
 _COLLECTIVE = Refusal(
     RefusedOpError,
     "a collective goes on behind the call, and a replay would not wait for it",
@@ -77,6 +86,11 @@ OUTPUT_OF_NO_TAPE = Refusal(
     RefusedOpError,
     "only dense tensors on the CPU can be outputs of a captured operator",
     advice=IN_PIECES,
+)
+NESTED_ARGUMENT = Refusal(
+    RefusedOpError,
+    "an operator reads a nested tensor from outside of the capture, whose sizes no tape has",
+    advice=f"pad it before the capture (to_padded_tensor), or {IN_PIECES}",
 )
 UNREAD_VECTORS = Refusal(
     RefusedOpError,
@@ -140,6 +154,8 @@ def _returns_host_values(op: Operator) -> bool:
 _RULES = (
     Rule(lambda op: op.name.startswith(_COLLECTIVES), _COLLECTIVE),
     Rule(_named("_linalg_check_errors"), _RESULT_CHECK),
+    Rule(_named("_nested_tensor_from_mask_left_aligned", "_nested_tensor_from_mask"), _NESTED),
+    Rule(_named("one_hot"), ONE_HOT),  # as a whole under inference mode
     Rule(_reads_data, HOST_READ),
     Rule(_named("index"), _MASK_INDEX, _indexes_by_mask),
     Rule(_named("index_put", "index_put_"), _MASK_WRITE, _writes_by_mask),

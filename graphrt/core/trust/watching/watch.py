@@ -45,8 +45,8 @@ class Use:
         self.writes: list[str] = []
         """The operators of the run that wrote it, in their order."""
         self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.shape = tuple(tensor.shape)
-        self.stride = (tensor.storage_offset(), *tensor.stride())
+        self.shape = _shape(tensor)
+        self.stride = (tensor.storage_offset(), *_stride(tensor))
         self.dtype = tensor.dtype
         self.op = op
         self.source = source or user_source()
@@ -274,9 +274,9 @@ class Watch(ThreadMode):
         for each in given:
             whole, key, _ = each
             if key is None or isinstance(self._memory.get(key), Kept):
-                tensors[id(whole)] = Of(tuple(whole.shape), whole.dtype)
+                tensors[id(whole)] = Of(_shape(whole), whole.dtype)
             else:
-                tensors[id(whole)] = At(whole.data_ptr(), tuple(whole.shape), whole.stride())
+                tensors[id(whole)] = At(whole.data_ptr(), _shape(whole), _stride(whole))
             parts = [each] if type(whole) in tree.BARE else tree.placed([whole], parts=True)
             for part, key, address in parts:
                 known = None if key is None else self._memory.get(key)
@@ -414,6 +414,7 @@ class Trace(list[Op]):
         rows, live = self.rows
         if (
             not isinstance(result, torch.Tensor)
+            or result.is_nested
             or result.dim() == 0
             or result.shape[0] != rows
             or result.layout is not torch.strided
@@ -484,6 +485,20 @@ def _described(value: Any, tensors: Mapping[int, object]) -> object:
     if isinstance(value, float | complex):
         return repr(value)  # nan is not equal to itself, and 0.0 is equal to -0.0
     return value if isinstance(value, _COMPARED_AS_IS) else repr(value)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of a tensor; a nested one has none, and counts by its elements."""
+    return (tensor.numel(),) if _is_nested(tensor) else tuple(tensor.shape)
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    return (1,) if _is_nested(tensor) else tensor.stride()
+
+
+def _is_nested(tensor: torch.Tensor) -> bool:
+    # A jagged one has sizes.
+    return tensor.layout is torch.strided and tensor.is_nested
 
 
 def made_of_data(tensor: torch.Tensor) -> object:
