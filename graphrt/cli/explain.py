@@ -33,6 +33,14 @@ def print_explanation(
     """Explain a forward; 1 if nothing could be captured, or the replay does not equal it. With
     `made` the target is called for the forward."""
     forward = _found(target)
+    if isinstance(forward, type) and not made:
+        raise InvalidOptionError(
+            "a class is no forward, its instance is",
+            got=f"class {target}",
+            expected="a function or a module that was made",
+            advice="--made, which makes an instance without arguments; or name an instance, or a "
+            "function that returns one, with --made",
+        )
     specs = dict(_input(text) for text in inputs)
     explanation = explain(forward() if made else forward, specs, tokens=tokens, platform=platform)
     if explanation.code:

@@ -132,7 +132,11 @@ class MemoryWatch:
     def __call__(self, done: int, total: int, descriptor: BatchDescriptor) -> None:
         """See `graphrt.GraphRunner.capture`."""
         forecast = self._forecast()
-        if forecast is not None:
+        if forecast is None:
+            # The first graph: of another capture than before.
+            self._warned = False
+            self.forecasts.clear()
+        else:
             self.forecasts.append(forecast)
         if self._bar is not None:
             more = "" if forecast is None else _text(forecast)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from graphrt import InputSpec
 from graphrt.cli.app import app
-from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.errors import InvalidInputError, InvalidOptionError
 from graphrt.observe import explain
 
 WEIGHT, COUNT = torch.randn(8, 8), torch.zeros(1)
@@ -42,6 +42,11 @@ def mixing(x):
 
 def made():
     return torch.nn.Linear(8, 8)
+
+
+class AModule(torch.nn.Module):
+    def forward(self, x):
+        return x
 
 
 not_a_forward = 3
@@ -117,6 +122,7 @@ def test_a_target_may_be_made_and_the_result_is_json_too():
         (["no_such_module:f", "--input", INPUT], "no such forward"),
         ([__name__, "--input", INPUT], "no such forward"),
         ([f"{HERE}not_a_forward", "--input", INPUT], "a forward is called"),
+        ([f"{HERE}AModule", "--input", INPUT], "a class is no forward"),
         ([f"{HERE}plain", "--input", "x"], "--input says"),
         ([f"{HERE}plain", "--input", "x=float[tokens;8]"], "--input says"),
         ([f"{HERE}plain", "--input", "x=relu[tokens]"], "--input says"),
@@ -125,6 +131,11 @@ def test_a_target_may_be_made_and_the_result_is_json_too():
 def test_what_cannot_be_explained_is_named(arguments, what):
     with pytest.raises(InvalidOptionError, match=what):
         run(*arguments)
+
+
+def test_a_class_is_told_that_an_instance_is_needed():
+    with pytest.raises(InvalidInputError, match=r"try: pass an instance: AModule\(\.\.\.\)"):
+        explain(AModule, {"x": InputSpec(torch.float32, ("tokens", 8))}, platform="cpu")  # type: ignore[arg-type]
 
 
 def test_inputs_have_the_rows_of_their_axes():

@@ -120,6 +120,19 @@ def test_a_limit_that_will_not_do_is_warned_of_once_and_early(by):
     assert len(runner.report().graphs) == 7
 
 
+def test_a_watch_warns_again_after_a_release_and_the_report_keeps_its_figures():
+    runner = runner_of()
+    watch = MemoryWatch(runner, limit_bytes=MIB)
+    for _ in range(3):
+        with pytest.warns(GraphMemoryWarning, match="after 2 of 7 graphs; 1.0 MiB is the limit"):
+            runner.capture(progress=watch)
+        report = runner.report()
+        assert sum(graph.pool_bytes or 0 for graph in report.graphs) == report.pool_bytes
+        assert told_beforehand(report.to_dict()) is not None
+        assert [each.captured for each in watch.forecasts] == [2, 3, 4, 5, 6, 7]
+        runner.release()
+
+
 def test_as_an_error_it_ends_the_capture_and_the_graphs_before_it_serve():
     runner = runner_of()
     with warnings.catch_warnings():

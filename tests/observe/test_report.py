@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphrt import Batch, BatchDescriptor, Dispatch, GraphDispatcher, GraphMode, Reason
+from graphrt import (
+    Batch,
+    BatchDescriptor,
+    Dispatch,
+    GraphDispatcher,
+    GraphMode,
+    GraphRunner,
+    InputSpec,
+    Reason,
+)
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.dispatch.dispatcher import COUNTED
 from tests.observe.planted import MIXED, PADDED, TOO_LARGE, planted_runner, run_planted, step
@@ -45,6 +54,27 @@ def test_each_planted_fault_is_printed_with_what_to_try(planted):
     assert sum(line.startswith("     try: ") for line in lines) == 3
     assert "aten.sub.Tensor" in str(planted) and "plan a size of 20" in str(planted)
     assert "add 8 to sizes=" in str(planted)
+
+
+def test_a_step_that_raised_is_not_told_as_one_that_ran_eagerly():
+    divisor = [1]
+
+    def forward(x):
+        return x * (1 // divisor[0])
+
+    runner = GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
+        platform="cpu",
+    )
+    runner.capture()
+    divisor[0] = 0
+    with pytest.raises(ZeroDivisionError):
+        step(runner, 3)
+    (finding,) = runner.report().findings
+    assert str(finding) == "1 step of 1 raised, as FAILED"
 
 
 def test_a_row_for_each_graph_has_its_figures(planted):

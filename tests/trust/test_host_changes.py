@@ -3,6 +3,7 @@ step where CPython tells of it, else named within the steps that the report says
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -149,6 +150,26 @@ def test_the_attribute_is_named_with_both_values_and_recapture_ends_it() -> None
     steps.run(4)
     assert steps.reason is Reason.HIT
     assert steps.wrong == []
+
+
+def test_what_is_new_is_told_as_nothing_before_and_what_went_as_nothing_now() -> None:
+    net = Net()
+    steps = Steps(runner_of(net), net)
+    handle = net.norm.register_forward_hook(lambda module, arguments, out: out * 3)
+    steps.runner.weights_changed()
+    steps.run(4)
+    (said,) = steps.said
+    # Where CPython tells of the key, a tensor may have been there.
+    assert re.search(r"_forward_hooks \(keys\) = nothing(, or a tensor)?, then function at", said)
+    steps.said.clear()
+    steps.runner.recapture()
+    steps.run(4)
+    handle.remove()
+    steps.runner.weights_changed()
+    steps.run(4)
+    (said,) = steps.said
+    assert re.search(r"_forward_hooks\[\d+\] = function at \w+, then nothing", said)
+    assert "nothing, then nothing" not in said
 
 
 @pytest.mark.parametrize(

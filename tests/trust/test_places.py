@@ -22,7 +22,7 @@ from graphrt.core.replay.pool import GraphPool
 from graphrt.core.trust.host_watch import HostWatch
 from graphrt.core.trust.places.slots import MISSING, same_value
 from graphrt.core.trust.places.walk import Places, places_of, where_is
-from graphrt.core.trust.snapshot import PythonState
+from graphrt.core.trust.snapshot import PythonState, described
 
 SCALE = torch.ones(2)
 FACTOR = 3
@@ -695,3 +695,8 @@ def test_a_wrapper_is_seen_through():
             if each is model.layers[0].table
         ]
         assert path in named
+
+
+def test_a_slot_that_was_not_there_is_told_as_nothing():
+    assert described({"model.seen": (MISSING, 3)}) == "model.seen = nothing, then 3"
+    assert described({"a": (2, MISSING)}, "{path} = {0}, not {1}") == "a = 2, not nothing"

@@ -156,6 +156,13 @@ def check_forward(forward: Callable[..., Any], specs: Mapping[str, Any]) -> None
     """Raise `InvalidInputError` unless `forward` takes what `inputs=` names, by name, and needs
     nothing else; one that does not tell what it takes is called as it is."""
     call: Any = forward
+    if isinstance(forward, type) and issubclass(forward, torch.nn.Module):
+        raise InvalidInputError(
+            "the forward is a class, which a call makes an instance of",
+            got=f"class {forward.__name__}",
+            expected="a module that was made",
+            advice=f"pass an instance: {forward.__name__}(...) in place of {forward.__name__}",
+        )
     if isinstance(forward, torch.nn.Module) and type(forward).__call__ is torch.nn.Module.__call__:
         if vars(forward).get("_forward_pre_hooks"):
             return  # they may pass it something else

@@ -374,11 +374,12 @@ class CaptureSession:
             transaction.rollback()
             warm_up_s = self._warm_up(graph)
             self._attempt(graph)
+        kept, grown = self._graphs.take_kept_bytes(before), _growth(before, pool.bytes())
         return GraphRecord(
             graph.mode,
             graph.descriptor,
             time.perf_counter() - started,
-            _growth(before, pool.bytes()),
+            None if grown is None else kept + grown,
             _growth(outside, pool.platform.driver_bytes()),
             self._streams.took(graph),
             warm_up_s,

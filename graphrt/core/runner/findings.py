@@ -98,10 +98,11 @@ def _eager(figures: Figures) -> Iterator[Finding]:
         # Quarantines have a finding of their own, and whoever turns graphs off knows it.
         if reason in ("HIT", "QUARANTINED", "MODE_NONE"):
             continue
-        sizes = _sizes_text(each["sizes"])
+        came_to = "raised" if reason == "FAILED" else "ran eagerly"
         yield Finding(
             "warning",
-            f"{counted(steps, 'step')} of {total:,} ran eagerly, as {reason}{sizes}",
+            f"{counted(steps, 'step')} of {total:,} {came_to}, as {reason}"
+            f"{_sizes_text(each['sizes'])}",
             each["meaning"],
             _ADVICE.get(reason) or _larger(figures, each["sizes"]),
         )

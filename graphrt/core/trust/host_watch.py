@@ -305,8 +305,8 @@ class HostWatch:
             if (id(holder), key) in compared:
                 continue
             structural, path = True, self._owners[id(holder)].path(key)
-            # What was there is not known: nothing, or a tensor.
-            changes[path] = Told("something else"), _told(_value_of(holder, key))
+            # Slots with other values would have been compared.
+            changes[path] = Told("nothing, or a tensor"), _told(_value_of(holder, key))
             self._taken.setdefault(path, []).append((holder, key))
         return HostChanges(changes, structural)
 
@@ -319,11 +319,19 @@ class HostWatch:
             # By identity: to compare keys may run a user's `__eq__`.
             if len(keys) == len(before) and all(map(is_, keys, before)):
                 continue
-            found, known = True, {*map(id, before)}
+            found, known, there = True, {*map(id, before)}, {*map(id, keys)}
             added = [key for key in keys if id(key) not in known]
-            for key in (None,) if owner.has_items or not added else added:
+            is_less = any(id(key) not in there for key in before)
+            was = Told("something else" if is_less else "nothing" if added else "another order")
+            if owner.has_items or not added:
+                news = listed([_text(_told(_value_of(held, key))) for key in added])
+                path, now = owner.path(None), news or ("nothing" if is_less else "this one")
+                changes[path] = was, Told(now)
+                self._taken.setdefault(path, []).append((held, None))
+                continue
+            for key in added:
                 path = owner.path(key)
-                changes[path] = Told("something else"), _told(_value_of(held, key))
+                changes[path] = Told("nothing"), _told(_value_of(held, key))
                 self._taken.setdefault(path, []).append((held, key))
         return found
 

@@ -323,7 +323,11 @@ def much_later(was: Any, now: Any) -> Any:
 
 def described(changes: Changes, text: str = "{path} = {0}, then {1}") -> str:
     """Changes in words; of two runs, with another `text`."""
-    return listed([text.format(*map(told, both), path=path) for path, both in changes.items()])
+    return listed([text.format(*map(_told, both), path=path) for path, both in changes.items()])
+
+
+def _told(value: object) -> str:
+    return "nothing" if value is MISSING else told(value)
 
 
 # What is in values -------------------------------------------------------------------------------
