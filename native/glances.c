@@ -6,7 +6,7 @@
    key its `__dict__`, as long as it is of that class; an item of a dict or list, or what a cell
    holds; of a tuple of containers their sizes, as a tuple too; of any other holder, what it returns
    when it is called. MISSING stands for no value. TENSORS are triples (tensor, what gives its
-   address, the address). OVER is the iterator whose answer comes first. */
+   address, shape, strides or dtype, that as it was). OVER is the iterator whose answer comes first. */
 enum { LEADING, OTHERS, TENSORS, MISSING, OVER, PARTS };
 enum { MOST_KINDS = 3 };
 
@@ -59,7 +59,7 @@ static int is_same(const Glances *self, PyObject *look, int kind) {
                           : value_of(holder, key, self->of[MISSING]);
     if (now == NULL) return -1;
     int same = now == was;
-    /* Addresses are numbers. Values of slots are not compared: that may run anything. */
+    /* Numbers, tuples of numbers, and dtypes. Values of slots are not compared: that may run anything. */
     if (!same && kind == TENSORS) same = PyObject_RichCompareBool(now, was, Py_EQ);
     Py_DECREF(now);
     return same;

@@ -533,7 +533,13 @@ def change_weight(model):
     model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
 
 
-CHANGES = (change_hook, change_layer, change_number, change_weight)
+def change_strides(model):
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    assert weight.shape[0] == weight.shape[1]
+    weight.data = weight.data.t()  # where it was
+
+
+CHANGES = (change_hook, change_layer, change_number, change_weight, change_strides)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

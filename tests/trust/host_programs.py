@@ -190,6 +190,10 @@ on_net(
     data_of_a_weight=lambda n: setattr(n.first.weight, "data", n.first.weight.data * 2),
     data_of_all=lambda n: [setattr(p, "data", p.data * 2) for p in n.parameters()],
     set_of_a_weight=lambda n: n.first.weight.set_(torch.ones(WIDTH, WIDTH)),
+    data_transposed_where_it_is=lambda n: setattr(n.first.weight, "data", n.first.weight.data.t()),
+    set_to_other_strides=lambda n: n.first.weight.set_(
+        n.first.weight.untyped_storage(), 0, (WIDTH, WIDTH), (1, WIDTH)
+    ),
     class_of_a_submodule=lambda n: setattr(n.norm, "__class__", NormByThree),
     class_of_an_object=lambda n: setattr(n.config, "__class__", ConfigOfTwo),
     dict_of_an_object_replaced=lambda n: setattr(
@@ -382,6 +386,22 @@ def closure_tensor() -> Change:
         weight = torch.randn(WIDTH, WIDTH)
 
     return lambda x: x @ weight, change
+
+
+@program("glance")
+def tensor_cut_short_where_it_is() -> Change:
+    weight = torch.randn(WIDTH)
+    return lambda x: x * weight.sum(), lambda: weight.resize_(2)
+
+
+@program("glance")
+def tensor_of_another_dtype_where_it_is() -> Change:
+    weight = torch.randn(WIDTH)
+
+    def change() -> None:
+        weight.data = weight.data.view(torch.int32)
+
+    return lambda x: x * weight.sum(), change
 
 
 @program("glance")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import repeat, takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,12 @@ import torch
 from torch import nn
 
 from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
-from graphrt.core.base._native_door import NativeWatch
+from graphrt.core.base._native_door import NativeGlances, NativeWatch, native_state
 from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.trust import host_watch
+from graphrt.core.trust import reads as reads_module
 from graphrt.core.trust.host_watch import watch_state
+from graphrt.core.trust.places.walk import where_is
 from graphrt.errors import StaleInputError, VerificationError
 from tests.trust.host_programs import (
     HANDLES,
@@ -261,6 +265,66 @@ def test_a_set_whose_members_are_the_same_is_no_change() -> None:
     runner.weights_changed()
     steps.run(2)
     assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
+
+
+class Held(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+HERE: list[Callable[[torch.Tensor], object]] = [
+    lambda t: None,
+    lambda t: t.mul_(2),
+    lambda t: setattr(t, "data", t.data.t()),
+    lambda t: setattr(t, "data", t.data[:2]),
+    lambda t: setattr(t, "data", t.data.view(torch.int32)),
+    lambda t: setattr(t, "data", t.data.clone()),
+    lambda t: t.set_(t.untyped_storage(), 0, (4, 4), (0, 1)),
+    lambda t: t.set_(t.untyped_storage(), 4, (3, 4), (4, 1)),
+    lambda t: t.set_(t.untyped_storage(), 0, (4, 4), (4, 1)),
+    lambda t: t.resize_(2),
+    lambda t: t.resize_(2, 8),
+    lambda t: t.requires_grad_(True),
+]
+"""What a host does with a tensor of 4 x 4, of which most keep its address."""
+
+
+@pytest.mark.skipif(NativeGlances is None, reason=f"glances in C: {native_state}")
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda t: t,
+        lambda t: nn.Parameter(t, requires_grad=False),
+        lambda t: t.as_subclass(Held),
+    ],
+    ids=["tensor", "parameter", "subclass"],
+)
+@pytest.mark.parametrize("change", range(len(HERE)))
+def test_glances_in_c_and_in_python_see_the_same_of_a_tensor(
+    made: Callable[[torch.Tensor], torch.Tensor], change: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for at in range(3):
+        held = [made(torch.randn(4, 4)) for _ in range(3)]
+
+        def forward(x: torch.Tensor, held: list[torch.Tensor] = held) -> torch.Tensor:
+            total = sum(each.as_subclass(torch.Tensor).sum() for each in held)
+            return x * total
+
+        runner = runner_of(forward)
+        reads = runner.graphs.checks.glances.reads
+        assert reads is not None
+        looks = [reads.glances(repeat(True))]
+        with monkeypatch.context() as patch:
+            for module in (host_watch, reads_module):
+                patch.setattr(module, "NativeGlances", None)
+            looks.append(reads.glances(repeat(True)))
+        assert type(looks[0]) is not type(looks[1])
+        was = where_is(held[at])
+        HERE[change](held[at])
+        answers = [[next(each) for _ in range(reads.rounds)] for each in looks]
+        until = [[*takewhile(bool, each)] for each in answers]
+        assert until[0] == until[1]
+        assert all(answers[0]) == (where_is(held[at]) == was)
+        runner.close()
 
 
 def test_a_graph_that_was_not_used_meanwhile_is_tried_when_it_is() -> None:

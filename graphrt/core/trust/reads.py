@@ -57,9 +57,9 @@ T = TypeVar("T")
 
 _MOST_TOLD = 8
 
-LOOKS = 1, 1, 1
-"""Slots on the way to a tensor, other slots, and tensors that a step looks at. In C they take about
-as long as one slot and one tensor did by iterators."""
+LOOKS = 1, 1, len(tree.PLACEMENT)
+"""Slots on the way to a tensor, other slots, and parts of the placement of tensors that a step
+looks at: all parts of one tensor."""
 
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
@@ -90,20 +90,29 @@ class TensorUse(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What graphs read at a place, as it was: a tensor, with its storage's key and its address, or
-    packed weights."""
+    """What graphs read at a place, as it was: a tensor, with its storage's key, or packed
+    weights."""
 
     place: Place
     held: Any
-    was: object
+    was: Any
     key: int | None = None
-    address: int = 0
 
     def holds(self) -> bool:
         """Whether it is there, and where it was."""
         way, holder, key = self.place[2:]
         is_there = way.get(holder, key) is self.held
         return is_there and (self.key is None or where_is(self.held) == self.was)
+
+    def looks(self) -> Iterator[tuple[Any, Callable[[Any], object], object]]:
+        """What a glance compares of a tensor: the tensor, what gives a part of where it is, and
+        this part as it was."""
+        if type(self.held) in tree.BARE and self.was is not None:
+            # A transposed tensor, or one cut short, has the address that it had.
+            yield from ((self.held, *part) for part in zip(tree.PLACEMENT, self.was, strict=False))
+        elif self.key is not None:
+            # Of another class each part may run anything.
+            yield self.held, where_is, self.was
 
 
 class ReadSet:
@@ -195,9 +204,7 @@ class ReadSet:
             # Eager parts look again at every replay.
             is_read = use is not None and (self._has_full or not use.in_parts)
             if is_read and not (self.remade and place.path in self.remade):
-                reads.append(
-                    _Read(place, tensor, where_is(tensor), key, torch.Tensor.data_ptr(tensor))
-                )
+                reads.append(_Read(place, tensor, where_is(tensor), key))
         self._ways = places.leading([(place, tensor) for place, tensor, *_ in reads])
         # Packed weights are invisible to operators, so all of them count as read.
         self._read = reads + [_Read(*each, id(each[1])) for each in places.packed]
@@ -220,8 +227,7 @@ class ReadSet:
         """An endless iterator: each answer takes that of `settings`, looks at the next `LOOKS` of
         what `host` is not told of, and says whether all is what and where it was."""
         leading, others = self.host.looks(self._ways)
-        address = torch.Tensor.data_ptr
-        tensors = tuple([(each.held, address, each.address) for each in self._read if each.key])
+        tensors = tuple([look for each in self._read for look in each.looks()])
         counts = map(len, (leading, others, tensors))
         self.rounds = max(map(_rounds, counts, LOOKS))
         if NativeGlances is not None:
@@ -234,11 +240,11 @@ class ReadSet:
                 over=settings,
             )
         # Made of iterators that run in C, as every step takes an answer.
-        addresses = [(functools.partial(get, held), was) for held, get, was in tensors]
+        parts = [(functools.partial(get, held), was) for held, get, was in tensors]
         rings = [
             _in_turn(is_, itertools.starmap(getter, leading)),
             _in_turn(is_, itertools.starmap(getter, others)),
-            _in_turn(eq, addresses),
+            _in_turn(eq, parts),
         ]
         looks = [ring for ring, count in zip(rings, LOOKS, strict=True) for _ in range(count)]
         return map(all, zip(settings, *looks, strict=False))

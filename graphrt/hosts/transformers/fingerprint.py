@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import tree
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -145,9 +147,11 @@ def _hooks_and_tensors(state: dict[str, Any]) -> Iterator[Any]:
         yield [key for key, hook in state[hooks].items() if _module_of(hook) != _RECORDERS]
     for tensors in _TENSORS:
         for tensor in state[tensors].values():
+            yield id(tensor)
             # A quantized weight of a class of its own may have no address.
-            known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            yield id(tensor), tensor.data_ptr() if known else None
+            if type(tensor) in tree.BARE:
+                for part in tree.PLACEMENT:
+                    yield part(tensor)
 
 
 def _facts(module: torch.nn.Module, unread: frozenset[str]) -> Iterator[Any]:

@@ -641,6 +641,11 @@ def replace_data(model: Any) -> None:
     attention(model).to_v.weight.data = torch.ones(32, 32)
 
 
+def transpose_where_it_is(model: Any) -> None:
+    weight = attention(model).add_k_proj.weight
+    weight.data = weight.data.t()
+
+
 def change_attribute(model: Any) -> None:
     attention(model).norm_q.eps = 3.0
 
@@ -652,6 +657,7 @@ CHANGES = [
     change_processor,
     replace_weight,
     replace_data,
+    transpose_where_it_is,
     change_attribute,
 ]
 
