@@ -119,7 +119,9 @@ class _Run:
         except Exception as error:
             # Other gradients than those of the steps, under which the program may be none.
             size = max(self.program.setup.sizes)
-            _check_eager(twin, blank(self.program.specs(), size, size), error)
+            values = blank(self.program.specs(), size, size)
+            values = {name: value.to(self.device) for name, value in values.items()}
+            _check_eager(twin, values, error)
             raise
 
     def _step(self, number: int, step: Step, host: Any, twin: Twin, last: Any) -> Any:
