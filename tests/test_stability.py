@@ -12,6 +12,7 @@ import pytest
 
 from graphrt import GraphPool, Plan
 from graphrt.core.base.errors import ContractVersionError, PlanFileError, UnknownPlatformError
+from graphrt.core.device._contract import OLDEST_CONTRACT
 from graphrt.core.device.registry import PluginWarning
 from graphrt.cpu import CpuPlatform
 from graphrt.platforms import CONTRACT_VERSION, PlatformRegistry, hookimpl, installed_platforms
@@ -72,9 +73,13 @@ def test_a_plugin_for_another_contract_is_left_out_and_named(version, advice):
         GraphPool(platform)
 
 
-def test_a_plugin_for_this_contract_is_taken():
+@pytest.mark.parametrize("version", range(OLDEST_CONTRACT, CONTRACT_VERSION + 1))
+def test_a_plugin_for_a_contract_that_the_page_names_is_taken(version):
+    page = Path(__file__).parent.parent / "docs" / "stability.md"
+    accepted = f"Accepted are {OLDEST_CONTRACT} to {CONTRACT_VERSION}"
+    assert accepted in page.read_text(encoding="utf-8")
     registry = PlatformRegistry({}, group=None)
-    registry.register(plugin_of(CONTRACT_VERSION))
+    registry.register(plugin_of(version))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert registry.get("other").name == "other"

@@ -405,6 +405,88 @@ def test_a_cache_that_grows_becomes_one_of_a_fixed_size():
     assert "result.logits alone" in advice and "use_cache=False" in advice
 
 
+class Remembers(torch.nn.Module):
+    """Adds what it kept from the step before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = 0 if self.h is None else self.h
+        self.h = x * 2
+        return x + kept
+
+
+def test_a_tensor_of_the_step_before_is_copied_into_one_that_is_there():
+    replaced, copied = Remembers(), Remembers()
+    assert "self.h.copy_(new) in place of self.h = new" in advice_of(captured, replaced, sizes=[3])
+    copied.h = torch.zeros(3, 4)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        assert copied.h is not None
+        out = x + copied.h
+        copied.h.copy_(x * 2)
+        return out
+
+    run = captured(forward, sizes=[3])
+    for last, now in [(0.0, 1.0), (1.0, 5.0), (5.0, 2.0)]:
+        assert torch.equal(run(x=rows(3, now)), rows(3, now + 2 * last))
+        assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_a_part_that_returns_another_dtype_later_is_told_of_the_dtype():
+    doubles: list[bool] = []
+    part = eager_break(lambda x: x.double() if doubles else x + 0)
+    run = captured(lambda x: part(x) * 2, mode="PIECEWISE", sizes=[3])
+    run(x=rows(3))
+    doubles.append(True)
+    advice = advice_of(run, x=rows(3))
+    assert advice == "return one dtype at every step: .to(torch.float32)"
+    part = eager_break(lambda x: (x.double() if doubles else x + 0).to(torch.float32))
+    run = captured(lambda x: part(x) * 2, mode="PIECEWISE", sizes=[3])
+    doubles.clear()
+    assert torch.equal(run(x=rows(3)), rows(3, 2.0))
+
+
+def test_a_part_whose_branch_flips_returns_a_fresh_tensor_always():
+    @eager_break
+    def flips(y: torch.Tensor) -> torch.Tensor:
+        if y.abs().max() > 1:
+            y = y / y.abs().max()
+        return y
+
+    @eager_break
+    def clones(y: torch.Tensor) -> torch.Tensor:
+        return y / y.abs().max() if y.abs().max() > 1 else y.clone()
+
+    @eager_break
+    def limited(y: torch.Tensor) -> torch.Tensor:
+        return y / y.abs().max().clamp(min=1)
+
+    run = captured(lambda x: flips(x * 1) * 2, mode="PIECEWISE", sizes=[3])
+    assert torch.equal(run(x=rows(3)), rows(3, 2.0))
+    assert "return a fresh tensor always (y.clone()" in advice_of(run, x=rows(3, 4.0))
+    for part in (clones, limited):
+        run = captured(lambda x, part=part: part(x * 1) * 2, mode="PIECEWISE", sizes=[3])
+        for value, result in [(1.0, 2.0), (4.0, 2.0), (0.5, 1.0)]:
+            assert torch.equal(run(x=rows(3, value)), rows(3, result))
+            assert run.last_dispatch.reason is Reason.HIT
+
+
+def test_a_batch_norm_that_trains_is_evaluated():
+    model = torch.nn.BatchNorm1d(4)
+    run = captured(lambda x: model(x), sizes=[4])
+    with pytest.warns(errors.GraphQuarantinedWarning, match=r"call eval\(\)"), torch.no_grad():
+        run(x=torch.randn(3, 4))
+    assert "call eval()" in run.report().findings[0].advice
+    model.eval()
+    run.recapture()
+    with torch.no_grad():
+        run(x=torch.randn(3, 4))
+    assert run.last_dispatch.reason is Reason.HIT and not run.report().findings
+
+
 # A forward's own exceptions ---------------------------------------------------------------------
 
 

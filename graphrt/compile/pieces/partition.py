@@ -27,6 +27,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.recorder import Bridges, separate_strides
 from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.replay.entry import advice_for_another
 
 # What Inductor calls for each of its partitions is process-wide.
 _lock = fork_safe(threading.RLock())
@@ -226,7 +227,7 @@ def _check_shape(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
             "a splitting operator returned another tensor than at capture",
             got=f"{tensor.dtype} {tuple(tensor.shape)}",
             expected=f"{buffer.dtype} {tuple(buffer.shape)}",
-            advice="return the padded shape; mask the padding rows instead of dropping them",
+            advice=advice_for_another(tensor, buffer),
         )
 
 

@@ -49,6 +49,15 @@ IN_PIECES = 'mark the function around it @eager_break and capture in pieces (mod
 alone does nothing."""
 
 
+def advise_mode(error: GraphRTError, part: str) -> None:
+    """Mend the advice of an error in an eager part: `part` is marked, and lacks the mode."""
+    if IN_PIECES in (error.advice or ""):
+        mode = 'mode="PIECEWISE", or attention=AttentionSupport.NEVER'
+        lacks = f"capture {part}, which is marked @eager_break, in pieces alone ({mode})"
+        error.advice = str(error.advice).replace(IN_PIECES, lacks)
+        error.args = (error._message(),)
+
+
 def _text(value: object) -> str:
     try:
         return str(value)

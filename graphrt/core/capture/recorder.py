@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
-from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.errors import GraphRTError, advise_mode
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.sharing import together, write
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
@@ -179,6 +179,7 @@ class Recorder:
         self.context = context
         self.breakable = breakable
         self.parts: list[Part] = []
+        self.failed_part: str | None = None
         # The open segment's graph, and its tasks so far.
         self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None
         self._bridges = bridges
@@ -219,13 +220,19 @@ class Recorder:
         with self.pool.capture_lock:
             try:
                 return self._record(body)
-            except GraphRTError:
-                raise  # what is named already needs no explanation
+            except GraphRTError as error:
+                # What is named already needs no explanation.
+                if self.failed_part is not None:
+                    advise_mode(error, self.failed_part)
+                raise
             except Exception as error:
                 explained = self.pool.platform.explain(error)
                 if isinstance(explained, Unexplained):
                     raise
-                raise explained.at(source_of(error)) from error
+                explained = explained.at(source_of(error))
+                if self.failed_part is not None:
+                    advise_mode(explained, self.failed_part)
+                raise explained from error
 
     @undoing
     def _record(self, undo: Undo, body: Callable[[], R]) -> R:

@@ -107,6 +107,15 @@ def _is_same_value(before: Any, now: Any) -> bool:
     return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
+def advice_for_another(result: torch.Tensor, recorded: torch.Tensor) -> str:
+    """What to return in place of a tensor that is none of the kind which a graph recorded."""
+    if result.layout is not torch.strided:
+        return "return to_dense() of it"
+    if result.shape != recorded.shape:
+        return "return the padded shape; mask the padding rows instead of dropping them"
+    return f"return one dtype at every step: .to({recorded.dtype})"
+
+
 def _deliver_tensor(
     path: str,
     recorded: torch.Tensor,
@@ -125,7 +134,7 @@ def _deliver_tensor(
             got=f"{result.dtype} {tuple(result.shape)}"
             f"{'' if result.layout is torch.strided else f', {result.layout}'}",
             expected=f"{recorded.dtype} {tuple(recorded.shape)}",
-            advice="return the padded shape; mask the padding rows instead of dropping them",
+            advice=advice_for_another(result, recorded),
         )
     if recorded.data_ptr() == result.data_ptr() and recorded.stride() == result.stride():
         return
@@ -135,7 +144,8 @@ def _deliver_tensor(
             f"argument at capture{', at ' + path if path else ''}",
             got="a fresh tensor",
             expected="the argument, or a view of it",
-            advice="write into the argument at every step, or return a fresh tensor at every step",
+            advice="return a fresh tensor always (y.clone() where y stays as it is), or write into "
+            "the argument always",
         )
     recorded.copy_(result)
 

@@ -68,20 +68,21 @@ NOT_EAGER = Failure(
     "pass what changes as an input or write it in place into a tensor; recapture() after what the "
     "forward reads was replaced",
 )
+_EVAL = ", call eval() on a model whose BatchNorm still trains"
 ROWS_MIXED = Failure(
     RowsMixedError,
     "{how}",
     "differences of at most {rounding:.3g} of their root mean square",
     "let each row depend on its own request only (mask the padding rows, take the last token of "
-    "each request by an index input); where rows are mixed by design, Host(mixes_rows=True) says "
-    "so",
+    f"each request by an index input{_EVAL}); where rows are mixed by design, "
+    "Host(mixes_rows=True) says so",
 )
 STATE_OF_PADDING = Failure(
     RowsMixedError,
     "padding rows change state that later steps read",
     "state as a step without padding leaves it",
     "mask the padding rows, or address them by an index input whose padding is a row that is "
-    "nobody's: InputSpec(index=True, pad=...); where rows are mixed by design, "
+    f"nobody's: InputSpec(index=True, pad=...){_EVAL}; where rows are mixed by design, "
     "Host(mixes_rows=True) says so",
 )
 PYTHON_OF_PADDING = Failure(

@@ -254,9 +254,9 @@ class WatchedState:
                 "left padding rows in it",
                 got=f"{path}: {use}",
                 expected="state that is there before capture()",
-                advice="use state of a fixed size that is written in place (of transformers a "
-                "StaticCache, never a DynamicCache), and make it before the capture: run the "
-                "forward once on a real batch",
+                advice="keep it in a tensor of a fixed size that is made before the capture, and "
+                "copy_() into that: self.h.copy_(new) in place of self.h = new; of transformers "
+                "use a StaticCache, never a DynamicCache, and run the forward once on a real batch",
             )
 
     def _first_writes(
