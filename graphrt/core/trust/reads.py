@@ -20,7 +20,7 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import cycle, repeat
+from itertools import chain, cycle, repeat
 from operator import eq, is_
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -104,15 +104,14 @@ class _Read(NamedTuple):
         is_there = way.get(holder, key) is self.held
         return is_there and (self.key is None or where_is(self.held) == self.was)
 
-    def looks(self) -> Iterator[tuple[Any, Callable[[Any], object], object]]:
+    def looks(self) -> Iterable[tuple[Any, Callable[[Any], object], object]]:
         """What a glance compares of a tensor: the tensor, what gives a part of where it is, and
         this part as it was."""
         if type(self.held) in tree.BARE and self.was is not None:
             # A transposed tensor, or one cut short, has the address that it had.
-            yield from ((self.held, *part) for part in zip(tree.PLACEMENT, self.was, strict=False))
-        elif self.key is not None:
-            # Of another class each part may run anything.
-            yield self.held, where_is, self.was
+            return zip(repeat(self.held), tree.PLACEMENT, self.was, strict=False)
+        # Of another class each part may run anything.
+        return () if self.key is None else ((self.held, where_is, self.was),)
 
 
 class ReadSet:
@@ -227,7 +226,7 @@ class ReadSet:
         """An endless iterator: each answer takes that of `settings`, looks at the next `LOOKS` of
         what `host` is not told of, and says whether all is what and where it was."""
         leading, others = self.host.looks(self._ways)
-        tensors = tuple([look for each in self._read for look in each.looks()])
+        tensors = tuple(chain.from_iterable([each.looks() for each in self._read]))
         counts = map(len, (leading, others, tensors))
         self.rounds = max(map(_rounds, counts, LOOKS))
         if NativeGlances is not None:

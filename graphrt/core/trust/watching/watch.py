@@ -488,17 +488,15 @@ def _described(value: Any, tensors: Mapping[int, object]) -> object:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The sizes of a tensor; a nested one has none, and counts by its elements."""
-    return (tensor.numel(),) if _is_nested(tensor) else tuple(tensor.shape)
+    """The sizes of a tensor; a nested one that is not jagged has none, and counts by its
+    elements."""
+    if tensor.layout is torch.strided and tensor.is_nested:
+        return (tensor.numel(),)
+    return tuple(tensor.shape)
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    return (1,) if _is_nested(tensor) else tensor.stride()
-
-
-def _is_nested(tensor: torch.Tensor) -> bool:
-    # A jagged one has sizes.
-    return tensor.layout is torch.strided and tensor.is_nested
+    return (1,) if tensor.layout is torch.strided and tensor.is_nested else tensor.stride()
 
 
 def made_of_data(tensor: torch.Tensor) -> object:
