@@ -222,17 +222,21 @@ class Recorder:
                 return self._record(body)
             except GraphRTError as error:
                 # What is named already needs no explanation.
-                if self.failed_part is not None:
-                    advise_mode(error, self.failed_part)
+                self._advised(error)
                 raise
             except Exception as error:
                 explained = self.pool.platform.explain(error)
                 if isinstance(explained, Unexplained):
                     raise
-                explained = explained.at(source_of(error))
-                if self.failed_part is not None:
-                    advise_mode(explained, self.failed_part)
-                raise explained from error
+                # No local name of it: its traceback has this frame, and would keep the memory of
+                # the capture alive until a collection.
+                raise self._advised(explained.at(source_of(error))) from error
+
+    def _advised(self, error: GraphRTError) -> GraphRTError:
+        """The error; where it is an eager part's, with advice for a part that is marked already."""
+        if self.failed_part is not None:
+            advise_mode(error, self.failed_part)
+        return error
 
     @undoing
     def _record(self, undo: Undo, body: Callable[[], R]) -> R:
