@@ -480,7 +480,7 @@ def test_an_argument_in_the_wrong_place_is_told_its_own(argument, advice):
 
 @pytest.mark.parametrize(
     ("given", "advice"),
-    [("full_decode", "FULL_DECODE_ONLY"), ("FUL", "FULL"), (3, "FULL_AND_PIECEWISE")],
+    [("full_decode", "FULL_DECODE_ONLY"), ("FUL", "FULL"), (3, "FULL")],
 )
 def test_the_mode_that_was_meant_is_advised(given, advice):
     with pytest.raises(errors.InvalidModeError) as found:

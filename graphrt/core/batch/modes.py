@@ -38,7 +38,7 @@ class GraphMode(enum.Enum):
     @classmethod
     def parse(cls, value: GraphMode | str) -> GraphMode:
         """A mode from itself or its name in any case; raises `InvalidModeError`."""
-        return _member(cls, value, "graph mode", "mode", InvalidModeError)
+        return _member(cls, value, "graph mode", "mode", "FULL", InvalidModeError)
 
     @classmethod
     def parse_runtime(cls, value: GraphMode | str, what: str) -> GraphMode:
@@ -128,7 +128,7 @@ class AttentionSupport(enum.IntEnum):
         """A level from itself, its number or its name in any case; raises `InvalidOptionError`."""
         if isinstance(value, int) and not isinstance(value, bool) and value in list(cls):
             return cls(value)
-        return _member(cls, value, "level of attention support", "attention")
+        return _member(cls, value, "level of attention support", "attention", "UNIFORM_BATCH")
 
 
 @public("graphrt")
@@ -142,7 +142,11 @@ class PieceProvider(enum.Enum):
     @classmethod
     def parse(cls, value: PieceProvider | str | None) -> PieceProvider | None:
         """A provider from itself or its name, None for none; raises `InvalidOptionError`."""
-        return None if value is None else _member(cls, value, "provider of pieces", "pieces")
+        return (
+            None
+            if value is None
+            else _member(cls, value, "provider of pieces", "pieces", "breakable")
+        )
 
 
 def _member(
@@ -150,9 +154,11 @@ def _member(
     value: object,
     what: str,
     argument: str,
+    usual: str,
     error: type[GraphRTError] = InvalidOptionError,
 ) -> E:
-    """A member from itself or its name in any case; raises `error`."""
+    """A member from itself or its name in any case; raises `error`, which advises the
+    nearest name, or the `usual` one."""
     if isinstance(value, kind):
         return value
     # Providers are written as their values, in small letters.
@@ -163,7 +169,7 @@ def _member(
             f"unknown {what}",
             got=shown(value),
             expected=", ".join(names),
-            advice=f"{argument}={nearest(value, names) or names[-1]!r}",
+            advice=f"{argument}={nearest(value, names) or usual!r}",
         )
     return member
 

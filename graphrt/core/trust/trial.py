@@ -54,7 +54,7 @@ numbers): three runs of those may be close to one another by chance."""
 
 _MOST_UNSTEADY = 5
 """Runs more of such parts, while the replay is further off than that: of three runs with one random
-number each, one trial of some 4,000 has runs that are this close."""
+number each, some are this close (by arithmetic one trial of 4,000)."""
 
 _RUNS = 8
 """The usual most of runs in a trial, each of which saves rows that index writes touch."""
