@@ -199,7 +199,33 @@ def decode() -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-DRAWINGS: tuple[Callable[[], None], ...] = (modes, sizes, pools, pieces, tasks, trust, decode)
+def ranks() -> None:
+    """What lock-step costs in padding by the number of ranks, and what a vote adds to a step."""
+    results = ROOT / "benchmarks" / "results"
+    cluster = json.loads((results / "ranks_cluster.json").read_text(encoding="utf-8"))["results"]
+    two = json.loads((results / "ranks_two_h200.json").read_text(encoding="utf-8"))["results"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 2.6), facecolor="white")
+    figure.subplots_adjust(left=0.07, right=0.98, top=0.88, bottom=0.2, wspace=0.62)
+    counts = (8, 64, 512, 4096)
+    loads = list(dict.fromkeys(case.rpartition(", ")[0] for case in cluster))
+    for load, colour in zip(loads, plt.get_cmap("tab10").colors, strict=False):
+        costs = [cluster[f"{load}, {count} ranks"]["by votes"] for count in counts]
+        left.plot(counts, costs, marker="o", markersize=3, label=load, color=colour)
+    left.set_xscale("log", base=2)
+    left.set_xticks(counts, [f"{count:,}" for count in counts])
+    left.set(xlabel="ranks", title="tokens computed for a live one", ylim=(0, 10))
+    left.legend(frameon=False, fontsize=6.5, loc="upper left")
+    ways = {"step": "no vote", "vote begun before": "vote begun before", "vote and step": "vote"}
+    bars = right.barh(list(ways.values()), [two[way] / 1000 for way in ways], 0.6, color="#3552a8")
+    right.bar_label(bars, fmt="%.2f", size=8, padding=2)
+    right.set(xlabel="ms a step, two H200", title="a step with 16 all-reduces", xlim=(0, 2.9))
+    right.invert_yaxis()
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.title.set_size(9)
+
+
+DRAWINGS: list[Callable[[], None]] = [modes, sizes, pools, pieces, tasks, trust, decode, ranks]
 
 
 def main() -> None:

@@ -217,7 +217,7 @@ def test_every_reason_is_on_the_page_of_troubles():
 
 
 def test_the_pictures_are_those_that_the_script_draws_and_pages_show():
-    (drawn,) = re.findall(r"^DRAWINGS: .* = \((.*)\)$", text_of("docs/pictures.py"), re.MULTILINE)
+    (drawn,) = re.findall(r"^DRAWINGS: .* = \[(.*)\]$", text_of("docs/pictures.py"), re.MULTILINE)
     shown = [
         name for each in DOCUMENTS for name in re.findall(r"pictures/(\w+)\.svg", text_of(each))
     ]
