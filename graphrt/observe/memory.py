@@ -3,8 +3,8 @@
 1. Graphs are captured from the largest to the smallest, into one pool. The first takes what a step
    needs at its peak, and the next ones use it again.
 2. After the second graph all are predicted (`predicted`): what is captured, and for each graph that
-   is left a share of the pool by its tokens, and as much of the driver's memory as the graphs after
-   the first took on average. Each further graph corrects that.
+   is left a share of the pool by its tokens, and as much of the driver's memory as the graphs took
+   on average, of which the first counts up to 2 MiB. Each further graph corrects that.
 3. Where this is more than the device has free, or than `limit_bytes` or the plan's budget allow, a
    `GraphMemoryWarning` says so, once. As an error (`warnings.simplefilter`) it ends the capture;
    the graphs before it serve.
@@ -30,6 +30,9 @@ from graphrt.core.runner.runner import GraphRunner
 _SEGMENT_BYTES = 20 << 20
 """What an allocator takes at once from the device. A pool that grew by less may have room left for
 the graphs that follow, so that is no sign that each of them takes as much."""
+
+_CHUNK_BYTES = 2 << 20
+"""What CUDA's driver takes at once for graphs."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +73,26 @@ def predicted(captured: Sequence[GraphMemory], left: Iterable[tuple[str, int]]) 
     by_mode: dict[str, list[GraphMemory]] = {}
     for graph in captured:
         by_mode.setdefault(graph.mode, []).append(graph)
-    later = {mode: graphs[1:] for mode, graphs in by_mode.items() if len(graphs) > 1}
     left = [*left]
+    first = max(0, captured[0].driver_bytes or 0)
     rest = 0.0
     for mode, tokens in left:
-        graphs = later.get(mode) or captured[1:]
-        grown = sum(graph.pool_bytes or 0 for graph in graphs)
-        rest += max(0, grown - _SEGMENT_BYTES) * tokens / sum(graph.tokens for graph in graphs)
-        driver = sum(graph.driver_bytes or 0 for graph in graphs) / len(graphs)
-        # The first graph takes as much as the others, and what is loaded with it.
-        rest += min(max(0.0, driver), max(0, captured[0].driver_bytes or 0))
+        graphs = by_mode.get(mode, [])
+        graphs = graphs if len(graphs) > 1 else [*captured]
+        grown = sum(graph.pool_bytes or 0 for graph in graphs[1:])
+        rest += max(0, grown - _SEGMENT_BYTES) * tokens / sum(graph.tokens for graph in graphs[1:])
+        rest += _driver_bytes(graphs, first)
     known = sum(graph.bytes for graph in captured)
     return Forecast(round(known + rest), known, len(captured), len(captured) + len(left))
+
+
+def _driver_bytes(graphs: Sequence[GraphMemory], first: int) -> float:
+    """What the driver will take for one graph more than `graphs`, where `first` is what it took
+    for the first graph of all, with the kernels that were loaded with it."""
+    taken = [graph.driver_bytes or 0 for graph in graphs]
+    later = min(sum(taken[1:]) / len(taken[1:]), first)
+    # A graph for which nothing was taken lies in what one before it left of a chunk.
+    return max(0.0, later, min(sum(taken) / len(taken), _CHUNK_BYTES))
 
 
 def told_beforehand(figures: Mapping[str, Any]) -> tuple[str, str] | None:
