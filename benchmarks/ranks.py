@@ -8,11 +8,15 @@ all-reduce of as many bytes by itself; a vote waited for at once; a vote begun b
 some work and waited for after it; and vLLM's rule as it is published, one all-reduce of seven
 int32 a rank. `cluster` draws batches for many ranks, and compares what they compute: each by
 itself, by a vote on the graph, as here, and by vLLM's rule (the most tokens of any rank, one mode
-for all; query lengths that differ make every rank run the general graph).
+for all; query lengths that differ make every rank run the general graph). Milliseconds of a step
+are those that a Llama of 1B shape took on an H200 (`results/gpu_decode_1b_h200.json`), between its
+sizes and above them by a straight line; a step of all ranks takes as long as its slowest one, and
+the exchange itself, which runs beside the step before, is not in it.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
 import statistics
@@ -20,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,6 +132,37 @@ TRAFFIC = {
 }
 
 
+MEASURED = Path(__file__).with_name("results") / "gpu_decode_1b_h200.json"
+WAYS = {
+    GraphMode.FULL: "graphrt FULL",
+    GraphMode.PIECEWISE: "graphrt PIECEWISE",
+    GraphMode.NONE: "eager",
+}
+
+
+class StepTimes:
+    """Milliseconds of a step by its mode and tokens, as measured."""
+
+    def __init__(self, path: Path = MEASURED) -> None:
+        batches = json.loads(path.read_text(encoding="utf-8"))["results"]["1b"]["batches"]
+        self._points = {
+            mode: sorted((int(size), row["ms"][way]["step"]) for size, row in batches.items())
+            for mode, way in WAYS.items()
+        }
+        self._known: dict[tuple[GraphMode, int], float] = {}
+
+    def ms(self, mode: GraphMode, tokens: int) -> float:
+        """Between two sizes, or above the largest, on the line through the nearest two."""
+        known = self._known.get((mode, tokens))
+        if known is None:
+            points = self._points[mode]
+            above = next((at for at, point in enumerate(points) if point[0] >= tokens), len(points))
+            (left, low), (right, high) = points[max(0, min(above, len(points) - 1) - 1) :][:2]
+            line = low + (tokens - left) * (high - low) / (right - left)
+            known = self._known[mode, tokens] = max(line, points[0][1])
+        return known
+
+
 def drawn(rng: random.Random, traffic: Traffic, mean: float, query_len: int) -> Batch:
     reqs = max(1, min(round(rng.gauss(mean, mean**0.5)), 512 // query_len))
     if rng.random() < traffic.prompts:
@@ -135,8 +171,9 @@ def drawn(rng: random.Random, traffic: Traffic, mean: float, query_len: int) -> 
 
 
 def cluster(ranks: int, traffic: Traffic, *, steps: int = 200, seed: int = 0) -> dict[str, float]:
-    """Of random steps of so many ranks: tokens computed for each live one, the share of steps with
-    a FULL graph for all, and by vLLM's rule that of steps in which ranks take different graphs."""
+    """Of random steps of so many ranks: tokens computed for each live one, milliseconds a step, the
+    share of steps with a FULL graph for all, and by vLLM's rule that of steps in which ranks take
+    different graphs. `slowest alone` is a step without agreement, for ranks that wait anyway."""
     rng = random.Random(seed)
     whole, less = dispatcher_of(), dispatcher_of()
     for size in (40, 48, 56, 64):
@@ -145,18 +182,26 @@ def cluster(ranks: int, traffic: Traffic, *, steps: int = 200, seed: int = 0) ->
     means = [min(32 * rng.lognormvariate(0.0, traffic.spread), 400) for _ in range(ranks)]
     lens = [4 if rank / ranks < traffic.drafting else 1 for rank in range(ranks)]
     live = alone = ours = theirs = full = theirs_full = apart = 0
+    times = StepTimes()
+    alone_ms = ours_ms = theirs_ms = 0.0
     for _ in range(steps):
         batches = [drawn(rng, traffic, *each) for each in zip(means, lens, strict=True)]
         first, others = batches[0], set(batches[1:])
         tokens = sum(batch.num_tokens for batch in batches)
         live += tokens
-        alone += sum(whole.peek(batch).descriptor.num_tokens for batch in batches)
+        answers = [whole.peek(batch) for batch in batches]
+        alone += sum(answer.descriptor.num_tokens for answer in answers)
+        alone_ms += max(times.ms(each.mode, each.descriptor.num_tokens) for each in answers)
         votes = [ballots[0].usable(first), *map(ballots[1].usable, others)]
         least = [min(column) for column in zip(*votes, strict=True)]
         at = next((at for at, vote in enumerate(least) if vote == USABLE), None)
         graph = None if at is None else ballots[0].graphs[at]
         ours += tokens if graph is None else graph.descriptor.num_tokens * ranks
         full += graph is not None and graph.mode is GraphMode.FULL
+        if graph is None:
+            ours_ms += max(times.ms(GraphMode.NONE, batch.num_tokens) for batch in batches)
+        else:
+            ours_ms += times.ms(graph.mode, graph.descriptor.num_tokens)
         query_lens = {batch.query_len for batch in batches}
         query_len = query_lens.pop() if len(query_lens) == 1 else None
         most = Batch(max(batch.num_tokens for batch in batches), None, query_len)
@@ -165,10 +210,14 @@ def cluster(ranks: int, traffic: Traffic, *, steps: int = 200, seed: int = 0) ->
             apart += 1
         theirs += answers[1].descriptor.num_tokens * ranks
         theirs_full += answers[1].mode is GraphMode.FULL
+        theirs_ms += max(times.ms(each.mode, each.descriptor.num_tokens) for each in answers)
     return {
         "each alone": alone / live,
         "by votes": ours / live,
         "by vLLM's rule": theirs / live,
+        "ms, slowest alone": alone_ms / steps,
+        "ms by votes": ours_ms / steps,
+        "ms by vLLM's rule": theirs_ms / steps,
         "FULL by votes": full / steps,
         "FULL by vLLM's rule": theirs_full / steps,
         "apart by vLLM's rule": apart / steps,
