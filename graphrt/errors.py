@@ -59,7 +59,6 @@ __all__ = [
     "PlatformConflictError",
     "PlatformError",
     "PlatformUnavailableError",
-    "PluginBlockedError",
     "PluginWarning",
     "PoolBusyError",
     "PoolClosedError",

@@ -142,10 +142,6 @@ class UnknownPlatformError(PlatformError, LookupError):
     """No platform of that name is installed."""
 
 
-class PluginBlockedError(UnknownPlatformError):
-    """The plugin of that name is blocked by `GRAPHRT_BLOCK_PLUGINS` or `GRAPHRT_ONLY_PLUGINS`."""
-
-
 class PlatformUnavailableError(PlatformError):
     """The platform is installed, but this machine cannot run it."""
 
