@@ -420,7 +420,7 @@ def test_what_holds_graphs_is_neither_copied_nor_pickled(how, what):
         "slot": lambda: runner().slot(Batch(2)),
         "copied by itself": lambda: CPUGraphWrapper(CopiesItself(), "FULL"),
     }
-    with pytest.raises(CopyError, match=r"a (Graph|InputSlot)"):
+    with pytest.raises(CopyError, match="cannot be copied"):
         how(made[what]())
 
 

@@ -32,7 +32,7 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.base.option_values import check_kind, shown
+from graphrt.core.base.option_values import check_kind, flag, shown
 from graphrt.core.device._contract import check_contract
 from graphrt.core.device.platform import Availability, Platform
 
@@ -177,6 +177,7 @@ class PlatformRegistry:
         `PlatformUnavailableError` if this machine cannot run it.
         """
         check_kind("name", name, str, optional=False)
+        flag("must_be_available", must_be_available)
         with self._lock:
             built_in = self._built_in(name) if name in self._built_ins else []
         named = [each for each in built_in if each.platform is not None]

@@ -27,9 +27,6 @@ class Recording(Protocol):
     def breakable(self) -> bool:
         """Whether `run_eagerly` may end the segment."""
 
-    failed_part: str | None
-    """The eager part that became part of a FULL graph and raised."""
-
     @property
     def must_break(self) -> bool:
         """Whether an eager part may not become part of a graph."""
