@@ -136,10 +136,6 @@ class ContractVersionError(PlatformError):
     """A platform was written for another version of the device contract."""
 
 
-class TorchImportError(PlatformError, ImportError):
-    """`import torch` failed because a device extension that it loads is broken."""
-
-
 class MissingTorchNameError(GraphRTError, ImportError):
     """This torch lacks a private name that graphrt needs."""
 
