@@ -282,9 +282,8 @@ def _behind_a_replay(context: ForwardContext) -> CaptureError:
 class CaptureSession:
     """What was captured in a pool since this, of `GraphPool.capture_session()`, was entered."""
 
-    def __init__(self, pool: GraphPool, *, freeze: bool) -> None:
+    def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
-        self._freeze = freeze
         self._undo = Undo()
         self._captures, self._bytes = pool.captures, pool.bytes()
 
@@ -300,7 +299,7 @@ class CaptureSession:
         try:
             self._captures, self._bytes = pool.captures, pool.bytes()
             undo.later(partial(thaw_garbage, self))
-            freeze_garbage(self, heap=self._freeze)
+            freeze_garbage(self)
             undo.later(partial(pool._end_session, self))
             pool._sessions.append(self)
             pool._tell_holders()
@@ -423,21 +422,20 @@ class GraphPool(Uncopied):
         with self.capture_lock, self.on_device():
             return self.platform.memory_handle(self.memory)
 
-    def capture_session(self, *, stream: Any = None, freeze: bool = True) -> CaptureSession:
+    def capture_session(self, *, stream: Any = None) -> CaptureSession:
         """A context around many captures, such as those of a host that captures piece by piece.
 
-        Garbage is frozen once, beside a heap that the host has frozen collected once; without
-        `freeze`, for hosts that do so themselves, it is only not collected. Wrappers with
-        `GraphOptions(lazy=True)` may capture inside, those included that come into the pool
-        meanwhile, and are sealed where it ends, however it ends. It holds no lock and owns no pool:
-        the host runs and captures in it what it likes. `stream` is where the pool captures from now
-        on, as in `GraphPool(stream=)`. May be nested.
+        Garbage is frozen once; beside a heap that the host has frozen it is only not collected.
+        Wrappers with `GraphOptions(lazy=True)` may capture inside, those included that come into
+        the pool meanwhile, and are sealed where it ends, however it ends. It holds no lock and owns
+        no pool: the host runs and captures in it what it likes. `stream` is where the pool captures
+        from now on, as in `GraphPool(stream=)`. May be nested.
         """
         self.check_open()
         if stream is not None:
             with self.on_device():
                 self.stream = self.platform.adopt_stream(stream)
-        return CaptureSession(self, freeze=freeze)
+        return CaptureSession(self)
 
     def _end_session(self, session: CaptureSession) -> None:
         if session in self._sessions:
