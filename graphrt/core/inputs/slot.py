@@ -48,6 +48,10 @@ class InputSlot(Mapping[str, torch.Tensor], Uncopied):
     `InputSlotError`, and what is written to it after that, unseen, may be read by a later step.
     """
 
+    _holds = "memory of its runner's"
+    _instead = (
+        "runner.slot(batch) for each step; {name: rows.clone() for name, rows in slot.items()}"
+    )
     __slots__ = (
         "_tensors",
         "agreed",
