@@ -283,7 +283,7 @@ class PoolClosedError(PoolError):
 
 
 class PoolLeftBehindError(PoolError):
-    """A child of the process that made the pool cannot use it: see `docs/how-to/engine.md`."""
+    """A child of a process that had pools can use none of them, nor new ones."""
 
 
 class GraphsCapturedError(PoolError):

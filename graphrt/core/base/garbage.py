@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from graphrt.core.base._fork import after_forks
 from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.homes import public
 
@@ -40,15 +39,6 @@ def freeze_garbage(user: object) -> None:
 def thaw_garbage(user: object) -> None:
     """End what `freeze_garbage` began for this user, if it did; the last one restores all."""
     _still.leave(user)
-
-
-def _forked() -> None:
-    """The captures of other threads, which would have thawed it, do not exist in a child."""
-    _still.users.clear()
-    _still.leave(None)
-
-
-after_forks(_forked)
 
 
 @public("graphrt.lowlevel")

@@ -35,8 +35,6 @@ class Capability(enum.Enum):
     """Random operators of a graph draw new numbers at every replay."""
     HOST_POOL = "host_pool"
     """`adopt_memory` and `memory_handle`."""
-    FORK = "fork"
-    """Graphs and their memory live on in a child of the process that captured them."""
 
 
 def check_contract(platform: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
 from graphrt.core.device.platform import Platform
@@ -17,7 +16,7 @@ from graphrt.core.device.platform import Platform
 # Process-wide because devices are: two captures on one device at the same time see each other's
 # work, whoever they belong to.
 _locks: dict[tuple[str, int | None], threading.RLock] = {}
-_making = fork_safe(threading.Lock())
+_making = threading.Lock()
 
 
 def capture_lock(device: torch.device) -> threading.RLock:
@@ -25,7 +24,7 @@ def capture_lock(device: torch.device) -> threading.RLock:
     key = device.type, device.index
     with _making:
         if key not in _locks:
-            _locks[key] = fork_safe(threading.RLock())
+            _locks[key] = threading.RLock()
         return _locks[key]
 
 

@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import pluggy
 
-from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import (
     PlatformConflictError,
     PlatformError,
@@ -135,7 +134,7 @@ class PlatformRegistry:
         # Plugins that are installed and could not be imported; None before they are looked for.
         self._broken: list[FoundPlatform] | None = None
         self._stood_in_for: set[str] = set()
-        self._lock = fork_safe(threading.RLock())
+        self._lock = threading.RLock()
 
     def register(self, plugin: object, name: str | None = None) -> str:
         """Add a plugin (a module or object with the hook) of this process; returns its name.
