@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from graphrt.core.base._warnings import *
 from graphrt.core.base.errors import *
-from graphrt.core.base.private_torch import UntestedTorchWarning
 from graphrt.core.device.registry import PluginWarning
 
 __all__ = [
@@ -59,7 +58,6 @@ __all__ = [
     "PlatformConflictError",
     "PlatformError",
     "PlatformUnavailableError",
-    "PluginBlockedError",
     "PluginWarning",
     "PoolBusyError",
     "PoolClosedError",
@@ -77,12 +75,10 @@ __all__ = [
     "StreamBudgetError",
     "TaskContractError",
     "TaskError",
-    "TorchImportError",
     "UnannouncedModuleError",
     "UnjoinedStreamError",
     "UnknownPlatformError",
     "UnsupportedHostError",
-    "UntestedTorchWarning",
     "UntrackedWeightsError",
     "UpdateRefusedError",
     "VerificationError",

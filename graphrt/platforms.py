@@ -9,7 +9,6 @@ that platforms over a caching allocator of torch have in common.
 from __future__ import annotations
 
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.device._allowed import AllowedPlugins
 from graphrt.core.device._contract import CONTRACT_VERSION, Capability
 from graphrt.core.device.captures import Captures, Memory
 from graphrt.core.device.error_chain import error_chain
@@ -41,7 +40,6 @@ __all__ = [
     "CONTRACT_VERSION",
     "PLATFORM_VARIABLE",
     "Allocator",
-    "AllowedPlugins",
     "Availability",
     "Capability",
     "Captures",

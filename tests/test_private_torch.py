@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,8 +17,6 @@ from graphrt.core.base.private_torch import (
     TESTED,
     PrivateName,
     PrivateNames,
-    UntestedTorchWarning,
-    warn_if_untested,
 )
 from tests import starts
 
@@ -171,18 +168,3 @@ def test_no_import_fails_without_any_of_them() -> None:
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch._C._cuda_getDevice",
     ]
-
-
-def test_an_untested_torch_is_named_in_a_warning() -> None:
-    with pytest.warns(UntestedTorchWarning, match=r"torch 99\.1\.0"):
-        warn_if_untested("99.1.0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for version in (*TESTED, f"{TESTED[-1]}.3+cu130", "2.0.1"):
-            warn_if_untested(version)
-
-
-def test_using_graphrt_warns_of_an_untested_torch() -> None:
-    code = "import torch; torch.__version__ = '99.1.0'; from graphrt import Plan"
-    done = starts.run("-c", code, cwd=ROOT, check=True)
-    assert "UntestedTorchWarning: graphrt was not tested with torch 99.1.0" in done.stderr

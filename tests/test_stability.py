@@ -52,15 +52,9 @@ def plugin_of(version: Any) -> Any:
     return Plugin()
 
 
-@pytest.mark.parametrize(
-    ("version", "advice"),
-    [
-        (CONTRACT_VERSION + 1, "newer graphrt"),
-        (0, "version of the plugin"),
-        ("1", "version of the plugin"),
-    ],
-)
-def test_a_plugin_for_another_contract_is_left_out_and_named(version, advice):
+@pytest.mark.parametrize("version", [CONTRACT_VERSION + 1, 0, "1"])
+def test_a_plugin_for_another_contract_is_left_out_and_named(version):
+    advice = "newer version of the plugin, or of graphrt"
     registry = PlatformRegistry({}, group=None)
     registry.register(plugin_of(version), name="mine")
     with pytest.warns(PluginWarning, match="ContractVersionError"):

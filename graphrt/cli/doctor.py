@@ -25,9 +25,7 @@ from graphrt.cli.variables import variables_set
 from graphrt.core.base._native_door import native_state
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.texts import seconds_text
-from graphrt.core.device._allowed import BLOCK_VARIABLE, ONLY_VARIABLE, AllowedPlugins
 from graphrt.core.device.registry import (
-    ENTRY_POINT_GROUP,
     FoundPlatform,
     current_platform,
     installed_platforms,
@@ -94,7 +92,6 @@ def _platform(entry: FoundPlatform, *, tries: bool) -> dict[str, Any]:
         "available": entry.availability.available,
         "reason": entry.availability.reason,
         "error": entry.error,
-        "blocked": entry.blocked,
         "capabilities": sorted(c.value for c in platform.capabilities) if platform else [],
         "wrapper": wrapper,
         "versions": versions,
@@ -164,16 +161,11 @@ def _asked(entry: FoundPlatform, method: str) -> Any:
 
 
 def _notes() -> list[str]:
-    installed = metadata.entry_points(group=ENTRY_POINT_GROUP)
-    notes = [
-        f"{BLOCK_VARIABLE} or {ONLY_VARIABLE} names {name!r}, which no installed plugin is called"
-        for name in AllowedPlugins.from_environment().missing(installed)
-    ]
-    if _version("torch_npu") is not None:
-        from graphrt.ascend.driver.library import environment_notes
+    if _version("torch_npu") is None:
+        return []
+    from graphrt.ascend.driver.library import environment_notes
 
-        notes += environment_notes()
-    return notes
+    return [*environment_notes()]
 
 
 def _current() -> dict[str, Any]:

@@ -14,7 +14,6 @@ from graphrt.core.base.option_values import (
     choice,
     flag,
     items_of,
-    only_known,
     operators,
     optional,
     text,
@@ -23,7 +22,6 @@ from graphrt.core.base.option_values import (
 
 
 @public("graphrt.compile")
-@only_known
 @dataclass(frozen=True)
 class CompileOptions:
     """Settings of `graphrt.compile`.

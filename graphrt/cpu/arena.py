@@ -13,7 +13,6 @@ from weakref import KeyedRef, ref
 
 import torch
 
-from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import GraphRTError, PoolClosedError, PoolExhaustedError
 from graphrt.cpu.private_torch import conjugated, negated
 
@@ -56,7 +55,7 @@ class Arena:
         # Finalizers run on any thread and inside the garbage collector, even while this thread
         # holds the lock: they only append here, and the next allocation takes the blocks back.
         self._dropped: deque[KeyedRef[int, Any]] = deque()
-        self._lock = fork_safe(threading.RLock())
+        self._lock = threading.RLock()
         self._next_token = 1
         self._live = 0
         self._peak = 0

@@ -35,7 +35,6 @@ class CpuPlatform(Platform):
             Capability.TASK_UPDATE,
             Capability.RANDOM,
             Capability.HOST_POOL,
-            Capability.FORK,
         }
     )
     capture_executes = True

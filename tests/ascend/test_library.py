@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +13,6 @@ from typer.testing import CliRunner
 
 from graphrt.ascend.driver import library
 from graphrt.cli.app import app
-from graphrt.core.base.errors import TorchImportError
-from graphrt.core.base.torch_import import explain_torch_import
 from graphrt.core.device import registry as plugins
 from tests import starts
 
@@ -116,28 +112,6 @@ def test_doctor_says_that_cann_is_missing(imports: Any, monkeypatch: pytest.Monk
     assert "set_env.sh" in text.replace("\n", "")
 
 
-# What `import torch` makes of it -----------------------------------------------------------------
-
-AUTOLOAD = (
-    "Failed to load the backend extension: torch_npu. You can disable extension auto-loading with "
-    "TORCH_DEVICE_BACKEND_AUTOLOAD=0."
-)
-
-
-def test_the_import_of_torch_that_dies_of_a_missing_cann() -> None:
-    error = RuntimeError(AUTOLOAD)
-    error.__cause__ = ImportError(NO_CANN)
-    found = explain_torch_import(error)
-    assert isinstance(found, TorchImportError) and isinstance(found, ImportError)
-    assert "torch_npu" in str(found) and "ImportError: libhccl.so" in str(found)
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0 graphrt doctor" in str(found.advice)
-    assert "torch_npu" in str(explain_torch_import(RuntimeError(AUTOLOAD)))
-
-
-def test_other_failures_of_torch_are_left_alone() -> None:
-    assert explain_torch_import(RuntimeError("CUDA error")) is None
-
-
 @pytest.fixture
 def broken_extension(tmp_path: Path) -> dict[str, str]:
     """An environment in which torch finds a torch_npu without CANN."""
@@ -162,22 +136,3 @@ def test_doctor_runs_beside_a_broken_torch_npu(broken_extension: dict[str, str])
     assert done.returncode == 0, done.stderr
     assert "libhccl.so" in done.stdout and "set_env.sh" in done.stdout
     assert "2.13.0" in done.stdout
-
-
-def test_graphrt_says_why_torch_cannot_be_imported(broken_extension: dict[str, str]) -> None:
-    """As the first import of `graphrt` it stands in for `import torch`."""
-    load = (
-        "import sys, types; package = types.ModuleType('graphrt'); "
-        f"package.__path__ = [{str(ROOT / 'graphrt')!r}]; sys.modules['graphrt'] = package; "
-        "import graphrt.core.base.torch_import"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", load],
-        env=broken_extension,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    last = done.stderr[done.stderr.rindex("TorchImportError") :]
-    assert "libhccl.so" in last and "TORCH_DEVICE_BACKEND_AUTOLOAD=0 graphrt doctor" in last

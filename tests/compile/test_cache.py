@@ -278,7 +278,6 @@ def test_the_log_is_set_up_only_if_asked_for(own_logger: logging.Logger):
     set_up_logging({})
     assert own_logger.handlers == before
     set_up_logging({"GRAPHRT_LOG": "debug"})
-    set_up_logging({"GRAPHRT_LOG": "debug"})
     assert own_logger.level == logging.DEBUG and len(own_logger.handlers) == len(before) + 1
     with pytest.warns(UserWarning, match="GRAPHRT_LOG='LOUD' .* DEBUG, INFO"):
         set_up_logging({"GRAPHRT_LOG": "loud"})

@@ -43,9 +43,7 @@ from graphrt import (
     wrapper_class,
 )
 from graphrt.platforms import (
-    AllowedPlugins,
     PlatformRegistry,
-    hookimpl,
     resolve_platform,
 )
 from graphrt.types import Axis
@@ -318,12 +316,6 @@ def registry() -> PlatformRegistry:
     return PlatformRegistry({"cpu": "graphrt.cpu.platform:CpuPlatform"}, group=None)
 
 
-class _Plugin:
-    @hookimpl
-    def graphrt_platforms(self) -> list[Any]:
-        return []
-
-
 def of_registry(name: str, /, **right: Any) -> Target:
     return Target(lambda: (getattr(registry(), name), dict(right)))
 
@@ -411,9 +403,6 @@ TARGETS: dict[str, Target] = {
     "resolve_platform": constructor(resolve_platform, platform="cpu"),
     "eager_break": constructor(break_of, function=plus),
     "carry_context": constructor(carry_context, function=plus),
-    "AllowedPlugins": constructor(AllowedPlugins),
-    "AllowedPlugins.from_environment": constructor(AllowedPlugins.from_environment),
-    "PlatformRegistry.register": of_registry("register", plugin=_Plugin()),
     "PlatformRegistry.get": of_registry("get", name="cpu"),
     "PlatformRegistry.current": of_registry("current"),
     # Runners.

@@ -173,7 +173,7 @@ TAKERS = {
 
 
 @pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
-@pytest.mark.parametrize("version", [99, True, 1.0, None, Broken()])
+@pytest.mark.parametrize("version", [99, 0, None])
 def test_a_platform_of_another_contract_is_refused_wherever_it_is_given(version, take):
     class Other(CpuPlatform):
         contract_version = version

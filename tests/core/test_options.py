@@ -210,8 +210,6 @@ def test_dots_into_a_plain_option() -> None:
         GraphOptions.from_dict(read_settings(["warmups.x=1"]))
 
 
-def test_an_object_with_a_key_twice_and_one_that_is_no_options() -> None:
-    with pytest.raises(InvalidOptionError, match="given twice"):
-        read_settings(['a={"lazy": true, "lazy": false}'])
+def test_what_is_no_options() -> None:
     with pytest.raises(InvalidOptionError, match="a dict of options"):
         GraphOptions.from_dict([1])  # type: ignore[arg-type]

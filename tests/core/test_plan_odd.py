@@ -29,11 +29,9 @@ from graphrt import (
     GraphMode,
     GraphOptions,
     GraphRunner,
-    Host,
     InputSpec,
     Plan,
 )
-from graphrt.compile import CompileOptions
 from graphrt.core.base._warnings import PlanChangedWarning
 from graphrt.core.base.errors import (
     GraphRTError,
@@ -131,17 +129,6 @@ def test_attention_is_a_level_or_its_name(level: Any) -> None:
     assert plan(attention=level).fingerprint == wanted.fingerprint
     named = plan(attention={"flash": level})
     assert named.attention == {"flash": AttentionSupport.UNIFORM_BATCH}
-
-
-@pytest.mark.parametrize("owner", [GraphOptions, Plan, Budget, GraphCost, Host, CompileOptions])
-def test_an_unknown_keyword_is_a_named_error(owner: Any) -> None:
-    with pytest.raises(InvalidOptionError, match="foo"):
-        owner(foo=1)
-
-
-def test_a_keyword_that_is_nearly_right_is_told() -> None:
-    with pytest.raises(InvalidOptionError, match="try: inputs_in_graph"):
-        GraphOptions(inputs_in_graphs=True)  # type: ignore[call-arg]
 
 
 # Budgets -----------------------------------------------------------------------------------------
@@ -307,7 +294,7 @@ def test_a_plan_of_many_sizes_takes_no_time_that_is_quadratic_in_them() -> None:
 def test_more_sizes_than_anybody_captures_are_refused() -> None:
     with pytest.raises(InvalidSizesError, match="mistake"):
         plan(max_num_tokens=10**12, max_size=10**12)
-    with pytest.raises(InvalidSizesError, match="too many"):
+    with pytest.raises(InvalidSizesError, match="no more than"):
         plan(sizes=itertools.count(1))
     assert decode_sizes([1, 9], 4, max_num_reqs=10**12, limit=16) == (4, 12)
     assert plan(max_num_tokens=10**12, max_num_reqs=10**12).keys

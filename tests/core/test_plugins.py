@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import threading
 import types
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
+import pluggy
 import pytest
-import torch
 
 from graphrt.core.base.errors import (
     PlatformConflictError,
@@ -101,22 +99,6 @@ def registry(*results: object, built_ins: dict[str, str] | None = None) -> Platf
     for index, result in enumerate(results):
         made.register(Plugin(result), f"plugin{index}")
     return made
-
-
-class Incomparable(Plugin):
-    def __eq__(self, other: object) -> bool:
-        raise ValueError("no comparison")
-
-    def __hash__(self) -> int:
-        raise TypeError("no hash")
-
-
-@pytest.mark.usefixtures("built_ins")
-def test_a_plugin_that_cannot_be_compared_breaks_no_other() -> None:
-    found = registry(StubPlatform("mine"), built_ins=table("cpu"))
-    with pytest.raises(PlatformError, match="compared by value"):
-        found.register(Incomparable(StubPlatform("other")))
-    assert found.current().name == "mine"
 
 
 # Choosing ----------------------------------------------------------------------------------------
@@ -243,11 +225,11 @@ def test_a_plugin_can_come_after_the_first_look() -> None:
 
 def test_registering_twice() -> None:
     found = registry(StubPlatform("one"))
-    with pytest.raises(PlatformConflictError, match="plugin0"):
+    with pytest.raises(ValueError, match="plugin0"):
         found.register(Plugin(StubPlatform("two")), "plugin0")
     twice = Plugin(StubPlatform("two"))
     found.register(twice)
-    with pytest.raises(PlatformConflictError, match="registered already"):
+    with pytest.raises(ValueError, match="under a different name"):
         found.register(twice, "another")
 
 
@@ -255,9 +237,6 @@ def test_registering_something_without_the_hook() -> None:
     found = registry()
     with pytest.raises(PlatformError, match="no graphrt hook"):
         found.register(types.ModuleType("empty"))
-    for by_value in (types.SimpleNamespace(), torch.zeros(2), None):
-        with pytest.raises(PlatformError, match="compared by value"):
-            found.register(by_value)
     assert found.platforms() == ()
 
 
@@ -266,7 +245,7 @@ def test_registering_a_hook_of_the_wrong_signature() -> None:
         @hookimpl
         def graphrt_platforms(self, config: object) -> None: ...
 
-    with pytest.raises(PlatformError, match="not be found in the hookspec"):
+    with pytest.raises(pluggy.PluginValidationError, match="not be found in the hookspec"):
         registry().register(Wrong())
 
 
@@ -481,74 +460,14 @@ def test_an_interrupt_while_plugins_are_found_is_the_users(raising_entry_point: 
 # Plugins that are wrong --------------------------------------------------------------------------
 
 
-class Wrong(StubPlatform):
-    """A platform of which one thing is wrong."""
-
-    def __init__(self, **wrong: Any) -> None:
-        super().__init__("wrong")
-        for name, value in wrong.items():
-            setattr(self, name, value)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [True, False, None, "yes", ("no", 3), Availability("yes"), Availability(False, None)],  # type: ignore[arg-type]
-    ids=repr,
-)
-def test_availability_of_another_type_is_recorded(answer: object) -> None:
-    found = registry(Wrong(availability=lambda: answer), StubPlatform("good"))
+@pytest.mark.parametrize("answer", [True, None, "yes", ("no", 3)], ids=repr)
+def test_availability_of_another_type_is_recorded(answer: Any) -> None:
+    wrong = StubPlatform("wrong")
+    wrong._answer = answer
+    found = registry(wrong, StubPlatform("good"))
     with pytest.warns(PluginWarning, match="'wrong' of plugin0 failed availability"):
         assert found.current({}).name == "good"
-    assert found.get("good").name == "good"
-    with pytest.raises(PlatformUnavailableError, match="Availability"):
-        found.get("wrong")
-    assert "PlatformError" in str(found.platforms()[0].error)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"name": 7},
-        {"name": None},
-        {"name": ""},
-        {"device_type": 7},
-        {"by_name_only": "no"},
-        {"capabilities": 3},
-        {"capabilities": {"capture"}},
-    ],
-    ids=str,
-)
-def test_a_platform_whose_fields_are_wrong_is_left_out(wrong: dict[str, Any]) -> None:
-    found = registry(Wrong(**wrong), StubPlatform("good"))
-    with pytest.warns(PluginWarning, match="plugin0 could not give its platforms"):
-        assert found.current({}).name == "good"
-    assert [each.name for each in found.platforms()] == [None, "good"]
-
-
-def test_a_platform_whose_fields_raise_is_left_out() -> None:
-    class Raises(StubPlatform):
-        @property
-        def by_name_only(self) -> bool:  # type: ignore[override]
-            raise OSError("no driver")
-
-    found = registry(Raises("bad"), StubPlatform("good"))
-    with pytest.warns(PluginWarning, match="no driver"):
-        assert found.current({}).name == "good"
-
-
-def test_a_default_that_cannot_start_is_left_out_and_said() -> None:
-    def start() -> None:
-        raise PlatformUnavailableError("no driver")
-
-    found = registry(Wrong(start=start), StubPlatform("slow", False))
-    with (
-        pytest.warns(PluginWarning, match="no driver"),
-        pytest.raises(PlatformUnavailableError, match=r"none|no such device"),
-    ):
-        found.current({})
-    found.register(Plugin(StubPlatform("good")), "last")
-    assert found.current({}).name == "good"
-    with pytest.raises(PlatformUnavailableError, match="start"):
+    with pytest.raises(PlatformUnavailableError, match="available"):
         found.get("wrong")
 
 
@@ -573,41 +492,8 @@ def test_who_asks_for_a_built_in_by_name_imports_no_plugin(
     assert loaded == ["a"] and found.get("cpu") is platform
 
 
-@pytest.mark.usefixtures("built_ins")
-def test_a_registered_plugin_may_not_take_the_name_of_a_built_in_either_way() -> None:
-    found = registry(StubPlatform("cpu"), built_ins=table("cpu"))
-    with pytest.raises(PlatformConflictError, match=r"plugin0 and .* graphrt"):
-        found.get("cpu")
-
-
-def test_a_plugin_that_takes_long_is_named_while_it_does(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("graphrt.core.device.registry.SLOW_S", 0.05)
-    said = threading.Event()
-
-    class Waits(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.set()
-
-    def load(self: EntryPoint) -> Any:
-        assert said.wait(10)
-        return Plugin(StubPlatform("mine"))
-
-    handler = Waits(logging.WARNING)
-    logging.getLogger("graphrt").addHandler(handler)
-    monkeypatch.setattr(EntryPoint, "load", load)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints([entry("a", "pack.b")]))
-    try:
-        assert PlatformRegistry({}).current({}).name == "mine"
-    finally:
-        logging.getLogger("graphrt").removeHandler(handler)
-    assert "the import of plugin a (pack.b) has taken" in caplog.text
-    assert "GRAPHRT_BLOCK_PLUGINS" in caplog.text
-
-
 def test_importing_graphrt_raises_for_no_value_of_its_variables() -> None:
-    read = ["LOG", "MODE", "CHECK", "PLATFORM", "BLOCK_PLUGINS", "ONLY_PLUGINS", "VLLM"]
+    read = ["LOG", "MODE", "CHECK", "PLATFORM", "VLLM"]
     read += ["VLLM_ASCEND", "ASCEND_UPDATE_ORDER", "ASCEND_HANG_TIMEOUT_S", "NATIVE"]
     read += ["CACHE_DIR", "DISABLE_CACHE", "CACHE_FORMAT"]
     code = "import graphrt, graphrt.platforms, graphrt.errors"

@@ -81,7 +81,7 @@ def test_a_number_that_no_int64_holds_is_no_number_of_a_plan(argument):
 @pytest.mark.parametrize("argument", ["sizes", "query_lens", "loras", "bounds", "variants"])
 @pytest.mark.parametrize("endless", [lambda: itertools.repeat(1), lambda: range(LONG)])
 def test_a_list_without_an_end_is_refused(argument, endless):
-    with pytest.raises((InvalidSizesError, InvalidOptionError), match="many"):
+    with pytest.raises((InvalidSizesError, InvalidOptionError), match="no more than"):
         Plan("FULL", platform="cpu", **{"sizes": [4], argument: endless()})
 
 
@@ -121,9 +121,8 @@ def test_a_budget_and_traffic_take_no_such_amounts(amount):
 
 
 @pytest.mark.parametrize("value", [DEEP, "9" * 5000], ids=range(2))
-def test_settings_of_brackets_or_endless_digits_is_refused(value):
-    with pytest.raises(InvalidOptionError, match="not valid JSON"):
-        read_settings([f"sizes={value}"])
+def test_settings_of_brackets_or_endless_digits_are_words(value):
+    assert read_settings([f"sizes={value}"]) == {"sizes": value}
 
 
 @pytest.fixture(params=["/dev/zero", "pipe", "nul", "binary", "directory", "name"])

@@ -238,7 +238,7 @@ def test_several_query_lengths() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ([], "sizes must not be empty"),
+        ([], "sizes must be a list that is not empty"),
         ([4, 2], r"not sorted, or(.|\n)*got: \[4, 2\](.|\n)*sizes=\[2, 4\]"),
         ([1, 2, 2], r"repeated\n.*got: \[1, 2, 2\]"),
         ([-1, 2], r"must be an integer >= 1\n.*got: -1"),

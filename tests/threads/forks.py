@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from graphrt import (
-    Batch,
     GraphMode,
     GraphOptions,
     GraphPool,
@@ -24,7 +23,6 @@ from graphrt import (
     current_context,
 )
 from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device._contract import Capability
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import get_platform
 from graphrt.cpu.platform import CpuPlatform
@@ -161,7 +159,7 @@ def in_a_trial() -> str:
 
 
 def in_a_warm_up_elsewhere() -> str:
-    """Another thread warms up in a pool of its own; the child serves, captures and collects."""
+    """Another thread warms up in a pool of its own."""
     return _elsewhere(in_warm_ups=True)
 
 
@@ -190,10 +188,9 @@ class DeviceWrapper(GraphWrapper):
 
 
 class Device(CpuPlatform):
-    """A platform whose graphs do not survive a fork, one of two devices."""
+    """A platform that is not to be asked in a child, one of two devices."""
 
     name = "device"
-    capabilities = CpuPlatform.capabilities - {Capability.FORK}
     forked = False
 
     def get_static_graph_wrapper_cls(self) -> str:
@@ -234,7 +231,6 @@ def _children_of(device: Platform) -> list[str]:
         served.is_right,
         served.runner.recapture,
         lambda: served.runner.verify(x=inputs(2)),
-        lambda: served.runner.slot(Batch(2)),
         lambda: GraphPool(device),
     ]
     found = [child_of(in_child(call)) for call in calls]

@@ -1,4 +1,4 @@
-"""A child of a process whose other threads step and capture serves right, or says why not."""
+"""A child of a process that had pools says that it cannot use them, nor new ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ EXPECTED = {
     "in_a_capture": NAMED,
     "in_a_lazy_capture": NAMED,
     "in_a_trial": NAMED,
-    "in_a_warm_up_elsewhere": RIGHT,
-    "in_a_capture_elsewhere": RIGHT,
+    "in_a_warm_up_elsewhere": NAMED,
+    "in_a_capture_elsewhere": NAMED,
     "closed_in_a_child": RIGHT,
 }
 
@@ -38,15 +38,15 @@ def test_all_of_them_are_expected() -> None:
 
 
 @pytest.mark.parametrize("scenario", EXPECTED)
-def test_a_child_serves_right_or_says_why_it_cannot(scenario: str) -> None:
+def test_a_child_says_why_it_cannot_serve(scenario: str) -> None:
     assert told_by(scenario) == EXPECTED[scenario]
 
 
 @pytest.mark.parametrize("device", ["device", pytest.param("gpu", marks=pytest.mark.cuda)])
 def test_a_child_never_asks_a_device_that_its_parent_had(device: str) -> None:
-    assert ast.literal_eval(told_by(f"of_a_{device}")) == [*[NAMED] * 5, RIGHT]
+    assert ast.literal_eval(told_by(f"of_a_{device}")) == [*[NAMED] * 4, RIGHT]
 
 
 def test_children_that_are_forked_at_any_time_neither_hang_nor_are_wrong() -> None:
     found = ast.literal_eval(told_by("in_the_middle"))
-    assert found and not {*found} - {RIGHT, NAMED}, found
+    assert {*found} == {NAMED}, found

@@ -24,7 +24,7 @@ LEVELS = ("off", "capture", "first", "sample", "always")
 HAS_LEVELS = any(each.name == "check" for each in fields(GraphOptions))
 SEED = 14
 
-_OF_OTHER_THINGS = {"UntestedTorchWarning", "PlanChangedWarning", "GraphsDroppedWarning"}
+_OF_OTHER_THINGS = {"PlanChangedWarning", "GraphsDroppedWarning"}
 """Warnings of graphrt that are not about whether a graph stands for its forward."""
 
 T = TypeVar("T")

@@ -31,9 +31,8 @@ from graphrt.compile.private_torch.patches import (
     one_code_for_sums,
     sizes_of_floats,
 )
-from graphrt.core.base._fork import fork_safe
 
-_lock = fork_safe(threading.RLock())
+_lock = threading.RLock()
 _directories: dict[int, str] = {}
 """By the number of a process: a forked one makes its own."""
 

@@ -20,7 +20,6 @@ from graphrt.compile.private_torch.patches import (
     lacks_partitions,
     partitions_taken,
 )
-from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import BakedScalarError, BreakShapeError
 from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -30,7 +29,7 @@ from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.entry import advice_for_another
 
 # What Inductor calls for each of its partitions is process-wide.
-_lock = fork_safe(threading.RLock())
+_lock = threading.RLock()
 _ALIGNMENT = 16
 """Bytes; Inductor's kernels rely on it."""
 

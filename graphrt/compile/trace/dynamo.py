@@ -30,11 +30,10 @@ from graphrt.compile.trace._side_effects import Rewritten, assignments
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Leaf, Parameters
 from graphrt.compile.trace.user_lines import explained
-from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import GraphRTError
 
 # Dynamo's hooks for bytecode are process-wide; a trace is rare enough to take turns.
-_lock = fork_safe(threading.RLock())
+_lock = threading.RLock()
 _traces = 0
 
 

@@ -26,7 +26,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
-from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.log import logger
 
 P = ParamSpec("P")
@@ -131,7 +130,7 @@ class ProcessChange:
 
     def __init__(self, make: Callable[[list[Callable[[], object]]], None]) -> None:
         self._make = make
-        self._lock = fork_safe(threading.Lock())
+        self._lock = threading.Lock()
         self.users: set[int] = set()
         self._undone_by: list[Callable[[], object]] = []
 

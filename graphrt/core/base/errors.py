@@ -35,7 +35,7 @@ class GraphRTError(Exception):
     def _message(self, **more: object) -> str:
         """What happened, and below it each part that is known."""
         parts = {**more, "got": self.got, "expected": self.expected, "try": self.advice}
-        known = (f"{name}: {_text(part)}" for name, part in parts.items() if part is not None)
+        known = (f"{name}: {part}" for name, part in parts.items() if part is not None)
         return "\n  ".join((self.what, *known))
 
     def __init_subclass__(cls) -> None:
@@ -47,24 +47,6 @@ class GraphRTError(Exception):
 IN_PIECES = 'mark the function around it @eager_break and capture in pieces (mode="PIECEWISE")'
 """Advice for what no graph can hold: under FULL, and in a wrapper that is not breakable, the mark
 alone does nothing."""
-
-
-def advise_mode(error: GraphRTError, part: str) -> None:
-    """Mend the advice of an error in an eager part: `part` is marked, and lacks the mode."""
-    if IN_PIECES in (error.advice or ""):
-        mode = 'mode="PIECEWISE", or attention=AttentionSupport.NEVER'
-        lacks = f"capture {part}, which is marked @eager_break, in pieces alone ({mode})"
-        error.advice = str(error.advice).replace(IN_PIECES, lacks)
-        error.args = (error._message(),)
-
-
-def _text(value: object) -> str:
-    try:
-        return str(value)
-    except Exception:
-        # A host's object may refuse to be printed, and nested lists end the stack: the error that
-        # names it would be lost.
-        return type(value).__name__
 
 
 class InvalidModeError(GraphRTError, ValueError):
@@ -142,10 +124,6 @@ class UnknownPlatformError(PlatformError, LookupError):
     """No platform of that name is installed."""
 
 
-class PluginBlockedError(UnknownPlatformError):
-    """The plugin of that name is blocked by `GRAPHRT_BLOCK_PLUGINS` or `GRAPHRT_ONLY_PLUGINS`."""
-
-
 class PlatformUnavailableError(PlatformError):
     """The platform is installed, but this machine cannot run it."""
 
@@ -156,10 +134,6 @@ class PlatformConflictError(PlatformError):
 
 class ContractVersionError(PlatformError):
     """A platform was written for another version of the device contract."""
-
-
-class TorchImportError(PlatformError, ImportError):
-    """`import torch` failed because a device extension that it loads is broken."""
 
 
 class MissingTorchNameError(GraphRTError, ImportError):
@@ -309,7 +283,7 @@ class PoolClosedError(PoolError):
 
 
 class PoolLeftBehindError(PoolError):
-    """A child of the process that made the pool cannot use it: see `docs/how-to/engine.md`."""
+    """A child of a process that had pools can use none of them, nor new ones."""
 
 
 class GraphsCapturedError(PoolError):
@@ -377,19 +351,12 @@ class Uncopied:
     """Base of what holds graphs: a copy would share them, and their memory, with the original."""
 
     __slots__ = ()
-    _holds: ClassVar = "graphs"
-    _instead: ClassVar = (
-        "create another one, of the same plan; copy or pickle the plan and the model, "
-        "without what was made of them"
-    )
 
     def _refuse(self, *_: object) -> NoReturn:
-        kind = next(c.__name__ for c in type(self).__mro__ if Uncopied in c.__bases__)
         raise CopyError(
-            f"a {kind} holds {self._holds}, which cannot be copied or pickled",
-            got=type(self).__name__,
+            f"a {type(self).__name__} cannot be copied or pickled",
             expected="one owner of each graph and its memory",
-            advice=self._instead,
+            advice="create another one; copy or pickle the plan and the model, not what was made",
         )
 
     # Each, as a wrapper hands on to its forward what it has not itself.

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from graphrt.core.base._fork import after_forks
 from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.homes import public
 
@@ -14,55 +13,32 @@ _FROZEN_BY_NOBODY = 5000
 """Python 3.12 has 375 objects frozen at its start: to thaw so few costs nothing."""
 
 
-def _pause(undo: list[Callable[[], object]]) -> None:
-    if gc.isenabled():
-        undo.append(gc.enable)
-        gc.disable()
-
-
-def _freeze(undo: list[Callable[[], object]]) -> None:
-    # What the host froze itself must not be thawed with ours.
+def _keep_still(undo: list[Callable[[], object]]) -> None:
+    undo.append(gc.enable if gc.isenabled() else int)
+    gc.disable()
+    # What the host froze itself must not be thawed with ours. To ask takes 80 ms where half a
+    # million objects are frozen, so the first user alone does.
     if gc.get_freeze_count() < _FROZEN_BY_NOBODY:
         undo.append(gc.unfreeze)
         gc.freeze()
-    else:
-        undo.append(int)  # nothing, but the next user collects nothing again
-        gc.collect()
 
 
-_paused, _frozen = ProcessChange(_pause), ProcessChange(_freeze)
+_still = ProcessChange(_keep_still)
 
 
-def freeze_garbage(user: object, *, heap: bool = True) -> None:
+def freeze_garbage(user: object) -> None:
     """Collect nothing until this user, and all others, have called `thaw_garbage`.
 
     A finalizer that runs inside a capture may free device memory or unload a module, which
     invalidates the capture. What is garbage already is frozen, so that not even an explicit
-    collection by the forward finalizes it; where the host has frozen something itself, which
-    ours must not thaw, it is collected before instead. To ask takes 80 ms where half a million
-    objects are frozen. Without `heap` of the first user it is left as it is, for a host that sees
-    to it.
+    collection by the forward finalizes it, unless the host has frozen something itself.
     """
-    # As the first user asks, whose session the others are in.
-    if _frozen or (heap and not _paused.users):
-        _frozen.enter(user)
-    _paused.enter(user)
+    _still.enter(user)
 
 
 def thaw_garbage(user: object) -> None:
     """End what `freeze_garbage` began for this user, if it did; the last one restores all."""
-    _frozen.leave(user)
-    _paused.leave(user)
-
-
-def _forked() -> None:
-    """The captures of other threads, which would have thawed it, do not exist in a child."""
-    for change in (_frozen, _paused):
-        change.users.clear()
-        change.leave(None)
-
-
-after_forks(_forked)
+    _still.leave(user)
 
 
 @public("graphrt.lowlevel")

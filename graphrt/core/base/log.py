@@ -27,13 +27,8 @@ def set_up_logging(environ: Mapping[str, str] | None = None) -> None:
         )
         return
     logger.setLevel(level)
-    if not any(isinstance(handler, _Handler) for handler in logger.handlers):
-        handler = _Handler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-        logger.addHandler(handler)
-        # Else a host that has set up logging would print every line twice.
-        logger.propagate = False
-
-
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
-    """The one that `GRAPHRT_LOG` sets up, on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    # Else a host that has set up logging would print every line twice.
+    logger.propagate = False

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import itertools
 import json
 import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from graphrt.core.base.errors import GraphRTError, InvalidOptionError
-
-T = TypeVar("T")
 
 Check = Callable[[str, object], object]
 """Takes the option's name and its value; raises `InvalidOptionError`."""
@@ -48,33 +45,12 @@ def check_keys(
     for key, value in given.items():
         name = f"{prefix}{key}"
         if name not in known[len(like) :]:
-            raise _unknown(f"unknown option {name!r}", name, value, known)
-
-
-def only_known(owner: type[T]) -> type[T]:
-    """A class whose unknown keywords are an `InvalidOptionError`, not Python's `TypeError`."""
-    init = owner.__init__
-    code = init.__code__
-    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **keywords: Any) -> None:
-        for name, value in keywords.items():
-            if name not in known:
-                raise _unknown(f"{owner.__name__} has no argument {name!r}", name, value, known)
-        init(self, *args, **keywords)
-
-    owner.__init__ = checked  # type: ignore[method-assign]
-    return owner
-
-
-def _unknown(what: str, name: str, value: object, known: Sequence[str]) -> InvalidOptionError:
-    return InvalidOptionError(
-        what,
-        got=f"{name}={shown(value)}",
-        expected=", ".join(known),
-        advice=nearest(name, known) or "see `GraphOptions` for what each option does",
-    )
+            raise InvalidOptionError(
+                f"unknown option {name!r}",
+                got=f"{name}={shown(value)}",
+                expected=", ".join(known),
+                advice=nearest(name, known) or "see `GraphOptions` for what each option does",
+            )
 
 
 def check_fields(options: Any, checks: Mapping[str, Check], prefix: str = "") -> None:
@@ -146,26 +122,10 @@ def check_callable(name: str, value: object, advice: str | None = None) -> None:
 
 
 def check_takes(name: str, value: object, signature: str, *, optional: bool = False) -> None:
-    """Raise `InvalidOptionError` for an argument that cannot be called as `signature`, such as
-    "bind(buffers, descriptor, phase)", has it; None may be one if it is `optional`."""
-    if optional and value is None:
-        return
-    check_callable(name, value, f"def {signature}: ...")
-    try:
-        # Behind a decorator there is another signature than the one that is called.
-        own = inspect.signature(value, follow_wrapped=False)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return  # of C, say: nobody can tell
-    given = [each for each in signature.partition("(")[2].rstrip(")").split(", ") if each]
-    try:
-        own.bind(*given)
-    except TypeError as error:
-        raise InvalidOptionError(
-            f"the argument {name!r} cannot be called as it will be: {error}",
-            got=f"{getattr(value, '__name__', type(value).__name__)}{own}",
-            expected=signature,
-            advice=f"def {signature}: ...",
-        ) from None
+    """Raise `InvalidOptionError` for an argument that cannot be called; `signature` is how it will
+    be, such as "bind(buffers, descriptor, phase)". None may be one if it is `optional`."""
+    if value is not None or not optional:
+        check_callable(name, value, f"def {signature}: ...")
 
 
 def check_hashable(
@@ -245,19 +205,18 @@ def items_of(
     """What a list, a tuple or anything else that can be read once holds, but not a string's
     letters, and no more than `MOST_ITEMS`; raises `error`. What to do in place of an empty list is
     `empty`, where it may not be empty."""
-    what, got, advice = f"{name} must be a list", shown(value), f"{name}={example}"
+    items: tuple[Any, ...] | None = None
     if not isinstance(value, (str, bytes)):
-        try:
+        with suppress(TypeError):
             items = tuple(itertools.islice(value, MOST_ITEMS + 1))  # type: ignore[call-overload]
-            if len(items) > MOST_ITEMS:
-                what, got = f"{name} has too many items", f"more than {MOST_ITEMS}"
-            elif items or not empty:
-                return items
-            else:
-                what, advice = f"{name} must not be empty", empty
-        except TypeError:
-            pass
-    raise error(what, got=got, expected=f"a list, such as {example}", advice=advice)
+    if items is None or len(items) > MOST_ITEMS or (empty and not items):
+        raise error(
+            f"{name} must be a list" + (" that is not empty" if items == () else ""),
+            got=shown(value),
+            expected=f"a list of no more than {MOST_ITEMS} items, such as {example}",
+            advice=empty if items == () else f"{name}={example}",
+        )
+    return items
 
 
 def number_of(
@@ -290,9 +249,8 @@ def choice(*choices: str) -> Check:
     def check(key: str, value: object) -> object:
         # In this order: an object may refuse to be compared.
         if not isinstance(value, str) or value not in choices:
-            text = value.lower() if isinstance(value, str) else ""
-            best = difflib.get_close_matches(text, choices, n=1, cutoff=0.4)
-            raise wrong_type(key, value, " or ".join(choices), f"{key}={(best or choices)[0]}")
+            best = nearest(value, choices) or choices[0]
+            raise wrong_type(key, value, " or ".join(choices), f"{key}={best}")
         return value
 
     return check

@@ -7,26 +7,18 @@ versions of torch that have it.
 
 from __future__ import annotations
 
-import importlib
-import re
-import sys
-import warnings
 from dataclasses import dataclass
-from functools import reduce
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from graphrt.core.base.errors import MissingTorchNameError
-from graphrt.core.base.homes import public
 
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of torch that graphrt's tests have run on, oldest first."""
 
-
-@public("graphrt.errors")
-class UntestedTorchWarning(UserWarning):
-    """The torch in use is newer than all that graphrt was tested on."""
+_NOTHING = object()
 
 
 @dataclass(frozen=True)
@@ -45,23 +37,21 @@ class PrivateName:
 
     def find(self) -> Any:
         """The object, importing what it is in; raises `MissingTorchNameError`."""
-        parts = self.path.split(".")
-        # First among the modules that are loaded: to look for modules that are none costs far more.
-        for load in (sys.modules.get, _imported):
-            for count in range(len(parts) - 1, 0, -1):
-                module = load(".".join(parts[:count]))
-                if module is None:
-                    continue
-                try:
-                    return reduce(getattr, parts[count:], module)
-                except AttributeError:
-                    break  # it may be in a module that nobody has imported yet
-        raise MissingTorchNameError(
-            f"this torch has no {self.path}",
-            got=f"torch {torch.__version__}",
-            expected=f"torch {', '.join(self.seen)}",
-            advice=f"without it {self.without}",
-        )
+        found, path = None, ""
+        for part in self.path.split("."):
+            path = f"{path}.{part}".lstrip(".")
+            # A module goes before a function of its name: torch._inductor has one of each.
+            is_package = found is None or "__path__" in getattr(found, "__dict__", ())
+            module = _imported(path) if is_package else None
+            found = module or getattr(found, part, _NOTHING)
+            if found is _NOTHING:
+                raise MissingTorchNameError(
+                    f"this torch has no {self.path}",
+                    got=f"torch {torch.__version__}",
+                    expected=f"torch {', '.join(self.seen)}",
+                    advice=f"without it {self.without}",
+                )
+        return found
 
     def __bool__(self) -> bool:
         """Whether this torch has it."""
@@ -97,26 +87,10 @@ class PrivateNames:
         return name.find() if name else name
 
 
-def warn_if_untested(version: str = torch.__version__) -> None:
-    """Warn, naming the version, if torch is newer than all that were tested."""
-    newest = TESTED[-1]
-    if _numbers(version) > _numbers(newest):
-        warnings.warn(
-            f"graphrt was not tested with torch {version}; the newest it was tested with is "
-            f"{newest}. What it finds missing is named where it is used",
-            UntestedTorchWarning,
-            stacklevel=4,  # who imports graphrt, which imports the module that calls this
-        )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
-
-
 def _imported(path: str) -> Any:
     """The module of that path, None if there is none."""
     try:
-        return importlib.import_module(path)
+        return import_module(path)
     except ModuleNotFoundError as error:
         # Only a missing part of this path: another one is a broken module, and says so itself.
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):

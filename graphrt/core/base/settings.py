@@ -7,10 +7,9 @@ import json
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.option_values import items_of, shown
+from graphrt.core.base.option_values import shown
 
 
 def read_settings(settings: Iterable[str]) -> dict[str, object]:
@@ -19,8 +18,8 @@ def read_settings(settings: Iterable[str]) -> dict[str, object]:
     A value is JSON if it parses as such, else a string. Raises `InvalidOptionError`.
     """
     found: dict[str, object] = {}
-    for setting in items_of("settings", settings, '["outputs=clone"]'):
-        key, equals, text = (setting if isinstance(setting, str) else "").partition("=")
+    for setting in settings:
+        key, equals, text = setting.partition("=")
         if not equals or not key.strip():
             raise InvalidOptionError(
                 "a setting needs a key and a value",
@@ -29,21 +28,10 @@ def read_settings(settings: Iterable[str]) -> dict[str, object]:
                 advice="mode=FULL, sizes=[1,2,4] or outputs=clone",
             )
         try:
-            found[key.strip()] = _parsed(text.strip())
-        except json.JSONDecodeError:
+            found[key.strip()] = json.loads(text)
+        except (ValueError, RecursionError):
             found[key.strip()] = text.strip()
     return found
-
-
-def _parsed(text: str) -> Any:
-    """What JSON says; raises `JSONDecodeError` for text that is none, and `InvalidOptionError`."""
-    try:
-        return json.loads(text, object_pairs_hook=_unrepeated)
-    except (json.JSONDecodeError, InvalidOptionError):
-        raise
-    except (ValueError, RecursionError) as error:
-        # Integers of thousands of digits, and brackets in brackets.
-        raise _no_json(str(error)) from error
 
 
 def read_bounded(path: Path, most_bytes: int) -> str:
@@ -57,26 +45,3 @@ def read_bounded(path: Path, most_bytes: int) -> str:
     if len(content) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes")
     return content.decode("utf-8")
-
-
-def _no_json(why: str) -> InvalidOptionError:
-    return InvalidOptionError(
-        "the value of a setting is not valid JSON",
-        got=why,
-        expected="a JSON value, or a word",
-        advice="outputs=clone, sizes=[1,2,4]",
-    )
-
-
-def _unrepeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in pairs:
-        if key in found:
-            raise InvalidOptionError(
-                f"option {key!r} is given twice",
-                got=f"{found[key]!r} and {value!r}",
-                expected="each option once",
-                advice="remove one of them",
-            )
-        found[key] = value
-    return found

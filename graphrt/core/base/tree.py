@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
-_DEEPEST = 1000
 _FIXED = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
-_HOLDS_ITSELF = f"containers in one another, more than {_DEEPEST}: one of them holds itself"
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
 """Types that hold nothing, mostly."""
 
@@ -70,30 +68,27 @@ def _can_change(tree: Any) -> bool:
     return not isinstance(tree, _FIXED)
 
 
+def _children(node: Any) -> list[tuple[str, Any]] | None:
+    """What a container holds, each with its step of a path; None for what is no container."""
+    if isinstance(node, torch.Tensor):
+        return None
+    if isinstance(node, dict):
+        return [(f"[{key!r}]", value) for key, value in node.items()]
+    if isinstance(node, tuple | list):
+        return [(f"[{place}]", value) for place, value in enumerate(node)]
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(f".{each.name}", getattr(node, each.name)) for each in dataclasses.fields(node)]
+    return None
+
+
 def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
     """Every leaf with its path, such as `["hidden"][0]` or `.logits`, in a fixed order."""
+    below = _children(tree)
+    if below is None:
+        return [(path, tree)]
     found: list[tuple[str, Any]] = []
-    left = [(0, path, tree)]
-    while left:
-        depth, path, node = left.pop()
-        if depth > _DEEPEST:
-            raise RecursionError(_HOLDS_ITSELF)
-        depth += 1
-        below = []
-        if isinstance(node, torch.Tensor):
-            found.append((path, node))
-        elif isinstance(node, dict):
-            for key, value in node.items():
-                below.append((depth, f"{path}[{key!r}]", value))
-        elif isinstance(node, tuple | list):
-            for place, value in enumerate(node):
-                below.append((depth, f"{path}[{place}]", value))
-        elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-            for field in dataclasses.fields(node):
-                below.append((depth, f"{path}.{field.name}", getattr(node, field.name)))
-        else:
-            found.append((path, node))
-        left.extend(reversed(below))
+    for step, node in below:
+        found += leaves(node, path + step)
     return found
 
 
@@ -103,26 +98,12 @@ def tensors(tree: Any) -> list[torch.Tensor]:
         return [tree]
     found: list[torch.Tensor] = []
     # Watches ask for every operator of a run, mostly of a tuple of tensors and numbers.
-    open_: list[Iterator[Any]] = [iter((tree,))]
-    while open_:
-        for node in open_[-1]:
-            if isinstance(node, torch.Tensor):
-                found.append(node)
-            elif type(node) not in _ATOMS:
-                below: Iterable[Any] | None = None
-                if isinstance(node, tuple | list):
-                    below = node
-                elif isinstance(node, dict):
-                    below = node.values()
-                elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-                    below = [getattr(node, field.name) for field in dataclasses.fields(node)]
-                if below is not None:
-                    open_.append(iter(below))
-                    break
-        else:
-            open_.pop()
-        if len(open_) > _DEEPEST:
-            raise RecursionError(_HOLDS_ITSELF)
+    plain = isinstance(tree, tuple | list)
+    for node in tree if plain else (value for _, value in _children(tree) or ()):
+        if isinstance(node, torch.Tensor):
+            found.append(node)
+        elif type(node) not in _ATOMS:
+            found += tensors(node)
     return found
 
 
@@ -138,13 +119,8 @@ def identity(tensor: torch.Tensor) -> tuple[object, ...]:
     not strided has no address, and is itself alone."""
     if tensor.layout is not torch.strided:
         return id(tensor), tuple(tensor.shape), tensor.layout, tensor.dtype, tensor.device
-    return (
-        tensor.data_ptr(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-    )
+    shape = tuple(tensor.shape)
+    return tensor.data_ptr(), shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 PLACEMENT: tuple[Callable[[torch.Tensor], object], ...] = (

@@ -571,12 +571,7 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
         doors = None if capture is not None else side_doors.get()
         if doors is not None:
             return cast(R, doors.watched(function, args, kwargs))
-        try:
-            return function(*args, **kwargs)
-        except Exception:
-            if capture is not None:
-                capture.failed_part = capture.failed_part or name_of(function)
-            raise
+        return function(*args, **kwargs)
 
     _codes.add(cast(FunctionType, breaking).__code__)
     return breaking

@@ -15,7 +15,6 @@ from graphrt.core.base.option_values import (
     check_keys,
     choice,
     flag,
-    only_known,
     operators,
     optional,
     padding_ratio,
@@ -36,7 +35,6 @@ _MOST_WARMUPS = 1000
 
 
 @public("graphrt")
-@only_known
 @dataclass(frozen=True)
 class GraphOptions:
     """How graphs are captured and replayed. What batches there are is the `Plan`'s.

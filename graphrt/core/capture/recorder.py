@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
-from graphrt.core.base.errors import GraphRTError, advise_mode
+from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.sharing import together, write
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
@@ -179,7 +179,6 @@ class Recorder:
         self.context = context
         self.breakable = breakable
         self.parts: list[Part] = []
-        self.failed_part: str | None = None
         # The open segment's graph, and its tasks so far.
         self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None
         self._bridges = bridges
@@ -220,23 +219,15 @@ class Recorder:
         with self.pool.capture_lock:
             try:
                 return self._record(body)
-            except GraphRTError as error:
-                # What is named already needs no explanation.
-                self._advised(error)
-                raise
+            except GraphRTError:
+                raise  # what is named already needs no explanation
             except Exception as error:
                 explained = self.pool.platform.explain(error)
                 if isinstance(explained, Unexplained):
                     raise
                 # No local name of it: its traceback has this frame, and would keep the memory of
                 # the capture alive until a collection.
-                raise self._advised(explained.at(source_of(error))) from error
-
-    def _advised(self, error: GraphRTError) -> GraphRTError:
-        """The error; where it is an eager part's, with advice for a part that is marked already."""
-        if self.failed_part is not None:
-            advise_mode(error, self.failed_part)
-        return error
+                raise explained.at(source_of(error)) from error
 
     @undoing
     def _record(self, undo: Undo, body: Callable[[], R]) -> R:

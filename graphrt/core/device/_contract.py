@@ -35,23 +35,16 @@ class Capability(enum.Enum):
     """Random operators of a graph draw new numbers at every replay."""
     HOST_POOL = "host_pool"
     """`adopt_memory` and `memory_handle`."""
-    FORK = "fork"
-    """Graphs and their memory live on in a child of the process that captured them."""
 
 
 def check_contract(platform: Any) -> None:
     """Raise `ContractVersionError` for a platform that was written for another version of the
-    contract, or does not say for which."""
-    cause = None
-    try:
-        version: Any = platform.contract_version
-    except Exception as error:
-        version, cause = f"a property that raised {type(error).__name__}: {error}", error
-    if type(version) is not int or not OLDEST_CONTRACT <= version <= CONTRACT_VERSION:
-        newer = type(version) is int and version > CONTRACT_VERSION
+    contract."""
+    version = platform.contract_version
+    if version not in range(OLDEST_CONTRACT, CONTRACT_VERSION + 1):
         raise ContractVersionError(
             f"platform {type(platform).__name__} was written for another version of the contract",
             got=f"contract_version = {version!r}",
             expected=f"{OLDEST_CONTRACT} to {CONTRACT_VERSION}, which this graphrt has",
-            advice=f"install a newer {'graphrt' if newer else 'version of the plugin'}",
-        ) from cause
+            advice="install the newer version of the plugin, or of graphrt",
+        )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
-from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
 from graphrt.core.device.platform import Platform
@@ -16,7 +16,7 @@ from graphrt.core.device.platform import Platform
 # Process-wide because devices are: two captures on one device at the same time see each other's
 # work, whoever they belong to.
 _locks: dict[tuple[str, int | None], threading.RLock] = {}
-_making = fork_safe(threading.Lock())
+_making = threading.Lock()
 
 
 def capture_lock(device: torch.device) -> threading.RLock:
@@ -24,7 +24,7 @@ def capture_lock(device: torch.device) -> threading.RLock:
     key = device.type, device.index
     with _making:
         if key not in _locks:
-            _locks[key] = fork_safe(threading.RLock())
+            _locks[key] = threading.RLock()
         return _locks[key]
 
 
@@ -57,39 +57,21 @@ def device_of(platform: Platform, device: torch.device | str | int | None) -> to
     return torch.device(kind) if current is None else torch.device(kind, index)
 
 
-def asked_device(kind: str, device: object) -> torch.device:
+def asked_device(kind: str, device: Any) -> torch.device:
     """The device that an argument names, or one of `kind`; raises `InvalidOptionError` where it
     names none."""
-    if device is None:
-        return torch.device(kind)
-    cause = None
     try:
-        if isinstance(device, int) and not isinstance(device, bool):
-            return torch.device(kind, device)
-        if isinstance(device, torch.device | str):
-            return torch.device(device)
+        if isinstance(device, int | None):
+            return torch.device(kind) if device is None else torch.device(kind, device)
+        return torch.device(device)
     # An index that is none, a name that is none.
-    except (RuntimeError, ValueError, OverflowError) as error:
-        cause = error
-    expected = f"a torch.device, its name or an index of a device of type {kind!r}"
-    raise _no_device("the argument 'device' names no device", shown(device), expected) from cause
+    except (RuntimeError, ValueError, OverflowError, TypeError) as error:
+        expected = f"a torch.device, its name or an index of a device of type {kind!r}"
+        raise _no_device(
+            "the argument 'device' names no device", shown(device), expected
+        ) from error
 
 
 def _no_device(what: str, got: object, expected: str) -> InvalidOptionError:
     advice = "leave device= out for the current one, or name the platform of that device"
     return InvalidOptionError(what, got=got, expected=expected, advice=advice)
-
-
-def check_memory(platform: Platform, device: torch.device) -> None:
-    """Raise `InvalidOptionError` for a device of another kind than the platform's that has no
-    memory for tensors: torch was built without it, or there is none."""
-    try:
-        torch.empty(1, dtype=torch.uint8, device=device)
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise InvalidOptionError(
-            "no tensor can be made on the device",
-            got=f"{device}: {' '.join(str(error).split())[:200]}",
-            expected=f"a device that this torch has, such as {platform.device_type!r}, where "
-            f"platform {platform.name!r} captures",
-            advice="leave device= out; `graphrt doctor` says which platforms can be used here",
-        ) from error

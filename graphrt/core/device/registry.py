@@ -11,42 +11,33 @@ Nothing is looked for before it is asked for, and no built-in's name imports a p
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import pluggy
 
-from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import (
     PlatformConflictError,
     PlatformError,
     PlatformUnavailableError,
-    PluginBlockedError,
     UnknownPlatformError,
 )
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_kind, flag, shown
-from graphrt.core.device._allowed import AllowedPlugins, normalized, plugin_name
-from graphrt.core.device._contract import Capability, check_contract
+from graphrt.core.device._contract import check_contract
 from graphrt.core.device.platform import Availability, Platform
 
 FAILURES = (Exception, SystemExit)
 """What a plugin may raise and is left out for: a library that calls `sys.exit()` when it is
 imported must not end the host. Ctrl-C is the user's."""
-
-SLOW_S = 5.0
-"""So many seconds nothing of a plugin should take."""
-
-T = TypeVar("T")
 
 
 @public("graphrt.errors")
@@ -60,7 +51,6 @@ class FoundPlatform:
     """One platform, or one plugin that could not give its platforms.
 
     `error` is the traceback of what went wrong; then there may be no `name` and no `platform`.
-    `blocked` says what forbids the plugin, of which nothing was imported then.
     """
 
     plugin: str
@@ -68,19 +58,18 @@ class FoundPlatform:
     name: str | None = None
     platform: Platform | None = None
     error: str | None = None
-    blocked: str | None = None
     _availability: Availability | None = field(default=None, repr=False, compare=False)
 
     @property
     def availability(self) -> Availability:
         """Whether this machine can run the platform; asked once, then kept."""
         if self._availability is None and self.platform is not None:
-            what = f"availability() of platform {self.name!r} of {self.plugin}"
             try:
-                self._availability = said_if_slow(what, partial(_asked, self.platform))
+                answer = self.platform.availability()
+                self._availability = Availability(answer.available, answer.reason)
             except FAILURES as error:
                 self.failed("failed availability()", error)
-        return self._availability or Availability(False, self.blocked or "")
+        return self._availability or Availability(False)
 
     def failed(self, how: str, error: BaseException) -> FoundPlatform:
         """Note, and warn, that a call of the plugin raised: it is not available from now on."""
@@ -96,33 +85,6 @@ class FoundPlatform:
             stacklevel=3,
         )
         return self
-
-
-def said_if_slow(what: str, call: Callable[[], T]) -> T:
-    """What `call` gives. If it takes long the log says so: a plugin that hangs hangs its host, for
-    nothing can end what it does, but not without being named."""
-    advice = f"{what} has taken {SLOW_S:g} s and is not done; if it hangs, leave its plugin out"
-    timer = threading.Timer(
-        SLOW_S, logger.warning, (f"{advice} (GRAPHRT_BLOCK_PLUGINS, or GRAPHRT_PLATFORM=cpu)",)
-    )
-    timer.daemon = True
-    timer.start()
-    try:
-        return call()
-    finally:
-        timer.cancel()
-
-
-def _asked(platform: Platform) -> Availability:
-    answer: Any = platform.availability()
-    if not isinstance(answer, Availability) or [*map(type, vars(answer).values())] != [bool, str]:
-        raise PlatformError(
-            "availability() returned something else than whether the platform is available",
-            got=shown(answer),
-            expected="an Availability of a bool and a str",
-            advice='return Availability(False, "no driver")',
-        )
-    return answer
 
 
 ENTRY_POINT_GROUP = "graphrt"
@@ -155,65 +117,79 @@ class PlatformRegistry:
     """The platforms that plugins and graphrt itself supply. Nothing is looked for before use.
 
     `built_ins` maps names to dotted paths, preferred first; `group` is the entry-point group of
-    plugins, None for no installed plugins at all. `allowed` says which of those are imported,
-    without it `GRAPHRT_BLOCK_PLUGINS` and `GRAPHRT_ONLY_PLUGINS` do. What `register` is given is
-    the process's own.
+    plugins, None for no installed plugins at all.
     """
 
     def __init__(
         self,
         built_ins: Mapping[str, str] = BUILT_IN_PLATFORMS,
         group: str | None = ENTRY_POINT_GROUP,
-        allowed: AllowedPlugins | None = None,
     ) -> None:
         self._built_ins = dict(built_ins)
         self._group = group
-        self._allowed = allowed
         self._plugins = pluggy.PluginManager("graphrt")
         self._plugins.add_hookspecs(PlatformHooks)
         # By origin and the name of a plugin, or of a built-in: all that came of it.
         self._found: dict[tuple[str, str], list[FoundPlatform]] = {}
-        # Plugins that are installed and were not, or could not be, imported.
-        self._broken: list[FoundPlatform] = []
-        # The others that are installed, and not the process's own; None before they are loaded.
-        self._installed: set[str] | None = None
+        # Plugins that are installed and could not be imported; None before they are looked for.
+        self._broken: list[FoundPlatform] | None = None
         self._stood_in_for: set[str] = set()
-        self._lock = fork_safe(threading.RLock())
+        self._lock = threading.RLock()
 
     def register(self, plugin: object, name: str | None = None) -> str:
         """Add a plugin (a module or object with the hook) of this process; returns its name.
 
-        Raises `PlatformConflictError` for a name or plugin that is there already and
-        `PlatformError` for one that does not implement the hook as specified.
+        Raises `PlatformError` for one without the hook, and pluggy's own error for one that is
+        there already, or that implements the hook in another way than specified.
         """
-        check_kind("name", name, str)
-        _check_plugin(plugin)
         with self._lock:
-            return self._add(plugin, name)
+            added = str(self._plugins.register(plugin, name))
+            if not self._plugins.get_hookcallers(plugin):
+                self._plugins.unregister(name=added)
+                raise PlatformError(
+                    "this is no plugin: it has no graphrt hook",
+                    got=shown(plugin),
+                    expected="@graphrt.platforms.hookimpl def graphrt_platforms()",
+                    advice="examples/platform_plugin is a plugin that works",
+                )
+            return added
 
     def platforms(self) -> tuple[FoundPlatform, ...]:
-        """All that was found, plugins first; broken ones have an `error`, those that may not be
-        imported say by what they are `blocked`. Never raises for one."""
+        """All that was found, plugins first; broken ones have an `error`. Never raises for one."""
         with self._lock:
-            if self._installed is None:
-                self._installed = set()
-                self._load_installed(self._installed)
-            built_in = map(self._built_in, self._built_ins)
-            return tuple(itertools.chain(self._of_plugins(), *built_in))
+            if self._broken is None:
+                self._broken = self._load_installed()
+            found = list(self._broken)
+            # Each plugin is asked by itself: pluggy stops calling the others when one raises.
+            for hook in self._plugins.hook.graphrt_platforms.get_hookimpls():
+                plugin = FoundPlatform(hook.plugin_name, "plugin")
+                found += self._load(plugin, partial(_platforms_of, hook))
+            for name in self._built_ins:
+                found += self._built_in(name)
+            return tuple(found)
 
     def get(self, name: str, *, must_be_available: bool = True) -> Platform:
-        """The platform of that name. For one of graphrt's own no installed plugin is imported.
+        """The platform of that name. For one of graphrt's own no plugin is imported: one that hangs
+        or ends the process is not in the way of who wants none.
 
-        Raises `UnknownPlatformError`, which is a `PluginBlockedError` where a plugin of that name
-        is blocked, `PlatformConflictError` if two plugins claim the name, and
+        Raises `UnknownPlatformError`, `PlatformConflictError` if two plugins claim the name, and
         `PlatformUnavailableError` if this machine cannot run it.
         """
         check_kind("name", name, str, optional=False)
         flag("must_be_available", must_be_available)
-        named = self._known_without_imports(name)
+        with self._lock:
+            built_in = self._built_in(name) if name in self._built_ins else []
+        named = [each for each in built_in if each.platform is not None]
         named = named or [each for each in self._usable() if each.name == name]
         if not named:
-            raise self._unknown(name)
+            broken = [each.plugin for each in self.platforms() if each.error]
+            left_out = f" ({', '.join(broken)} is broken: see graphrt doctor)" if broken else ""
+            raise UnknownPlatformError(
+                "no platform of that name is installed",
+                got=shown(name),
+                expected=", ".join(sorted(str(each.name) for each in self._usable())) or "none",
+                advice=f"install the plugin of {name!r}{left_out}, or use one of those",
+            )
         _refuse_two_of_a_name(named)
         platform: Platform = named[0].platform  # type: ignore[assignment]
         if not must_be_available:
@@ -227,7 +203,7 @@ class PlatformRegistry:
         """The default platform: the forced one, else the out-of-tree one, else a built-in.
 
         `GRAPHRT_PLATFORM` forces one by name. Two out-of-tree platforms that are both available
-        raise `PlatformConflictError`. One that cannot start is warned about and left out.
+        raise `PlatformConflictError`.
         """
         check_kind("environ", environ, Mapping)
         environ = os.environ if environ is None else environ
@@ -249,65 +225,35 @@ class PlatformRegistry:
                 expected="at least the CPU's",
                 advice="graphrt doctor shows what was found",
             )
-        chosen = (out_of_tree or available)[0]
-        platform: Platform = chosen.platform  # type: ignore[assignment]
-        try:
-            platform.start()
-        except FAILURES as error:
-            if chosen.origin == "built-in":
-                raise
-            chosen.failed("failed start()", error)
-            return self.current(environ)
+        platform: Platform = (out_of_tree or available)[0].platform  # type: ignore[assignment]
+        platform.start()
         return platform
 
     def _may_be_default(self, platform: Any) -> bool:
         # A stand-in for a device's library makes the platform of the real device look available.
         return not platform.by_name_only and platform.device_type not in self._stood_in_for
 
-    # Discovery -------------------------------------------------------------------------------
-
     def _usable(self) -> list[FoundPlatform]:
         return [each for each in self.platforms() if each.platform is not None]
 
-    def _load_installed(self, installed: set[str]) -> None:
-        """Import the plugins that are installed, and may be."""
-        allowed = AllowedPlugins.from_environment() if self._allowed is None else self._allowed
+    def _load_installed(self) -> list[FoundPlatform]:
+        """Import the plugins that are installed; gives those that cannot be."""
+        broken = []
         for entry_point in [] if self._group is None else entry_points(group=self._group):
-            name = plugin_name(entry_point)
-            found = FoundPlatform(name, "plugin", blocked=allowed.refusal(entry_point))
-            if found.blocked is None:
-                try:
-                    logger.info("importing plugin %s (%s)", name, entry_point.value)
-                    what = f"the import of plugin {name} ({entry_point.value})"
-                    plugin = said_if_slow(what, entry_point.load)
-                    _check_plugin(plugin)
-                    if not self._plugins.is_registered(plugin):
-                        installed.add(self._add(plugin, name))
-                    continue
-                except FAILURES as error:
-                    found.failed("could not be imported", error)
-            self._broken.append(found)
-
-    def _add(self, plugin: object, name: str | None) -> str:
-        try:
-            added = self._plugins.register(plugin, name)
-        except pluggy.PluginValidationError as error:
-            raise _no_plugin(plugin, str(error)) from error
-        except ValueError as error:
-            raise PlatformConflictError(
-                "a plugin of that name is registered already",
-                got=str(error).partition("\n")[0],
-                expected="another plugin, by another name",
-                advice="register(plugin, name=...) with another name",
-            ) from error
-        assert added is not None, "no name is blocked in pluggy"
-        if not self._plugins.get_hookcallers(plugin):
-            self._plugins.unregister(name=added)
-            raise _no_plugin(plugin, "it has no graphrt hook")
-        return added
+            distribution = "" if entry_point.dist is None else f"{entry_point.dist.name}:"
+            name = f"{distribution}{entry_point.name}"
+            try:
+                logger.info("importing plugin %s (%s)", name, entry_point.value)
+                plugin = entry_point.load()
+                if not self._plugins.is_registered(plugin):
+                    self.register(plugin, name)
+            except FAILURES as error:
+                found = FoundPlatform(name, "plugin")
+                broken.append(found.failed("could not be imported", error))
+        return broken
 
     def _load(
-        self, plugin: FoundPlatform, how: str, ask: Callable[[], list[Platform]]
+        self, plugin: FoundPlatform, ask: Callable[[], list[Platform]]
     ) -> list[FoundPlatform]:
         """What a plugin, or graphrt by a built-in, gives. It is asked once."""
         source = plugin.origin, plugin.name or plugin.plugin
@@ -315,53 +261,13 @@ class PlatformRegistry:
             try:
                 self._found[source] = [replace(plugin, name=p.name, platform=p) for p in ask()]
             except FAILURES as error:
-                self._found[source] = [plugin.failed(how, error)]
+                self._found[source] = [plugin.failed("could not give its platforms", error)]
         return self._found[source]
-
-    def _of_plugins(self, *, installed: bool = True) -> list[FoundPlatform]:
-        """What plugins gave, each asked by itself: pluggy stops calling the others when one of them
-        raises. Without `installed` those alone that the process has registered."""
-        found = list(self._broken) if installed else []
-        for implementation in self._plugins.hook.graphrt_platforms.get_hookimpls():
-            name = implementation.plugin_name
-            if installed or name not in (self._installed or ()):
-                what = f"graphrt_platforms() of plugin {name}"
-                ask = partial(said_if_slow, what, partial(_as_platforms, implementation))
-                plugin = FoundPlatform(name, "plugin")
-                found += self._load(plugin, "could not give its platforms", ask)
-        return found
 
     def _built_in(self, name: str) -> list[FoundPlatform]:
         """The built-in platform of that name; empty if graphrt was installed without its module."""
-        ask = partial(_made_of, self._built_ins[name])
-        return self._load(FoundPlatform("graphrt", "built-in", name), "failed to load", ask)
-
-    def _known_without_imports(self, name: str) -> list[FoundPlatform]:
-        """A built-in of that name, if it is usable, and what the process has registered by it: a
-        plugin that hangs, or ends the process, is not in the way of who wants neither."""
-        if name not in self._built_ins:
-            return []
-        with self._lock:
-            built_in = [each for each in self._built_in(name) if each.platform is not None]
-            own = self._of_plugins(installed=False) if built_in else []
-            return [each for each in own if each.name == name] + built_in
-
-    def _unknown(self, name: str) -> UnknownPlatformError:
-        found = self.platforms()
-        blocked = [normalized(each.plugin.rpartition(":")[2]) for each in found if each.blocked]
-        kind = PluginBlockedError if normalized(name) in blocked else UnknownPlatformError
-        left_out = [
-            f"; {each.plugin} is {each.blocked or 'broken (graphrt doctor shows why)'}"
-            for each in found
-            if each.blocked or each.error
-        ]
-        return kind(
-            "no platform of that name is installed, or its plugin is not imported in this process",
-            got=shown(name),
-            expected=", ".join(sorted(str(each.name) for each in self._usable()))
-            or "none is known",
-            advice=f"install the plugin of {name!r}, or use one of those{''.join(left_out)}",
-        )
+        plugin = FoundPlatform("graphrt", "built-in", name)
+        return self._load(plugin, partial(_made_of, self._built_ins[name]))
 
 
 # A process-wide default, for hosts that pass no registry. It holds what is installed, which is
@@ -459,47 +365,17 @@ def _made_of(path: str) -> list[Platform]:
         return []
 
 
-def _check_plugin(plugin: object) -> None:
-    """Raise `PlatformError` for a plugin that is compared by value: pluggy looks it up by `==`, and
-    a tensor, or what raises there, would stand in the way of all others."""
-    if plugin is None or type(plugin).__eq__ is not object.__eq__:
-        raise _no_plugin(plugin, "it is compared by value")
-
-
-def _no_plugin(plugin: object, why: str) -> PlatformError:
-    return PlatformError(
-        f"this is no plugin: {why}",
-        got=shown(plugin),
-        expected="a module, or an object compared by identity, with @graphrt.platforms.hookimpl "
-        "def graphrt_platforms()",
-        advice="examples/platform_plugin is a plugin that works",
-    )
-
-
-def _as_platforms(implementation: pluggy.HookImpl) -> list[Platform]:
+def _platforms_of(hook: pluggy.HookImpl) -> list[Platform]:
     """The platforms that a plugin gives."""
-    result: Any = implementation.function()
+    result: Any = hook.function()
     platforms: list[Any] = list(result) if isinstance(result, Iterable) else [result]
     for each in platforms:
         if not isinstance(each, Platform):
-            raise _no_platform(shown(each))
+            raise PlatformError(
+                "graphrt_platforms() returned something that is no platform",
+                got=shown(each),
+                expected="an instance of a Platform subclass, or several",
+                advice="examples/platform_plugin is a plugin that works",
+            )
         check_contract(each)
-        for name, kind in _FIELDS.items():
-            value = getattr(each, name)
-            if not isinstance(value, kind) or value == "":
-                raise _no_platform(f"{name} = {shown(value)}")
-        if not all(isinstance(capability, Capability) for capability in each.capabilities):
-            raise _no_platform(f"capabilities = {shown(each.capabilities)}")
     return platforms
-
-
-_FIELDS = {"name": str, "device_type": str, "by_name_only": bool, "capabilities": Collection}
-
-
-def _no_platform(got: str) -> PlatformError:
-    return PlatformError(
-        "graphrt_platforms() returned something that is no platform, or a wrong one",
-        got=got,
-        expected="an instance of a Platform subclass, or several",
-        advice='name = "mynpu", device_type = "npu", capabilities = frozenset()',
-    )

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from operator import itemgetter
 from typing import Any
 
-from graphrt.core.base._fork import fork_safe
 from graphrt.core.base.errors import InvalidBatchError, InvalidModeError, Uncopied
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import items_of, optional, padding_ratio, shown
@@ -102,7 +101,7 @@ class GraphDispatcher(Uncopied):
         self._off = graphs_off()
         if self._off:
             self.mode = GraphMode.NONE
-        self._lock = fork_safe(threading.RLock())
+        self._lock = threading.RLock()
         self._graphs: list[Reserved] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()

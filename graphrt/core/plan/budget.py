@@ -15,7 +15,6 @@ from graphrt.core.base.option_values import (
     count_of,
     items_of,
     number_of,
-    only_known,
     shown,
 )
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -28,7 +27,6 @@ RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
 
 
 @public("graphrt")
-@only_known
 @dataclass(frozen=True)
 class GraphCost:
     """What the graph of one descriptor takes; for PIECEWISE all its pieces together.
@@ -55,7 +53,6 @@ CostModel = Callable[[GraphMode, BatchDescriptor], GraphCost]
 
 
 @public("graphrt")
-@only_known
 @dataclass(frozen=True)
 class Budget:
     """What the graphs of one plan may take together, in the units of `GraphCost`; None is no limit.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,6 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base._fork import tell_of_forks
 from graphrt.core.base._undo import Undo
 from graphrt.core.base.errors import (
     CaptureError,
@@ -108,43 +108,34 @@ def check_between_steps(pool: GraphPool, what: str) -> None:
 
 
 class LeftBehind(PoolOwner):
-    """The owner for good of a pool in a child of its process that cannot be used there."""
-
-    def __init__(self, why: str, advice: str) -> None:
-        super().__init__(why)
-        self._advice = advice
+    """The owner for good of the pools of a process, in its children: another thread may have been
+    in the middle of a step, and what a device knew of the parent it does not know of a child."""
 
     def refusal(self, pool: GraphPool) -> PoolLeftBehindError:
         return PoolLeftBehindError(
-            "the graph pool was made before this process was forked, and cannot be used in it",
-            got=self,
-            expected="a pool of this process's own",
-            advice=self._advice,
+            "the process had graph pools when it was forked: neither they nor new ones can be used "
+            "in the child",
+            expected="a process of its own for model, pool and runner",
+            advice="start it with multiprocessing's 'spawn', or fork before the first pool is made",
         )
-
-
-def in_turn_of(owner: object) -> LeftBehind:
-    """Another thread had the pool: the state of the model is what that had made of it."""
-    return LeftBehind(
-        f"{owner!r} was under way, and the state of the model is what it had made of it",
-        "fork between two steps and captures; or make model, pool and runner in the child",
-    )
-
-
-def without_device(name: str) -> LeftBehind:
-    """What the device knew of the parent process, it does not know of a child."""
-    return LeftBehind(
-        f"graphs and memory of platform {name!r} do not survive a fork",
-        "start the process with multiprocessing's 'spawn', and make model and runner in it",
-    )
 
 
 OnCapture = Callable[[Any, BatchDescriptor], object]
 """What is called after a capture, with the wrapper and the descriptor."""
 
 
-# Process-wide because a device's context is: platforms that a child of the process has no use of.
-_lost_platforms: set[str] = set()
+# Process-wide because a fork is.
+_LEFT_BEHIND = LeftBehind("the parent of this process")
+_pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for pool in _pools:
+        pool.owner, pool.elsewhere = _LEFT_BEHIND, None
+
+
+if hasattr(os, "register_at_fork"):  # nothing forks on Windows
+    os.register_at_fork(after_in_child=_in_child)
 
 
 @public("graphrt.types")
@@ -282,9 +273,8 @@ def _behind_a_replay(context: ForwardContext) -> CaptureError:
 class CaptureSession:
     """What was captured in a pool since this, of `GraphPool.capture_session()`, was entered."""
 
-    def __init__(self, pool: GraphPool, *, freeze: bool) -> None:
+    def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
-        self._freeze = freeze
         self._undo = Undo()
         self._captures, self._bytes = pool.captures, pool.bytes()
 
@@ -300,7 +290,7 @@ class CaptureSession:
         try:
             self._captures, self._bytes = pool.captures, pool.bytes()
             undo.later(partial(thaw_garbage, self))
-            freeze_garbage(self, heap=self._freeze)
+            freeze_garbage(self)
             undo.later(partial(pool._end_session, self))
             pool._sessions.append(self)
             pool._tell_holders()
@@ -370,16 +360,15 @@ class GraphPool(Uncopied):
         `MissingCapabilityError`, `InvalidOptionError`, `PoolError` for a handle that cannot be
         entered, and the named errors of platforms.
         """
+        if any(each.left_behind for each in _pools):
+            raise _LEFT_BEHIND.refusal(self)
         self.platform = resolve_platform(platform)
-        if self.platform.name in _lost_platforms:
-            raise without_device(self.platform.name).refusal(self)
         self.device = device_of(self.platform, device)
         # Whether another device is this thread's current one; None where there is one alone.
         self.elsewhere: Callable[[], bool] | None = None
         if self.platform.device_count() > 1:
             index, current = self.device.index, self.platform.current_device
-            # A child of the process must not ask the device, which raises errors of its own.
-            self.elsewhere = lambda: not _lost_platforms and current() != index
+            self.elsewhere = lambda: current() != index
         self.closed = False
         self.generation = 0
         # What steps of runners have handed out and no step has overwritten yet.
@@ -391,7 +380,6 @@ class GraphPool(Uncopied):
         self.captures = 0
         self.on_capture: OnCapture | None = None
         # It would outlive the memory.
-        tell_of_forks(self)
         weakref.finalize(self, expire, self.handed_out).atexit = False
         # The wrapper's replay path reads and writes the following directly.
         self.stream_id: int | None = None
@@ -406,6 +394,7 @@ class GraphPool(Uncopied):
             if Capability.STREAMS in self.platform.capabilities:
                 self.read_stream_id = self.platform.stream_id_reader()
             self.memory: Any = self._new_memory(handle)
+        _pools.add(self)
 
     def _new_memory(self, handle: Any) -> Any:
         if handle is None:
@@ -423,21 +412,20 @@ class GraphPool(Uncopied):
         with self.capture_lock, self.on_device():
             return self.platform.memory_handle(self.memory)
 
-    def capture_session(self, *, stream: Any = None, freeze: bool = True) -> CaptureSession:
+    def capture_session(self, *, stream: Any = None) -> CaptureSession:
         """A context around many captures, such as those of a host that captures piece by piece.
 
-        Garbage is frozen once, beside a heap that the host has frozen collected once; without
-        `freeze`, for hosts that do so themselves, it is only not collected. Wrappers with
-        `GraphOptions(lazy=True)` may capture inside, those included that come into the pool
-        meanwhile, and are sealed where it ends, however it ends. It holds no lock and owns no pool:
-        the host runs and captures in it what it likes. `stream` is where the pool captures from now
-        on, as in `GraphPool(stream=)`. May be nested.
+        Garbage is frozen once; beside a heap that the host has frozen it is only not collected.
+        Wrappers with `GraphOptions(lazy=True)` may capture inside, those included that come into
+        the pool meanwhile, and are sealed where it ends, however it ends. It holds no lock and owns
+        no pool: the host runs and captures in it what it likes. `stream` is where the pool captures
+        from now on, as in `GraphPool(stream=)`. May be nested.
         """
         self.check_open()
         if stream is not None:
             with self.on_device():
                 self.stream = self.platform.adopt_stream(stream)
-        return CaptureSession(self, freeze=freeze)
+        return CaptureSession(self)
 
     def _end_session(self, session: CaptureSession) -> None:
         if session in self._sessions:
@@ -478,26 +466,14 @@ class GraphPool(Uncopied):
             for holder in list(self._holders):
                 holder.look_again(descriptor)
 
-    def forked(self) -> None:
-        """In a child of the process, which has none of the threads that were in the pool: it
-        refuses every turn with `PoolLeftBehindError`, unless nobody had one and the device
-        outlives a fork."""
-        self.step = None
-        self.pieces.last = None  # of a thread that the child does not have
-        if Capability.FORK not in self.platform.capabilities:
-            self.owner = without_device(self.platform.name)
-            _lost_platforms.add(self.platform.name)
-        elif self.owner is not None and not self.left_behind:
-            self.owner = in_turn_of(self.owner)
-
     @property
     def left_behind(self) -> bool:
         """Whether this process is a child that cannot use the pool: nothing is left to close."""
-        return isinstance(self.owner, LeftBehind)
+        return self.owner is _LEFT_BEHIND
 
     def on_device(self) -> AbstractContextManager[object]:
         """Makes its device the current one of this thread, if there are several."""
-        if self.elsewhere is None or self.left_behind:
+        if self.elsewhere is None:
             return _NOWHERE_ELSE
         return self.platform.on_device(self.device.index)
 

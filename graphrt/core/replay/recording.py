@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base._fork import after_forks
 from graphrt.core.base._undo import Undo
 from graphrt.core.base.errors import NestedCaptureError
 from graphrt.core.base.homes import public
@@ -26,9 +25,6 @@ class Recording(Protocol):
     @property
     def breakable(self) -> bool:
         """Whether `run_eagerly` may end the segment."""
-
-    failed_part: str | None
-    """The eager part that became part of a FULL graph and raised."""
 
     @property
     def must_break(self) -> bool:
@@ -81,15 +77,6 @@ def enter_under_way(undo: Undo, owner: object) -> None:
     """Until `undo`: `owner`, which lives as long, is under way."""
     undo.later(partial(under_way.discard, id(owner)))
     under_way.add(id(owner))
-
-
-def _forked() -> None:
-    """What other threads captured is under way no more in a child of the process."""
-    if active.get() is None and not warming_up.get():
-        under_way.clear()
-
-
-after_forks(_forked)
 
 
 @public("graphrt.lowlevel")

@@ -333,7 +333,7 @@ class UpdatableTask:
         if context is None or descriptor is None or not isinstance(updates, Mapping):
             raise MissingUpdateError(
                 f"task {name!r} needs its host arguments",
-                got=updates,
+                got=shown(updates),
                 expected=f"updates={{{self.group!r}: {{{', '.join(self.host_args)}}}}}",
                 advice="pass updates= to the runner or forward_context(), and at_capture= to the "
                 "task for warm-up and capture",
@@ -492,7 +492,7 @@ class TaskTable:
         if type(updates) is not dict and not isinstance(updates, Mapping):
             raise MissingUpdateError(
                 "a graph with updatable tasks was replayed without updates",
-                got=updates,
+                got=shown(updates),
                 expected=", ".join(dict.fromkeys(task.spec.group for task in self.tasks)),
                 advice="pass updates= for this step, or updates=UNCHANGED",
             )

@@ -16,7 +16,6 @@ from graphrt.core.base.option_values import (
     check_takes,
     flag,
     items_of,
-    only_known,
     shown,
 )
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
@@ -35,7 +34,6 @@ AroundCapture = Callable[[], AbstractContextManager[object]]
 
 
 @public("graphrt")
-@only_known
 @dataclass(frozen=True)
 class Example:
     """One step that a graph can be tried with: its inputs by name, in live shapes, and what its
@@ -72,7 +70,6 @@ class Ranks(Protocol):
 
 
 @public("graphrt")
-@only_known
 @dataclass(frozen=True)
 class Host:
     """What a host hooks into a runner; everything has a default.

@@ -15,7 +15,7 @@ from graphrt.core.base.thread_mode import where_asked, without_gradients
 from graphrt.core.batch.modes import GraphMode, PieceProvider
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.device._devices import asked_device, check_memory
+from graphrt.core.device._devices import asked_device
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.inputs.buffers import StaticInputs
@@ -232,7 +232,6 @@ def _pool_for(
         if platform is not None:
             pool.check_platform(platform)
     if asked.type != pool.device.type:
-        check_memory(pool.platform, asked)
         return pool, asked, owns_pool
     if asked.index is not None:
         pool._check_device(asked)

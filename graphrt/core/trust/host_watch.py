@@ -28,7 +28,6 @@ from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple
 
-from graphrt.core.base._fork import after_forks
 from graphrt.core.base._native_door import NativeGlances, NativeWatch, native_state
 from graphrt.core.base.option_values import told
 from graphrt.core.base.torch_names import global_hooks
@@ -58,7 +57,6 @@ _LONGEST_TEXT = 60
 """Longer texts are told by their length: they may be prompts."""
 
 if NativeWatch is not None:
-    after_forks(NativeWatch.over)
     atexit.register(NativeWatch.over)
 
 

@@ -132,8 +132,7 @@ class Pools:
             # Blocks are used again by captures on the stream that they were made on alone, and
             # each manager of vLLM's has another one.
             stream = None if pool.graphs.captures else self._stream
-            # vLLM has collected and frozen what there was, or wants neither.
-            session = pool.graphs.capture_session(stream=stream, freeze=False)
+            session = pool.graphs.capture_session(stream=stream)
             self._sessions.append(self._stack.enter_context(session))
             self._table.joined(pool.graphs)
 
