@@ -36,6 +36,7 @@ from graphrt import (
     get_platform,
     wrapper_class,
 )
+from graphrt.observe import findings
 
 X = INPUTS["x"]
 
@@ -479,12 +480,12 @@ def test_a_batch_norm_that_trains_is_evaluated():
     run = captured(lambda x: model(x), sizes=[4])
     with pytest.warns(errors.GraphQuarantinedWarning, match=r"call eval\(\)"), torch.no_grad():
         run(x=torch.randn(3, 4))
-    assert "call eval()" in run.report().findings[0].advice
+    assert "call eval()" in findings(run.report())[0].advice
     model.eval()
     run.recapture()
     with torch.no_grad():
         run(x=torch.randn(3, 4))
-    assert run.last_dispatch.reason is Reason.HIT and not run.report().findings
+    assert run.last_dispatch.reason is Reason.HIT and not findings(run.report())
 
 
 # A forward's own exceptions ---------------------------------------------------------------------
