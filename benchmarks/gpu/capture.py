@@ -44,7 +44,7 @@ from benchmarks.common import (
 from benchmarks.gpu.breakdown import Breakdown
 from benchmarks.gpu.byhand import Buffers, FullGraphs, PieceGraphs
 from benchmarks.llama import CONFIGS, Llama
-from graphrt import Batch, GraphOptions, GraphRunner, Reason
+from graphrt import Batch, GraphRunner, Reason
 
 ITSELF = (sys.executable, "-m", "benchmarks.gpu.capture")
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
@@ -97,11 +97,9 @@ def by_graphrt(
     model: Llama,
     sizes: list[int],
     breakdown: Breakdown | None,
-    first_only: bool,
     next_ms: float | None,
 ) -> Iterator[Contestant]:
     settings = {} if breakdown is None else breakdown.settings(model.embedding.device.type)
-    settings["options"] = GraphOptions(warm_up_each=not first_only)
     parts: dict[str, Any] = {}
     with model.runner(mode, sizes, **settings) as runner:
 
@@ -196,7 +194,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with (
         by_hand(name, model, sizes)
         if name in BY_HAND
-        else by_graphrt(name, model, sizes, breakdown, options.first_only, options.next)
+        else by_graphrt(name, model, sizes, breakdown, options.next)
     ) as contestant:
         gc.collect()
         synchronize()
@@ -251,7 +249,6 @@ def in_process(
     command += ["--model", options.model, "--context", str(options.context), "--sizes"]
     command += map(str, options.sizes)
     command += [f"--{flag}" for flag in ("breakdown", "cold") if getattr(options, flag)]
-    command += ["--first-only"] if options.first_only else []
     command += [] if next_ms is None else ["--next", str(next_ms)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tree)
     if done.returncode:
@@ -344,7 +341,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--breakdown", action="store_true", help="of graphrt; costs a little time")
     parser.add_argument("--cold", action="store_true", help="kernels are loaded by the capture")
-    parser.add_argument("--first-only", action="store_true", help="graphrt with warm_up_each=False")
     parser.add_argument("--next", type=float, metavar="MS", help="also by capture_next()")
     parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
     parser.add_argument("--contestant", choices=list(TITLES), help=argparse.SUPPRESS)

@@ -65,7 +65,6 @@ SETTINGS = st.fixed_dictionaries(
             {
                 "check": st.sampled_from(["off", "capture", "first"]),
                 "outputs": st.sampled_from(["pool", "static", "clone"]),
-                "warm_up_each": st.booleans(),
                 "lazy": st.sampled_from([False, False, True]),
                 "max_padding": st.sampled_from([None, 1.5]),
             }

@@ -468,8 +468,7 @@ def test_bad_steps_are_named_errors_and_the_next_step_works(arguments, error, te
     assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
 
 
-@pytest.mark.parametrize(("bound", "warm_ups"), [(False, 2), (True, 4)])
-def test_graphs_that_read_the_same_inputs_are_warmed_up_once(bound, warm_ups):
+def test_every_graph_is_warmed_up():
     modes: list[GraphMode] = []
 
     def forward(x):
@@ -480,31 +479,11 @@ def test_graphs_that_read_the_same_inputs_are_warmed_up_once(bound, warm_ups):
         forward,
         mode="FULL_AND_PIECEWISE",
         sizes=[2, 4],
-        host=Host(bind=(lambda *_: None) if bound else None),
-        # What is watched is warmed up for each kind.
         options=GraphOptions(check="off"),
     )
     captured.capture()
     assert len(captured.report().graphs) == 4
-    assert modes.count(GraphMode.NONE) == warm_ups
-
-
-def test_without_warm_up_each_a_graph_is_warmed_up_if_its_capture_needs_it():
-    warm: list[int] = []
-
-    def forward(x):
-        size = x.shape[0]
-        if current_context().mode is GraphMode.NONE:
-            warm.append(size)
-        elif size == 2 and size not in warm:
-            raise RuntimeError("made at first use, which a capture does not allow")
-        return x + 1
-
-    captured = runner(forward, sizes=[1, 2, 4], options=GraphOptions(warm_up_each=False))
-    captured.capture()
-    assert warm == [4, 2]
-    assert len(captured.report().graphs) == 3
-    assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
+    assert modes.count(GraphMode.NONE) == 4
 
 
 def test_a_budget_limits_what_is_captured_and_the_mode_may_step_down():

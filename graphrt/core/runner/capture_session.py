@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -246,9 +246,6 @@ class CaptureSession:
         setup = self._setup = graphs.setup
         self._graphs = graphs
         self._scheduler = scheduler
-        # The kinds of graphs that are warmed up. The state that warm-ups find, and the streams that
-        # they count, are known in their own session alone: the next one does it again.
-        self._warm = set[Hashable]()
         # Steps on another stream may still use the state that is saved.
         setup.pool.follow_stream()
         platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
@@ -260,7 +257,6 @@ class CaptureSession:
             pads=setup.inputs.padding.addresses,
             device_type=platform.device_type,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
-            each_warmed_up=setup.options.warm_up_each,
             has_parts=setup.plan.mode.has_piecewise,
         )
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
@@ -356,24 +352,17 @@ class CaptureSession:
         pool, transaction = self._setup.pool, graph.transaction
         started, before = time.perf_counter(), pool.bytes()
         self._streams.check(graph)
-        kind, warm_ups = self._kind(graph), self._setup.options.warmups
-        is_cold = kind not in self._warm or self._state.is_new(graph.descriptor.kind)
-        warm_up_s = self._warm_up(graph) if warm_ups and is_cold else 0.0
-        transaction.lifts_constants |= not warm_ups or self._graphs.reads.are_on_host()
-        transaction.work = self._streams.check(graph, kind)
+        warm_up_s, work = self._warm_up(graph)
+        is_cold = not self._setup.options.warmups
+        transaction.lifts_constants |= is_cold or self._graphs.reads.are_on_host()
+        transaction.work = work
+        self._streams.check(graph, work)
         outside = pool.platform.driver_bytes()
         try:
             self._attempt(graph)
-        except ResourceExhaustedError as error:
-            if isinstance(error, StreamBudgetError):
-                self._streams.failed(graph)
+        except StreamBudgetError:
+            self._streams.failed(graph)
             raise
-        except Exception:
-            if is_cold or not warm_ups:
-                raise
-            transaction.rollback()
-            warm_up_s = self._warm_up(graph)
-            self._attempt(graph)
         kept, grown = self._graphs.take_kept_bytes(before), _growth(before, pool.bytes())
         return GraphRecord(
             graph.mode,
@@ -386,12 +375,15 @@ class CaptureSession:
             started,
         )
 
-    def _warm_up(self, graph: PlannedGraph) -> float:
-        """Run the forward as often as the options say; returns the seconds it took."""
-        began = time.perf_counter()
+    def _warm_up(self, graph: PlannedGraph) -> tuple[float, GraphWork | None]:
+        """Run the forward as often as the options say; returns the seconds it took, and the work
+        that the last run issued where the device asks for it."""
+        began, work = time.perf_counter(), None
         try:
             for _ in range(self._setup.options.warmups):
-                self._run(graph, kind=graph.descriptor.kind)
+                count = self._streams.counter(graph)
+                self._run(graph, kind=graph.descriptor.kind, count=count)
+                work = None if count is None else count.work
         except Exception as error:
             # Nobody has explained it: the device may just have no room for this size.
             if not isinstance(error, GraphRTError):
@@ -399,8 +391,7 @@ class CaptureSession:
                 if isinstance(explained, ResourceExhaustedError):
                     raise explained from error
             raise
-        self._warm.add(self._kind(graph))
-        return time.perf_counter() - began
+        return time.perf_counter() - began, work
 
     def _attempt(self, graph: PlannedGraph) -> None:
         try:
@@ -420,9 +411,10 @@ class CaptureSession:
         transaction: CaptureTransaction | None = None,
         *,
         kind: Hashable = None,
+        count: WorkCount | None = None,
     ) -> None:
         """Run the forward once on padding: captured in `transaction`, or eagerly. A warm-up is of
-        a `kind`, and its work is counted."""
+        a `kind`, and `count` counts its work."""
         prepared, state, setup = graph.prepared, self._state, self._setup
         pool, inputs, host = setup.pool, setup.inputs, setup.host
         # Outputs of the step before may be in the buffers.
@@ -457,8 +449,8 @@ class CaptureSession:
         call: Callable[[], Any] = partial(prepared.call, **prepared.arguments(fresh=True))
         with context:
             if transaction is None:
-                if kind is not None:
-                    call = partial(self._streams.count, self._kind(graph), call)
+                if count is not None:
+                    call = partial(count.run, call)
                 outputs = state.run(kind, prepared.tokens, prepared.storages(), call)
                 prepared.check_written(state.inputs_written)
             else:
@@ -471,18 +463,6 @@ class CaptureSession:
                 )
                 state.look()
             prepared.outputs.see(outputs)
-
-    def _kind(self, graph: PlannedGraph) -> Hashable:
-        """The key of graphs that share one warm-up: their kind, and with `warm_up_each` their size;
-        the mode too, unless it makes no difference to the forward."""
-        descriptor, setup = graph.descriptor, self._setup
-        if not setup.options.warm_up_each:
-            return graph.mode, *descriptor.kind
-        size = graph.prepared.tokens, graph.prepared.reqs
-        # What `bind` does may depend on the descriptor; inputs depend on the size.
-        if setup.host.bind is None:
-            return *descriptor.serves, *size
-        return graph.mode, *descriptor.kind, *size
 
     def _settle(self, *, more: bool, probes: bool = True) -> None:
         """Find the batch axes of the outputs, with `probes` by eager runs if need be, and prepare
@@ -534,11 +514,6 @@ def _growth(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 
-T = TypeVar("T")
-
-_FEWER = "capture fewer sizes or fewer pieces; what is captured serves"
-
-
 class StreamLedger:
     """How many of the device's streams a graph of each mode and kind takes: counted in the warm-up,
     then measured around the last capture. Where the device does not tell, nothing is refused.
@@ -554,33 +529,28 @@ class StreamLedger:
         self._reserve = 0 if room is None else room.reserve
         self.counts = room is not None
         self._before: StreamRoom | None = None
-        self._work: dict[Hashable, GraphWork] = {}
         self._needs: dict[Hashable, tuple[int, str]] = {}
 
-    def count(self, kind: Hashable, run: Callable[[], T]) -> T:
-        """Run an eager forward of this kind, and count its work."""
+    def counter(self, graph: PlannedGraph) -> WorkCount | None:
+        """For the work of a warm-up of this graph, where the device tells of streams."""
         if not self.counts:
-            return run()
+            return None
         count = WorkCount(self._platform.stream_id_reader(), self._breaks)
-        result = count.run(run)
-        self._work[kind] = count.work
-        return result
+        count.work.in_pieces = graph.mode is GraphMode.PIECEWISE
+        return count
 
-    def check(self, graph: PlannedGraph, kind: Hashable = None) -> GraphWork | None:
-        """Before a graph: the work that the warm-up of its kind issued, if one was counted; without
-        it nothing is known of the first graph of a mode.
+    def check(self, graph: PlannedGraph, work: GraphWork | None = None) -> None:
+        """Before a graph, and after its warm-up, which issued this `work`; without it nothing is
+        known of the first graph of a kind.
 
         Raises `StreamBudgetError` if the graph will take more streams than it may.
         """
         room = self._before = self._room()
         needed = self._needs.get((graph.mode, graph.descriptor.kind))
-        work = self._work.get(kind)
         if needed is None and work is not None:
-            work = replace(work, in_pieces=graph.mode is GraphMode.PIECEWISE)
             needed = self._platform.streams_needed(work), "at most, by what its warm-up issued"
         if room is not None and needed is not None and needed[0] > room.usable:
             raise self._too_few(*needed, room)
-        return work
 
     def took(self, graph: PlannedGraph) -> int | None:
         """Note what a graph took since `check`, and return it; raises `StreamBudgetError` if that
@@ -610,5 +580,5 @@ class StreamLedger:
             "the device has too few free streams for this graph",
             got=f"{room.free} free{kept}",
             expected=f"{needed} ({why})",
-            advice=_FEWER,
+            advice="capture fewer sizes or fewer pieces; what is captured serves",
         )
