@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from graphrt.cli.app import app, main
 from graphrt.cli.variables import OTHERS, VARIABLES
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, InvalidSizesError
-from graphrt.core.runner.command_line import runner_settings
+from graphrt.demo.settings import runner_settings
 from graphrt.observe import report_text, save_report
 from tests.observe.planted import planted_runner, run_planted
 

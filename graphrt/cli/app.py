@@ -281,7 +281,7 @@ def plan(
 def _settings(config: list[str] | None) -> tuple[PlanArguments, GraphOptions]:
     """Arguments of a plan, and options, that -c says; errors name the flag."""
     from graphrt.core.base.errors import InvalidOptionError
-    from graphrt.core.runner.command_line import runner_settings
+    from graphrt.demo.settings import runner_settings
 
     try:
         return runner_settings(config or [])

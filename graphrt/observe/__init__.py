@@ -8,7 +8,8 @@
 - `with trace("trace.json", runner):` a timeline for Perfetto, and ranges for torch's profiler.
 - `Metrics(runner).read()`: counters and latencies, to poll; `Instruments(runner)` gives them to
   OpenTelemetry.
-- `capture(progress=MemoryWatch(runner))`: the memory of all graphs, predicted after two of them.
+- `capture(progress=ProgressBar())`: a bar on a terminal; with `MemoryWatch(runner)` it has the
+  memory of all graphs, predicted after two of them.
 - `explain(forward, inputs)`: what stands in the way of graphs, and what they would bring.
 
 Everything here takes values of a runner from outside. A step that is not observed costs nothing
@@ -24,6 +25,7 @@ from graphrt.observe.instruments import Instruments
 from graphrt.observe.memory import Forecast, MemoryWatch
 from graphrt.observe.metrics import Histogram, Metrics, Reading
 from graphrt.observe.pages.whole import page, write_page
+from graphrt.observe.progress import ProgressBar
 from graphrt.observe.report import findings, report_data, report_text, save_report
 from graphrt.observe.timeline import Trace, trace
 
@@ -36,6 +38,7 @@ __all__ = [
     "MemoryWatch",
     "Metrics",
     "Obstacle",
+    "ProgressBar",
     "Reading",
     "Trace",
     "explain",

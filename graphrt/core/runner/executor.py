@@ -135,8 +135,8 @@ class StepExecutor:
         return self.run(prepared, step.batch, step.values, context, eager=eager, around=around)
 
     def run_unpadded(self, step: Step, updates: Any, around: Around | None = None) -> Any:
-        """Run the forward on copies of the live rows. The `updates` are resolved. `around` calls the forward in a trial, which is none of the
-        host's steps. Raises `InvalidInputError`."""
+        """Run the forward on copies of the live rows. The `updates` are resolved. `around` calls
+        the forward in a trial, which is none of the host's steps. Raises `InvalidInputError`."""
         inputs, pool, bind = self.inputs, self.pool, self._bind
         batch, values, descriptor = step.batch, step.values, step.dispatch.descriptor
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
