@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import traceback
 from collections.abc import Callable
@@ -298,16 +297,6 @@ def test_a_hook_as_advised_is_called():
     exec(advice, space)
     run = captured(host=Host(bind=space["bind"]))
     assert torch.equal(run(x=rows(3)), rows(3, 2.0))
-
-
-def test_a_hook_that_makes_no_context_manager_is_named():
-    assert "contextlib.contextmanager" in advice_of(captured, host=Host(around_capture=nothing))
-
-    @contextlib.contextmanager
-    def around():
-        yield
-
-    assert torch.equal(captured(host=Host(around_capture=around))(x=rows(3)), rows(3, 2.0))
 
 
 def test_hooks_of_any_right_signature_are_taken():

@@ -295,7 +295,7 @@ class CaptureSession:
         undo.later(setup.pool.follow_stream)
         # The host's numbers go on where they were; those of a device are not restored.
         undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
-        with setup.host.around():
+        with setup.host.around_capture():
             # Warm-ups write what the steps before may be reading still, on whichever stream.
             setup.pool.follow_stream()
             if uncompiled:
