@@ -121,12 +121,12 @@ class Host:
         flag("mixes_rows", self.mixes_rows)
         # An iterator can be read only once, and every capture reads it.
         state = items_of("state", self.state, "[tensor]")
-        object.__setattr__(self, "state", state)
         known = () if isinstance(self.state, torch.Tensor) else State | torch.Tensor
         strange = [each for each in state if not isinstance(each, known)]
         if strange:
             expected = "State and tensors in a list"
             raise _wrong_hook("state", strange[0], expected, "Host(state=[tensor])")
+        object.__setattr__(self, "state", state)
         check_parameters(self.parameters)
 
 
