@@ -26,7 +26,6 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.base.option_values import number_of
 from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
@@ -55,9 +54,8 @@ from graphrt.core.trust.watching.modes import WorkCount
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
-Before = Callable[[int, CaptureKey], bool]
-"""Told before each graph how many are done, and its key; says whether to leave it, and those after
-it, for another session."""
+Before = Callable[[int, CaptureKey], None]
+"""Told before each graph how many are done, and its key."""
 
 
 @public("graphrt.types")
@@ -65,14 +63,11 @@ it, for another session."""
 class CaptureProgress:
     """The result of one `capture_next()`.
 
-    `captured` is what was captured in this call, `left` how many graphs are still to be tried, and
-    `next_s` the seconds that the next of them is expected to take: as many as the last one took;
-    None where there is none, or nothing is known yet.
+    `captured` is what was captured in this call, `left` how many graphs are still to be tried.
     """
 
     captured: tuple[GraphRecord, ...]
     left: int
-    next_s: float | None
 
 
 class CaptureScheduler:
@@ -96,12 +91,11 @@ class CaptureScheduler:
         graphs.left_out.clear()
         before = len(graphs.records)
         keys = graphs.missing(self._setup.plan.capture_order())
-        self._may_capture(keys)
+        self._agree_on(keys)
 
-        def tell(done: int, key: CaptureKey) -> bool:
+        def tell(done: int, key: CaptureKey) -> None:
             if progress is not None:
                 progress(done, len(keys), key[1])
-            return False
 
         self._session().run(keys, tell)
         if keys:
@@ -110,15 +104,19 @@ class CaptureScheduler:
         new = graphs.records[before:]
         logger.info("captured %d graphs in %.2f s", len(new), sum(each.capture_s for each in new))
 
-    def next(self, budget_s: float) -> CaptureProgress:
-        """Capture what fits into `budget_s` seconds, at least one graph; seal after the last."""
-        began = time.perf_counter()
-        budget_s = number_of("budget_s", budget_s, "the budget, in seconds,")
+    def next(self) -> CaptureProgress:
+        """Capture one graph; seal after the last."""
         graphs, left = self._graphs, self._left()
         before = len(graphs.records)
-        self._may_capture(left)
+        self._agree_on(left[:1])
         if left:
-            self._capture_some(left, began + budget_s)
+            # Before the graph is tried, it is not to blame.
+            tried: list[CaptureKey] = []
+            try:
+                self._session().run(left[:1], lambda _, key: tried.append(key), more=True)
+            except Exception:
+                self._leave_out(graphs.missing(tried))
+                raise
             left = self._left()
         elif not self._setup.plan.keys and not graphs.sealing.closed:
             # Modules that compile themselves have to, and are sealed.
@@ -134,7 +132,7 @@ class CaptureScheduler:
                     # `release()`.
                     self._leave_out(self._setup.plan.keys)
                 raise
-        return CaptureProgress(captured, len(left), self._last_s() if left else None)
+        return CaptureProgress(captured, len(left))
 
     def for_step(
         self, batch: Batch, dispatch: Dispatch, values: Mapping[str, Any], agreed: Agreed | None
@@ -159,41 +157,15 @@ class CaptureScheduler:
             raise
         return graphs.dispatcher.dispatch(batch, agreed=agreed), values
 
-    def _may_capture(self, keys: Sequence[CaptureKey], *, now: bool = True) -> bool:
-        """Whether these are captured `now`: with `Host(ranks=)` if all ranks say so. Raises where
-        another rank wants others."""
+    def _agree_on(self, keys: Sequence[CaptureKey]) -> None:
+        """With `Host(ranks=)` raise where another rank is to capture others than these."""
         ranks = self._setup.host.ranks
-        if ranks is None:
-            return now
-        wanted = [f"{mode.name} [{descriptor}]" for mode, descriptor in keys]
-        return ranks.may_capture(self._graphs, wanted, now=now)
+        if ranks is not None:
+            wanted = [f"{mode.name} [{descriptor}]" for mode, descriptor in keys]
+            ranks.agree_on_captures(self._graphs, wanted)
 
     def _session(self) -> CaptureSession:
         return CaptureSession(self._graphs, self)
-
-    def _capture_some(self, left: Sequence[CaptureKey], until: float) -> None:
-        """Capture the first graph, and the next ones while they end before `until`, if each takes
-        as long as the last one."""
-        tried: list[CaptureKey] = []
-
-        def enough(done: int, key: CaptureKey) -> bool:
-            in_time = not tried or time.perf_counter() + (self._last_s() or 0.0) <= until
-            if not self._may_capture([key], now=in_time):
-                return True
-            tried.append(key)
-            return False
-
-        try:
-            self._session().run(left, enough, more=True)
-        except Exception:
-            # The last graph that was tried is to blame; before the first one, none is.
-            self._leave_out(self._graphs.missing(tried[-1:]))
-            raise
-
-    def _last_s(self) -> float | None:
-        """The seconds that the last capture took."""
-        records = self._graphs.records
-        return records[-1].capture_s if records else None
 
     def _finish(self) -> None:
         """Seal the graphs, as complete as they get, and try them."""
@@ -209,30 +181,17 @@ class CaptureScheduler:
             self._graphs.left_out.setdefault(self._graphs.dispatcher.reserve(*key))
 
     def _left(self) -> list[CaptureKey]:
-        """The graphs still to be tried, in the plan's order; but no graph of a kind before its
-        largest.
-
-        Where a forward makes its workspaces larger as it needs, a smaller graph would go on with
-        one that is given up. And the largest serves every batch of its kind.
-        """
-        graphs, plan = self._graphs, self._setup.plan
-        missing = [
-            key
-            for key in graphs.missing(plan.capture_order(serving=True))
-            if graphs.dispatcher.reserve(*key) not in graphs.left_out
-        ]
-        by_size = sorted(plan.keys, key=lambda key: key[1].num_tokens)
-        largest = {(key[0], key[1].kind): key for key in by_size}
-        left = set(missing)
-        in_order = (each for key in missing for each in (largest[key[0], key[1].kind], key))
-        return list(dict.fromkeys(each for each in in_order if each in left))
+        """The graphs still to be tried, in the plan's order."""
+        graphs = self._graphs
+        missing = graphs.missing(self._setup.plan.capture_order())
+        return [key for key in missing if graphs.dispatcher.reserve(*key) not in graphs.left_out]
 
 
 class CaptureSession:
     """Captures some graphs of a runner, in a turn of the pool.
 
     1. Compiled modules that are not compiled yet run once, and compile.
-    2. Each graph, until there are enough: the forward is warmed up on padding (the first of its
+    2. Each graph: the forward is warmed up on padding (the first of its
        kind is watched), captured in a transaction, and the graph is published.
     3. The batch axes of outputs are found, if need be by eager runs at other sizes; then the
        tensors that graphs read, and the steps to check.
@@ -270,12 +229,12 @@ class CaptureSession:
         self,
         undo: Undo,
         keys: Sequence[CaptureKey],
-        before: Before = lambda done, key: False,
+        before: Before = lambda done, key: None,
         *,
         more: bool = False,
     ) -> None:
-        """Capture and publish the graphs of `keys` in their order, until `before` says to stop;
-        whether `more` are to come in other sessions."""
+        """Capture and publish the graphs of `keys` in their order; whether `more` are to come in
+        other sessions."""
         setup, graphs = self._setup, self._graphs
         graphs.destroy_leftovers()
         if graphs.records:
@@ -313,8 +272,7 @@ class CaptureSession:
         """Capture the graphs; after a failure serve those before it if it is known how."""
         try:
             for done, key in enumerate(keys):
-                if before(done, key):
-                    break
+                before(done, key)
                 self._has_doors = any(mode is GraphMode.PIECEWISE for mode, _ in keys[done:])
                 self._capture_or_drop(key)
             self._settle(more=more)

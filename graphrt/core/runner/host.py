@@ -66,9 +66,8 @@ class Ranks(Protocol):
     def entrance(self, graphs: Any, run: Run) -> Run:
         """What is called for a step of the runner with these `graphs`: it calls `run`."""
 
-    def may_capture(self, graphs: Any, wanted: Sequence[str], *, now: bool = True) -> bool:
-        """Before the `wanted` graphs are captured: whether all ranks do so `now`. Raises where
-        another rank wants others."""
+    def agree_on_captures(self, graphs: Any, wanted: Sequence[str]) -> None:
+        """Before the `wanted` graphs are captured: raise where another rank wants others."""
 
 
 @public("graphrt")

@@ -240,24 +240,21 @@ class GraphRunner(Uncopied, Generic[R]):
             raise NESTED_CAPTURE()
         self._in_turn(partial(self._scheduler.all, progress))
 
-    def capture_next(self, budget_s: float = 0.0) -> CaptureProgress:
-        """Capture some of the graphs that are missing, between two steps; seal after the last.
+    def capture_next(self) -> CaptureProgress:
+        """Capture one of the graphs that are missing, between two steps; seal after the last:
+        `while runner.capture_next().left: ...`.
 
-        At least one, and more while they end within `budget_s` seconds of the host, if each takes
-        as long as the last one: `while runner.capture_next(0.05).left: ...`. First comes what the
-        plan's `traffic` needs most; but of each kind the largest graph is the first. Batches are
-        served by what there is, else eagerly. The first call compiles what is not compiled, the
-        last one also tries `Host(example=)`. Ranks that capture together have to capture the same:
-        with `Host(ranks=)` they vote on it, and all stop where the budget of one ends; without,
-        they pass no budget.
+        They come in the order of `capture()`, the largest first. Batches are served by what there
+        is, else eagerly. The first call compiles what is not compiled, the last one also tries
+        `Host(example=)`. With `Host(ranks=)` ranks compare what they capture.
 
-        Raises `PoolBusyError` while a step is under way in the pool, or waits for its updates,
-        `InvalidOptionError`, and what `capture()` does: a graph that fails raises once, is left to
-        a `capture()`, and the next call goes on with the others.
+        Raises `PoolBusyError` while a step is under way in the pool, or waits for its updates, and
+        what `capture()` does: a graph that fails raises once, is left to a `capture()`, and the
+        next call goes on with the others.
         """
         self._engine.check_open()
         check_between_steps(self.pool, "capture_next()")
-        return self._in_turn(partial(self._scheduler.next, budget_s))
+        return self._in_turn(self._scheduler.next)
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper of this runner."""
