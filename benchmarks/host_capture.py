@@ -32,7 +32,6 @@ MODES = ("FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE")
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "check='off'": {"check": "off"},
-    "warm_up_each=False": {"warm_up_each": False},
 }
 BY_HAND = "by hand"
 

@@ -18,7 +18,6 @@ from graphrt.core.replay.pool import HoldsGraphs, OnCapture
 from graphrt.core.replay.tasks import HostValues, Updates
 from graphrt.core.runner.capture_session import CaptureProgress, Progress
 from graphrt.core.runner.checks import TrialRecord
-from graphrt.core.runner.findings import Finding
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord
 from graphrt.core.runner.host import AroundCapture, Bind, MakeExample, Phase, Ranks, Run
 from graphrt.core.runner.report import TrustReport
@@ -38,7 +37,6 @@ __all__ = [
     "CostModel",
     "DroppedGraph",
     "Entry",
-    "Finding",
     "GraphRecord",
     "HoldsGraphs",
     "HostValues",

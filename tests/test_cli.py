@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from graphrt.cli.app import app, main
 from graphrt.cli.variables import OTHERS, VARIABLES
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, InvalidSizesError
-from graphrt.core.runner.command_line import runner_settings
+from graphrt.demo.settings import runner_settings
+from graphrt.observe import report_text, save_report
 from tests.observe.planted import planted_runner, run_planted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -332,10 +333,10 @@ def test_every_variable_of_the_code_is_known_to_doctor():
 def test_a_report_is_shown_and_made_a_page_of(tmp_path):
     runner = planted_runner()
     run_planted(runner)
-    runner.report().save(tmp_path / "run.json")
+    save_report(tmp_path / "run.json", runner.report())
     text = run("report", str(tmp_path / "run.json"))
     memory = "Memory: 256.0 KiB, 256.0 KiB predicted after two graphs"
-    assert text == f"run: {runner.report()}\n{memory}\n"
+    assert text == f"run: {report_text(runner.report())}\n{memory}\n"
     page = tmp_path / "run.html"
     run("report", str(tmp_path / "run.json"), str(tmp_path / "run.json"), "--html", str(page))
     assert "Graph by graph" in page.read_text(encoding="utf-8")

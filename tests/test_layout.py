@@ -29,7 +29,7 @@ THIRD_PARTY = {
     "ascend": {"torch", "pluggy", "torch_npu", "acl"},
     "accelerator": {"torch", "pluggy"},
 }
-UPPER = ("compile", "attention", "hosts", "observe", "ranks", "testing", "demo", "cli")
+UPPER = ("compile", "attention", "observe", "hosts", "ranks", "testing", "demo", "cli")
 """What sits on top: each may use core, the platforms' packages and those before it."""
 
 

@@ -1,6 +1,6 @@
 """What capturing the default sizes takes, in seconds and MiB: graphrt and loops of one's own.
 
-    python3 -m benchmarks.gpu.capture [--model 1b] [--breakdown] [--next MS] [--json FILE]
+    python3 -m benchmarks.gpu.capture [--model 1b] [--breakdown] [--next] [--json FILE]
 
 Every contestant runs in a process of its own, several times, all taking turns; figures are
 medians. Before the clock starts the model has run eagerly at every size, so that no kernel is
@@ -9,9 +9,9 @@ All of them warm each size up once and go from the largest size to the smallest.
 the device is idle. MiB are what the free memory of the device and torch's own memory lost and
 gained, with the allocator's cache emptied before and after. Then the graphs of the largest and of
 the smallest size must give what the eager model gives, bit for bit.
-With `--next` graphrt is measured a second time, by `capture_next()` with a budget of so many
-milliseconds, a decode step after each call: when the first graph serves, how long the host is held,
-and what steps take meanwhile. It runs on the CPU too: `--device cpu --model tiny --sizes 1 8 64`.
+With `--next` graphrt is measured a second time, by `capture_next()`, a decode step after each call:
+when the first graph serves, how long the host is held, and what steps take meanwhile. It runs on
+the CPU too: `--device cpu --model tiny --sizes 1 8 64`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from benchmarks.common import (
 from benchmarks.gpu.breakdown import Breakdown
 from benchmarks.gpu.byhand import Buffers, FullGraphs, PieceGraphs
 from benchmarks.llama import CONFIGS, Llama
-from graphrt import Batch, GraphOptions, GraphRunner, Reason
+from graphrt import Batch, GraphRunner, Reason
 
 ITSELF = (sys.executable, "-m", "benchmarks.gpu.capture")
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
@@ -97,17 +97,15 @@ def by_graphrt(
     model: Llama,
     sizes: list[int],
     breakdown: Breakdown | None,
-    first_only: bool,
-    next_ms: float | None,
+    by_next: bool,
 ) -> Iterator[Contestant]:
     settings = {} if breakdown is None else breakdown.settings(model.embedding.device.type)
-    settings["options"] = GraphOptions(warm_up_each=not first_only)
     parts: dict[str, Any] = {}
     with model.runner(mode, sizes, **settings) as runner:
 
         def capture() -> None:
-            if next_ms is not None:
-                parts.update(capture_by_parts(runner, model, sizes, next_ms))
+            if by_next:
+                parts.update(capture_by_parts(runner, model, sizes))
             elif breakdown is None:
                 runner.capture()
             else:
@@ -144,9 +142,7 @@ def by_graphrt(
         yield Contestant(capture, steps, figures)
 
 
-def capture_by_parts(
-    runner: GraphRunner, model: Llama, sizes: list[int], budget_ms: float
-) -> dict[str, Any]:
+def capture_by_parts(runner: GraphRunner, model: Llama, sizes: list[int]) -> dict[str, Any]:
     """Capture between decode steps of the largest size: padded ones do not repeat themselves, as
     their padding rows read what requests have in the cache. Seconds of the host, until the device
     is idle."""
@@ -155,7 +151,7 @@ def capture_by_parts(
     left = 1
     while left:
         started = time.perf_counter()
-        left = runner.capture_next(budget_ms / 1e3).left
+        left = runner.capture_next().left
         synchronize()
         calls.append(time.perf_counter() - started)
         tokens = max(sizes)
@@ -196,7 +192,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with (
         by_hand(name, model, sizes)
         if name in BY_HAND
-        else by_graphrt(name, model, sizes, breakdown, options.first_only, options.next)
+        else by_graphrt(name, model, sizes, breakdown, options.next)
     ) as contestant:
         gc.collect()
         synchronize()
@@ -244,15 +240,14 @@ def in_process(
     options: argparse.Namespace,
     tree: Path | None = None,
     env: dict[str, str] | None = None,
-    next_ms: float | None = None,
+    by_next: bool = False,
 ) -> dict[str, Any]:
     """`measure` in a fresh process, of the tree with this root and in this environment."""
     command = [*ITSELF, "--contestant", name, "--device", options.device]
     command += ["--model", options.model, "--context", str(options.context), "--sizes"]
     command += map(str, options.sizes)
     command += [f"--{flag}" for flag in ("breakdown", "cold") if getattr(options, flag)]
-    command += ["--first-only"] if options.first_only else []
-    command += [] if next_ms is None else ["--next", str(next_ms)]
+    command += ["--next"] if by_next else []
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tree)
     if done.returncode:
         raise SystemExit(f"{TITLES[name]} failed:\n{done.stdout}{done.stderr}")
@@ -306,7 +301,7 @@ def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def summarise_parts(
-    runs: dict[str, list[dict[str, Any]]], whole: dict[str, list[dict[str, Any]]], budget_ms: float
+    runs: dict[str, list[dict[str, Any]]], whole: dict[str, list[dict[str, Any]]]
 ) -> dict[str, Any]:
     """Medians of what `capture_next()` took, beside those of `capture()`."""
     results: dict[str, Any] = {}
@@ -328,7 +323,7 @@ def summarise_parts(
         rows.append([TITLES[name], *row, "yes" if equal else "NO"])
     columns = ["first graph serves s", "all calls s", "to capture()", "calls", "longest call s"]
     columns += ["slowest step s", "median step s", "equal"]
-    show(f"capture_next(), {budget_ms:g} ms a call", ["", *columns], rows)
+    show("capture_next()", ["", *columns], rows)
     return results
 
 
@@ -344,8 +339,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--breakdown", action="store_true", help="of graphrt; costs a little time")
     parser.add_argument("--cold", action="store_true", help="kernels are loaded by the capture")
-    parser.add_argument("--first-only", action="store_true", help="graphrt with warm_up_each=False")
-    parser.add_argument("--next", type=float, metavar="MS", help="also by capture_next()")
+    parser.add_argument("--next", action="store_true", help="also by capture_next()")
     parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
     parser.add_argument("--contestant", choices=list(TITLES), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -362,11 +356,11 @@ def main() -> None:
             runs[name].append(in_process(name, options))
             seconds = runs[name][-1]["seconds"]
             print(f"run {turn + 1}: {TITLES[name]} {seconds:.3f} s", flush=True)
-            if options.next is not None and name in GRAPHRT:
-                parts.setdefault(name, []).append(in_process(name, options, next_ms=options.next))
+            if options.next and name in GRAPHRT:
+                parts.setdefault(name, []).append(in_process(name, options, by_next=True))
     results = summarise(runs)
     if parts:
-        results["by_parts"] = summarise_parts(parts, runs, options.next)
+        results["by_parts"] = summarise_parts(parts, runs)
     finish("capture", options, environment(options.device), results)
 
 

@@ -50,7 +50,7 @@ def captures(options: argparse.Namespace) -> dict[str, Figures]:
     }
     if options.older is not None:
         contestants[OLDER] = (options.older, None)
-    asked = argparse.Namespace(**vars(options), breakdown=False, cold=False, first_only=False)
+    asked = argparse.Namespace(**vars(options), breakdown=False, cold=False)
     runs: dict[str, dict[str, list[float]]] = {
         mode: {name: [] for name in contestants} for mode in MODES
     }

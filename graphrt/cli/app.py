@@ -126,15 +126,15 @@ def attention(
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Files of runner.report().save() or graphrt.observe.trace()."),
+        typer.Argument(help="Files of save_report() or trace() of graphrt.observe."),
     ],
     html: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
 ) -> None:
     """Show saved reports, or make a page of them; two of them are compared."""
-    from graphrt.core.runner.report_text import report_text
     from graphrt.observe.files import runs_of
     from graphrt.observe.memory import told_beforehand
     from graphrt.observe.pages.whole import write_page
+    from graphrt.observe.report import report_text
 
     if html is not None:
         write_page(html, *files)
@@ -281,7 +281,7 @@ def plan(
 def _settings(config: list[str] | None) -> tuple[PlanArguments, GraphOptions]:
     """Arguments of a plan, and options, that -c says; errors name the flag."""
     from graphrt.core.base.errors import InvalidOptionError
-    from graphrt.core.runner.command_line import runner_settings
+    from graphrt.demo.settings import runner_settings
 
     try:
         return runner_settings(config or [])

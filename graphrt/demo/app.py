@@ -17,12 +17,12 @@ from rich.text import Text
 from graphrt import BatchDescriptor, GraphMode, GraphOptions, get_platform
 from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.plan.plan import PlanArguments
-from graphrt.core.runner.command_line import runner_settings
 from graphrt.demo.checkpoint import load_checkpoint, seeded_checkpoint
 from graphrt.demo.engine import EngineLimits, StepRecord
 from graphrt.demo.model import Decoder
 from graphrt.demo.npu import FusedDecodeAttention
 from graphrt.demo.report import Comparison, Run, Setup, compare, group_steps, run_prompts
+from graphrt.demo.settings import runner_settings
 from graphrt.demo.tokenizer import Tokenizer
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)

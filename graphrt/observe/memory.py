@@ -15,7 +15,6 @@ take of the device meanwhile counts as the graphs'.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -24,8 +23,8 @@ from graphrt.core.base._warnings import GraphMemoryWarning, warn_caller
 from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import counted, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.runner.progress import ProgressBar
 from graphrt.core.runner.runner import GraphRunner
+from graphrt.observe.progress import ProgressBar
 
 _SEGMENT_BYTES = 20 << 20
 """What an allocator takes at once from the device. A pool that grew by less may have room left for
@@ -112,8 +111,8 @@ def told_beforehand(figures: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 class MemoryWatch:
-    """For `runner.capture(progress=MemoryWatch(runner))`: the bar of `progress=True`, with the
-    memory that is predicted, and a warning where there is not enough."""
+    """For `runner.capture(progress=MemoryWatch(runner))`: a `ProgressBar` with the memory
+    that is predicted, and a warning where there is not enough."""
 
     def __init__(
         self,
@@ -134,9 +133,7 @@ class MemoryWatch:
         self._runner = runner
         self._limit = limit_bytes
         self._warned = False
-        if stream is None and sys.stderr.isatty():
-            stream = sys.stderr
-        self._bar = None if stream is None else ProgressBar(stream)
+        self._bar = ProgressBar(stream)
         self.forecasts: list[Forecast] = []
         """One after each graph, from the second on; the last one is what they took."""
 
@@ -149,9 +146,7 @@ class MemoryWatch:
             self.forecasts.clear()
         else:
             self.forecasts.append(forecast)
-        if self._bar is not None:
-            more = "" if forecast is None else _text(forecast)
-            self._bar(done, total, descriptor, more)
+        self._bar(done, total, descriptor, "" if forecast is None else _text(forecast))
         if forecast is not None and not self._warned:
             self._look_for_room(forecast)
 

@@ -27,6 +27,7 @@ from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import counted
 from graphrt.core.runner.report import RunnerReport
 from graphrt.core.runner.runner import GraphRunner
+from graphrt.observe.report import report_data
 from graphrt.observe.tap import Observer, SpanSeen, StepSeen, attach
 
 MOST_STEPS = 100_000
@@ -95,7 +96,7 @@ class Trace(AbstractContextManager["Trace"]):
     def to_dict(self) -> dict[str, Any]:
         """The timeline so far, in Chrome's format."""
         reports = [runner.report() for runner in self._runners]
-        figures = [report.to_dict() for report in reports]
+        figures = [report_data(report) for report in reports]
         spans = [
             track.with_captures(report) for track, report in zip(self._tracks, reports, strict=True)
         ]

@@ -165,12 +165,11 @@ class Agreement:
         """See `graphrt.types.Ranks`: a runner with `Host(ranks=)` calls it."""
         return RankedSteps(self, graphs, run)
 
-    def may_capture(self, graphs: GraphTable, wanted: Sequence[str], *, now: bool = True) -> bool:
+    def agree_on_captures(self, graphs: GraphTable, wanted: Sequence[str]) -> None:
         """See `graphrt.types.Ranks`: a runner with `Host(ranks=)` calls it."""
         captures = [f"captures {graph}" for graph in wanted] or ["captures nothing"]
         facts = {**self._facts_of(graphs), "next": captures}
-        vote = self._send(facts, digest_of(facts), bytes([USABLE if now else UNUSABLE]))
-        return self._tally(vote).graph is not None
+        self._tally(self._send(facts, digest_of(facts), bytes([USABLE])))
 
     def take(self, graphs: GraphTable, batch: Batch | None) -> PendingVote:
         """The vote on the next step of a runner, begun before or now."""

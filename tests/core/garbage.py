@@ -370,7 +370,6 @@ TARGETS: dict[str, Target] = {
     "Plan.fitted_to": Target(
         lambda: (plan().fitted_to, {"platform": get_platform("cpu"), "compiled": ()})
     ),
-    "Plan.capture_order": Target(lambda: (plan().capture_order, {"serving": False})),
     "GraphCost": constructor(GraphCost),
     "Budget": constructor(Budget),
     "Budget.cost_of": constructor(Budget().cost_of, mode=GraphMode.FULL, descriptor=D),

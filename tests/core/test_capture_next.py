@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
-import math
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +35,6 @@ from graphrt.core.base.errors import (
     CaptureSealedError,
     GraphRTError,
     InputSlotError,
-    InvalidOptionError,
     NestedCaptureError,
     PoolBusyError,
     PoolClosedError,
@@ -48,6 +45,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.replay import handout
 from graphrt.core.replay.pool import PoolOwner
 from graphrt.cpu import CpuPlatform
+from graphrt.types import CaptureProgress
 
 SIZES = [1, 2, 4, 8]
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
@@ -62,9 +60,8 @@ def sizes_of(run: GraphRunner) -> list[int]:
     return [record.descriptor.num_tokens for record in run.report().graphs]
 
 
-def captured_by(run: GraphRunner, budget_s: float = 0.0, **options: Any) -> list[int]:
-    progress = run.capture_next(budget_s, **options)
-    return [record.descriptor.num_tokens for record in progress.captured]
+def captured_by(run: GraphRunner) -> list[int]:
+    return [record.descriptor.num_tokens for record in run.capture_next().captured]
 
 
 def finish(run: GraphRunner) -> None:
@@ -75,64 +72,21 @@ def finish(run: GraphRunner) -> None:
 # What one call captures --------------------------------------------------------------------------
 
 
-def test_without_a_budget_a_call_captures_one_graph_and_says_how_many_are_left():
+def test_a_call_captures_one_graph_the_largest_first_and_says_how_many_are_left():
     run = several()
     for left, size in ((3, 8), (2, 4), (1, 2), (0, 1)):
         progress = run.capture_next()
         assert [record.descriptor.num_tokens for record in progress.captured] == [size]
         assert progress.left == left
-        assert (progress.next_s is None) is (left == 0)
     assert run.capture_next().captured == ()
 
 
-def test_a_large_budget_captures_all():
-    run = several()
-    progress = run.capture_next(math.inf)
-    assert [record.descriptor.num_tokens for record in progress.captured] == [8, 4, 2, 1]
-    assert progress.left == 0
-
-
-def test_a_graph_that_is_expected_to_end_after_the_budget_is_not_begun():
-    run = several(sizes=[1, 2, 4, 8, 16])
-    run.capture_next()
-    publish = run.graphs.publish
-
-    def published(graph: Any, record: Any) -> None:
-        publish(graph, dataclasses.replace(record, capture_s=3600.0))
-
-    run.graphs.publish = published
-    progress = run.capture_next(1000.0)
-    assert ([each.capture_s for each in progress.captured], progress.next_s) == ([3600.0], 3600.0)
-    assert captured_by(run, 1e9) == [4, 2, 1]
-
-
-def test_the_first_call_begins_no_second_graph_that_would_take_too_long():
-    run = several(lambda x: x + 1)
-    assert len(captured_by(run, 1e-9)) == 1
-
-
-@pytest.mark.parametrize("budget", [-1, "much", None, math.nan, True])
-def test_what_is_no_budget_is_refused(budget):
-    with pytest.raises(InvalidOptionError, match="budget"):
-        several().capture_next(budget)
-
-
-# The order ---------------------------------------------------------------------------------------
-
-
-def test_the_traffic_of_the_plan_is_an_order():
-    run = several(traffic={2: 0.9, 4: 0.1}, sizes=[1, 2, 4, 8, 16])
-    run.capture_next(math.inf)
-    assert sizes_of(run)[0] == 16
-    assert sizes_of(run).index(2) < sizes_of(run).index(4)
-
-
-def test_of_each_kind_the_largest_comes_first():
-    run = several(mode="FULL_AND_PIECEWISE", traffic={1: 0.9, 8: 0.1}, sizes=[1, 2, 4, 8])
-    run.capture_next(math.inf)
-    keys = [(record.mode, record.descriptor.num_tokens) for record in run.report().graphs]
-    assert [size for mode, size in keys if mode is FULL][:2] == [8, 1]
-    assert [size for mode, size in keys if mode is PIECEWISE][:2] == [8, 1]
+def test_the_order_is_that_of_a_capture():
+    runs = [several(mode="FULL_AND_PIECEWISE", traffic={1: 0.9, 8: 0.1}) for _ in range(2)]
+    runs[0].capture()
+    finish(runs[1])
+    first, second = ([(g.mode, g.descriptor) for g in run.report().graphs] for run in runs)
+    assert first == second
 
 
 # Between calls -----------------------------------------------------------------------------------
@@ -160,7 +114,7 @@ def test_a_batch_whose_padding_would_be_too_much_runs_eagerly_until_its_graph_is
     run.capture_next()
     run(x=rows(2))
     assert run.last_dispatch.mode is GraphMode.NONE
-    run.capture_next(math.inf)
+    finish(run)
     run(x=rows(2))
     assert run.last_dispatch.reason is Reason.HIT
 
@@ -203,7 +157,7 @@ def test_capture_captures_the_rest():
     run.capture(lambda done, total, descriptor: told.append((done, total)))
     assert told[-1] == (3, 3)
     assert sizes_of(run) == [8, 4, 2, 1]
-    assert run.capture_next() == dataclasses.replace(run.capture_next(), captured=(), left=0)
+    assert run.capture_next() == CaptureProgress((), 0)
     assert run.graphs.sealing.closed
 
 
@@ -358,19 +312,6 @@ def test_after_a_last_graph_that_failed_the_next_call_seals():
     assert run.capture_next().left == 0
     assert run.graphs.sealing.closed
     assert not run.graphs.sealing.may_capture
-
-
-def test_what_is_captured_before_a_failure_in_the_same_call_serves():
-    def forward(x):
-        if x.shape[0] == 2:
-            raise ZeroDivisionError
-        return x + 1
-
-    run = several(forward)
-    with pytest.raises(ZeroDivisionError):
-        run.capture_next(math.inf)
-    assert sizes_of(run) == [8, 4]
-    assert captured_by(run, math.inf) == [1]
 
 
 def test_outputs_that_nobody_can_hand_out_fail_like_a_graph_and_not_for_ever():
@@ -562,8 +503,7 @@ class Counting(torch.nn.Module):
 
 
 @pytest.mark.parametrize("check", ["off", "capture"])
-@pytest.mark.parametrize("each", [True, False])
-def test_state_numbers_and_random_numbers_are_as_without_captures(check, each):
+def test_state_numbers_and_random_numbers_are_as_without_captures(check):
     models = Counting(), Counting()
     own = models[0].declared[0], *([models[0].found, models[0].rows] if check == "off" else [])
     run = GraphRunner(
@@ -577,7 +517,7 @@ def test_state_numbers_and_random_numbers_are_as_without_captures(check, each):
         sizes=SIZES,
         platform="cpu",
         host=Host(state=own),
-        options=GraphOptions(check=check, warm_up_each=each),
+        options=GraphOptions(check=check),
     )
     torch.manual_seed(7)
     for tokens in (3, 8, 2, 1, 5, 4):

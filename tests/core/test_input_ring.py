@@ -201,7 +201,7 @@ def test_memory_of_a_ring_that_is_gone_is_kept_until_the_device_has_read_it():
 def test_mixed_steps_see_their_own_inputs_through_aborts_and_recaptures(mode):
     platform = RingPlatform()
     log = Log(platform, "cpu", 600, mode=mode)
-    assert log.runner.report().inputs_in_graph
+    assert log.runner.inputs.ring is not None
     assert mixed_steps(log, 600, 3, aborts=0.1, recaptures=0.01, slots=0.3) > 20
     ring = platform.rings[-1]
     # Steps that a graph serves launch no fetch of their own.
@@ -212,7 +212,7 @@ def test_without_the_option_nothing_is_fetched():
     platform = RingPlatform()
     log = Log(platform, "cpu", 50, inputs_in_graph=False)
     mixed_steps(log, 50, 4)
-    assert not log.runner.report().inputs_in_graph
+    assert log.runner.inputs.ring is None
     assert platform.rings == []
 
 

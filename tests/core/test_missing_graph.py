@@ -53,7 +53,7 @@ def test_a_default_wrapper_never_captures_and_says_so_to_the_dispatcher():
     counts = dispatcher.counts()
     assert (counts[Reason.HIT], counts[Reason.MISSING_GRAPH]) == (0, 3)
     assert dispatcher.hits() == {(FULL, D4): 0}
-    assert dispatcher.hits(announced=True) == {(FULL, D4): 3}
+    assert dispatcher.not_served_by() == {(FULL, D4): {Reason.MISSING_GRAPH: 3}}
     dispatcher.reset_counts()
     assert dispatcher.counts()[Reason.MISSING_GRAPH] == 0
 

@@ -468,8 +468,7 @@ def test_bad_steps_are_named_errors_and_the_next_step_works(arguments, error, te
     assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
 
 
-@pytest.mark.parametrize(("bound", "warm_ups"), [(False, 2), (True, 4)])
-def test_graphs_that_read_the_same_inputs_are_warmed_up_once(bound, warm_ups):
+def test_every_graph_is_warmed_up():
     modes: list[GraphMode] = []
 
     def forward(x):
@@ -480,31 +479,11 @@ def test_graphs_that_read_the_same_inputs_are_warmed_up_once(bound, warm_ups):
         forward,
         mode="FULL_AND_PIECEWISE",
         sizes=[2, 4],
-        host=Host(bind=(lambda *_: None) if bound else None),
-        # What is watched is warmed up for each kind.
         options=GraphOptions(check="off"),
     )
     captured.capture()
     assert len(captured.report().graphs) == 4
-    assert modes.count(GraphMode.NONE) == warm_ups
-
-
-def test_without_warm_up_each_a_graph_is_warmed_up_if_its_capture_needs_it():
-    warm: list[int] = []
-
-    def forward(x):
-        size = x.shape[0]
-        if current_context().mode is GraphMode.NONE:
-            warm.append(size)
-        elif size == 2 and size not in warm:
-            raise RuntimeError("made at first use, which a capture does not allow")
-        return x + 1
-
-    captured = runner(forward, sizes=[1, 2, 4], options=GraphOptions(warm_up_each=False))
-    captured.capture()
-    assert warm == [4, 2]
-    assert len(captured.report().graphs) == 3
-    assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
+    assert modes.count(GraphMode.NONE) == 4
 
 
 def test_a_budget_limits_what_is_captured_and_the_mode_may_step_down():
@@ -546,24 +525,16 @@ def test_a_report_is_printed_in_lines_and_counts_no_padding_of_steps_that_ran_wi
     report = mixing.report()
     assert (report.live_tokens, report.padded_tokens, report.padding) == (0, 0, 0.0)
     assert repr(mixing) == f"GraphRunner(FULL, {len(report.graphs)} graphs, cpu)"
-    first, finding, *_, steps, trials, python = str(report).splitlines()
-    assert first.startswith(f"FULL on cpu, {len(report.graphs)} graphs, captured in")
-    assert finding.endswith("in quarantine: 2 steps ran eagerly")
-    assert "live rows are not what they are without padding" in str(report)
-    assert steps == "Steps: 2: 2 QUARANTINED"
-    assert "Padding:" not in str(report)
-    assert "quarantined" in trials
-    assert python.startswith("Changes in Python: ")
-
-
-def test_a_report_says_that_nothing_broke_in_pieces():
-    part = eager_break(lambda x: x * 2)
-    for forward, unbroken in ((lambda x: x + 1, 2), (lambda x: part(x + 1) + 1, 0)):
-        made = runner(forward, mode="FULL_AND_PIECEWISE", sizes=[2, 4])
-        made.capture()
-        report = made.report()
-        assert report.unbroken == unbroken
-        assert ("2 PIECEWISE without an eager break" in str(report)) == bool(unbroken)
+    first, titles, *rows_of_graphs, steps = str(report).splitlines()
+    assert first.startswith(f"FULL on cpu, {len(report.graphs)} graphs in ")
+    assert titles.split() == ["graph", "steps", "eager", "capture", "pool", "trial"]
+    (row,) = [row for row in rows_of_graphs if row.startswith("FULL [4 tokens 4 reqs]")]
+    assert row.split()[5:7] == ["0", "2"] and row.endswith("quarantined")
+    assert str(report).count("live rows are not what they are without padding") == 1
+    assert steps == "Steps: 2 QUARANTINED"
+    mixing(x=rows(9))
+    mixing.release()
+    assert str(mixing.report()).endswith("Steps: 1 TOO_LARGE, 2 QUARANTINED")
 
 
 def test_a_verified_step_is_the_last_dispatch():

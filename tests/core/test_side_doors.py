@@ -203,31 +203,6 @@ def test_runners_do_not_see_what_eager_parts_of_another_made():
     runner(lambda x: x + weight).capture()
 
 
-def test_a_first_capture_without_a_warm_up_is_tried_again_with_one():
-    kept: dict[int, torch.Tensor] = {}
-
-    @eager_break
-    def part(x: torch.Tensor) -> None:
-        kept.setdefault(len(x), torch.empty(0)).resize_(len(x)).copy_(x * 2)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        part(x + 1)
-        return kept[len(x)] + 1
-
-    runner = GraphRunner(
-        forward,
-        inputs={"x": InputSpec(torch.float32, ("tokens",))},
-        outputs=("tokens",),
-        mode="PIECEWISE",
-        sizes=[2, 4],
-        options=GraphOptions(warm_up_each=False),
-        platform="cpu",
-    )
-    runner.capture()
-    for rows in (2, 4, 2):
-        assert runner(x=torch.full((rows,), float(rows))).tolist() == [2.0 * rows + 3] * rows
-
-
 def test_what_one_size_made_is_known_at_the_next_though_nothing_was_warmed_up():
     kept = [torch.zeros(1)]
 

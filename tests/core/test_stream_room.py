@@ -205,7 +205,7 @@ def test_the_warning_has_a_line_for_each_reason():
         run.capture()
     head, *lines = str(told[0].message).splitlines()
     assert "run eagerly" in head
-    assert len(lines) == 1 and lines[0].endswith("so are 5 more of 1 to 6 tokens")
+    assert len(lines) == 1 and lines[0].startswith("  PIECEWISE [8 tokens]: the device has too few")
 
 
 def test_strict_refuses_what_does_not_fit():

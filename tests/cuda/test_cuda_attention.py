@@ -91,6 +91,6 @@ def test_500_steps_in_flight_with_random_lengths_equal_eager(shape: Any, splits:
         expected = runner.run_padded_eagerly(batch, found, inputs, updates)
         assert torch.equal(out, expected)
     if splits == "task":
-        figures = runner.report().updates
+        figures = runner.pool.update_figures()
         assert figures is not None and figures.self_check_failures == 0
         assert figures.shared_patches > 0 and figures.memo_hits > 0

@@ -216,7 +216,7 @@ def test_layers_that_are_alike_are_patched_from_one(issue):
         updated.capture()
         for _ in range(40):
             check(updated, {"mix": {"row": chosen.randrange(ROWS)}}, chosen.randint(1, 4))
-        figures = updated.report().updates
+        figures = updated.pool.update_figures()
         print(figures)
         # Two sets of host arguments for each of two graphs, and those that changed nothing.
         assert figures.self_checks >= 4 and figures.self_check_failures == 0
@@ -225,7 +225,7 @@ def test_layers_that_are_alike_are_patched_from_one(issue):
         rows = [row for row in range(ROWS) for _ in range(2)]
         for row in rows:
             check(updated, {"mix": {"row": row}})
-        after = updated.report().updates
+        after = updated.pool.update_figures()
         # One for each row that was new, and none for the others.
         assert after.reissues - before <= ROWS
         assert after.memo_hits > figures.memo_hits
@@ -242,7 +242,7 @@ def test_layers_with_arguments_of_their_own_are_patched_from_one_each(issue):
                 if chosen.random() < 0.3:
                     updates[f"mix.{layer}"] = {"row": chosen.randrange(8)}
             check(updated, updates)
-        assert updated.report().updates.shared_patches > 0
+        assert updated.pool.update_figures().shared_patches > 0
 
 
 def with_weights(issue_of):
@@ -286,7 +286,7 @@ def test_layers_that_differ_in_what_changes_are_issued_each(issue_of):
         updated.capture()
         for row in (3, 5, 7, 3, 9, 0, 2):
             check(updated, {"mix": {"row": row}})
-        figures = updated.report().updates
+        figures = updated.pool.update_figures()
         assert figures.self_check_failures == 1
         assert figures.shared_patches == 0
         # All but the row that came twice.
@@ -316,7 +316,7 @@ def test_a_step_without_updates_is_refused():
 def test_a_runner_without_tasks_reports_no_updates():
     with runner(lambda x: x * 2) as plain:
         plain.capture()
-        assert plain.report().updates is None
+        assert plain.pool.update_figures() is None
 
 
 # The way down ------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_launches_that_a_step_does_not_need_are_switched_off(monkeypatch, refuse
         refuse(monkeypatch, updated, *refused)
         for row in (3, 2, 1, 1, 5, 4, 6, 3, 2, 9):
             check(updated, {"mix": {"row": row}})
-        figures = updated.report().updates
+        figures = updated.pool.update_figures()
         assert bool(figures.whole_updates) == (refused == ("set_kernel",))
         assert bool(figures.rebuilds) == ("update_whole" in refused)
 
@@ -364,7 +364,7 @@ def test_a_refused_node_ends_in_a_whole_update_or_another_executable(issue, whol
                 refuse(refusing, updated, "update_whole")
             x = torch.randn(4, WIDTH)
             steps = [(row, updated(x=x, updates={"mix": {"row": row}}).clone()) for row in rows]
-        figures = updated.report().updates
+        figures = updated.pool.update_figures()
         assert figures.whole_updates == (len(rows) if whole else 0)
         assert figures.rebuilds == (0 if whole else len(rows))
         for row, out in steps:
@@ -375,7 +375,7 @@ def test_a_refused_node_ends_in_a_whole_update_or_another_executable(issue, whol
         assert torch.equal(
             updated(x=x, updates=UNCHANGED).clone(), eager(updated, x, {"mix": {"row": 9}})
         )
-        after = updated.report().updates
+        after = updated.pool.update_figures()
         assert (after.whole_updates, after.rebuilds) == (
             figures.whole_updates,
             figures.rebuilds,
@@ -400,7 +400,7 @@ def test_a_graph_for_which_no_way_is_left_raises_until_it_is_captured_again(monk
         for failed, row in enumerate((6, 7, 5), start=1):
             with pytest.raises(UpdateRefusedError):
                 updated(x=torch.randn(4, WIDTH), updates={"mix": {"row": row}})
-            assert updated.report().updates.failed == failed
+            assert updated.pool.update_figures().failed == failed
         monkeypatch.undo()
         updated.recapture()
         check(updated, {"mix": {"row": 7}})
@@ -418,5 +418,5 @@ def test_parameters_that_cannot_be_read_are_handed_on(monkeypatch):
             refuse(refusing, updated, "set_kernel")
             check(updated, {"mix": {"row": 3}})
         check(updated, {"mix": {"row": 0}})
-        figures = updated.report().updates
+        figures = updated.pool.update_figures()
         assert figures.whole_updates == 1 and figures.memo_hits == 0

@@ -87,7 +87,7 @@ def test_two_kernels_of_each_layer_are_patched_from_one():
         for x, updates, out in steps:
             found = runner.dispatcher.dispatch(batch)
             assert torch.equal(out, runner.run_padded_eagerly(batch, found, {"x": x}, updates))
-        figures = runner.report().updates
+        figures = runner.pool.update_figures()
         print(figures)
         assert (figures.self_checks, figures.self_check_failures) == (2, 0)
         assert figures.whole_updates == figures.rebuilds == figures.failed == 0

@@ -267,7 +267,6 @@ def _setup(rng: random.Random) -> Setup:
         chain=rng.random() < 0.1,
         spoil=rng.random() < 0.3,
         warmups=warmups,
-        warm_up_each=rng.random() < 0.85,
     )
 
 

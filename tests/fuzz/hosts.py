@@ -37,7 +37,6 @@ class RunnerHost:
             lazy=setup.lazy,
             breaks=setup.breaks if setup.mode != "FULL" else (),
             warmups=setup.warmups,
-            warm_up_each=setup.warm_up_each,
         )
         specs: dict[str, Any] = program.specs()
         self._runner = GraphRunner(

@@ -80,7 +80,6 @@ class Setup:
     chain: bool = False
     spoil: bool = False
     warmups: int = 1
-    warm_up_each: bool = True
 
 
 @dataclass(frozen=True)

@@ -592,7 +592,7 @@ def test_the_report_has_pieces_by_batch_with_steps_seconds_and_bytes(vllm):
     reasons = {reason.name: count for reason, count in report.reasons.items()}
     # Each of the three pieces had no graph of 3 tokens.
     assert reasons == {"HIT": 6, "TOO_LARGE": 2, "NO_GRAPH": 1, "MISSING_GRAPH": 3}
-    assert report.mode is graphrt.GraphMode.PIECEWISE and report.platform == "cpu"
+    assert report.mode is graphrt.GraphMode.PIECEWISE and report.device == "cpu"
     assert all(graph.capture_s > 0 for graph in report.graphs)
     assert sum(graph.pool_bytes or 0 for graph in report.graphs) == report.pool_bytes > 0
     text = str(report)

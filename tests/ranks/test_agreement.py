@@ -89,7 +89,7 @@ def test_lazy_ranks_capture_the_graph_of_the_vote() -> None:
 
 
 def test_ranks_capture_the_same_graphs_between_steps() -> None:
-    case = {"sizes": SIZES, "steps": 20, "budget_s": 0.02}
+    case = {"sizes": SIZES, "steps": 20, "next": True}
     found = launch(case, 2)
     assert_same(found)
     assert found[0]["steps"][-1][2] == "HIT"
@@ -97,7 +97,7 @@ def test_ranks_capture_the_same_graphs_between_steps() -> None:
 
 def test_ranks_that_would_capture_others_are_named_before_they_do() -> None:
     release = {"fault": {"kind": "release", "at": 2}}
-    case = {"sizes": SIZES, "steps": 9, "budget_s": 0.0, "of_rank": {"1": release}}
+    case = {"sizes": SIZES, "steps": 9, "next": True, "of_rank": {"1": release}}
     for seen in launch(case, 2).values():
         assert seen["error"] == "RanksDifferError"
         assert "next is another one on rank 1" in seen["text"]

@@ -124,7 +124,7 @@ def main(
     ):
         try:
             LAST[0] = time.monotonic()
-            if not case.get("lazy") and "budget_s" not in case:
+            if not case.get("lazy") and "next" not in case:
                 runner.capture()
             take_steps(case, mine, model, agreement, runner, steps, wrong)
         except GraphRTError:
@@ -167,8 +167,8 @@ def take_steps(
             inject(fault, runner, model)
             if fault["kind"] == "skip":
                 continue
-        if "budget_s" in case:
-            runner.capture_next(case["budget_s"])
+        if "next" in case:
+            runner.capture_next()
         batch = batches(chosen, case)
         if batch is None:
             dispatch = agreement.idle(runner)

@@ -22,6 +22,7 @@ from graphrt.core.trust import reads as reads_module
 from graphrt.core.trust.host_watch import watch_state
 from graphrt.core.trust.places.walk import where_is
 from graphrt.errors import StaleInputError, VerificationError
+from graphrt.observe import report_text
 from tests.trust.host_programs import (
     HANDLES,
     PROGRAMS,
@@ -236,7 +237,7 @@ def test_what_makes_no_difference_costs_three_trials_a_graph_and_is_in_the_repor
     assert counts[0] >= 1 and counts[-1] <= 3, counts
     assert (steps.wrong, steps.said, steps.reason) == ([], [], Reason.HIT)
     assert runner.report().trust.harmless == ("model.unused",)
-    assert "model.unused" in str(runner.report())
+    assert "model.unused" in report_text(runner.report())
     net.scale = 2.0
     runner.weights_changed()
     steps.run(4)
@@ -514,7 +515,7 @@ def test_without_a_watcher_left_glances_look_at_all_and_it_is_said() -> None:
         trust = runner.report().trust
         assert trust.watched == 0
         assert "no watcher of dicts is left" in trust.not_watched
-        assert "no watcher of dicts is left" in str(runner.report())
+        assert "no watcher of dicts is left" in report_text(runner.report())
         steps = Steps(runner, net)
         net.scale = 2.0
         steps.run(trust.glance_steps + 4)

@@ -32,7 +32,6 @@ def watched(
         warmed_up={} if warmed_up is None else warmed_up,
         device_type="cpu",
         is_in_graphs=lambda _: False,
-        each_warmed_up=True,
         has_parts=True,
         **arguments,
     )

@@ -68,7 +68,7 @@ def measure(problem: Paged) -> dict[str, float]:
     found["equal"] = host_us(lambda: step({"attention": {"num_splits": 11}}), 300)
     found["remembered"] = host_us(with_splits(itertools.cycle(range(2, 12))), 300)
     found["representative"] = host_us(with_splits(itertools.count(12)), 100)
-    figures = runner.report().updates
+    figures = runner.pool.update_figures()
     assert figures is not None and figures.self_check_failures == 0
     runner.close()
     # Never enough sets to compare, so that every layer is issued.

@@ -1,6 +1,8 @@
-"""Bytes and seconds, as people read them."""
+"""Bytes, seconds and tables, as people read them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 
 def size_text(size_bytes: int) -> str:
@@ -23,3 +25,11 @@ def seconds_text(seconds: float) -> str:
 def counted(count: int, noun: str) -> str:
     """3 and "step" as "3 steps"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table: the first and the last column to the left, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *figures, remark in rows:
+        cells = [f"{cell:>{width}}" for cell, width in zip(figures, widths[1:-1], strict=True)]
+        yield "  ".join([f"{name:<{widths[0]}}", *cells, remark]).rstrip()

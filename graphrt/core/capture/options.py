@@ -59,8 +59,6 @@ class GraphOptions:
     Of runners alone:
 
     - `warmups` (1): how often a forward runs before it is captured, 0 to 1000.
-    - `warm_up_each` (True): False warms up only the largest graph of each kind, and another one
-      only if its capture fails without.
     - `max_padding` (None): the largest ratio of a graph's tokens to the batch's, 1 or more.
     - `state_limit_bytes` (None): how much state is saved, declared or found, in bytes; None: a
       sixteenth of the device's free memory, and at least 64 MiB.
@@ -77,7 +75,6 @@ class GraphOptions:
     check: Literal["off", "capture", "first", "sample", "always"] = "capture"
     host_arguments: Literal["refuse", "bake"] = "refuse"
     warmups: int = 1
-    warm_up_each: bool = True
     max_padding: float | None = None
     state_limit_bytes: int | None = None
     inputs_in_graph: bool = True
@@ -138,7 +135,6 @@ _CHECKS: dict[str, Check] = {
     "check": choice(*CHECK_LEVELS),
     "host_arguments": choice("refuse", "bake"),
     "warmups": whole(0, 1, _MOST_WARMUPS),
-    "warm_up_each": flag,
     "max_padding": optional(padding_ratio),
     "state_limit_bytes": optional(whole(0, _LEAST_STATE)),
     "inputs_in_graph": flag,

@@ -302,15 +302,13 @@ class GraphDispatcher(Uncopied):
                 counts[reason] += count
             return counts
 
-    def hits(self, *, announced: bool = False) -> dict[tuple[GraphMode, BatchDescriptor], int]:
-        """How many batches each reserved graph has served; with `announced`, those too that ran
-        padded as it would be, because a wrapper did not have it (MISSING_GRAPH)."""
+    def hits(self) -> dict[tuple[GraphMode, BatchDescriptor], int]:
+        """How many batches each reserved graph has served."""
         with self._lock:
             sizes = self.sizes()
             hits = {key: sum(sizes[key].values()) for key in self._slots}
-            for (slot, reason), count in self._not_replayed.items():
-                padded = announced and reason is Reason.MISSING_GRAPH
-                hits[self._graphs[slot].dispatch[:2]] -= 0 if padded else count
+            for (slot, _), count in self._not_replayed.items():
+                hits[self._graphs[slot].dispatch[:2]] -= count
             return hits
 
     def not_served_by(self) -> dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]]:

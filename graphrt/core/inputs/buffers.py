@@ -191,8 +191,8 @@ class StaticInputs:
             )
 
     def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
-        """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that has
-        more rows than they. Raises `InvalidInputError`."""
+        """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that no
+        graph serves. Raises `InvalidInputError`."""
         inputs = self.declared.check(values, tokens, reqs)
         device = self.transport.slab.device
         try:
@@ -203,12 +203,6 @@ class StaticInputs:
         except (NotImplementedError, RuntimeError) as error:
             self.declared.check(values, tokens, reqs, error)
             raise
-
-    def hold(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in the buffers, which the next step writes again."""
-        start, slab = tensor.untyped_storage().data_ptr(), self.transport.slab
-        # On the CPU every input is a storage of its own, somewhere in the slab.
-        return slab.low <= start < slab.high
 
     def reset(self, layout: InputLayout | None = None) -> None:
         """Make every row of `layout`, by default of the largest one, a padding row. No step waits

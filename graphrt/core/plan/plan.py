@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from graphrt.core.base.errors import InvalidOptionError, ResourceExhaustedError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_kind, count_of, flag, items_of, nearest
+from graphrt.core.base.option_values import check_kind, count_of, items_of, nearest
 from graphrt.core.batch.descriptor import BatchDescriptor, checked_variant
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
@@ -238,15 +238,10 @@ class Plan:
         self.left_out: tuple[LeftOut, ...] = self._fitted.left_out
         self.total: GraphCost = self._fitted.total
 
-    def capture_order(
-        self, *, serving: bool = False
-    ) -> tuple[tuple[GraphMode, BatchDescriptor], ...]:
+    def capture_order(self) -> tuple[tuple[GraphMode, BatchDescriptor], ...]:
         """`keys` in the order in which they are captured: as they are, or, where the device tells
-        how many streams are free for graphs, those first that are worth most if it runs out. With
-        `serving` while others are still missing, those that `traffic` needs most."""
-        flag("serving", serving)
-        by_worth = serving and self.arguments["traffic"] is not None
-        if not by_worth and self.platform.stream_room() is None:
+        how many streams are free for graphs, those first that are worth most if it runs out."""
+        if self.platform.stream_room() is None:
             return self.keys
         return tuple(by_priority(self.keys, self.arguments["traffic"], self._landmarks))
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -26,7 +26,6 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.base.option_values import number_of
 from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
@@ -55,9 +54,8 @@ from graphrt.core.trust.watching.modes import WorkCount
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
-Before = Callable[[int, CaptureKey], bool]
-"""Told before each graph how many are done, and its key; says whether to leave it, and those after
-it, for another session."""
+Before = Callable[[int, CaptureKey], None]
+"""Told before each graph how many are done, and its key."""
 
 
 @public("graphrt.types")
@@ -65,14 +63,11 @@ it, for another session."""
 class CaptureProgress:
     """The result of one `capture_next()`.
 
-    `captured` is what was captured in this call, `left` how many graphs are still to be tried, and
-    `next_s` the seconds that the next of them is expected to take: as many as the last one took;
-    None where there is none, or nothing is known yet.
+    `captured` is what was captured in this call, `left` how many graphs are still to be tried.
     """
 
     captured: tuple[GraphRecord, ...]
     left: int
-    next_s: float | None
 
 
 class CaptureScheduler:
@@ -96,12 +91,11 @@ class CaptureScheduler:
         graphs.left_out.clear()
         before = len(graphs.records)
         keys = graphs.missing(self._setup.plan.capture_order())
-        self._may_capture(keys)
+        self._agree_on(keys)
 
-        def tell(done: int, key: CaptureKey) -> bool:
+        def tell(done: int, key: CaptureKey) -> None:
             if progress is not None:
                 progress(done, len(keys), key[1])
-            return False
 
         self._session().run(keys, tell)
         if keys:
@@ -110,15 +104,19 @@ class CaptureScheduler:
         new = graphs.records[before:]
         logger.info("captured %d graphs in %.2f s", len(new), sum(each.capture_s for each in new))
 
-    def next(self, budget_s: float) -> CaptureProgress:
-        """Capture what fits into `budget_s` seconds, at least one graph; seal after the last."""
-        began = time.perf_counter()
-        budget_s = number_of("budget_s", budget_s, "the budget, in seconds,")
+    def next(self) -> CaptureProgress:
+        """Capture one graph; seal after the last."""
         graphs, left = self._graphs, self._left()
         before = len(graphs.records)
-        self._may_capture(left)
+        self._agree_on(left[:1])
         if left:
-            self._capture_some(left, began + budget_s)
+            # Before the graph is tried, it is not to blame.
+            tried: list[CaptureKey] = []
+            try:
+                self._session().run(left[:1], lambda _, key: tried.append(key), more=True)
+            except Exception:
+                self._leave_out(graphs.missing(tried))
+                raise
             left = self._left()
         elif not self._setup.plan.keys and not graphs.sealing.closed:
             # Modules that compile themselves have to, and are sealed.
@@ -134,7 +132,7 @@ class CaptureScheduler:
                     # `release()`.
                     self._leave_out(self._setup.plan.keys)
                 raise
-        return CaptureProgress(captured, len(left), self._last_s() if left else None)
+        return CaptureProgress(captured, len(left))
 
     def for_step(
         self, batch: Batch, dispatch: Dispatch, values: Mapping[str, Any], agreed: Agreed | None
@@ -159,41 +157,15 @@ class CaptureScheduler:
             raise
         return graphs.dispatcher.dispatch(batch, agreed=agreed), values
 
-    def _may_capture(self, keys: Sequence[CaptureKey], *, now: bool = True) -> bool:
-        """Whether these are captured `now`: with `Host(ranks=)` if all ranks say so. Raises where
-        another rank wants others."""
+    def _agree_on(self, keys: Sequence[CaptureKey]) -> None:
+        """With `Host(ranks=)` raise where another rank is to capture others than these."""
         ranks = self._setup.host.ranks
-        if ranks is None:
-            return now
-        wanted = [f"{mode.name} [{descriptor}]" for mode, descriptor in keys]
-        return ranks.may_capture(self._graphs, wanted, now=now)
+        if ranks is not None:
+            wanted = [f"{mode.name} [{descriptor}]" for mode, descriptor in keys]
+            ranks.agree_on_captures(self._graphs, wanted)
 
     def _session(self) -> CaptureSession:
         return CaptureSession(self._graphs, self)
-
-    def _capture_some(self, left: Sequence[CaptureKey], until: float) -> None:
-        """Capture the first graph, and the next ones while they end before `until`, if each takes
-        as long as the last one."""
-        tried: list[CaptureKey] = []
-
-        def enough(done: int, key: CaptureKey) -> bool:
-            in_time = not tried or time.perf_counter() + (self._last_s() or 0.0) <= until
-            if not self._may_capture([key], now=in_time):
-                return True
-            tried.append(key)
-            return False
-
-        try:
-            self._session().run(left, enough, more=True)
-        except Exception:
-            # The last graph that was tried is to blame; before the first one, none is.
-            self._leave_out(self._graphs.missing(tried[-1:]))
-            raise
-
-    def _last_s(self) -> float | None:
-        """The seconds that the last capture took."""
-        records = self._graphs.records
-        return records[-1].capture_s if records else None
 
     def _finish(self) -> None:
         """Seal the graphs, as complete as they get, and try them."""
@@ -209,30 +181,17 @@ class CaptureScheduler:
             self._graphs.left_out.setdefault(self._graphs.dispatcher.reserve(*key))
 
     def _left(self) -> list[CaptureKey]:
-        """The graphs still to be tried, in the plan's order; but no graph of a kind before its
-        largest.
-
-        Where a forward makes its workspaces larger as it needs, a smaller graph would go on with
-        one that is given up. And the largest serves every batch of its kind.
-        """
-        graphs, plan = self._graphs, self._setup.plan
-        missing = [
-            key
-            for key in graphs.missing(plan.capture_order(serving=True))
-            if graphs.dispatcher.reserve(*key) not in graphs.left_out
-        ]
-        by_size = sorted(plan.keys, key=lambda key: key[1].num_tokens)
-        largest = {(key[0], key[1].kind): key for key in by_size}
-        left = set(missing)
-        in_order = (each for key in missing for each in (largest[key[0], key[1].kind], key))
-        return list(dict.fromkeys(each for each in in_order if each in left))
+        """The graphs still to be tried, in the plan's order."""
+        graphs = self._graphs
+        missing = graphs.missing(self._setup.plan.capture_order())
+        return [key for key in missing if graphs.dispatcher.reserve(*key) not in graphs.left_out]
 
 
 class CaptureSession:
     """Captures some graphs of a runner, in a turn of the pool.
 
     1. Compiled modules that are not compiled yet run once, and compile.
-    2. Each graph, until there are enough: the forward is warmed up on padding (the first of its
+    2. Each graph: the forward is warmed up on padding (the first of its
        kind is watched), captured in a transaction, and the graph is published.
     3. The batch axes of outputs are found, if need be by eager runs at other sizes; then the
        tensors that graphs read, and the steps to check.
@@ -246,9 +205,6 @@ class CaptureSession:
         setup = self._setup = graphs.setup
         self._graphs = graphs
         self._scheduler = scheduler
-        # The kinds of graphs that are warmed up. The state that warm-ups find, and the streams that
-        # they count, are known in their own session alone: the next one does it again.
-        self._warm = set[Hashable]()
         # Steps on another stream may still use the state that is saved.
         setup.pool.follow_stream()
         platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
@@ -260,7 +216,6 @@ class CaptureSession:
             pads=setup.inputs.padding.addresses,
             device_type=platform.device_type,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
-            each_warmed_up=setup.options.warm_up_each,
             has_parts=setup.plan.mode.has_piecewise,
         )
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
@@ -274,12 +229,12 @@ class CaptureSession:
         self,
         undo: Undo,
         keys: Sequence[CaptureKey],
-        before: Before = lambda done, key: False,
+        before: Before = lambda done, key: None,
         *,
         more: bool = False,
     ) -> None:
-        """Capture and publish the graphs of `keys` in their order, until `before` says to stop;
-        whether `more` are to come in other sessions."""
+        """Capture and publish the graphs of `keys` in their order; whether `more` are to come in
+        other sessions."""
         setup, graphs = self._setup, self._graphs
         graphs.destroy_leftovers()
         if graphs.records:
@@ -299,7 +254,7 @@ class CaptureSession:
         undo.later(setup.pool.follow_stream)
         # The host's numbers go on where they were; those of a device are not restored.
         undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
-        with setup.host.around():
+        with setup.host.around_capture():
             # Warm-ups write what the steps before may be reading still, on whichever stream.
             setup.pool.follow_stream()
             if uncompiled:
@@ -317,8 +272,7 @@ class CaptureSession:
         """Capture the graphs; after a failure serve those before it if it is known how."""
         try:
             for done, key in enumerate(keys):
-                if before(done, key):
-                    break
+                before(done, key)
                 self._has_doors = any(mode is GraphMode.PIECEWISE for mode, _ in keys[done:])
                 self._capture_or_drop(key)
             self._settle(more=more)
@@ -356,24 +310,17 @@ class CaptureSession:
         pool, transaction = self._setup.pool, graph.transaction
         started, before = time.perf_counter(), pool.bytes()
         self._streams.check(graph)
-        kind, warm_ups = self._kind(graph), self._setup.options.warmups
-        is_cold = kind not in self._warm or self._state.is_new(graph.descriptor.kind)
-        warm_up_s = self._warm_up(graph) if warm_ups and is_cold else 0.0
-        transaction.lifts_constants |= not warm_ups or self._graphs.reads.are_on_host()
-        transaction.work = self._streams.check(graph, kind)
+        warm_up_s, work = self._warm_up(graph)
+        is_cold = not self._setup.options.warmups
+        transaction.lifts_constants |= is_cold or self._graphs.reads.are_on_host()
+        transaction.work = work
+        self._streams.check(graph, work)
         outside = pool.platform.driver_bytes()
         try:
             self._attempt(graph)
-        except ResourceExhaustedError as error:
-            if isinstance(error, StreamBudgetError):
-                self._streams.failed(graph)
+        except StreamBudgetError:
+            self._streams.failed(graph)
             raise
-        except Exception:
-            if is_cold or not warm_ups:
-                raise
-            transaction.rollback()
-            warm_up_s = self._warm_up(graph)
-            self._attempt(graph)
         kept, grown = self._graphs.take_kept_bytes(before), _growth(before, pool.bytes())
         return GraphRecord(
             graph.mode,
@@ -386,12 +333,15 @@ class CaptureSession:
             started,
         )
 
-    def _warm_up(self, graph: PlannedGraph) -> float:
-        """Run the forward as often as the options say; returns the seconds it took."""
-        began = time.perf_counter()
+    def _warm_up(self, graph: PlannedGraph) -> tuple[float, GraphWork | None]:
+        """Run the forward as often as the options say; returns the seconds it took, and the work
+        that the last run issued where the device asks for it."""
+        began, work = time.perf_counter(), None
         try:
             for _ in range(self._setup.options.warmups):
-                self._run(graph, kind=graph.descriptor.kind)
+                count = self._streams.counter(graph)
+                self._run(graph, kind=graph.descriptor.kind, count=count)
+                work = None if count is None else count.work
         except Exception as error:
             # Nobody has explained it: the device may just have no room for this size.
             if not isinstance(error, GraphRTError):
@@ -399,8 +349,7 @@ class CaptureSession:
                 if isinstance(explained, ResourceExhaustedError):
                     raise explained from error
             raise
-        self._warm.add(self._kind(graph))
-        return time.perf_counter() - began
+        return time.perf_counter() - began, work
 
     def _attempt(self, graph: PlannedGraph) -> None:
         try:
@@ -420,9 +369,10 @@ class CaptureSession:
         transaction: CaptureTransaction | None = None,
         *,
         kind: Hashable = None,
+        count: WorkCount | None = None,
     ) -> None:
         """Run the forward once on padding: captured in `transaction`, or eagerly. A warm-up is of
-        a `kind`, and its work is counted."""
+        a `kind`, and `count` counts its work."""
         prepared, state, setup = graph.prepared, self._state, self._setup
         pool, inputs, host = setup.pool, setup.inputs, setup.host
         # Outputs of the step before may be in the buffers.
@@ -457,8 +407,8 @@ class CaptureSession:
         call: Callable[[], Any] = partial(prepared.call, **prepared.arguments(fresh=True))
         with context:
             if transaction is None:
-                if kind is not None:
-                    call = partial(self._streams.count, self._kind(graph), call)
+                if count is not None:
+                    call = partial(count.run, call)
                 outputs = state.run(kind, prepared.tokens, prepared.storages(), call)
                 prepared.check_written(state.inputs_written)
             else:
@@ -471,18 +421,6 @@ class CaptureSession:
                 )
                 state.look()
             prepared.outputs.see(outputs)
-
-    def _kind(self, graph: PlannedGraph) -> Hashable:
-        """The key of graphs that share one warm-up: their kind, and with `warm_up_each` their size;
-        the mode too, unless it makes no difference to the forward."""
-        descriptor, setup = graph.descriptor, self._setup
-        if not setup.options.warm_up_each:
-            return graph.mode, *descriptor.kind
-        size = graph.prepared.tokens, graph.prepared.reqs
-        # What `bind` does may depend on the descriptor; inputs depend on the size.
-        if setup.host.bind is None:
-            return *descriptor.serves, *size
-        return graph.mode, *descriptor.kind, *size
 
     def _settle(self, *, more: bool, probes: bool = True) -> None:
         """Find the batch axes of the outputs, with `probes` by eager runs if need be, and prepare
@@ -534,11 +472,6 @@ def _growth(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 
-T = TypeVar("T")
-
-_FEWER = "capture fewer sizes or fewer pieces; what is captured serves"
-
-
 class StreamLedger:
     """How many of the device's streams a graph of each mode and kind takes: counted in the warm-up,
     then measured around the last capture. Where the device does not tell, nothing is refused.
@@ -554,33 +487,28 @@ class StreamLedger:
         self._reserve = 0 if room is None else room.reserve
         self.counts = room is not None
         self._before: StreamRoom | None = None
-        self._work: dict[Hashable, GraphWork] = {}
         self._needs: dict[Hashable, tuple[int, str]] = {}
 
-    def count(self, kind: Hashable, run: Callable[[], T]) -> T:
-        """Run an eager forward of this kind, and count its work."""
+    def counter(self, graph: PlannedGraph) -> WorkCount | None:
+        """For the work of a warm-up of this graph, where the device tells of streams."""
         if not self.counts:
-            return run()
+            return None
         count = WorkCount(self._platform.stream_id_reader(), self._breaks)
-        result = count.run(run)
-        self._work[kind] = count.work
-        return result
+        count.work.in_pieces = graph.mode is GraphMode.PIECEWISE
+        return count
 
-    def check(self, graph: PlannedGraph, kind: Hashable = None) -> GraphWork | None:
-        """Before a graph: the work that the warm-up of its kind issued, if one was counted; without
-        it nothing is known of the first graph of a mode.
+    def check(self, graph: PlannedGraph, work: GraphWork | None = None) -> None:
+        """Before a graph, and after its warm-up, which issued this `work`; without it nothing is
+        known of the first graph of a kind.
 
         Raises `StreamBudgetError` if the graph will take more streams than it may.
         """
         room = self._before = self._room()
         needed = self._needs.get((graph.mode, graph.descriptor.kind))
-        work = self._work.get(kind)
         if needed is None and work is not None:
-            work = replace(work, in_pieces=graph.mode is GraphMode.PIECEWISE)
             needed = self._platform.streams_needed(work), "at most, by what its warm-up issued"
         if room is not None and needed is not None and needed[0] > room.usable:
             raise self._too_few(*needed, room)
-        return work
 
     def took(self, graph: PlannedGraph) -> int | None:
         """Note what a graph took since `check`, and return it; raises `StreamBudgetError` if that
@@ -610,5 +538,5 @@ class StreamLedger:
             "the device has too few free streams for this graph",
             got=f"{room.free} free{kept}",
             expected=f"{needed} ({why})",
-            advice=_FEWER,
+            advice="capture fewer sizes or fewer pieces; what is captured serves",
         )

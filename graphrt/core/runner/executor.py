@@ -23,7 +23,7 @@ from graphrt.core.base.errors import (
     NestedCaptureError,
 )
 from graphrt.core.base.option_values import shown
-from graphrt.core.base.sharing import cloned, clones
+from graphrt.core.base.sharing import cloned
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Batch, live_query_len
@@ -135,9 +135,8 @@ class StepExecutor:
         return self.run(prepared, step.batch, step.values, context, eager=eager, around=around)
 
     def run_unpadded(self, step: Step, updates: Any, around: Around | None = None) -> Any:
-        """Run the forward on live rows; changes of the outputs do not reach its next step. The
-        `updates` are resolved. `around` calls the forward in a trial, which is none of the
-        host's steps. Raises `InvalidInputError`."""
+        """Run the forward on copies of the live rows. The `updates` are resolved. `around` calls
+        the forward in a trial, which is none of the host's steps. Raises `InvalidInputError`."""
         inputs, pool, bind = self.inputs, self.pool, self._bind
         batch, values, descriptor = step.batch, step.values, step.dispatch.descriptor
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
@@ -151,14 +150,10 @@ class StepExecutor:
             compared=around is not None,
             live=batch,
         )
-        stream = pool.follow_stream()
-        if tokens <= inputs.tokens and reqs <= inputs.reqs:
-            layout = inputs.layout(tokens, reqs)
-            # Modes of the host see the operators of the forward, and no others.
-            unseen(partial(inputs.fill, values, layout, tokens, reqs, stream))
-            views = {name: view.detach() for name, view in layout.views.items()}
-        else:
-            views = inputs.copies(values, tokens, reqs)
+        pool.follow_stream()
+        # Modes of the host see the operators of the forward, and no others.
+        views = unseen(partial(inputs.copies, values, tokens, reqs))
+        # Not before: they may have been among the inputs.
         pool._expire_outputs()
         if bind is not None:
             bind(MappingProxyType(views), descriptor, "eager")
@@ -217,15 +212,11 @@ class StepExecutor:
             raise
 
     def _handed_out(self, outputs: Any) -> Any:
-        """The outputs of a forward, as tensors that its next step does not read."""
+        """The outputs of a forward, as tensors of the caller's own."""
         if self._clones:
             return cloned(outputs)
-        tensors = tree.tensors(outputs)
-        copies = clones([tensor for tensor in tensors if self.inputs.hold(tensor)])
-        for tensor in tensors:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.detach()
-        return tree.map_tensors(lambda tensor: copies[id(tensor)], outputs)
+        own = {id(tensor): tensor.detach() for tensor in tree.tensors(outputs)}
+        return tree.map_tensors(lambda tensor: own[id(tensor)], outputs)
 
 
 def _of_outer_step(context: ForwardContext | None, name: str) -> Any:

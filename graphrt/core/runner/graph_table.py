@@ -30,7 +30,6 @@ from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.layout import StepMoves
-from graphrt.core.plan.budget import alike
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import LiveOutputs
@@ -386,16 +385,13 @@ class GraphTable:
 
 def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:
     """Warn of graphs that did not fit on the device; with `strict` raise
-    `ResourceExhaustedError`. Of each reason the first graph is named, and how many more."""
-    by_reason: dict[tuple[GraphMode, str], list[BatchDescriptor]] = {}
-    for each in dropped:
-        by_reason.setdefault((each.mode, each.reason), []).append(each.descriptor)
-    lines = "".join(
-        f"\n  {mode.name} [{first}]: {'; '.join(map(str.strip, reason.splitlines()))}"
-        f"{'; ' + alike(others) if others else ''}"
-        for (mode, reason), (first, *others) in by_reason.items()
-    )
+    `ResourceExhaustedError`. Of each reason the first graph is named."""
     what = f"{len(dropped)} of {planned} graphs did not fit on the device"
+    first = {each.reason: f"{each.mode.name} [{each.descriptor}]" for each in reversed(dropped)}
+    lines = "".join(
+        f"\n  {graph}: {'; '.join(map(str.strip, reason.splitlines()))}"
+        for reason, graph in first.items()
+    )
     if strict:
         raise ResourceExhaustedError(
             what,

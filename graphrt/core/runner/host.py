@@ -64,9 +64,8 @@ class Ranks(Protocol):
     def entrance(self, graphs: Any, run: Run) -> Run:
         """What is called for a step of the runner with these `graphs`: it calls `run`."""
 
-    def may_capture(self, graphs: Any, wanted: Sequence[str], *, now: bool = True) -> bool:
-        """Before the `wanted` graphs are captured: whether all ranks do so `now`. Raises where
-        another rank wants others."""
+    def agree_on_captures(self, graphs: Any, wanted: Sequence[str]) -> None:
+        """Before the `wanted` graphs are captured: raise where another rank wants others."""
 
 
 @public("graphrt")
@@ -113,39 +112,18 @@ class Host:
         check_takes("metadata", self.metadata, "metadata(descriptor)", optional=True)
         if self.ranks is not None and not hasattr(type(self.ranks), "entrance"):
             raise _wrong_hook("ranks", self.ranks, "an Agreement", "graphrt.ranks.Agreement()")
-        around = self.around_capture
-        if isinstance(around, AbstractContextManager):
-            raise _wrong_hook(
-                "around_capture",
-                around,
-                "a function that makes a context manager",
-                "Host(around_capture=lambda: torch.no_grad())",
-            )
-        check_takes("around_capture", around, "around_capture()")
+        check_takes("around_capture", self.around_capture, "around_capture()")
         check_hooks("around_graph", self.around_graph)
         flag("mixes_rows", self.mixes_rows)
-        one = "State and tensors in a list"
-        if isinstance(self.state, torch.Tensor | torch.nn.Module | Mapping):
-            raise _wrong_hook("state", self.state, one, "Host(state=[tensor])")
         # An iterator can be read only once, and every capture reads it.
         state = items_of("state", self.state, "[tensor]")
+        known = () if isinstance(self.state, torch.Tensor) else State | torch.Tensor
+        strange = [each for each in state if not isinstance(each, known)]
+        if strange:
+            expected = "State and tensors in a list"
+            raise _wrong_hook("state", strange[0], expected, "Host(state=[tensor])")
         object.__setattr__(self, "state", state)
-        for each in state:
-            if not isinstance(each, State | torch.Tensor):
-                raise _wrong_hook("state", each, one, "Host(state=[tensor])")
         check_parameters(self.parameters)
-
-    def around(self) -> AbstractContextManager[object]:
-        """What `around_capture` makes; raises `InvalidOptionError` for what cannot be entered."""
-        manager = self.around_capture()
-        if not hasattr(type(manager), "__enter__") or not hasattr(type(manager), "__exit__"):
-            raise _wrong_hook(
-                "around_capture",
-                manager,
-                "a function that makes a context manager",
-                "@contextlib.contextmanager above the hook's def, and a yield in it",
-            )
-        return manager
 
 
 def _wrong_hook(name: str, value: object, expected: str, advice: str) -> InvalidOptionError:

@@ -1,38 +1,20 @@
-"""The report of a runner: figures of its captures and of its steps.
-
-`to_dict()` is the one form that leaves the process: plain data, with the findings in it. The
-printed report (report_text.py), saved files and the pages of `graphrt.observe` are made of it.
-"""
+"""The report of a runner: figures of its captures and of its steps, as values."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
-import torch
-
-from graphrt._version import __version__
-from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
+from graphrt.core.base.texts import aligned, counted, seconds_text, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.device.figures import UpdateFigures
 from graphrt.core.dispatch.reasons import Reason
-from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.runner.checks import TrialRecord
-from graphrt.core.runner.findings import Finding, findings_of
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable
-from graphrt.core.runner.report_text import report_text
 from graphrt.core.trust.reads import TensorUse
 from graphrt.core.trust.watching.pointers import UnknownMemory
-
-FORMAT = 1
-"""Of `RunnerReport.to_dict()`: it grows when a key goes or means something else. New keys may come
-at any time."""
 
 
 @public("graphrt.types")
@@ -71,57 +53,30 @@ class TrustReport:
         trials = "".join(f", {count} {status}" for status, count in statuses.items())
         return f"TrustReport({len(self.reads)} tensors{trials})"
 
-    def figures(self) -> dict[str, Any]:
-        """As plain data; trials are with their graphs."""
-        unknown = self.unknown
-        return {
-            "only_graphs_bytes": self.only_graphs_bytes,
-            "mixes_rows": self.mixes_rows,
-            "protected": list(self.protected),
-            "dicts_watched": self.watched,
-            "not_watched": self.not_watched,
-            "glance_steps": self.glance_steps,
-            "harmless": list(self.harmless),
-            "reads": [
-                {**use._asdict(), "dtype": str(use.dtype), "shape": list(use.shape)}
-                for use in self.reads
-            ],
-            "unknown": None
-            if unknown is None
-            else {"blocks": list(map(str, unknown.blocks)), "unread": unknown.unread},
-        }
-
 
 @public("graphrt")
 @dataclass(frozen=True, repr=False)
 class RunnerReport:
     """A snapshot of one runner; every figure is a count, in seconds or in bytes, as named.
 
-    `print` shows it as a table, with its `findings` first. `steps` counts batches by graph,
-    `reasons` by why they ran as they did; NO_CONTEXT and SEALED count calls of the
-    runner's wrappers, MISSING_GRAPH steps. `live_tokens` and `padded_tokens` are over the steps
-    that a graph served, or should have.
+    `print` shows it as a table. What deserves a look in it, its plain data, files and pages are
+    told by others: see `docs/how-to/observing.md`. `steps` counts batches by graph, `reasons` by
+    why they ran as they did; NO_CONTEXT and SEALED count calls of the runner's wrappers,
+    MISSING_GRAPH steps. `live_tokens` and `padded_tokens` are over the steps that a graph served,
+    or should have.
     """
 
     graphs: tuple[GraphRecord, ...]
     steps: dict[tuple[GraphMode, BatchDescriptor], int]
     reasons: dict[Reason, int]
     live_tokens: int
-    padded_tokens: int
     pool_bytes: int | None
     dropped: tuple[DroppedGraph, ...] = ()
     """Planned graphs that did not fit on the device."""
-    updates: UpdateFigures | None = None
-    """Of the tasks of the whole pool, where the platform counts them."""
     staging_waits: int = 0
     """Steps whose host had to wait until the memory that stages inputs was free again."""
-    inputs_in_graph: bool = False
-    """Whether the device fetches the inputs of steps, unless they are too large."""
-    unbroken: int = 0
-    """PIECEWISE graphs in which nothing broke: each is one graph of the whole forward."""
     trust: TrustReport = TrustReport()
     mode: GraphMode = GraphMode.NONE
-    platform: str = ""
     device: str = ""
     sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = field(
         default_factory=dict
@@ -145,156 +100,78 @@ class RunnerReport:
         return sum(known) if known else None
 
     @property
+    def padded_tokens(self) -> int:
+        """The tokens that graphs computed; 0 where nobody counts the live ones."""
+        if not self.live_tokens:
+            return 0
+        steps = Counter(self.steps)
+        for key, reasons in self.not_served.items():
+            steps[key] += reasons.get(Reason.MISSING_GRAPH, 0)
+        return sum(key[1].num_tokens * count for key, count in steps.items())
+
+    @property
     def padding(self) -> float:
         """The share of the tokens that graphs computed which were padding, 0 to 1."""
         return 1 - self.live_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """What deserves a look: quarantines, eager steps, padding, each with something to try; the
-        worst first."""
-        return findings_of(self._figures())
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for `json` and for programs; see `docs/how-to/observing.md`."""
-        figures = self._figures()
-        return {**figures, "findings": [asdict(each) for each in findings_of(figures)]}
-
-    def to_json(self) -> str:
-        """`to_dict()` as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json()` to a file, of which `graphrt report` makes a page."""
-        path = Path(path)
-        if path.suffix in (".html", ".htm"):
-            raise InvalidOptionError(
-                "a report is saved as JSON",
-                got=str(path),
-                expected="a name such as run.json",
-                advice="graphrt.observe.write_page(path, report) writes a page",
-            )
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
-
     def __str__(self) -> str:
-        """For people, as a table; the fields have the rest."""
-        return report_text(self.to_dict())
+        return "\n".join(self._lines())
 
     def __repr__(self) -> str:
         steps, hits = sum(self.reasons.values()), self.reasons.get(Reason.HIT, 0)
         return (
             f"RunnerReport({self.mode.name}, {len(self.graphs)} graphs, {steps} steps, {hits} by "
-            f"graphs, {len(self.findings)} findings)"
+            "graphs)"
         )
 
-    def _figures(self) -> dict[str, Any]:
-        began = min((record.began_s for record in self.graphs), default=0.0)
-        trials = {(each.mode, each.descriptor): each for each in self.trust.trials}
-        captured = {(each.mode, each.descriptor) for each in self.graphs}
-        dropped = {(each.mode, each.descriptor) for each in self.dropped}
-        missing = [key for key in self.steps if key not in captured | dropped]
-        return {
-            "graphrt_report": FORMAT,
-            "versions": {"graphrt": __version__, "torch": torch.__version__},
-            "mode": self.mode.name,
-            "platform": self.platform,
-            "device": self.device,
-            "capture_s": self.capture_s,
-            "pool_bytes": self.pool_bytes,
-            "driver_bytes": self.driver_bytes,
-            "graphs": [self._graph(record, trials, began) for record in self.graphs],
-            "dropped": [
-                {**_named(each.mode, each.descriptor), "reason": each.reason}
-                for each in self.dropped
-            ],
-            "missing": [_named(*key) for key in missing],
-            "steps": [
-                {
-                    "reason": reason.name,
-                    "meaning": reason.value,
-                    "steps": count,
-                    "sizes": _pairs(self.sizes.get(reason, {})),
-                }
-                for reason, count in self.reasons.items()
-                if count
-            ],
-            "live_tokens": self.live_tokens,
-            "padded_tokens": self.padded_tokens,
-            "padding": self.padding,
-            "unbroken": self.unbroken,
-            "inputs_in_graph": self.inputs_in_graph,
-            "staging_waits": self.staging_waits,
-            "updates": None if self.updates is None else asdict(self.updates),
-            "trust": self.trust.figures(),
-        }
-
-    def _graph(
-        self, record: GraphRecord, trials: dict[CaptureKey, TrialRecord], began: float
-    ) -> dict[str, Any]:
-        key = record.mode, record.descriptor
-        sizes, trial = self.sizes.get(key, {}), trials.get(key)
-        return {
-            **_named(*key),
-            "capture_s": record.capture_s,
-            "warm_up_s": record.warm_up_s,
-            "began_s": record.began_s - began,
-            "pool_bytes": record.pool_bytes,
-            "driver_bytes": record.driver_bytes,
-            "streams": record.streams,
-            "steps": self.steps.get(key, 0),
-            "not_served": {why.name: n for why, n in self.not_served.get(key, {}).items()},
-            "sizes": _pairs(sizes),
-            "live_tokens": sum(tokens * count for tokens, count in sizes.items()),
-            "padded_tokens": record.descriptor.num_tokens * sum(sizes.values()),
-            "trial": "unchecked" if trial is None else trial.status,
-            "tried_steps": 0 if trial is None else trial.steps,
-            "deterministic": trial is None or trial.deterministic,
-            "failure": None if trial is None else trial.failure,
-            "notes": [] if trial is None else list(trial.notes),
-        }
-
-
-def _named(mode: GraphMode, descriptor: BatchDescriptor) -> dict[str, Any]:
-    return {
-        "graph": f"{mode.name} [{descriptor}]",
-        "mode": mode.name,
-        "tokens": descriptor.num_tokens,
-        "reqs": descriptor.num_reqs,
-    }
-
-
-def _pairs(sizes: dict[int, int]) -> list[list[int]]:
-    # Keys of JSON are strings.
-    return [[tokens, count] for tokens, count in sizes.items()]
+    def _lines(self) -> Iterator[str]:
+        graphs = counted(len(self.graphs), "graph")
+        line = f"{self.mode.name} on {self.device}, {graphs} in {seconds_text(self.capture_s)}"
+        for held, where in ((self.pool_bytes, "the pool"), (self.driver_bytes, "the driver")):
+            line += f", {size_text(held)} of {where}" if held else ""
+        yield line
+        trials = {(each.mode, each.descriptor): each.status for each in self.trust.trials}
+        rows = [("graph", "steps", "eager", "capture", "pool", "trial")]
+        for each in self.graphs:
+            key = each.mode, each.descriptor
+            rows.append(
+                (
+                    f"{each.mode.name} [{each.descriptor}]",
+                    f"{self.steps.get(key, 0):,}",
+                    f"{sum(self.not_served.get(key, {}).values()):,}",
+                    seconds_text(each.capture_s),
+                    "" if each.pool_bytes is None else size_text(each.pool_bytes),
+                    trials.get(key, "unchecked"),
+                )
+            )
+        yield from aligned(rows)
+        for graph in self.dropped:
+            yield f"dropped {graph.mode.name} [{graph.descriptor}]: {graph.reason}"
+        for failure in dict.fromkeys(each.failure for each in self.trust.trials if each.failure):
+            yield f"quarantined: {failure}"
+        reasons = (f"{count:,} {reason.name}" for reason, count in self.reasons.items() if count)
+        padding = f"; {self.padding:.0%} padding" if self.padded_tokens else ""
+        yield f"Steps: {', '.join(reasons) or 'none'}{padding}"
 
 
 def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> RunnerReport:
     """The figures of a runner's graphs, and of its steps with so many live tokens. A `quick` report
     says nothing of the memory that graphs read, which takes a walk to find."""
-    pool, inputs = graphs.setup.pool, graphs.setup.inputs
-    dispatcher, plan = graphs.dispatcher, graphs.setup.plan
-    steps, announced = dispatcher.hits(), dispatcher.hits(announced=True)
+    pool, dispatcher = graphs.setup.pool, graphs.dispatcher
     reasons = Counter(dispatcher.counts())
     for owner in graphs.owners():
         # Their MISSING_GRAPH are calls of steps that the dispatcher has counted.
         reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
-    breakable = graphs.wrappers.get(GraphMode.PIECEWISE)
-    in_pieces = () if breakable is None else breakable.entries.values()
     return RunnerReport(
         graphs=tuple(graphs.records),
-        steps=steps,
+        steps=dispatcher.hits(),
         reasons={reason: reasons[reason] for reason in Reason},
         live_tokens=live_tokens,
-        padded_tokens=sum(key[1].num_tokens * count for key, count in announced.items()),
         pool_bytes=pool.bytes(),
-        updates=pool.update_figures(),
         dropped=graphs.dropped,
-        staging_waits=inputs.transport.waits,
-        inputs_in_graph=inputs.ring is not None,
-        unbroken=sum(not entry.breaks for entry in in_pieces),
+        staging_waits=graphs.setup.inputs.transport.waits,
         trust=_trust(graphs, quick=quick),
-        mode=plan.mode,
-        platform=pool.platform.name,
+        mode=graphs.setup.plan.mode,
         device=str(pool.device),
         sizes=dispatcher.sizes(),
         not_served=dispatcher.not_served_by(),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from graphrt.core.base.errors import Uncopied
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_kind
+from graphrt.core.base.option_values import check_kind, check_takes
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.slot import InputSlot
@@ -224,43 +224,37 @@ class GraphRunner(Uncopied, Generic[R]):
 
     # The graphs -----------------------------------------------------------------------------------
 
-    def capture(self, progress: Progress | bool | None = None) -> None:
+    def capture(self, progress: Progress | None = None) -> None:
         """Capture every planned graph that is not captured yet, then seal.
 
-        `progress(done, total, descriptor)` is called before each graph and at the end; True shows a
-        bar on a terminal. With
+        `progress(done, total, descriptor)` is called before each graph and at the end. With
         `Host(example=)` graphs are tried then; one that fails its trial raises `VerificationError`,
         and nothing is captured. A failed capture raises; the graphs before it serve, and a further
         call tries the rest again. Graphs that the device has no room for are dropped
         (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict` a
         `ResourceExhaustedError` when the rest is done.
         """
-        from graphrt.core.runner.progress import progress_of
-
+        check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
         self._engine.check_open()
-        told = progress_of(progress)
         if current_capture() is not None:
             raise NESTED_CAPTURE()
-        self._in_turn(partial(self._scheduler.all, told))
+        self._in_turn(partial(self._scheduler.all, progress))
 
-    def capture_next(self, budget_s: float = 0.0) -> CaptureProgress:
-        """Capture some of the graphs that are missing, between two steps; seal after the last.
+    def capture_next(self) -> CaptureProgress:
+        """Capture one of the graphs that are missing, between two steps; seal after the last:
+        `while runner.capture_next().left: ...`.
 
-        At least one, and more while they end within `budget_s` seconds of the host, if each takes
-        as long as the last one: `while runner.capture_next(0.05).left: ...`. First comes what the
-        plan's `traffic` needs most; but of each kind the largest graph is the first. Batches are
-        served by what there is, else eagerly. The first call compiles what is not compiled, the
-        last one also tries `Host(example=)`. Ranks that capture together have to capture the same:
-        with `Host(ranks=)` they vote on it, and all stop where the budget of one ends; without,
-        they pass no budget.
+        They come in the order of `capture()`, the largest first. Batches are served by what there
+        is, else eagerly. The first call compiles what is not compiled, the last one also tries
+        `Host(example=)`. With `Host(ranks=)` ranks compare what they capture.
 
-        Raises `PoolBusyError` while a step is under way in the pool, or waits for its updates,
-        `InvalidOptionError`, and what `capture()` does: a graph that fails raises once, is left to
-        a `capture()`, and the next call goes on with the others.
+        Raises `PoolBusyError` while a step is under way in the pool, or waits for its updates, and
+        what `capture()` does: a graph that fails raises once, is left to a `capture()`, and the
+        next call goes on with the others.
         """
         self._engine.check_open()
         check_between_steps(self.pool, "capture_next()")
-        return self._in_turn(partial(self._scheduler.next, budget_s))
+        return self._in_turn(self._scheduler.next)
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper of this runner."""
@@ -271,17 +265,15 @@ class GraphRunner(Uncopied, Generic[R]):
         `PoolBusyError` while a step is under way in the pool."""
         self._in_turn(self.graphs.release)
 
-    def recapture(self, progress: Progress | bool | None = None) -> None:
+    def recapture(self, progress: Progress | None = None) -> None:
         """Destroy all graphs and capture them again, for weights that have moved: in one turn of
         the pool, so no step comes between. `progress` is as in `capture()`."""
-        from graphrt.core.runner.progress import progress_of
-
-        told = progress_of(progress)
+        check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
         self._engine.check_open()
 
         def again() -> None:
             self.graphs.release()
-            self._scheduler.all(told)
+            self._scheduler.all(progress)
 
         self._in_turn(again)
 

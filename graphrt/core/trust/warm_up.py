@@ -62,11 +62,10 @@ class WatchedState:
         pads: Sequence[int],
         device_type: str,
         is_in_graphs: Callable[[torch.Tensor], bool],
-        each_warmed_up: bool,
         has_parts: bool,
     ) -> None:
         """`has_parts` says that graphs may have eager parts, `is_in_graphs` whether a tensor lies
-        in graph memory, `each_warmed_up` whether no size is captured without a run of its own."""
+        in graph memory."""
         self._snapshot = StateSnapshot(device_type, limit_bytes, declared=declared)
         # Memory that the last run wrote which was not watched; its capture writes it too.
         self._of_size = SavedWrites(limit_bytes)
@@ -79,7 +78,7 @@ class WatchedState:
         # The memory that runs after the first one write.
         self._steady: set[int] = set()
         self._is_settled = False
-        self._left = _LeftInPython(is_in_graphs, each_warmed_up=each_warmed_up)
+        self._left = _LeftInPython(is_in_graphs)
         if reads is not None:
             # Sessions before this one may have watched all that it captures.
             self._left.of_weights |= reads.remade
@@ -295,10 +294,6 @@ class WatchedState:
                 advice="run the forward once on a real batch before the capture",
             )
 
-    def is_new(self, kind: Hashable) -> bool:
-        """Whether no run of this kind was watched yet."""
-        return self._reads is not None and kind not in self._warmed_up
-
     def look(self) -> None:
         """Note what a run that was not watched, a capture, has moved in Python."""
         if self._moves is not None:
@@ -341,12 +336,7 @@ class WatchedState:
         if self._moves is None:
             return
         self._left.note(places.keyed)
-        try:
-            self._left.check(put_back)
-        except PythonStateError:
-            # Or eager steps would read there what no graph has computed yet.
-            self._snapshot.python.restore()
-            raise
+        self._left.warn()
 
 
 class _NotedParts(SideDoors):
@@ -460,9 +450,8 @@ class _Moves:
 class _LeftInPython:
     """The paths of tensors that lie in graph memory and were not there before the session."""
 
-    def __init__(self, is_in_graphs: Callable[[torch.Tensor], bool], *, each_warmed_up: bool):
+    def __init__(self, is_in_graphs: Callable[[torch.Tensor], bool]) -> None:
         self._is_in_graphs = is_in_graphs
-        self._each_warmed_up = each_warmed_up
         self.before: set[int] = set()
         """The memory that the forward has reached before."""
         self.of_weights: set[str] = set()
@@ -485,22 +474,8 @@ class _LeftInPython:
         self._paths = [path for path in self._paths if path not in remade]
         return remade
 
-    def check(self, put_back: Collection[str]) -> None:
-        """Warn of the noted paths. If a size was captured without a warm-up, raise
-        `PythonStateError` for those that were not `put_back`: a tensor there may be a table that
-        was built in the capture, which eager steps would read."""
-        # What was put back is made at every run, such as a weight that a hook computes: no table.
-        kept = [path for path in self._paths if path not in put_back]
-        if kept and not self._each_warmed_up:
-            raise PythonStateError(
-                "the capture of a size that was not warmed up has left tensors in Python that lie "
-                "in the memory of its graph: eager steps may read them, and other graphs write "
-                "there",
-                got=listed(kept),
-                expected="nothing that a forward makes and keeps",
-                advice="build tables before the capture, return what the host reads, or leave "
-                "warm_up_each=False out",
-            )
+    def warn(self) -> None:
+        """Warn of the noted paths."""
         if self._paths:
             error = PythonStateError(
                 "the forward leaves tensors of its graphs in Python: no replay makes new ones, and "

@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 from graphrt import BatchDescriptor, GraphMode, GraphPool, Reason
 from graphrt.core.runner.graph_table import GraphRecord
 from graphrt.core.runner.report import RunnerReport
+from graphrt.observe.report import save_report
 
 FILE = "GRAPHRT_VLLM_REPORT"
 
@@ -138,10 +139,8 @@ class Table:
             steps=steps,
             reasons={Reason.HIT: sum(steps.values()), **eager},
             live_tokens=0,
-            padded_tokens=0,
             pool_bytes=None if None in held else sum(each or 0 for each in held),
             mode=GraphMode.FULL_AND_PIECEWISE if both else next(iter(modes), GraphMode.NONE),
-            platform=pools[0].platform.name if pools else "",
             device=str(pools[0].device) if pools else "",
         )
 
@@ -162,7 +161,7 @@ def save(report: RunnerReport) -> Path | None:
         return None
     file = Path(path)
     file = file.with_name(f"{file.stem}.{os.getpid()}{file.suffix or '.json'}")
-    report.save(file)
+    save_report(file, report)
     return file
 
 

@@ -71,7 +71,7 @@ def write_page(
 
 
 def _named(figures: Figures) -> str:
-    return f"{figures['mode']} on {figures['device'] or figures['platform']}"
+    return f"{figures['mode']} on {figures['device'] or 'no device'}"
 
 
 def _run(run: Run, key: str, *, alone: bool) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _run(run: Run, key: str, *, alone: bool) -> Iterator[str]:
     if not alone:
         yield f'<h2 id="{key}">{escaped(run.label)}: {escaped(_named(figures))}</h2>'
     versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
-    yield f'<p class="soft">{escaped(versions)}, platform {escaped(figures["platform"])}</p>'
+    yield f'<p class="soft">{escaped(versions)}</p>'
     level = 2 if alone else 3
     sections: tuple[tuple[str, Callable[[Run], str]], ...] = (
         ("What deserves a look", lambda run: findings(run.figures["findings"])),

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graphrt.core.base.homes import public
 from graphrt.core.base.texts import counted, seconds_text, size_text
 
 Figures = Mapping[str, Any]
-"""What `RunnerReport.to_dict()` gives, from this process or from a file."""
+"""What `report_data()` gives, from this process or from a file."""
 
 _PADS = 0.4
 """The share of padding that is too much: 5 rows in a graph of 8 have less."""
@@ -38,7 +37,6 @@ _ADVICE = {
 }
 
 
-@public("graphrt.types")
 @dataclass(frozen=True)
 class Finding:
     """One thing that deserves a look: `level` says how much, `advice` what to try."""
