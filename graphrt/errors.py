@@ -34,7 +34,6 @@ __all__ = [
     "GraphsDroppedWarning",
     "InputRingError",
     "InputRingWarning",
-    "InputSlotError",
     "InvalidBatchError",
     "InvalidInputError",
     "InvalidModeError",

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from graphrt import (
-    Batch,
     GraphMode,
     GraphOptions,
     GraphPool,
@@ -234,7 +233,6 @@ def _children_of(device: Platform) -> list[str]:
         served.is_right,
         served.runner.recapture,
         lambda: served.runner.verify(x=inputs(2)),
-        lambda: served.runner.slot(Batch(2)),
         lambda: GraphPool(device),
     ]
     found = [child_of(in_child(call)) for call in calls]

@@ -156,11 +156,6 @@ class FieldMove:
             self._views = views
         return views
 
-    def live_part(self, padded: torch.Tensor) -> torch.Tensor:
-        """The live rows of a tensor of the padded shape."""
-        rows = self._live_rows
-        return padded if rows is None else padded.narrow(self.field.spec.batch_axis()[1], 0, rows)
-
     def lies_in(self, value: torch.Tensor) -> bool:
         """Whether `value`, which starts where this input starts, is laid out like it, and has its
         values there."""
@@ -243,16 +238,6 @@ class StepMoves:
         """Write all padding rows in the host's packed memory at `base`."""
         for move in self.padded:
             move.pad_at(base)
-
-    def views_in(self, memory: torch.Tensor, at: int) -> dict[str, torch.Tensor]:
-        """The live rows in the host's packed memory that begins at the address `at`."""
-        start, views = at - memory.data_ptr(), {}
-        with inference_guard(False):
-            for move in self.fields:
-                field = move.field
-                part = memory[start + field.offset : start + field.end].view(field.spec.dtype)
-                views[field.name] = move.live_part(part.view(field.view.shape))
-        return views
 
     def spans(self, kinds: str) -> tuple[Span, ...]:
         """The parts of the slab that one copy each brings from the host.

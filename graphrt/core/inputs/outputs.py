@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from operator import index
 from typing import Any, NamedTuple
 
@@ -134,9 +135,10 @@ class OutputLayout:
         that does not run at that size has no steps of it either.
         """
         failed: Exception | None = None
-        smallest, *others = self._other_sizes(query_len)
-        for size in [smallest, *others]:
-            if self._unclear() or (size == smallest and self._may_bend(size[0])):
+        seen = {(each.tokens, each.reqs) for each in self._seen}
+        for place, size in enumerate(self._other_sizes(query_len)):
+            wanted = self._unclear() or (place == 0 and self._may_bend(size[0]))
+            if wanted and size not in seen:
                 failed = _failed(probe, size) or failed
         return failed
 
@@ -154,10 +156,15 @@ class OutputLayout:
         """Whether a size that is no batch axis, or is not declared, may be another one in a batch
         of so few tokens."""
         least = min(seen.tokens for seen in self._seen)
-        shapes = self._seen[0].shapes.items()
         return least > smallest and any(
-            not self._axes(path) or any(1 < size <= least for size in shape)
-            for path, shape in shapes
+            self._has_constant(path, least) for path in self._seen[0].shapes
+        )
+
+    def _has_constant(self, path: str, most: int) -> bool:
+        declared = self._axes(path)
+        sizes = zip_longest(self._seen[0].shapes[path], declared or (), fillvalue=0)
+        return not declared or any(
+            isinstance(axis, int) and 1 < size <= most for size, axis in sizes
         )
 
     def _unclear(self) -> list[str]:
