@@ -210,9 +210,10 @@ def fit(
     """Choose which of `keys` (in capture order) to capture within `budget`.
 
     FULL graphs come first, because pieces take many times as much, but for `budget.min_piecewise`
-    pieces, where they take no more than half of the budget. Within a mode the largest size of each kind is kept before the smallest, then those of
-    `landmarks` (a full decode batch), then the most valuable (see `by_worth`); what does not fit is
-    left out, and smaller graphs after it may still fit.
+    pieces, where they take no more than half of the budget. Within a mode the largest size of each
+    kind is kept before the smallest, then those of `landmarks` (a full decode batch), then the most
+    valuable (see `by_worth`); what does not fit is left out, and smaller graphs after it may still
+    fit.
 
     Fewer than `budget.min_piecewise` PIECEWISE sizes (or than were asked for) turn
     FULL_AND_PIECEWISE into FULL_DECODE_ONLY, no FULL graph turns it into PIECEWISE; where no graph
