@@ -228,7 +228,6 @@ class StagedCopy(InputTransport):
         if spans:
             slot = self.staging.take()
             copy_rows(moves, sources, slot.address)
-            # Of a row to repeat that is on the device: its tail here is copied nowhere.
             moves.pad_at(slot.address)
             slot.copy_to(self.slab.window, spans, stream)
         if "d" in kinds or (moves.padded and not from_host):
@@ -249,9 +248,7 @@ class StagedCopy(InputTransport):
             else:
                 copy_all(places, values)
         for move, kind in zip(moves.fields, sources.kinds, strict=True):
-            # Constant padding came with the copy from the host, but for tails in several pieces.
-            padded = move.repeats or (kind == "k" and move.pads and not move.one_block)
-            if kind in "dk" and padded:
+            if kind != "h":
                 move.pad_on_device()
 
 
