@@ -33,7 +33,6 @@ __all__ = [
     "GraphsDroppedWarning",
     "InputRingError",
     "InputRingWarning",
-    "InputSlotError",
     "InvalidBatchError",
     "InvalidInputError",
     "InvalidModeError",

@@ -6,14 +6,14 @@
 /* What it is made of, by Python. `SHELL`, of the class `SHELLS`, hands out the output, and `OUT` is
    what the last step handed out: see graphrt/core/replay/handout.py. */
 enum {
-    ENTRY, POOL, INPUTS, RING, FETCH, GRAPH, STREAM, MOVES, KNOWN, SHAPES,
+    ENTRY, POOL, RING, FETCH, GRAPH, STREAM, MOVES, KNOWN, SHAPES,
     SHELL, SHELLS, OUT, USE_COUNT, WEAKREFS, IS_INFERENCE, PARTS
 };
 
 typedef struct {
     HOLDER_HEAD
     Py_ssize_t count;
-    Py_ssize_t entry_graph, unchecked, closed, step, stream_id, generation, turn, alike;
+    Py_ssize_t entry_graph, unchecked, closed, step, stream_id, generation, alike;
     Py_ssize_t pending, ring_count, unsure;
     /* In a shell, and how many references to its storage are those of who counts them. */
     Py_ssize_t storage, cdata, alone, references, left, address, bases;
@@ -140,8 +140,6 @@ static PyObject *run(Replay *self, PyObject *moves, PyObject *shape, PyObject *v
     if (is_same_stream(self) <= 0) return NULL;
     PyObject *alike = in_slot(moves, self->alike);
     if (alike == NULL || alike == Py_None) return NULL;
-    /* First: slots that were handed out are given up, whatever comes of the step. */
-    if (add_to_slot(self->of[INPUTS], self->turn, 1) < 0) return NULL;
     PyObject *arguments[] = {values, self->of[FETCH], Py_True};
     Py_INCREF(alike);
     PyObject *written = PyObject_Vectorcall(alike, arguments, 3, NULL);
@@ -193,7 +191,6 @@ static int find_all(Replay *self) {
         {Py_TYPE(self->of[POOL]), "step", &self->step},
         {Py_TYPE(self->of[POOL]), "stream_id", &self->stream_id},
         {Py_TYPE(self->of[POOL]), "generation", &self->generation},
-        {Py_TYPE(self->of[INPUTS]), "turn", &self->turn},
         {self->of[MOVES], "alike", &self->alike},
         {Py_TYPE(self->of[RING]), "pending", &self->pending},
         {Py_TYPE(self->of[RING]), "count", &self->ring_count},
@@ -210,13 +207,13 @@ static int find_all(Replay *self) {
 }
 
 static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"entry",  "pool",  "inputs", "ring",  "fetch",  "graph",  "stream",
+    static char *keywords[] = {"entry",  "pool",  "ring",  "fetch",  "graph",  "stream",
                                "count",  "moves", "known",  "shapes", "outputs", NULL};
     PyObject *of[PARTS];
     Py_ssize_t count;
     long own;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOOOOOnO!O!O!(OO!O!OOOl)", keywords, &of[ENTRY], &of[POOL], &of[INPUTS],
+            args, kwargs, "OOOOOOnO!O!O!(OO!O!OOOl)", keywords, &of[ENTRY], &of[POOL],
             &of[RING], &of[FETCH], &of[GRAPH], &of[STREAM], &count, &PyType_Type, &of[MOVES],
             &PyDict_Type, &of[KNOWN], &PyDict_Type, &of[SHAPES], &of[SHELL], &PyType_Type,
             &of[SHELLS], &PyList_Type, &of[OUT], &of[USE_COUNT], &of[WEAKREFS], &of[IS_INFERENCE],

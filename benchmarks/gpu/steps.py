@@ -80,10 +80,10 @@ def memmoves(given: dict[str, torch.Tensor]) -> Callable[[], None]:
 
 
 def write_slot(runner: GraphRunner, batch: Batch, given: dict[str, Any]) -> Any:
-    """A step whose inputs are written where the graph fetches them, by numpy."""
+    """A step whose inputs are written to a slot, by numpy."""
     slot = runner.slot(batch)
-    for name, place in slot.numpy.items():
-        place[:] = given[name]
+    for name, place in slot.items():
+        place.numpy()[:] = given[name]
     return runner(slot)
 
 

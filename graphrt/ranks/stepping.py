@@ -7,12 +7,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from graphrt.core.base.errors import InputSlotError, InvalidBatchError
+from graphrt.core.base.errors import InvalidBatchError
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.inputs.buffers import StaticInputs, batch_of
-from graphrt.core.inputs.slot import InputSlot
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.graph_table import GraphTable
 from graphrt.core.runner.host import Run
@@ -69,22 +68,14 @@ class RankedSteps:
                 got=f"agreed={shown(agreed)}",
                 advice="leave agreed= out, or make the runner without Host(ranks=)",
             )
-        if isinstance(values, InputSlot):
-            if values.agreed is None:
-                raise slot_without_vote(values)
-            batch = values.batch
-        elif batch is None:
+        if batch is None:
             batch = batch_of(self._graphs.setup.inputs, values)
         answer = self._agreement.take(self._graphs, batch).result()
         checks = self._graphs.checks
         try:
             if answer.agreed.slot >= 0:
                 checks.decide(answer.agreed.slot, answer.tried)
-            if not isinstance(values, InputSlot):
-                return self._run(batch, values, updates, metadata, answer.agreed)
-            if values.agreed != answer.agreed:
-                raise slot_without_vote(values)
-            return self._run(None, values, updates, metadata, None)
+            return self._run(batch, values, updates, metadata, answer.agreed)
         except Exception as error:
             explained = self._agreement.explained(error)
             self._agreement.fail(explained)
@@ -96,16 +87,6 @@ class RankedSteps:
             raise
         finally:
             checks.undecided()
-
-
-def slot_without_vote(slot: InputSlot) -> InputSlotError:
-    return InputSlotError(
-        "a slot was made before ranks had agreed on its graph, where its inputs lie",
-        got=f"agreed={slot.agreed}",
-        expected="the graph of the vote on its step",
-        advice="vote = agreement.begin(runner, batch); runner.slot(batch, "
-        "agreed=vote.result().agreed)",
-    )
 
 
 def padding_of(inputs: StaticInputs, tokens: int, device: torch.device) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from graphrt.core.base._native_door import NativeWriter
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.cuda.ring.writers import MOST_KINDS, MOST_MADE
 from graphrt.errors import (
-    InputSlotError,
     InvalidBatchError,
     InvalidInputError,
     InvalidModeError,
@@ -252,17 +251,6 @@ def test_what_was_refused_at_the_first_step_is_refused_at_a_later_one(warm, chan
     check(runner, given)
 
 
-def test_a_slot_is_given_up_by_a_step_like_the_one_before(warm):
-    runner, given = warm
-    for steps in (1, len(runner.inputs.ring.places)):
-        slot = runner.slot(BATCH)
-        for _ in range(steps):
-            runner(BATCH, **given)
-        # After as many steps as there are slots its memory is the next step's again.
-        with pytest.raises(InputSlotError, match="given up"):
-            runner(slot)
-
-
 def test_nested_inputs_are_told_by_their_names():
     runner = runner_of_four_tokens(lambda outer: outer["ids"] + 1, {"outer": SPECS})
     for seed in range(5):
@@ -350,18 +338,6 @@ def test_a_mapping_that_makes_its_tensors_is_asked_once(warm, kind):
 def test_what_is_no_mapping_is_named():
     with pytest.raises(InvalidInputError, match="no mapping"):
         runner_of().step(BATCH, [torch.ones(3)])
-
-
-def test_views_of_a_slot_that_was_given_up_are_read_before_it_is_written():
-    runner = runner_of_four_tokens(lambda a, b, c: a * 10000 + b * 100 + c, THREE)
-    for turn in range(6):
-        given = {name: torch.full((3,), at + turn) for at, name in enumerate("abc", 1)}
-        assert runner(BATCH, **given).tolist() == [10203 + turn * 10101] * 3
-        slot = runner.slot(BATCH)
-        for name, value in given.items():
-            slot[name].copy_(value)
-        swapped = runner(BATCH, a=slot["b"], b=slot["c"], c=slot["a"])
-        assert swapped.tolist() == [20301 + turn * 10101] * 3
 
 
 def test_empty_inputs_leave_no_kinds_behind():

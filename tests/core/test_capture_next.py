@@ -34,7 +34,6 @@ from graphrt.core.base.errors import (
     CaptureError,
     CaptureSealedError,
     GraphRTError,
-    InputSlotError,
     NestedCaptureError,
     PoolBusyError,
     PoolClosedError,
@@ -135,19 +134,6 @@ def test_outputs_of_the_step_before_cannot_be_read_after_a_capture(monkeypatch, 
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         run.capture_next()
     assert run.pool.handed_out == [] and held is not None
-
-
-def test_a_slot_that_was_made_before_a_capture_is_refused():
-    run = several()
-    run.capture_next()
-    slot = run.slot(Batch(3, 3, 1))
-    slot["x"].fill_(1)
-    run.capture_next()
-    with pytest.raises(InputSlotError):
-        run(slot)
-    slot = run.slot(Batch(3, 3, 1))
-    slot["x"].fill_(1)
-    assert torch.equal(run(slot), rows(3, 2.0))
 
 
 def test_capture_captures_the_rest():

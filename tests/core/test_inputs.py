@@ -158,17 +158,6 @@ def test_a_slot_that_is_free_again_is_used_before_a_new_one_is_made():
     assert len(platform.events) == 1
 
 
-def test_views_of_a_staged_slot_that_was_given_up_are_read_before_it_is_written():
-    inputs = static({name: InputSpec(torch.int64, ("tokens",)) for name in "ab"}, 4, 4)
-    inputs.transport = StagedCopy(inputs.transport.slab, StagingPlatform())
-    layout = inputs.layout(4, 4)
-    slot = inputs.slot(layout, 4, 4)
-    slot["a"].fill_(1)
-    slot["b"].fill_(2)
-    inputs.fill({"a": slot["b"], "b": slot["a"]}, layout, 4, 4)
-    assert [layout.views[name].tolist() for name in "ab"] == [[2] * 4, [1] * 4]
-
-
 def test_a_lazily_negated_view_of_its_buffer_is_read_as_its_values():
     inputs = static({"x": InputSpec(torch.float32, ("tokens",))}, 4, 4)
     layout = inputs.layout(4, 4)

@@ -77,8 +77,8 @@ def test_inputs_that_lie_where_the_graph_reads_them_are_not_copied(rows: int) ->
     layout = inputs.layout(max(4, rows), max(4, rows))
     values = {name: view[:rows] for name, view in layout.views.items()}
     slab = inputs.transport.slab
-    sources = sources_of(values, layout.moves(rows, rows), slab, (0, 0))
+    sources = sources_of(values, layout.moves(rows, rows), slab)
     assert sources.kinds == "kk" and all(map(is_, sources.tensors, values.values()))
     # The bits of a lazily negated one are not its values.
     values["x"] = torch._neg_view(values["x"])
-    assert sources_of(values, layout.moves(rows, rows), slab, (0, 0)).kinds == "hk"
+    assert sources_of(values, layout.moves(rows, rows), slab).kinds == "hk"

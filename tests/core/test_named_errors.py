@@ -408,16 +408,13 @@ class CopiesItself:
 
 
 @pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(
-    "what", ["runner", "wrapper", "pool", "dispatcher", "slot", "copied by itself"]
-)
+@pytest.mark.parametrize("what", ["runner", "wrapper", "pool", "dispatcher", "copied by itself"])
 def test_what_holds_graphs_is_neither_copied_nor_pickled(how, what):
     made: dict[str, Any] = {
         "runner": runner,
         "wrapper": lambda: CPUGraphWrapper(torch.relu, "FULL"),
         "pool": lambda: GraphPool("cpu"),
         "dispatcher": lambda: GraphDispatcher("FULL"),
-        "slot": lambda: runner().slot(Batch(2)),
         "copied by itself": lambda: CPUGraphWrapper(CopiesItself(), "FULL"),
     }
     with pytest.raises(CopyError, match="cannot be copied"):

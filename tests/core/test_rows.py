@@ -61,7 +61,7 @@ def test_errors_say_rows_where_the_user_does():
     # A Batch counts them as tokens.
     runner = runner_of(classifier())
     runner.capture()
-    with pytest.raises(InvalidInputError, match=r"Batch\(num_tokens=2\)"):
+    with pytest.raises(InvalidInputError, match=r"from \('rows', 3, 8, 8\)"):
         runner(Batch(3), images=torch.ones(2, 3, 8, 8))
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from graphrt import Batch, GraphOptions, GraphRunner, Host, InputSpec, Reason
-from graphrt.errors import InputSlotError, InvalidBatchError, InvalidOptionError
+from graphrt.errors import InvalidBatchError, InvalidOptionError
 from graphrt.ranks import Agreement, RankStoppedError
 
 WIDTH = 4
@@ -93,13 +93,11 @@ def test_a_step_takes_the_vote_that_was_begun(agreement: Agreement) -> None:
     assert runner.last_dispatch == vote.result().agreed
 
 
-def test_a_slot_is_made_for_the_graph_of_the_vote(agreement: Agreement) -> None:
+def test_a_step_of_a_slot_takes_the_graph_of_its_vote(agreement: Agreement) -> None:
     runner, batch = runner_of(agreement), Batch(2, 2)
     runner.capture()
-    with pytest.raises(InputSlotError, match="before ranks had agreed"):
-        runner(runner.slot(batch))
     vote = agreement.begin(runner, batch)
-    slot = runner.slot(batch, agreed=vote.result().agreed)
+    slot = runner.slot(batch)
     slot["x"].fill_(3.0)
     assert torch.equal(runner(slot), torch.full((2, WIDTH), 6.0))
     assert runner.last_dispatch == vote.result().agreed

@@ -70,7 +70,6 @@ CHANGES: dict[str, Callable[[GraphRunner], object]] = {
     "close": GraphRunner.close,
     "weights_changed": GraphRunner.weights_changed,
     "verify": lambda runner: runner.verify(x=torch.ones(2, 4)),
-    "slot": lambda runner: runner.slot(Batch(2)),
     "step": lambda runner: runner(x=torch.ones(3, 4)),
     "pool.clear_graphs": lambda runner: runner.pool.clear_graphs(),
     "pool.drop": lambda runner: runner.pool.drop(BatchDescriptor(2)),

@@ -77,10 +77,6 @@ class InputRingError(GraphRTError):
     """A graph did not find its step's inputs in the ring from which it fetches them."""
 
 
-class InputSlotError(InvalidInputError):
-    """A slot for a step's inputs was used twice, after it was given up, or by another runner."""
-
-
 class CopyError(GraphRTError, TypeError):
     """What holds graphs was to be copied or pickled: device memory has one owner."""
 

@@ -2,8 +2,6 @@
 
 1. `layout` says where the inputs of a size lie: a graph reads them there.
 2. `fill` has an `InputTransport` bring a step's live rows there and write the padding rows.
-3. `slot` is host memory in which the host writes the inputs of its next step in place; `fill`
-   brings that too.
 
 Values are looked at where they are used. What is wrong with them is found out when that raises.
 """
@@ -15,17 +13,17 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import InvalidBatchError, InvalidInputError
+from graphrt.core.base.errors import InvalidBatchError
 from graphrt.core.base.option_values import shown
-from graphrt.core.batch.descriptor import Batch
+from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
-from graphrt.core.inputs.layout import InputLayout, PadPattern, StepMoves, remember
+from graphrt.core.inputs.layout import InputLayout, PadPattern, remember
 from graphrt.core.inputs.padding_rows import PaddingRows
-from graphrt.core.inputs.slot import InputSlot, arrays_of
+from graphrt.core.inputs.slot import InputSlot
 from graphrt.core.inputs.transport import HostCopy, InputRing, InputTransport, Slab, StagedCopy
 
-_CACHED_LAYOUTS, _CACHED_SLOTS = 1024, 2048
+_CACHED_LAYOUTS = 1024
 
 
 class StaticInputs:
@@ -34,9 +32,6 @@ class StaticInputs:
     They share a slab: at each size they lie one after the other, so that all that come from the
     host, padding included, go over in one copy.
     """
-
-    # `NativeReplay` knows where in an object this is.
-    __slots__ = ("__dict__", "__weakref__", "turn")
 
     def __init__(
         self,
@@ -60,13 +55,7 @@ class StaticInputs:
         # Inputs of a dtype that has gradients.
         self.graded = [n for n, kind in dtypes.items() if kind.is_floating_point or kind.is_complex]
         self._layouts: dict[tuple[int, int], InputLayout] = {}
-        # By where slots are and what is live there.
-        self._slot_views: dict[
-            tuple[int, StepMoves], tuple[dict[str, torch.Tensor], Mapping[str, Any]]
-        ] = {}
         self.transport = self._transport(platform, device, fetched)
-        # Counts what writes the buffers, or takes the memory that they are filled from.
-        self.turn = 0
         self.reset()
 
     def _transport(self, platform: Platform, device: Any, fetched: bool) -> InputTransport:
@@ -128,19 +117,6 @@ class StaticInputs:
 
         Everything is checked before anything is written; raises `InvalidInputError`.
         """
-        if type(values) is InputSlot:
-            slot = values
-            if slot.turn != self.turn:
-                slot.check(self.turn)
-            if slot.layout is layout and slot.moves.live == (tokens, reqs):
-                self.turn += 1
-                if not self.transport.give(slot.place, slot.moves, stream, in_graph):
-                    # A step failed since, and the device said that it was given.
-                    slot.check(-1)
-                return
-            # Its memory may be what is filled next.
-            values = {name: value.clone() for name, value in slot.items()}
-        self.turn += 1
         # Free where nothing goes wrong: what a tensor lacks shows when it is used.
         try:
             if self.declared.nested:
@@ -153,42 +129,17 @@ class StaticInputs:
             self.declared.check(values, tokens, reqs, error)
             raise
 
-    def slot(self, layout: InputLayout | None, tokens: int, reqs: int) -> InputSlot:
-        """Where the host writes the live rows of a step that `fill` then fills `layout` from.
-        Without a layout it is memory that has nothing to do with the buffers."""
-        self.turn += 1
-        if layout is not None:
-            moves = layout.moves(tokens, reqs)
-            place, memory, at = self.transport.take(moves)
-            views = self._slot_views.get((at, moves))
-            if views is None:
-                tensors = moves.views_in(memory, at)
-                views = tensors, arrays_of(tensors)
-                remember(self._slot_views, (at, moves), views, _CACHED_SLOTS)
-            return InputSlot(views, place, layout, moves, self.turn)
-        try:
-            tensors = {
-                name: torch.empty(spec.sizes(tokens, reqs), dtype=spec.dtype, device="cpu")
-                for name, spec in self.declared.specs.items()
-            }
-        except (RuntimeError, TypeError) as error:
-            raise InvalidInputError(
-                "there is no memory for a slot of so many rows",
-                got=f"{shown(tokens)} tokens, {shown(reqs)} requests",
-                expected=f"rows that fit the host's memory; graphs have {self.tokens} tokens",
-                advice="split the batch",
-            ) from error
-        return InputSlot((tensors, arrays_of(tensors)), None, None, None, self.turn)
-
-    def check_alone(self, values: Mapping[str, Any]) -> None:
-        """Raise `InvalidInputError` for values that a step was given beside a slot."""
-        if values:
-            raise InvalidInputError(
-                "a step was given inputs beside its slot",
-                got=sorted(values),
-                expected="all inputs written to the slot",
-                advice="slot[name].copy_(value), or slot.numpy[name][:] = array",
+    def slot(self, batch: Batch) -> InputSlot:
+        """Host memory for the live rows of a batch. Raises `InvalidBatchError`."""
+        batch = checked_batch(batch)
+        reqs = reqs_of(self, batch, None)
+        tensors = {
+            name: torch.full(
+                spec.sizes(batch.num_tokens, reqs), spec.pad_value, dtype=spec.dtype, device="cpu"
             )
+            for name, spec in self.declared.specs.items()
+        }
+        return InputSlot(batch, tensors)
 
     def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
         """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that no
@@ -207,7 +158,6 @@ class StaticInputs:
     def reset(self, layout: InputLayout | None = None) -> None:
         """Make every row of `layout`, by default of the largest one, a padding row. No step waits
         for the captures before it."""
-        self.turn += 1
         if self.ring is not None:
             self.ring.settle()
         (layout or self.layout(self.tokens, self.reqs)).reset()

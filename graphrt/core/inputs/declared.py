@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.errors import InvalidBatchError, InvalidInputError
-from graphrt.core.base.option_values import MOST, nearest, shown
+from graphrt.core.base.option_values import MOST, shown
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.spec import InputSpec, check_value
 
@@ -38,7 +38,7 @@ class DeclaredInputs:
                 "the step's inputs are not the declared ones",
                 got=f"missing {missing}, unknown {unknown}",
                 expected=sorted(self.specs),
-                advice=_named_right(missing, unknown),
+                advice="pass each declared input by its name, and nothing else",
             )
 
     def check(
@@ -180,51 +180,9 @@ def check_forward(forward: Callable[..., Any], specs: Mapping[str, Any]) -> None
             f"the forward cannot be called with what inputs= names: {error}",
             got=f"inputs= names {', '.join(specs)}",
             expected=f"the arguments of {called}{signature}",
-            advice=_forward_right(signature, specs),
+            advice="name in inputs= what the forward takes by name, and bind the rest: "
+            "functools.partial(forward, name=...)",
         ) from None
-
-
-def _forward_right(signature: inspect.Signature, specs: Mapping[str, Any]) -> str:
-    parameters = signature.parameters.values()
-    needed = [
-        each.name
-        for each in parameters
-        if each.default is each.empty
-        and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-        and each.name not in specs
-    ]
-    if not needed and any(e.kind in (e.POSITIONAL_ONLY, e.VAR_POSITIONAL) for e in parameters):
-        return f"a forward that takes {', '.join(specs)} by name, not by position"
-    unknown = [name for name in specs if name not in signature.parameters]
-    advice = [
-        f"name it {meant!r} in place of {name!r}" if meant else f"leave {name!r} out of inputs="
-        for name, meant in _meant(unknown, needed, [*signature.parameters])
-    ]
-    return "; ".join(advice) or "; ".join(
-        f"name {name!r} in inputs= too, or bind it: functools.partial(forward, {name}=...)"
-        for name in needed
-    )
-
-
-def _named_right(missing: list[str], unknown: list[str]) -> str:
-    """What to do about inputs that a step lacks, or should not have."""
-    advice = [
-        f"pass it as {meant}= in place of {name}="
-        if meant
-        else f"leave {name}= out: only what inputs= declares is passed"
-        for name, meant in _meant(unknown, missing)
-    ]
-    return "; ".join(advice or (f"pass {name}= too" for name in missing))
-
-
-def _meant(
-    unknown: list[str], missing: list[str], known: list[str] | None = None
-) -> Iterator[tuple[str, str | None]]:
-    """Each unknown name with the missing one that it stands for, or, where none is missing, the
-    nearest of the known ones."""
-    for name in unknown:
-        alone = missing[0] if len(missing) == len(unknown) == 1 else None
-        yield name, alone or nearest(name, missing or known or [])
 
 
 def flat_of(specs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

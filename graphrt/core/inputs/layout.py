@@ -9,7 +9,7 @@ in a kernel of a transport's own, takes it from the `pads` and `repeats` there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from ctypes import PYFUNCTYPE, c_size_t, c_void_p, cast, memmove, memset
 from typing import Any, TypeVar
 
@@ -156,11 +156,6 @@ class FieldMove:
             self._views = views
         return views
 
-    def live_part(self, padded: torch.Tensor) -> torch.Tensor:
-        """The live rows of a tensor of the padded shape."""
-        rows = self._live_rows
-        return padded if rows is None else padded.narrow(self.field.spec.batch_axis()[1], 0, rows)
-
     def lies_in(self, value: torch.Tensor) -> bool:
         """Whether `value`, which starts where this input starts, is laid out like it, and has its
         values there."""
@@ -201,12 +196,10 @@ class StepMoves:
     """What a step of so many live tokens and requests moves into one layout."""
 
     __slots__ = (
-        "_spans",
         "alike",
         "fetch",
         "fields",
         "from_host",
-        "live",
         "padded",
         "prepared",
         "rows",
@@ -215,7 +208,6 @@ class StepMoves:
     )
 
     def __init__(self, layout: InputLayout, tokens: int, reqs: int) -> None:
-        self.live = tokens, reqs
         self.fields = [FieldMove(field, tokens, reqs) for field in layout.fields]
         # One tuple for each packed input: what every step checks it against.
         self.rows = [
@@ -236,51 +228,26 @@ class StepMoves:
         # The compiled writer of the last such step, which native/replay.c calls first; None where
         # Python wrote it. It refuses inputs that are unlike those it was made for.
         self.alike: Any = None
-        self.whole: tuple[Span, ...] = ((0, layout.nbytes),) if layout.nbytes else ()
-        self._spans: dict[str, tuple[Span, ...]] = {}
+        self.whole: list[Span] = [(0, layout.nbytes)] if layout.nbytes else []
 
     def pad_at(self, base: int) -> None:
         """Write all padding rows in the host's packed memory at `base`."""
         for move in self.padded:
             move.pad_at(base)
 
-    def views_in(self, memory: torch.Tensor, at: int) -> dict[str, torch.Tensor]:
-        """The live rows in the host's packed memory that begins at the address `at`."""
-        start, views = at - memory.data_ptr(), {}
-        with inference_guard(False):
-            for move in self.fields:
-                field = move.field
-                part = memory[start + field.offset : start + field.end].view(field.spec.dtype)
-                views[field.name] = move.live_part(part.view(field.view.shape))
-        return views
-
-    def spans(self, kinds: str) -> tuple[Span, ...]:
+    def spans(self, kinds: str) -> list[Span]:
         """The parts of the slab that one copy each brings from the host.
 
-        `kinds` has a letter for each field: "h" comes from the host, "d" is copied over it
-        afterwards on the device, "k" is kept, as it is in place already.
+        `kinds` has a letter for each field: "h" comes from the host, "d" is copied on the device,
+        "k" is kept, as it is in place already.
         """
-        spans = self._spans.get(kinds)
-        if spans is None:
-            spans = self._spans[kinds] = tuple(self._find_spans(kinds))
+        spans: list[Span] = []
+        for number, (move, kind) in enumerate(zip(self.fields, kinds, strict=True)):
+            if kind == "h":
+                follows = number > 0 and kinds[number - 1] == "h"
+                start = spans.pop()[0] if follows else move.field.offset
+                spans.append((start, move.field.end))
         return spans
-
-    def _find_spans(self, kinds: str) -> Iterable[Span]:
-        start = end = -1
-        for move, kind in zip(self.fields, kinds, strict=True):
-            field = move.field
-            if kind == "h" or (kind == "d" and move.pads):
-                start = field.offset if start < 0 else start
-                end = field.end
-            elif kind == "k":
-                # The live rows must not be touched; a tail in one piece can begin the next span.
-                if start >= 0:
-                    yield start, end
-                start = -1
-                if move.pads and move.one_block:
-                    start, end = move.pads[0][0], field.end
-        if start >= 0:
-            yield start, end
 
 
 class InputLayout:

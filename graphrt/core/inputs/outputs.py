@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from operator import index
 from typing import Any, NamedTuple
 
@@ -12,7 +13,6 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidOptionError, OutputError
-from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown, told
 from graphrt.core.batch.axes import Axis
 
@@ -24,26 +24,7 @@ Declared = tuple[int | Axis | None, ...]
 Dimensions behind the last one are constants, or are found where no batch axis is declared."""
 
 
-class OneSize(NamedTuple):
-    """What may be a batch axis of the output at `path`: nothing but its size in one batch is known,
-    as the forward runs at no other size."""
-
-    tokens: int
-    reqs: int
-    known: int
-    path: str
-
-    def size(self, tokens: int, reqs: int) -> int:
-        """The size in a batch of so many tokens and requests; raises `OutputError` for another one
-        than was seen."""
-        if (tokens, reqs) != (self.tokens, self.reqs):
-            why = f"the forward runs at no other size than {self.tokens} tokens"
-            step = f"a step of {tokens} tokens of {reqs} requests"
-            raise unknown_axes(self.path, why, step)
-        return self.known
-
-
-BatchDims = tuple[tuple[int, Axis | OneSize], ...]
+BatchDims = tuple[tuple[int, Axis], ...]
 """The dimensions of one tensor that are cut to the live rows."""
 
 Probe = Callable[[int, int], object]
@@ -102,7 +83,7 @@ class OutputLayout:
         if self._resolved:
             # It has the axes that were found, or this raises.
             for path in shapes:
-                _dims_of(path, [*self._seen, seen], self._axes(path), False)
+                _dims_of(path, [*self._seen, seen], self._axes(path))
         if (tokens, reqs) not in self._resolved and seen not in self._seen:
             self._seen.append(seen)
 
@@ -112,7 +93,6 @@ class OutputLayout:
         self._resolved: set[tuple[int, int]] = set()
         self._seen: list[Seen] = []
         self._batch_dims: dict[str, BatchDims] = {}
-        self._fails_at: set[tuple[int, int]] = set()
 
     def batch_dims(self, path: str) -> BatchDims:
         """The dimensions to cut of the tensor at `path`; raises `OutputError` for one that was not
@@ -138,13 +118,11 @@ class OutputLayout:
             return
         failed = None if probe is None else self._compare(probe, query_len)
         unclear = self._unclear() if failed or probe is None else []
-        only = bool(failed) and self._saw_one_size() and not self._unclear_values()
-        if unclear and not only:
+        if unclear:
             why = None if failed is None else f"{type(failed).__name__}: {failed}"
-            raise unknown_axes(unclear[0], "no eager step of another size", why) from failed
+            raise unknown_axes(unclear[0], why) from failed
         self._batch_dims = {
-            path: _dims_of(path, self._seen, self._axes(path), only)
-            for path in self._seen[0].shapes
+            path: _dims_of(path, self._seen, self._axes(path)) for path in self._seen[0].shapes
         }
         self._resolved = {(each.tokens, each.reqs) for each in self._seen}
 
@@ -152,54 +130,42 @@ class OutputLayout:
         """Look at other sizes until all is told by what was seen; returns what the forward raised
         where it did not run.
 
-        Then at a small one, if it may show what they do not: three rows at 4 and 8 tokens may be
-        `x[:3]`, which has one row at one token; an axis that was seen at even sizes alone may be
-        rounded up. A forward that does not run at that size has no steps of it either.
+        One request of one token comes first, even where all seems told: three rows at 4 and 8
+        tokens may be `x[:3]`, and what was seen at even sizes alone may be rounded up. A forward
+        that does not run at that size has no steps of it either.
         """
         failed: Exception | None = None
-        for size in self._other_sizes(query_len):
-            if not self._unclear():
-                break
-            # Perhaps of this size alone.
-            failed = _failed(probe, size) or failed
-        small = None if failed else self._small_size(query_len)
-        if small is not None and small not in self._fails_at:
-            error = _failed(probe, small)
-            if error is not None:
-                self._fails_at.add(small)
-                logger.debug("the forward does not run at %d tokens of %d: %s", *small, error)
+        seen = {(each.tokens, each.reqs) for each in self._seen}
+        for place, size in enumerate(self._other_sizes(query_len)):
+            wanted = self._unclear() or (place == 0 and self._may_bend(size[0]))
+            if wanted and size not in seen:
+                failed = _failed(probe, size) or failed
         return failed
 
-    def _other_sizes(self, query_len: int | None) -> Iterable[tuple[int, int]]:
-        """Sizes of steps that tell tokens, requests and constants apart."""
+    def _other_sizes(self, query_len: int | None) -> list[tuple[int, int]]:
+        """Sizes of steps that tell tokens, requests and constants apart, the smallest first."""
         largest = max(self._seen, key=lambda seen: (seen.tokens, seen.reqs))
         tokens, reqs = largest.tokens, largest.reqs
         # Far from the largest first: of one token less, half as many rows may be as many.
         if query_len is not None:
-            yield from ((few * query_len, few) for few in (reqs // 2, reqs - 1) if few > 0)
-            return
-        yield from ((few, 1) for few in (tokens // 2, tokens - 1) if few > 0)
-        if reqs > 1:
-            yield tokens, reqs - 1
+            return [(few * query_len, few) for few in (1, reqs // 2, reqs - 1) if few > 0]
+        sizes = [(few, 1) for few in (1, tokens // 2, tokens - 1) if few > 0]
+        return [*sizes, (tokens, reqs - 1)] if reqs > 1 else sizes
 
-    def _small_size(self, query_len: int | None) -> tuple[int, int] | None:
-        """A size below those at which a dimension looks constant, or like the tokens."""
+    def _may_bend(self, smallest: int) -> bool:
+        """Whether a size that is no batch axis, or is not declared, may be another one in a batch
+        of so few tokens."""
         least = min(seen.tokens for seen in self._seen)
-        below = [size for path in self._seen[0].shapes for size in self._looks_told(path, least)]
-        few = min(below, default=1) - 1
-        if few < 1 or query_len is None:
-            return (few, 1) if few >= 1 else None
-        reqs = max(few // query_len, 1)
-        return (reqs * query_len, reqs) if reqs * query_len < least else None
+        return least > smallest and any(
+            self._has_constant(path, least) for path in self._seen[0].shapes
+        )
 
-    def _looks_told(self, path: str, least: int) -> Iterable[int]:
-        declared = self._axes(path) or ()
-        for dim, column in enumerate(_columns(path, self._seen)):
-            constant = dim >= len(declared) or isinstance(declared[dim], int)
-            if constant and len(set(column)) == 1 and 1 < column[0] <= least:
-                yield column[0]
-            elif not declared and all(size % 2 == 0 for size in column):
-                yield least
+    def _has_constant(self, path: str, most: int) -> bool:
+        declared = self._axes(path)
+        sizes = zip_longest(self._seen[0].shapes[path], declared or (), fillvalue=0)
+        return not declared or any(
+            isinstance(axis, int) and 1 < size <= most for size, axis in sizes
+        )
 
     def _unclear(self) -> list[str]:
         unclear = [path for path in self._seen[0].shapes if self._is_unclear(path)]
@@ -266,7 +232,8 @@ class OutputLayout:
                     f"an output does not have the axes that outputs= gives it{at_path(path)}",
                     got=f"shape {shape} with {seen.tokens} tokens of {seen.reqs} requests",
                     expected=f"({', '.join(map(name_of_axis, declared))})",
-                    advice=_declared_right(declared, shape, sizes),
+                    advice="name every dimension in its order, None for one of any size; return "
+                    "a row for each token: torch.where(mask, x, fill) in place of x[mask]",
                 )
 
 
@@ -305,25 +272,6 @@ def _check_alike(seen: Seen, other: Seen) -> None:
             )
 
 
-def _declared_right(declared: Declared, shape: tuple[int, ...], sizes: Sequence[int | None]) -> str:
-    """What to do about an output of another shape than its declaration says."""
-    if len(declared) == len(shape):
-        for axis, actual, size in zip(declared, shape, sizes, strict=True):
-            if isinstance(axis, Axis) and size is not None and actual != size:
-                # Padding rows are zeros as a rule, of which a mask takes all or none.
-                return (
-                    "return a row for each of them: torch.where(mask, x, fill) keeps the rows that "
-                    f"x[mask] drops; or None in place of {name_of_axis(axis)} where it has the "
-                    "same size in every batch"
-                )
-            if isinstance(axis, int) and actual != axis:
-                return (
-                    f"{actual} in place of {axis} where it always is, or the axis that it grows "
-                    "with; where it bends, return all rows and let the caller cut them"
-                )
-    return "name every dimension in its order; None is one of any size"
-
-
 def _columns(path: str, seen: Sequence[Seen]) -> Iterable[tuple[int, ...]]:
     """The sizes of each dimension, over what was seen."""
     return zip(*(each.shapes[path] for each in seen), strict=True)
@@ -337,27 +285,21 @@ def _fits(column: Sequence[int], seen: Sequence[Seen]) -> list[Axis | None]:
     ]
 
 
-def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None, only: bool) -> BatchDims:
-    """The batch axes of a tensor, by what was seen of it. Of a forward that runs at `only` one size
-    those that may be axes too: steps that fill it need no cut, and others are refused."""
+def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None) -> BatchDims:
+    """The batch axes of a tensor, by its declaration and what was seen of it."""
     axes = declared or ()
-    dims: list[tuple[int, Axis | OneSize]] = []
-    for dim, axis in enumerate(axes):
-        if isinstance(axis, Axis):
-            dims.append((dim, axis))
+    dims = [(dim, axis) for dim, axis in enumerate(axes) if isinstance(axis, Axis)]
     named = bool(dims)
     for dim, column in [*enumerate(_columns(path, seen))][len(axes) :]:
         fits = _fits(column, seen)
         if not fits:
-            # The first size, and one that differs if there is one.
-            places = [0, next((n for n, size in enumerate(column) if size != column[0]), -1)]
             raise OutputError(
                 f"a dimension of an output grows with the batch, but not as its tokens or "
                 f"requests do{at_path(path)}",
-                got=", ".join(
-                    f"dimension {dim} is {column[n]} with {seen[n].tokens} tokens of "
-                    f"{seen[n].reqs} requests"
-                    for n in places
+                got=f"dimension {dim} is "
+                + ", ".join(
+                    f"{size} with {each.tokens} tokens of {each.reqs} requests"
+                    for size, each in zip(column, seen, strict=True)
                 ),
                 expected="a dimension for tokens or for requests",
                 advice='split it ([tokens * 2] as ["tokens", 2]), or return a row for every token '
@@ -372,8 +314,6 @@ def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None, only: b
             )
         if fits[0] is not None:
             dims.append((dim, fits[0]))
-        elif only and not axes and len(fits) > 1:
-            dims.append((dim, OneSize(seen[0].tokens, seen[0].reqs, column[0], path)))
     return tuple(dims)
 
 
@@ -439,11 +379,11 @@ def _no_axes(prefix: str, axes: object) -> InvalidOptionError:
     )
 
 
-def unknown_axes(path: str, why: str, got: str | None) -> OutputError:
+def unknown_axes(path: str, got: str | None) -> OutputError:
     """The error for outputs that were not seen at two sizes."""
     return OutputError(
-        f"it cannot be told which dimensions of the outputs are batch axes{at_path(path)}: {why}, "
-        "to compare",
+        f"it cannot be told which dimensions of the outputs are batch axes{at_path(path)}: no "
+        "eager step of another size, to compare",
         got=got,
         expected="outputs= with the axes of every tensor that the forward returns",
         advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',

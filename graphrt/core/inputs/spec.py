@@ -75,16 +75,6 @@ class InputSpec:
         )
 
 
-_NO_VALUES = "a tensor that has values: torch.zeros({name}.shape, dtype={name}.dtype), say"
-_DENSE = {
-    "meta": _NO_VALUES,
-    "nested": "torch.cat({name}.unbind()), or {name}.to_padded_tensor(0)",
-    "FakeTensor": _NO_VALUES,
-    "Tensor": _NO_VALUES,
-}
-"""How a tensor of a kind is made one with rows."""
-
-
 LOWEST_ADDRESS = 1 << 24
 """A smaller address is looked at before it is read: a tensor whose storage was freed has its offset
 as address. Memory rarely lies so low."""
@@ -119,10 +109,8 @@ def _wrong_value(
             expected=f"a tensor of {spec.dtype}",
             advice=f"torch.as_tensor({name}, dtype={spec.dtype}) of a list or an array",
         )
-    kind = "meta" if value.is_meta else "nested" if value.is_nested else None
-    if kind is None and value.layout is not torch.strided:
-        kind = str(value.layout).removeprefix("torch._").removeprefix("torch.")
-    if kind is not None:
+    if value.is_meta or value.is_nested or value.layout is not torch.strided:
+        kind = "meta" if value.is_meta else "nested" if value.is_nested else str(value.layout)
         return _without_rows(name, spec, kind)
     if value.dtype is not spec.dtype:
         return InvalidInputError(
@@ -137,27 +125,10 @@ def _wrong_value(
             f"input {name!r} has the wrong shape",
             got=shape,
             expected=spec.shape if live is None else f"{live} from {spec.shape}",
-            advice=_shaped_right(name, spec, shape, live),
+            advice=f"the live rows of {name} alone, which graphrt pads, in the declared order; or "
+            "Batch(...) with their number",
         )
     return None
-
-
-def _shaped_right(
-    name: str, spec: InputSpec, shape: tuple[int, ...], live: tuple[int, ...] | None
-) -> str:
-    """What to do about an input of another shape."""
-    declared = f"InputSpec({spec.dtype}, shape=...) of that shape, if the forward takes it"
-    axis, at = spec.batch_axis()
-    if len(shape) != len(spec.shape):
-        axes = ", ".join(str(size) for size in spec.shape)
-        return f"{name}.reshape({axes}) where it has as many elements; or {declared}"
-    fixed = [dim for dim in range(len(shape)) if dim != at or axis is None]
-    if live is None or axis is None or any(shape[dim] != live[dim] for dim in fixed):
-        return f"{name} with the sizes that inputs= declares; or {declared}"
-    if shape[at] > live[at]:
-        return f"{name}.narrow({at}, 0, {live[at]}): the live rows only; graphrt pads them"
-    counted = f"num_{axis.counts}"
-    return f"Batch({counted}={max(shape[at] - axis.extra, 1)}), or {live[at]} rows of {name}"
 
 
 def _unreadable(name: str, spec: InputSpec, value: torch.Tensor) -> GraphRTError | None:
@@ -183,7 +154,7 @@ def _without_rows(name: str, spec: InputSpec, kind: str) -> InvalidInputError:
         f"input {name!r} has no rows in memory that could be copied",
         got=f"a tensor of kind {kind}",
         expected=f"a dense tensor of {spec.dtype}",
-        advice=_DENSE.get(kind, "{name}.to_dense()").format(name=name),
+        advice=f"{name}.to_dense() of a sparse one, torch.cat({name}.unbind()) of a nested one",
     )
 
 

@@ -115,14 +115,6 @@ class InputTransport(Protocol):
         the graph that is launched next fetches them. Everything is looked at before anything is
         written; raises `InvalidInputError`, or what using a value raises."""
 
-    def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
-        """Host memory in which the next step's live rows may be written, packed, until `give`: the
-        place to pass to `give`, the tensor that the memory is part of, and its address."""
-
-    def give(self, place: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
-        """As `fill`, but the rows are in the memory that `take` returned with this `place`. False,
-        with nothing done, if that is not the next step's memory any more."""
-
 
 class Sources(NamedTuple):
     """The packed inputs of a step, each with its tensor, its address and a letter of `kinds`.
@@ -137,14 +129,10 @@ class Sources(NamedTuple):
     plain: bool
 
 
-def sources_of(
-    values: Mapping[str, Any], moves: StepMoves, slab: Slab, busy: tuple[int, int]
-) -> Sources:
+def sources_of(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sources:
     """Look at all packed inputs of a step before any is written. An input may be a view of the
-    slab, or of the memory from `busy[0]` to `busy[1]`, which is written on the way. Raises
-    `InvalidInputError`."""
+    slab. Raises `InvalidInputError`."""
     low, high = slab.low, slab.high
-    busy_low, busy_high = busy
     tensors: list[torch.Tensor] = []
     addresses: list[int] = []
     kinds, plain = moves.from_host, True
@@ -160,10 +148,9 @@ def sources_of(
             if (
                 address < LOWEST_ADDRESS
                 or low <= address < high
-                or busy_low <= address < busy_high
                 or (lazy is not None and lazy(value))
             ):
-                value, plain = _apart(value, move, slab, busy), False
+                value, plain = _apart(value, move, slab), False
                 address = value.data_ptr()
             kind = "h" if value.is_cpu else "d"
         if kind != "h":
@@ -176,16 +163,14 @@ def sources_of(
     return Sources(tensors, addresses, kinds, plain)
 
 
-def _apart(value: torch.Tensor, move: FieldMove, slab: Slab, busy: tuple[int, int]) -> torch.Tensor:
+def _apart(value: torch.Tensor, move: FieldMove, slab: Slab) -> torch.Tensor:
     """The values of an input elsewhere, where its memory cannot be read as it is, or may be written
     before it is read."""
     if value.data_ptr() < LOWEST_ADDRESS:
         # To read there would end the process. An empty one has no address.
         check_value(move.field.name, move.field.spec, value, tuple(move.shape))
     value = value.detach().resolve_conj().resolve_neg()
-    address = value.data_ptr()
-    overwritten = slab.low <= address < slab.high or busy[0] <= address < busy[1]
-    return value.clone() if overwritten else value
+    return value.clone() if slab.low <= value.data_ptr() < slab.high else value
 
 
 def copy_rows(moves: StepMoves, sources: Sources, base: int) -> None:
@@ -210,7 +195,7 @@ class HostCopy(InputTransport):
     def fill(
         self, values: Mapping[str, Any], moves: StepMoves, stream: Any, in_graph: bool
     ) -> None:
-        sources = sources_of(values, moves, self.slab, (0, 0))
+        sources = sources_of(values, moves, self.slab)
         # First, as padding may repeat a live row.
         if "d" in sources.kinds:
             for move, tensor, kind in zip(moves.fields, *sources[::2], strict=True):
@@ -219,13 +204,6 @@ class HostCopy(InputTransport):
         copy_rows(moves, sources, self.slab.low)
         if moves.padded:
             moves.pad_at(self.slab.low)
-
-    def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
-        return None, self.slab.buffer, self.slab.low
-
-    def give(self, place: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
-        moves.pad_at(self.slab.low)
-        return True
 
 
 class StagedCopy(InputTransport):
@@ -243,27 +221,17 @@ class StagedCopy(InputTransport):
     def fill(
         self, values: Mapping[str, Any], moves: StepMoves, stream: Any, in_graph: bool
     ) -> None:
-        sources = sources_of(values, moves, self.slab, self.staging.next_memory())
+        sources = sources_of(values, moves, self.slab)
         kinds = sources.kinds
         from_host = kinds == moves.from_host
         spans = moves.whole if from_host else moves.spans(kinds)
         if spans:
             slot = self.staging.take()
             copy_rows(moves, sources, slot.address)
-            # Of a row to repeat that is on the device: its tail here is copied nowhere.
             moves.pad_at(slot.address)
             slot.copy_to(self.slab.window, spans, stream)
         if "d" in kinds or (moves.padded and not from_host):
             self._write_on_device(moves, sources)
-
-    def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
-        slot = self.staging.take()
-        return slot, slot.buffer, slot.address
-
-    def give(self, place: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
-        moves.pad_at(place.address)
-        place.copy_to(self.slab.window, moves.whole, stream)
-        return True
 
     def _write_on_device(self, moves: StepMoves, sources: Sources) -> None:
         """Copy what lives on a device already, in one fused copy, and pad what needs it there."""
@@ -280,9 +248,7 @@ class StagedCopy(InputTransport):
             else:
                 copy_all(places, values)
         for move, kind in zip(moves.fields, sources.kinds, strict=True):
-            # Constant padding came with the copy from the host, but for tails in several pieces.
-            padded = move.repeats or (kind == "k" and move.pads and not move.one_block)
-            if kind in "dk" and padded:
+            if kind != "h":
                 move.pad_on_device()
 
 
@@ -332,11 +298,6 @@ class Staging:
         self._nbytes = -(-nbytes // 256) * 256
         self._max_slots = max(2, min(max_slots, MAX_BYTES // max(1, nbytes)))
         self._slots: deque[StagingSlot] = deque()
-
-    def next_memory(self) -> tuple[int, int]:
-        """The addresses that the next slot may have."""
-        start = self._slots[0].address if self._slots else 0
-        return start, start and start + self._nbytes
 
     def take(self) -> StagingSlot:
         """A slot that the host may write now: the oldest, if its copy is over; else a new one, or

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 from graphrt.core.base.errors import InvalidOptionError
@@ -21,7 +20,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.plan.traffic import Traffic, best_sizes, by_worth
+from graphrt.core.plan.traffic import Traffic, by_worth
 
 RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
 
@@ -207,25 +206,35 @@ def fit(
 ) -> Fitted:
     """Choose which of `keys` (in capture order) to capture within `budget`.
 
-    FULL graphs come first, because pieces take many times as much: but for
-    `budget.min_piecewise` pieces, which are kept where they take no more than half of the budget,
-    there are pieces where all FULL graphs fit. Within a mode the largest size is kept before the
-    smallest, then those of `landmarks` (a full decode batch), then the most valuable (see
-    `by_worth`); what does not fit is left out, and smaller graphs after it may still fit. Where the
-    graphs of a mode cost alike, a larger budget keeps what a smaller one held, and more, as long as
-    both end in the same mode. With `traffic` as many sizes of each kind as fit are those that pad
-    its batches least (`best_sizes`); a larger budget may then keep others.
+    FULL graphs come first, because pieces take many times as much, but for `budget.min_piecewise`
+    pieces, where they take no more than half of the budget. Within a mode the largest size of each
+    kind is kept before the smallest, then those of `landmarks` (a full decode batch), then the most
+    valuable (see `by_worth`); what does not fit is left out, and smaller graphs after it may still
+    fit.
 
     Fewer than `budget.min_piecewise` PIECEWISE sizes (or than were asked for) turn
     FULL_AND_PIECEWISE into FULL_DECODE_ONLY, no FULL graph turns it into PIECEWISE; where no graph
     fits at all, the mode becomes NONE.
     """
     costs = {key: budget.cost_of(*key) for key in keys}
-    unlimited = all(getattr(budget, name) is None for name in RESOURCES)
-    order = list(keys) if unlimited else by_priority(keys, traffic, landmarks)
-    kept, mode = _within(order, costs, budget, mode)
-    if traffic is not None:
-        kept = _refitted(keys, kept, costs, budget, traffic)
+    order = by_priority(keys, traffic, landmarks)
+    full = [key for key in order if key[0] is GraphMode.FULL]
+    pieces = [key for key in order if key[0] is GraphMode.PIECEWISE]
+    fewest = min(budget.min_piecewise, len(pieces))
+    taken = _total(costs[key] for key in pieces[:fewest])
+    # Twice their cost does not fit: they would take more than half of the budget.
+    early = 0 if budget.lacks(taken, taken) else fewest
+    kept = _fill([*full[:1], *pieces[:early], *full[1:], *pieces[early:]], costs, budget)
+    if mode.mode is GraphMode.FULL_AND_PIECEWISE:
+        held = sum(key in kept for key in pieces)
+        if held < fewest:
+            why = f"the budget holds {held} of {len(pieces)} piecewise sizes, fewer than {fewest}"
+            mode = mode.stepped(BUDGET_RULE, GraphMode.FULL_DECODE_ONLY, why)
+            kept = _fill(full, costs, budget)
+        elif full and 0 < held == len(kept):
+            mode = mode.stepped(BUDGET_RULE, GraphMode.PIECEWISE, "the budget holds no FULL graph")
+    if keys and not kept:
+        mode = mode.stepped(BUDGET_RULE, GraphMode.NONE, "the budget holds no graph at all")
     captured = tuple(PlannedCapture(*key, costs[key]) for key in keys if key in kept)
     left_out = tuple(_left_out(keys, kept, costs, budget, mode.mode))
     return Fitted(mode, captured, left_out, budget)
@@ -234,21 +243,14 @@ def fit(
 def by_priority(
     keys: Iterable[CaptureKey], traffic: Traffic | None, landmarks: Collection[int]
 ) -> list[CaptureKey]:
-    """All keys, those first that are kept last when the budget shrinks."""
-    by_mode: dict[GraphMode, list[list[CaptureKey]]] = {GraphMode.FULL: [], GraphMode.PIECEWISE: []}
-    for (mode, _), alike in _by_kind(keys).items():
-        worth = by_worth((descriptor.num_tokens for _, descriptor in alike), traffic, landmarks)
+    """All keys, those first that are kept last when the budget shrinks: FULL before PIECEWISE, and
+    one size of each kind in turn, or one query length would starve the others."""
+    turn: dict[CaptureKey, int] = {}
+    for alike in _by_kind(keys).values():
+        worth = by_worth(map(_tokens, alike), traffic, landmarks)
         rank = {size: at for at, size in enumerate(worth)}
-        by_mode[mode].append(sorted(alike, key=lambda key: rank[key[1].num_tokens]))
-    order: list[CaptureKey] = []
-    for ranked in filter(None, by_mode.values()):
-        # One size of each kind in turn, or one query length would starve the others.
-        turns = [key for turn in zip_longest(*ranked) for key in turn if key is not None]
-        ends = [max(turns, key=_tokens)]
-        if traffic is None:
-            ends.append(min(turns, key=_tokens))
-        order += dict.fromkeys([*ends, *turns])
-    return order
+        turn.update((key, rank[_tokens(key)]) for key in alike)
+    return sorted(turn, key=lambda key: (key[0] is GraphMode.PIECEWISE, turn[key], -_tokens(key)))
 
 
 def _tokens(key: CaptureKey) -> int:
@@ -263,65 +265,14 @@ def _by_kind(keys: Iterable[CaptureKey]) -> dict[tuple[GraphMode, object], list[
     return kinds
 
 
-def _within(
-    order: Sequence[CaptureKey], costs: Costs, budget: Budget, mode: ModeResolution
-) -> tuple[Kept, ModeResolution]:
-    """What the budget holds of keys in this order, and the mode that it leaves."""
-    pieces = [key for key in order if key[0] is GraphMode.PIECEWISE]
-    fewest = min(budget.min_piecewise, len(pieces))
-    least = pieces[:fewest]
-    taken = _total(costs[key] for key in least)
-    if budget.lacks(taken, taken):
-        # Twice their cost does not fit: they would take more than half of the budget.
-        least = []
-    kept = _fill(order, costs, budget, least)
-    held = sum(key in kept for key in pieces)
-    if mode.mode is GraphMode.FULL_AND_PIECEWISE:
-        if held < fewest:
-            why = f"the budget holds {held} of {len(pieces)} piecewise sizes, fewer than {fewest}"
-            mode = mode.stepped(BUDGET_RULE, GraphMode.FULL_DECODE_ONLY, why)
-            kept = _fill([key for key in order if key[0] is GraphMode.FULL], costs, budget)
-        elif 0 < held == len(kept) and len(pieces) < len(order):
-            mode = mode.stepped(BUDGET_RULE, GraphMode.PIECEWISE, "the budget holds no FULL graph")
-    if order and not kept:
-        mode = mode.stepped(BUDGET_RULE, GraphMode.NONE, "the budget holds no graph at all")
-    return kept, mode
-
-
-def _fill(
-    order: Sequence[CaptureKey], costs: Costs, budget: Budget, least: Sequence[CaptureKey] = ()
-) -> Kept:
-    """What fits, in order; the `least` pieces come right after the first graph of `order`."""
+def _fill(order: Iterable[CaptureKey], costs: Costs, budget: Budget) -> Kept:
+    """What fits, in order."""
     kept: Kept = {}
-    used = nothing = _total(())
-    waiting = False
-    for key in dict.fromkeys([*order[:1], *least, *order]):
-        if waiting and key[0] is GraphMode.PIECEWISE and key not in least:
-            # A FULL graph that could fit is still waiting for room. Pieces that take that room now
-            # would go again under a larger budget, which is to keep all that this one holds.
-            continue
+    used = _total(())
+    for key in order:
         if budget.lacks(used, costs[key]) is None:
             kept[key] = None
             used += costs[key]
-        elif key[0] is GraphMode.FULL and budget.lacks(nothing, costs[key]) is None:
-            waiting = True
-    return kept
-
-
-def _refitted(
-    keys: Iterable[CaptureKey], kept: Kept, costs: Costs, budget: Budget, traffic: Traffic
-) -> Kept:
-    """`kept`, with the sizes of each kind that pad least, where these fit as well."""
-    for alike in _by_kind(keys).values():
-        held = [key for key in alike if key in kept]
-        if 0 < len(held) < len(alike):
-            largest = max(map(_tokens, held))
-            by_size = {_tokens(key): key for key in alike if _tokens(key) <= largest}
-            best = [by_size[size] for size in best_sizes(by_size, traffic, len(held))]
-            best += [key for key in held if key not in best][: len(held) - len(best)]
-            swapped = dict.fromkeys([*(key for key in kept if key not in held), *best])
-            if not budget.lacks(_total(()), _total(costs[key] for key in swapped)):
-                kept = swapped
     return kept
 
 
@@ -338,9 +289,8 @@ def _left_out(
         name = budget.lacks(used, cost)
         if mode is not GraphMode.NONE and key[0] not in mode.runtime_modes:
             why = f"mode {mode.name} captures no {key[0].name} graphs"
-        elif name is None:
-            why = "FULL graphs come first, and not all of them fit"
         else:
+            assert name is not None
             limit = getattr(budget, name)
             free = of_limit(name, limit - getattr(used, name), limit)
             why = f"needs {figure(name, getattr(cost, name))}; free: {free}"

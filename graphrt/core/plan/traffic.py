@@ -5,10 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
-
-import torch
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import count_of, number_of, shown
@@ -18,10 +16,6 @@ Traffic = Mapping[int, float]
 
 Share = Callable[[int], float]
 """The share of all steps whose batch is not larger than so many tokens."""
-
-_EXACT = 1024
-"""The most sizes that are compared; more are thinned out evenly."""
-_EULER_GAMMA = 0.5772156649015329
 
 
 def by_worth(
@@ -47,59 +41,12 @@ def by_worth(
     return (*fixed, *reversed(_by_savings(kept, fixed, shares)))
 
 
-def best_sizes(candidates: Iterable[int], traffic: Traffic, count: int) -> tuple[int, ...]:
-    """The `count` of `candidates` that pad the batches of `traffic` least, ascending; the largest
-    is one of them. Fewer where fewer pad nothing.
-
-    Dynamic programming: `least` has, for each size, the least padding of as many sizes as there
-    were turns, if that size is the last of them.
-    """
-    sizes, served = _that_serve(sorted(candidates), traffic)
-    if len(sizes) <= count:
-        return tuple(sizes)
-    padded_to = torch.tensor(sizes, dtype=torch.float64, device="cpu")
-    weights, tokens = torch.tensor(served, dtype=torch.float64, device="cpu").cumsum(0).unbind(1)
-    # A row for each size, a column for the next smaller one: the padding of batches between.
-    padding = (weights[:, None] - weights) * padded_to[:, None] - (tokens[:, None] - tokens)
-    padding.masked_fill_(torch.ones_like(padding, dtype=torch.bool).triu_(), math.inf)
-    least, before = weights * padded_to - tokens, []
-    for _ in range(count - 1):
-        least, chosen = (least + padding).min(dim=1)
-        before.append(chosen.tolist())
-    places = [len(sizes) - 1]
-    for chosen in reversed(before):
-        places.append(chosen[places[-1]])
-    return tuple(sizes[at] for at in reversed(places))
-
-
 def fitted_sizes(default: tuple[int, ...], traffic: Traffic, multiple: int = 1) -> tuple[int, ...]:
-    """As many sizes as `default` has, up to its largest, that pad the batches of `traffic` least;
-    all of them multiples of a number. If fewer pad nothing, the most valuable of `default` fill the
-    list up."""
+    """As many sizes as `default` has, up to its largest, that pad the batches of `traffic` little;
+    all of them multiples of a number."""
     live = {-(-size // multiple) * multiple for size, share in traffic.items() if share > 0}
     candidates = {*default, *(size for size in live if size <= max(default, default=0))}
-    fitted = best_sizes(candidates, traffic, len(default)) if default else default
-    others = [size for size in by_worth(default) if size not in fitted]
-    return tuple(sorted([*fitted, *others[: len(default) - len(fitted)]]))
-
-
-def _that_serve(
-    candidates: list[int], traffic: Traffic
-) -> tuple[list[int], list[tuple[float, float]]]:
-    """The sizes that are the next one for some batch, and the last; the weight of each one's
-    batches, and their tokens."""
-    served: dict[int, tuple[float, float]] = {candidates[-1]: (0.0, 0.0)}
-    for live, share in traffic.items():
-        place = bisect_left(candidates, live)
-        if share > 0 and place < len(candidates):
-            weight, tokens = served.get(candidates[place], (0.0, 0.0))
-            served[candidates[place]] = weight + share, tokens + share * live
-    sizes = sorted(served)
-    if len(sizes) > _EXACT:
-        # Thinned out evenly, from the largest down, which has to stay.
-        step = -(-len(sizes) // _EXACT)
-        return _that_serve(sizes[::-1][::step][::-1], traffic)
-    return sizes, [served[size] for size in sizes]
+    return tuple(sorted(by_worth(candidates, traffic)[: len(default)]))
 
 
 def check_traffic(traffic: Traffic) -> dict[int, float]:
@@ -155,10 +102,8 @@ def _by_savings(kept: list[int], fixed: Collection[int], shares: list[Share]) ->
 
 
 def _even(size: int) -> float:
-    """The harmonic number: a batch of n tokens has the weight 1/n."""
-    if size < 32:
-        return sum(1 / n for n in range(1, size + 1))
-    return math.log(size) + _EULER_GAMMA + 1 / (2 * size) - 1 / (12 * size * size)
+    """Nearly the harmonic number: a batch of n tokens has the weight 1/n."""
+    return math.log(size + 0.5)
 
 
 def _cumulative(traffic: Traffic) -> Share:

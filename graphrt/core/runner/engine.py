@@ -20,21 +20,17 @@ from typing import Any
 
 from graphrt.core.base._native_door import NativePath
 from graphrt.core.base.errors import (
-    InputSlotError,
     InvalidBatchError,
     PoolClosedError,
     StateTooLargeError,
     VerificationError,
 )
-from graphrt.core.base.option_values import shown
 from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import Served
 from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
-from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
-from graphrt.core.inputs.layout import InputLayout
-from graphrt.core.inputs.slot import InputSlot, agreed_too_late
+from graphrt.core.inputs.buffers import batch_of
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.capture_session import CaptureScheduler
@@ -125,11 +121,9 @@ class StepEngine:
             raise pool.busy_error(self._owner)
         try:
             pool.owner = self._owner
-            dispatch: Dispatch | None = None
             if batch is None:
-                batch, values, agreed, dispatch = self._opened(values, agreed)
-            if dispatch is None:
-                dispatch = self._dispatcher.dispatch(batch, agreed=agreed)
+                batch = batch_of(self._executor.inputs, values)
+            dispatch = self._dispatcher.dispatch(batch, agreed=agreed)
             if self._graphs.sealing.may_capture:
                 dispatch, values = self._scheduler.for_step(batch, dispatch, values, agreed)
             # Without a graph there is nothing to check.
@@ -335,66 +329,6 @@ class StepEngine:
         mode = plan.mode.decode_mode if is_decode else plan.mode.mixed_mode
         missing = dispatch.reason in (Reason.TOO_LARGE, Reason.NO_GRAPH)
         return missing and mode is not GraphMode.NONE
-
-    # Inputs that are written in place -------------------------------------------------------------
-
-    def slot(self, batch: Batch, agreed: Agreed | None) -> InputSlot:
-        """A slot for the inputs of `batch`, where the graph is that serves it; see
-        `GraphRunner.slot`. In a turn of the pool."""
-        inputs, graphs = self._executor.inputs, self._graphs
-        dispatch: Dispatch | None = None
-        # A step that captures its graph first cannot have its inputs in place.
-        if not graphs.sealing.may_capture:
-            dispatch = graphs.dispatcher.dispatch(batch, agreed=agreed)
-        tokens, reqs = batch[0], batch[1]
-        if reqs is None:
-            reqs = reqs_of(inputs, batch, None)
-        prepared = None
-        layout: InputLayout | None = None
-        if dispatch is not None and dispatch.slot >= 0:
-            prepared = graphs.steps[dispatch.slot]
-            assert prepared is not None
-            if not 1 <= reqs <= prepared.reqs:
-                raise wrong_requests(reqs, prepared.reqs)
-            layout = prepared.layout
-        elif dispatch is not None and tokens <= inputs.tokens and reqs <= inputs.reqs:
-            layout = inputs.layout(tokens, reqs)
-        self._pool.follow_stream()
-        slot = inputs.slot(layout, tokens, reqs)
-        slot.batch, slot.maker, slot.agreed = batch, self, agreed
-        if dispatch is not None:
-            slot.planned = dispatch, prepared
-        return slot
-
-    def _opened(
-        self, values: Mapping[str, Any], agreed: Agreed | None
-    ) -> tuple[Batch, Mapping[str, Any], Agreed | None, Dispatch | None]:
-        """The batch, inputs and agreed graph of a step that was given no batch: those of its slot,
-        with its dispatch if that still holds, or by the shapes of the inputs. Raises
-        `InputSlotError`."""
-        if type(values) is not InputSlot:
-            return batch_of(self._executor.inputs, values), values, agreed, None
-        slot, turn = values, self._executor.inputs.turn
-        if agreed is not None:
-            raise agreed_too_late(slot)
-        if slot.maker is not self:
-            raise InputSlotError(
-                "a slot was given to another runner than made it",
-                got=shown(slot),
-                expected="a slot of this runner",
-                advice="runner.slot(batch) of the runner that is called",
-            )
-        # What `use` checks and sets, without a call; it is called for its error alone.
-        if slot.used or slot.turn != turn:
-            slot.use(turn)
-        slot.used = True
-        if slot.planned is not None:
-            dispatch, prepared = slot.planned
-            steps, at = self._graphs.steps, dispatch.slot
-            if prepared is None or (at < len(steps) and steps[at] is prepared):
-                return slot.batch, slot, slot.agreed, dispatch
-        copies = {name: value.clone() for name, value in slot.items()}
-        return slot.batch, copies, slot.agreed, None
 
 
 def _no_graph_to_pad_to(reason: Reason) -> InvalidBatchError:

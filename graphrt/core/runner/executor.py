@@ -30,7 +30,6 @@ from graphrt.core.batch.descriptor import Batch, live_query_len
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.buffers import batch_of, reqs_of, wrong_requests
-from graphrt.core.inputs.slot import InputSlot
 from graphrt.core.replay.tasks import DEFERRED, UNCHANGED, WORST_CASE, check_names, failed_half_way
 from graphrt.core.runner.graph_table import GraphTable, PreparedStep
 from graphrt.core.runner.host import Phase
@@ -182,7 +181,7 @@ class StepExecutor:
                 )
         inputs = self.inputs
         if batch is None:
-            batch = values.batch if type(values) is InputSlot else batch_of(inputs, values)
+            batch = batch_of(inputs, values)
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         views = inputs.copies(values, tokens, reqs)
         return self.graphs.setup.run_forward(**inputs.declared.nest(views))

@@ -28,7 +28,6 @@ from graphrt.core.capture.state import as_states
 from graphrt.core.capture.transaction import CaptureTransaction, GraphOwner, Sealing
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
-from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.layout import StepMoves
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.entry import Entry
@@ -157,9 +156,9 @@ class PreparedStep:
         # C knows nothing of a `bind`, nor of the methods of a host's own pool.
         bind = self._setup.host.bind
         if single and bind is None and type(pool) is GraphPool and not inputs.declared.nested:
-            self.native = self._native_replay(entry, inputs, pool)
+            self.native = self._native_replay(entry, pool)
 
-    def _native_replay(self, entry: Entry, inputs: StaticInputs, pool: GraphPool) -> Any:
+    def _native_replay(self, entry: Entry, pool: GraphPool) -> Any:
         """The step of one graph in C, if the graph fetches its inputs and returns one tensor over
         memory that torch can make unreadable; else None."""
         outputs = self.outputs.single(pool.handed_out)
@@ -168,7 +167,6 @@ class PreparedStep:
         return NativeReplay(
             entry=entry,
             pool=pool,
-            inputs=inputs,
             ring=self.ring,
             fetch=self.layout.fetch,
             graph=entry.graph,

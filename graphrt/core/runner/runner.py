@@ -13,7 +13,7 @@ from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.slot import InputSlot
 from graphrt.core.replay.pool import check_between_steps, in_turn
-from graphrt.core.replay.recording import current_capture, refuse_inside_capture, under_way
+from graphrt.core.replay.recording import current_capture, refuse_inside_capture
 
 if TYPE_CHECKING:
     import torch
@@ -117,8 +117,9 @@ class GraphRunner(Uncopied, Generic[R]):
         """Run one step on its live rows; returns the live rows of the outputs.
 
         `values` are tensors in the dtypes and live shapes of `inputs`; `batch` may be left out
-        where their shapes say everything. A `slot` stands for both. `updates` are the host
-        arguments of updatable tasks, `metadata` is what eager parts read from the context.
+        where their shapes say everything. A `slot` stands for both; values beside it take the place
+        of its own. `updates` are the host arguments of updatable tasks, `metadata` is what eager
+        parts read from the context.
         `agreed` is the graph that ranks have agreed on, by its descriptor or the `Dispatch` of one
         of them: that one is replayed, or none (RANKS_DISAGREE).
 
@@ -129,11 +130,9 @@ class GraphRunner(Uncopied, Generic[R]):
         Raises `InvalidInputError`, `InvalidBatchError`, `PoolBusyError`, what updates raise, and
         what `strict` says.
         """
-        # An `isinstance` of a mapping's class takes longer.
-        if type(batch) is InputSlot:
-            if values:
-                self.inputs.check_alone(values)
-            return self._run(None, batch, updates, metadata, agreed)
+        if isinstance(batch, InputSlot):
+            values = {**batch, **values}
+            batch = batch.batch
         return self._run(batch, values, updates, metadata, agreed)
 
     def __repr__(self) -> str:
@@ -161,13 +160,10 @@ class GraphRunner(Uncopied, Generic[R]):
         """The dispatch of the last step, which says how it ran."""
         return self._engine.last_dispatch
 
-    def slot(self, batch: Batch, *, agreed: Agreed | None = None) -> InputSlot:
-        """Where the inputs of the next step, of `batch`, are written in place: `runner(slot)` then
-        runs it, and nothing is copied or checked again. Counted as dispatched now. `agreed` is as
-        in a call. Raises `InvalidBatchError`, `PoolBusyError` and `InputRingError`."""
-        if under_way:
-            refuse_inside_capture("slot()")
-        return self._in_turn(partial(self._engine.slot, batch, agreed))
+    def slot(self, batch: Batch) -> InputSlot:
+        """Host memory in which the inputs of `batch` are written in place, and which the caller
+        keeps: `runner(slot)` runs their step. Raises `InvalidBatchError`."""
+        return self.inputs.slot(batch)
 
     def step(
         self,
@@ -179,7 +175,7 @@ class GraphRunner(Uncopied, Generic[R]):
         agreed: Agreed | None = None,
     ) -> R:
         """Run one step like a call, with its inputs as a mapping."""
-        if type(values) not in (dict, InputSlot) and isinstance(values, Mapping):
+        if type(values) is not dict and isinstance(values, Mapping):
             # One that makes its tensors when it is asked is asked once, and they live as long.
             values = {name: values[name] for name in values}
         return self._run(batch, values, updates, metadata, agreed)

@@ -76,21 +76,6 @@ class RingTransport:
         if fetch is not None and in_graph:
             self.ring.give_nothing(fetch)
 
-    def take(self, moves: StepMoves) -> tuple[Any, torch.Tensor, int]:
-        if moves.fetch is None:
-            return self.staged.take(moves)
-        slot = self.ring.take()
-        return slot, self.ring.device.memory, self._memory[0] + slot[1]
-
-    def give(self, slot: Any, moves: StepMoves, stream: Any, in_graph: bool) -> bool:
-        if moves.fetch is None:
-            return self.staged.give(slot, moves, stream, in_graph)
-        if self.ring.take() != slot:
-            return False
-        table = self._table(moves, moves.from_host)
-        self._give(table, moves.fetch, slot, (), in_graph)
-        return True
-
     def _write(
         self,
         values: Mapping[str, Any],
@@ -100,7 +85,7 @@ class RingTransport:
     ) -> bool:
         """Write the slot of a step, and have it fetched; False if it cannot hold such a step."""
         slot = self.ring.take()
-        sources = sources_of(values, moves, self.slab, self._memory)
+        sources = sources_of(values, moves, self.slab)
         kinds = sources.kinds
         table = self._table(moves, kinds)
         if not table.fits:
