@@ -538,30 +538,6 @@ def test_garbage_is_collected_again_and_communicators_are_entered_in_each_call()
     assert run.pool.owner is None
 
 
-@pytest.mark.parametrize(("around", "collections"), [(False, 4), (True, 1)])
-def test_beside_a_frozen_heap_a_session_around_all_calls_collects_once(around, collections):
-    run, seen = several(), []
-
-    def note(phase, info):
-        if phase == "start" and info["generation"] == 2:
-            seen.append(phase)
-
-    gc.collect()
-    gc.freeze()
-    gc.callbacks.append(note)
-    try:
-        with run.pool.capture_session() if around else contextlib.nullcontext():
-            left = 1
-            while left:
-                left = run.capture_next().left
-                assert torch.equal(run(x=rows(3)), rows(3, 2.0))
-    finally:
-        gc.callbacks.remove(note)
-        gc.unfreeze()
-    assert len(seen) == collections
-    assert gc.isenabled()
-
-
 def test_state_that_a_small_graph_writes_after_larger_ones_is_put_back():
     state = torch.zeros(2)
 

@@ -196,7 +196,6 @@ def test_outputs_of_other_shapes_are_taken(outputs):
         {"parameters": torch.ones(2)},
         {"around_capture": 3},
         {"around_capture": None},
-        {"around_capture": torch.no_grad()},
         {"around_graph": 3},
         {"around_graph": lambda: None},
     ],
