@@ -16,7 +16,7 @@ from graphrt.cli.app import app, main
 from graphrt.cli.variables import OTHERS, VARIABLES
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, InvalidSizesError
 from graphrt.demo.settings import runner_settings
-from graphrt.observe import report_text, save_report
+from graphrt.observe import report_text
 from tests.observe.planted import planted_runner, run_planted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -333,7 +333,7 @@ def test_every_variable_of_the_code_is_known_to_doctor():
 def test_a_report_is_shown_and_made_a_page_of(tmp_path):
     runner = planted_runner()
     run_planted(runner)
-    save_report(tmp_path / "run.json", runner.report())
+    runner.report().save(tmp_path / "run.json")
     text = run("report", str(tmp_path / "run.json"))
     memory = "Memory: 256.0 KiB, 256.0 KiB predicted after two graphs"
     assert text == f"run: {report_text(runner.report())}\n{memory}\n"

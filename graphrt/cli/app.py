@@ -126,7 +126,7 @@ def attention(
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Files of save_report() or trace() of graphrt.observe."),
+        typer.Argument(help="Files of report().save() or graphrt.observe.trace()."),
     ],
     html: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
 ) -> None:

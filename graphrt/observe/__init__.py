@@ -1,15 +1,14 @@
 """What a run of graphs does, to look at: pages, timelines, metrics.
 
-- `print(report_text(runner.report()))`: what deserves a look, with what to try. `findings(report)`
-  has it as objects, `report_data(report)` as plain data, `save_report("run.json", report)` in a
-  file.
+- `print(report_text(runner.report()))`: what deserves a look, with what to try, and a table of the
+  graphs; `findings(report)` has it as objects.
 - `write_page("run.html", runner.report())`: one page, which needs no network; two reports are
   compared. `graphrt report run.json --html run.html` does the same for saved reports.
 - `with trace("trace.json", runner):` a timeline for Perfetto, and ranges for torch's profiler.
 - `Metrics(runner).read()`: counters and latencies, to poll; `Instruments(runner)` gives them to
   OpenTelemetry.
-- `capture(progress=ProgressBar())`: a bar on a terminal; with `MemoryWatch(runner)` it has the
-  memory of all graphs, predicted after two of them.
+- `capture(progress=MemoryWatch(runner))`: the bar of `progress=True`, with the memory of all
+  graphs, predicted after two of them.
 - `explain(forward, inputs)`: what stands in the way of graphs, and what they would bring.
 
 Everything here takes values of a runner from outside. A step that is not observed costs nothing
@@ -25,8 +24,7 @@ from graphrt.observe.instruments import Instruments
 from graphrt.observe.memory import Forecast, MemoryWatch
 from graphrt.observe.metrics import Histogram, Metrics, Reading
 from graphrt.observe.pages.whole import page, write_page
-from graphrt.observe.progress import ProgressBar
-from graphrt.observe.report import findings, report_data, report_text, save_report
+from graphrt.observe.report import findings, report_text
 from graphrt.observe.timeline import Trace, trace
 
 __all__ = [
@@ -38,16 +36,13 @@ __all__ = [
     "MemoryWatch",
     "Metrics",
     "Obstacle",
-    "ProgressBar",
     "Reading",
     "Trace",
     "explain",
     "findings",
     "load_report",
     "page",
-    "report_data",
     "report_text",
-    "save_report",
     "trace",
     "write_page",
 ]

@@ -1,4 +1,4 @@
-"""Reports in files: those that `save_report` and `trace` of `graphrt.observe` write."""
+"""Reports in files: those of `RunnerReport.save` and `graphrt.observe.trace`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.settings import read_bounded
-from graphrt.core.runner.report import RunnerReport
-from graphrt.observe.report import FORMAT, report_data
+from graphrt.core.runner.report import FORMAT, RunnerReport
 
 MOST_BYTES = 1 << 30
 """Of a file that is read: a trace of 100,000 steps has 30 MiB."""
@@ -40,7 +39,7 @@ def runs_of(
     """The runs of a report, of its plain data, or of a file: a saved report, or a trace, in which
     each runner is one. Files are labelled by their names. Raises `InvalidOptionError`."""
     if isinstance(source, RunnerReport):
-        return [Run(label, report_data(source))]
+        return [Run(label, source.to_dict())]
     if isinstance(source, Mapping):
         return [Run(label, _checked(source, "the data"))]
     path = Path(source)
@@ -76,7 +75,7 @@ def _checked(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             "the report cannot be read",
             got=f"{where}: format {shown(version)}",
             expected=f"format {FORMAT}",
-            advice="save it with save_report(path, report) of this version of graphrt.observe",
+            advice="save it by runner.report().save(path) of this version of graphrt",
         )
     return data
 
@@ -85,6 +84,6 @@ def _no_report(path: Path, why: str) -> InvalidOptionError:
     return InvalidOptionError(
         "the report cannot be read",
         got=f"{str(path)[:200]!r} ({why})",
-        expected="a file of save_report(path, report) or trace(path, runner), of graphrt.observe",
+        expected="a file of report().save(path) or graphrt.observe.trace(path, runner)",
         advice="check the path",
     )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from graphrt.core.base.texts import counted, seconds_text, size_text
 
 Figures = Mapping[str, Any]
-"""What `report_data()` gives, from this process or from a file."""
+"""What `RunnerReport.to_dict()` gives, from this process or from a file."""
 
 _PADS = 0.4
 """The share of padding that is too much: 5 rows in a graph of 8 have less."""

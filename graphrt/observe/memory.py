@@ -23,8 +23,8 @@ from graphrt.core.base._warnings import GraphMemoryWarning, warn_caller
 from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import counted, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.runner.progress import ProgressBar
 from graphrt.core.runner.runner import GraphRunner
-from graphrt.observe.progress import ProgressBar
 
 _SEGMENT_BYTES = 20 << 20
 """What an allocator takes at once from the device. A pool that grew by less may have room left for
@@ -111,8 +111,8 @@ def told_beforehand(figures: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 class MemoryWatch:
-    """For `runner.capture(progress=MemoryWatch(runner))`: a `ProgressBar` with the memory
-    that is predicted, and a warning where there is not enough."""
+    """For `runner.capture(progress=MemoryWatch(runner))`: the bar of `progress=True`, with the
+    memory that is predicted, and a warning where there is not enough."""
 
     def __init__(
         self,

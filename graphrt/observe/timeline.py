@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +27,7 @@ from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import counted
 from graphrt.core.runner.report import RunnerReport
 from graphrt.core.runner.runner import GraphRunner
-from graphrt.observe.report import report_data
+from graphrt.observe.findings import Finding, findings_of
 from graphrt.observe.tap import Observer, SpanSeen, StepSeen, attach
 
 MOST_STEPS = 100_000
@@ -96,7 +96,7 @@ class Trace(AbstractContextManager["Trace"]):
     def to_dict(self) -> dict[str, Any]:
         """The timeline so far, in Chrome's format."""
         reports = [runner.report() for runner in self._runners]
-        figures = [report_data(report) for report in reports]
+        figures = [report.to_dict() for report in reports]
         spans = [
             track.with_captures(report) for track, report in zip(self._tracks, reports, strict=True)
         ]
@@ -109,7 +109,7 @@ class Trace(AbstractContextManager["Trace"]):
             slices = [_span(seen, zero, pid) for seen in spans[pid - 1]]
             slices += [_step(seen, zero, pid) for seen in track.steps]
             last = max((each["ts"] + each["dur"] for each in slices), default=0.0)
-            events += [*slices, *_findings(plain["findings"], track, last, pid)]
+            events += [*slices, *_findings(findings_of(plain), track, last, pid)]
         return {
             "traceEvents": events,
             "displayTimeUnit": "ms",
@@ -202,16 +202,16 @@ def _step(seen: StepSeen, zero: float, pid: int) -> Event:
     return _slice(name, track, pid, (seen.began_s - zero, seen.ended_s - zero), args)
 
 
-def _findings(findings: list[Event], track: _Track, last: float, pid: int) -> list[Event]:
+def _findings(findings: Sequence[Finding], track: _Track, last: float, pid: int) -> list[Event]:
     """A slice as long as the timeline for each, so that its text can be read."""
     if track.lost:
         lost = f"{counted(track.lost, 'earlier step')} are not in this timeline"
-        note = {"level": "note", "what": lost, "why": "", "advice": "trace(most_steps=)"}
+        note = Finding("note", lost, "", "trace(most_steps=)")
         findings = [*findings, note]
     events = []
     for at, finding in enumerate(findings):
-        args = {"why": finding["why"], "try": finding["advice"]}
-        name = f"{finding['level']}: {finding['what']}"
+        args = {"why": finding.why, "try": finding.advice}
+        name = f"{finding.level}: {finding.what}"
         # Slices of one track nest: each a little shorter than the one around it.
         begin, end = at * 1e-6, max(last * 1e-6 - at * 1e-6, at * 1e-6)
         events.append(_slice(name, _FINDINGS, pid, (begin, end), args))

@@ -14,7 +14,7 @@ from graphrt import Budget, GraphRunner, InputSpec
 from graphrt.cli.app import app
 from graphrt.core.device.figures import MemoryFigures
 from graphrt.errors import GraphMemoryWarning, InvalidOptionError
-from graphrt.observe import MemoryWatch, page, report_data, save_report
+from graphrt.observe import MemoryWatch, page
 from graphrt.observe.memory import GraphMemory, predicted, told_beforehand
 
 MIB = 1 << 20
@@ -134,7 +134,7 @@ def test_a_watch_warns_again_after_a_release_and_the_report_keeps_its_figures():
             runner.capture(progress=watch)
         report = runner.report()
         assert sum(graph.pool_bytes or 0 for graph in report.graphs) == report.pool_bytes
-        assert told_beforehand(report_data(report)) is not None
+        assert told_beforehand(report.to_dict()) is not None
         assert [each.captured for each in watch.forecasts] == [2, 3, 4, 5, 6, 7]
         runner.release()
 
@@ -185,7 +185,7 @@ def test_a_saved_report_has_what_was_predicted_beside_what_it_took(tmp_path):
     runner = runner_of()
     runner.capture()
     report, path = runner.report(), tmp_path / "run.json"
-    save_report(path, report)
+    report.save(path)
     told = told_beforehand(json.loads(path.read_text()))
     assert told is not None
     took, beforehand = told
@@ -198,4 +198,4 @@ def test_a_saved_report_has_what_was_predicted_beside_what_it_took(tmp_path):
 def test_a_report_of_one_graph_predicts_nothing():
     runner = runner_of([8])
     runner.capture()
-    assert told_beforehand(report_data(runner.report())) is None
+    assert told_beforehand(runner.report().to_dict()) is None

@@ -12,7 +12,7 @@ import torch
 
 from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.observe import load_report, page, report_data, save_report, trace, write_page
+from graphrt.observe import load_report, page, trace, write_page
 from graphrt.observe.pages.parts import time_line
 from tests.observe.planted import planted_runner, run_planted, step
 
@@ -130,8 +130,8 @@ def test_two_runs_are_compared(tmp_path: Path):
     run_planted(before)
     for _ in range(10):
         step(after, 4)
-    save_report(tmp_path / "before.json", before.report())
-    save_report(tmp_path / "after.json", after.report())
+    before.report().save(tmp_path / "before.json")
+    after.report().save(tmp_path / "after.json")
     text = page(tmp_path / "before.json", tmp_path / "after.json")
     outline = Outline(text)
     assert outline.titles[:3] == ["graphrt run: before and after", "Both runs", "Graph by graph"]
@@ -164,8 +164,8 @@ def test_what_is_no_report_is_named(tmp_path: Path):
 
 def test_a_saved_report_is_loaded_as_it_was(tmp_path: Path, traced: Path):
     report = planted_runner().report()
-    save_report(tmp_path / "run.json", report)
-    assert load_report(tmp_path / "run.json") == report_data(report)
+    report.save(tmp_path / "run.json")
+    assert load_report(tmp_path / "run.json") == report.to_dict()
     assert (
         load_report(traced)["findings"]
         == json.loads(traced.read_text())["otherData"]["graphrt_reports"][0]["findings"]

@@ -21,7 +21,7 @@ from graphrt import (
 )
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.dispatch.dispatcher import COUNTED
-from graphrt.observe import findings, report_data, report_text, save_report
+from graphrt.observe import findings, report_text
 from tests.observe.planted import MIXED, PADDED, TOO_LARGE, planted_runner, run_planted, step
 
 KEYS = {
@@ -87,7 +87,7 @@ def test_a_row_for_each_graph_has_its_figures(planted):
 
 
 def test_the_plain_data_is_json_and_has_these_keys(planted):
-    data = report_data(planted)
+    data = planted.to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["graphrt_report"] == 2 and set(data) == KEYS
     assert all(set(graph) == GRAPH_KEYS for graph in data["graphs"])
@@ -95,7 +95,7 @@ def test_the_plain_data_is_json_and_has_these_keys(planted):
 
 
 def test_live_sizes_of_every_graph_and_reason_are_counted(planted):
-    data = report_data(planted)
+    data = planted.to_dict()
     sizes = {graph["graph"]: graph["sizes"] for graph in data["graphs"]}
     assert sizes["FULL [16 tokens 16 reqs]"] == [[8, PADDED]]
     assert sizes["FULL [4 tokens 4 reqs]"] == [[4, 2]]
@@ -190,7 +190,7 @@ def test_a_runner_that_has_not_captured_says_so():
     for _ in range(3):
         step(runner, 4)
     report = runner.report()
-    assert len(report_data(report)["missing"]) == 6
+    assert len(report.to_dict()["missing"]) == 6
     (finding,) = findings(report)
     assert "as NOT_CAPTURED (4 tokens)" in finding.what and "capture()" in finding.advice
 
@@ -208,10 +208,10 @@ def test_reprs_are_short(planted):
 
 
 def test_a_report_is_saved_as_json_and_never_as_a_page(planted, tmp_path: Path):
-    save_report(tmp_path / "run.json", planted)
-    assert json.loads((tmp_path / "run.json").read_text()) == report_data(planted)
+    planted.save(tmp_path / "run.json")
+    assert json.loads((tmp_path / "run.json").read_text()) == planted.to_dict()
     with pytest.raises(InvalidOptionError, match="write_page"):
-        save_report(tmp_path / "run.html", planted)
+        planted.save(tmp_path / "run.html")
 
 
 def test_many_graphs_are_a_short_table():

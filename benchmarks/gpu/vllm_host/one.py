@@ -37,7 +37,6 @@ def run_one(name: str, work: Path, barrier: float) -> dict[str, Any]:
     import vllm
 
     from graphrt.hosts.vllm import _state, install, report, uninstall
-    from graphrt.observe import report_data
 
     reached("imported")
     try:
@@ -74,7 +73,7 @@ def run_one(name: str, work: Path, barrier: float) -> dict[str, Any]:
             }
         mine_report = report()
         print(mine_report, flush=True)
-        result["report"] = report_data(mine_report)
+        result["report"] = mine_report.to_dict()
         reached("compared")
         (work / f"{name}.compared").touch()
         wait_for_others(work, barrier)

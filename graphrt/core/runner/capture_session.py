@@ -47,12 +47,10 @@ from graphrt.core.runner.graph_table import (
     tell_dropped,
 )
 from graphrt.core.runner.host import Phase
+from graphrt.core.runner.progress import Progress
 from graphrt.core.runner.trials import StepTrials
 from graphrt.core.trust.warm_up import WatchedState
 from graphrt.core.trust.watching.modes import WorkCount
-
-Progress = Callable[[int, int, BatchDescriptor], None]
-"""Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
 Before = Callable[[int, CaptureKey], None]
 """Told before each graph how many are done, and its key."""

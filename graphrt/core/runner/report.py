@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from graphrt._version import __version__
+from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.texts import aligned, counted, seconds_text, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Reason
+from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.runner.checks import TrialRecord
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable
+from graphrt.core.trust.compare import listed
 from graphrt.core.trust.reads import TensorUse
 from graphrt.core.trust.watching.pointers import UnknownMemory
+
+FORMAT = 2
+"""Of `to_dict()`: it grows when a key goes or means something else. New keys may come at any
+time."""
+
+_MOST_ROWS = 24
+"""Graphs with a row; of more, those that took most steps have one."""
 
 
 @public("graphrt.types")
@@ -114,8 +131,62 @@ class RunnerReport:
         """The share of the tokens that graphs computed which were padding, 0 to 1."""
         return 1 - self.live_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for `json` and for programs; see `docs/how-to/observing.md`."""
+        began = min((record.began_s for record in self.graphs), default=0.0)
+        trials = {(each.mode, each.descriptor): each for each in self.trust.trials}
+        captured = {(each.mode, each.descriptor) for each in self.graphs}
+        dropped = {(each.mode, each.descriptor) for each in self.dropped}
+        missing = [key for key in self.steps if key not in captured | dropped]
+        return {
+            "graphrt_report": FORMAT,
+            "versions": {"graphrt": __version__, "torch": torch.__version__},
+            "mode": self.mode.name,
+            "device": self.device,
+            "capture_s": self.capture_s,
+            "pool_bytes": self.pool_bytes,
+            "driver_bytes": self.driver_bytes,
+            "graphs": [_graph(self, record, trials, began) for record in self.graphs],
+            "dropped": [
+                {**_named(each.mode, each.descriptor), "reason": each.reason}
+                for each in self.dropped
+            ],
+            "missing": [_named(*key) for key in missing],
+            "steps": [
+                {
+                    "reason": reason.name,
+                    "meaning": reason.value,
+                    "steps": count,
+                    "sizes": _pairs(self.sizes.get(reason, {})),
+                }
+                for reason, count in self.reasons.items()
+                if count
+            ],
+            "live_tokens": self.live_tokens,
+            "padded_tokens": self.padded_tokens,
+            "padding": self.padding,
+            "staging_waits": self.staging_waits,
+            "trust": _plain_trust(self.trust),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict()` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json()` to a file, of which `graphrt report` makes a page."""
+        path = Path(path)
+        if path.suffix in (".html", ".htm"):
+            raise InvalidOptionError(
+                "a report is saved as JSON",
+                got=str(path),
+                expected="a name such as run.json",
+                advice="graphrt.observe.write_page(path, report) writes a page",
+            )
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
+
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join(report_lines(self.to_dict()))
 
     def __repr__(self) -> str:
         steps, hits = sum(self.reasons.values()), self.reasons.get(Reason.HIT, 0)
@@ -123,35 +194,6 @@ class RunnerReport:
             f"RunnerReport({self.mode.name}, {len(self.graphs)} graphs, {steps} steps, {hits} by "
             "graphs)"
         )
-
-    def _lines(self) -> Iterator[str]:
-        graphs = counted(len(self.graphs), "graph")
-        line = f"{self.mode.name} on {self.device}, {graphs} in {seconds_text(self.capture_s)}"
-        for held, where in ((self.pool_bytes, "the pool"), (self.driver_bytes, "the driver")):
-            line += f", {size_text(held)} of {where}" if held else ""
-        yield line
-        trials = {(each.mode, each.descriptor): each.status for each in self.trust.trials}
-        rows = [("graph", "steps", "eager", "capture", "pool", "trial")]
-        for each in self.graphs:
-            key = each.mode, each.descriptor
-            rows.append(
-                (
-                    f"{each.mode.name} [{each.descriptor}]",
-                    f"{self.steps.get(key, 0):,}",
-                    f"{sum(self.not_served.get(key, {}).values()):,}",
-                    seconds_text(each.capture_s),
-                    "" if each.pool_bytes is None else size_text(each.pool_bytes),
-                    trials.get(key, "unchecked"),
-                )
-            )
-        yield from aligned(rows)
-        for graph in self.dropped:
-            yield f"dropped {graph.mode.name} [{graph.descriptor}]: {graph.reason}"
-        for failure in dict.fromkeys(each.failure for each in self.trust.trials if each.failure):
-            yield f"quarantined: {failure}"
-        reasons = (f"{count:,} {reason.name}" for reason, count in self.reasons.items() if count)
-        padding = f"; {self.padding:.0%} padding" if self.padded_tokens else ""
-        yield f"Steps: {', '.join(reasons) or 'none'}{padding}"
 
 
 def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> RunnerReport:
@@ -195,4 +237,137 @@ def _trust(graphs: GraphTable, *, quick: bool) -> TrustReport:
         glance_steps=reads.rounds,
         not_watched=reads.host.why_not,
         harmless=tuple(graphs.checks.harmless),
+    )
+
+
+# Plain data ---------------------------------------------------------------------------------------
+
+
+def _graph(
+    report: RunnerReport,
+    record: GraphRecord,
+    trials: dict[CaptureKey, TrialRecord],
+    began: float,
+) -> dict[str, Any]:
+    key = record.mode, record.descriptor
+    sizes, trial = report.sizes.get(key, {}), trials.get(key)
+    return {
+        **_named(*key),
+        "capture_s": record.capture_s,
+        "warm_up_s": record.warm_up_s,
+        "began_s": record.began_s - began,
+        "pool_bytes": record.pool_bytes,
+        "driver_bytes": record.driver_bytes,
+        "streams": record.streams,
+        "steps": report.steps.get(key, 0),
+        "not_served": {why.name: n for why, n in report.not_served.get(key, {}).items()},
+        "sizes": _pairs(sizes),
+        "live_tokens": sum(tokens * count for tokens, count in sizes.items()),
+        "padded_tokens": record.descriptor.num_tokens * sum(sizes.values()),
+        "trial": "unchecked" if trial is None else trial.status,
+        "tried_steps": 0 if trial is None else trial.steps,
+        "deterministic": trial is None or trial.deterministic,
+        "failure": None if trial is None else trial.failure,
+        "notes": [] if trial is None else list(trial.notes),
+    }
+
+
+def _plain_trust(trust: TrustReport) -> dict[str, Any]:
+    """As plain data; trials are with their graphs."""
+    unknown = trust.unknown
+    return {
+        "only_graphs_bytes": trust.only_graphs_bytes,
+        "mixes_rows": trust.mixes_rows,
+        "protected": list(trust.protected),
+        "dicts_watched": trust.watched,
+        "not_watched": trust.not_watched,
+        "glance_steps": trust.glance_steps,
+        "harmless": list(trust.harmless),
+        "reads": [
+            {**use._asdict(), "dtype": str(use.dtype), "shape": list(use.shape)}
+            for use in trust.reads
+        ],
+        "unknown": None
+        if unknown is None
+        else {"blocks": list(map(str, unknown.blocks)), "unread": unknown.unread},
+    }
+
+
+def _named(mode: GraphMode, descriptor: BatchDescriptor) -> dict[str, Any]:
+    return {
+        "graph": f"{mode.name} [{descriptor}]",
+        "mode": mode.name,
+        "tokens": descriptor.num_tokens,
+        "reqs": descriptor.num_reqs,
+    }
+
+
+def _pairs(sizes: dict[int, int]) -> list[list[int]]:
+    # Keys of JSON are strings.
+    return [[tokens, count] for tokens, count in sizes.items()]
+
+
+# Text ---------------------------------------------------------------------------------------------
+
+
+def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Iterator[str]:
+    """Plain data as text: a line for all, those `between`, a row for each graph, totals."""
+    graphs, driver = figures["graphs"], figures["driver_bytes"]
+    memory = [f"{size_text(figures['pool_bytes'])} of pool"] if figures["pool_bytes"] else []
+    memory += [f"{size_text(driver)} of the driver"] if driver else []
+    yield ", ".join(
+        [
+            f"{figures['mode']} on {figures['device'] or 'no device'}",
+            counted(len(graphs), "graph"),
+            f"captured in {seconds_text(figures['capture_s'])}",
+            *memory,
+        ]
+    )
+    yield from between
+    if graphs:
+        yield ""
+        yield from _table(graphs)
+        yield ""
+    total = sum(each["steps"] for each in figures["steps"])
+    reasons = ", ".join(f"{each['steps']:,} {each['reason']}" for each in figures["steps"])
+    yield f"Steps: {total:,}" + (f": {reasons}" if reasons else "")
+    if figures["padded_tokens"]:
+        yield (
+            f"Padding: {figures['padding']:.0%}, {figures['live_tokens']:,} live of "
+            f"{figures['padded_tokens']:,} computed tokens"
+        )
+    trials = Counter(graph["trial"] for graph in graphs)
+    yield "Trials: " + (", ".join(f"{n} {status}" for status, n in trials.items()) or "none")
+    yield from _changes(figures["trust"])
+
+
+def _changes(trust: Mapping[str, Any]) -> Iterator[str]:
+    """How changes in Python are seen."""
+    if not trust["glance_steps"]:
+        return
+    watched = trust["dicts_watched"]
+    seen = f"{watched} dicts watched" if watched else f"not told of: {trust['not_watched']}"
+    yield f"Changes in Python: {seen}; others seen after {trust['glance_steps']} steps at most"
+    if trust["harmless"]:
+        yield f"  make no difference, and are looked at no more: {listed(trust['harmless'])}"
+
+
+def _table(graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    shown = sorted(graphs, key=lambda graph: -graph["steps"])[:_MOST_ROWS]
+    titles: tuple[str, ...] = "graph", "steps", "padding", "capture", "pool", "trial"
+    yield from aligned([titles, *(_row(graph) for graph in graphs if graph in shown)])
+    if len(shown) < len(graphs):
+        yield f"... and {len(graphs) - len(shown)} graphs with fewer steps"
+
+
+def _row(graph: Mapping[str, Any]) -> tuple[str, ...]:
+    rows, size = graph["padded_tokens"], graph["pool_bytes"]
+    eager = sum(graph["not_served"].values())
+    return (
+        graph["graph"],
+        f"{graph['steps']:,}" + (f" (+{eager:,} eager)" if eager else ""),
+        f"{1 - graph['live_tokens'] / rows:.0%}" if rows else "",
+        seconds_text(graph["capture_s"]),
+        "" if size is None else size_text(size),
+        graph["trial"],
     )

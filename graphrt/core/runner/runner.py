@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from graphrt.core.base.errors import Uncopied
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_kind, check_takes
+from graphrt.core.base.option_values import check_kind
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.slot import InputSlot
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from graphrt.core.inputs.spec import InputSpec
     from graphrt.core.plan.plan import Plan, PlanArguments
     from graphrt.core.replay.pool import GraphPool
-    from graphrt.core.runner.capture_session import CaptureProgress, Progress
+    from graphrt.core.runner.capture_session import CaptureProgress
     from graphrt.core.runner.host import Host
+    from graphrt.core.runner.progress import Progress
     from graphrt.core.runner.report import RunnerReport
 
 T = TypeVar("T")
@@ -220,21 +221,23 @@ class GraphRunner(Uncopied, Generic[R]):
 
     # The graphs -----------------------------------------------------------------------------------
 
-    def capture(self, progress: Progress | None = None) -> None:
+    def capture(self, progress: Progress | bool | None = None) -> None:
         """Capture every planned graph that is not captured yet, then seal.
 
-        `progress(done, total, descriptor)` is called before each graph and at the end. With
-        `Host(example=)` graphs are tried then; one that fails its trial raises `VerificationError`,
-        and nothing is captured. A failed capture raises; the graphs before it serve, and a further
-        call tries the rest again. Graphs that the device has no room for are dropped
-        (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict` a
-        `ResourceExhaustedError` when the rest is done.
+        `progress(done, total, descriptor)` is called before each graph and at the end; True shows a
+        bar on a terminal. With `Host(example=)` graphs are tried then; one that fails its trial
+        raises `VerificationError`, and nothing is captured. A failed capture raises; the graphs
+        before it serve, and a further call tries the rest again. Graphs that the device has no
+        room for are dropped (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict`
+        a `ResourceExhaustedError` when the rest is done.
         """
-        check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
+        from graphrt.core.runner.progress import progress_of
+
+        tell = progress_of(progress)
         self._engine.check_open()
         if current_capture() is not None:
             raise NESTED_CAPTURE()
-        self._in_turn(partial(self._scheduler.all, progress))
+        self._in_turn(partial(self._scheduler.all, tell))
 
     def capture_next(self) -> CaptureProgress:
         """Capture one of the graphs that are missing, between two steps; seal after the last:
@@ -261,15 +264,17 @@ class GraphRunner(Uncopied, Generic[R]):
         `PoolBusyError` while a step is under way in the pool."""
         self._in_turn(self.graphs.release)
 
-    def recapture(self, progress: Progress | None = None) -> None:
+    def recapture(self, progress: Progress | bool | None = None) -> None:
         """Destroy all graphs and capture them again, for weights that have moved: in one turn of
         the pool, so no step comes between. `progress` is as in `capture()`."""
-        check_takes("progress", progress, "progress(done, total, descriptor)", optional=True)
+        from graphrt.core.runner.progress import progress_of
+
+        tell = progress_of(progress)
         self._engine.check_open()
 
         def again() -> None:
             self.graphs.release()
-            self._scheduler.all(progress)
+            self._scheduler.all(tell)
 
         self._in_turn(again)
 

@@ -26,7 +26,6 @@ from weakref import WeakKeyDictionary
 from graphrt import BatchDescriptor, GraphMode, GraphPool, Reason
 from graphrt.core.runner.graph_table import GraphRecord
 from graphrt.core.runner.report import RunnerReport
-from graphrt.observe.report import save_report
 
 FILE = "GRAPHRT_VLLM_REPORT"
 
@@ -161,7 +160,7 @@ def save(report: RunnerReport) -> Path | None:
         return None
     file = Path(path)
     file = file.with_name(f"{file.stem}.{os.getpid()}{file.suffix or '.json'}")
-    save_report(file, report)
+    report.save(file)
     return file
 
 

@@ -7,9 +7,10 @@ is escaped here, since names and failures are of a host's own making.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from graphrt.observe.findings import Finding
 
 Pieces = Sequence[tuple[str, float, str]]
 """A bar: (class, share of the width, in words) of each of its pieces."""
@@ -101,15 +102,15 @@ def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
 _LEVELS = {"error": "Fault", "warning": "Costs time", "note": "Note"}
 
 
-def findings(found: Sequence[Mapping[str, Any]]) -> str:
+def findings(found: Sequence[Finding]) -> str:
     """What deserves a look, each with what to try."""
     if not found:
         return '<p><span class="level good">Nothing stands out.</span></p>'
     each = "".join(
-        f'<li class="finding {escaped(one["level"])}">'
-        f'<span class="level {escaped(one["level"])}">{_LEVELS.get(one["level"], "Note")}</span>'
-        f"<strong>{escaped(one['what'])}</strong>"
-        f"<pre>{escaped(one['why'])}</pre><p><b>Try:</b> {escaped(one['advice'])}</p></li>"
+        f'<li class="finding {one.level}">'
+        f'<span class="level {one.level}">{_LEVELS[one.level]}</span>'
+        f"<strong>{escaped(one.what)}</strong>"
+        f"<pre>{escaped(one.why)}</pre><p><b>Try:</b> {escaped(one.advice)}</p></li>"
         for one in found
     )
     return f'<ul class="findings">{each}</ul>'

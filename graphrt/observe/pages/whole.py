@@ -16,6 +16,7 @@ from graphrt._version import __version__
 from graphrt.core.base.texts import counted, seconds_text, size_text
 from graphrt.core.runner.report import RunnerReport
 from graphrt.observe.files import Run, runs_of
+from graphrt.observe.findings import findings_of
 from graphrt.observe.memory import told_beforehand
 from graphrt.observe.pages.parts import (
     Cell,
@@ -82,7 +83,7 @@ def _run(run: Run, key: str, *, alone: bool) -> Iterator[str]:
     yield f'<p class="soft">{escaped(versions)}</p>'
     level = 2 if alone else 3
     sections: tuple[tuple[str, Callable[[Run], str]], ...] = (
-        ("What deserves a look", lambda run: findings(run.figures["findings"])),
+        ("What deserves a look", lambda run: findings(findings_of(run.figures))),
         ("In figures", _tiles),
         ("Graphs", _graphs),
         ("Steps by reason", _reasons),

@@ -1,20 +1,24 @@
-"""A bar of a capture on the terminal, and nothing where there is none."""
+"""What is told of a capture: a function of the host, or a bar on the terminal."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from time import perf_counter
 from typing import TextIO
 
+from graphrt.core.base.option_values import check_takes
 from graphrt.core.base.texts import counted, seconds_text
 from graphrt.core.batch.descriptor import BatchDescriptor
+
+Progress = Callable[[int, int, BatchDescriptor], None]
+"""Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
 
 _WIDTH = 24
 
 
 class ProgressBar:
-    """For `runner.capture(progress=ProgressBar())`: rewrites one line of a terminal before each
-    graph, and ends it after the last."""
+    """Rewrites one line of a terminal before each graph, and ends it after the last."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         """The bar is written to `stream`, by default to stderr where that is a terminal."""
@@ -37,3 +41,11 @@ class ProgressBar:
         self._stream.write(f"\r{line:<{self._written}}{end}")
         self._stream.flush()
         self._written = len(line)
+
+
+def progress_of(progress: Progress | bool | None) -> Progress | None:
+    """What is called for `capture(progress=)`. Raises `InvalidOptionError`."""
+    if progress is None or isinstance(progress, bool):
+        return ProgressBar() if progress else None
+    check_takes("progress", progress, "progress(done, total, descriptor)")
+    return progress
