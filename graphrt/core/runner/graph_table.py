@@ -130,17 +130,15 @@ class PreparedStep:
             if name in with_rows:
                 continue
             end = view.data_ptr() + view.nbytes
-            use = next((u for at, u in written.items() if view.data_ptr() <= at < end), None)
-            if use is not None:
+            for use in (use for at, use in written.items() if view.data_ptr() <= at < end):
                 raise RefusedOpError(
                     f"the forward writes input {name!r}, of which it has a copy in the runner's "
                     "buffers: what it writes is lost after the step",
                     op=use.op,
                     source=None if use.source is None else str(use.source),
                     got=f"{name!r} without a batch axis, shape {tuple(view.shape)}",
-                    advice="let the forward reach what it advances, such as a KV cache, as an "
-                    "attribute or in a closure, and write it in place there; it need not be "
-                    "declared. Of what is only scratch memory write a clone()",
+                    advice="write state, such as a KV cache, in place where the forward reaches it "
+                    "as an attribute or in a closure; write a clone() of scratch memory",
                 )
 
     def hold(self) -> None:
