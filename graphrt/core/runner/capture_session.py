@@ -307,6 +307,8 @@ class CaptureSession:
         """Warm up and capture one graph, in its transaction, which can take it back."""
         pool, transaction = self._setup.pool, graph.transaction
         started, before = time.perf_counter(), pool.bytes()
+        if self._setup.owns_pool and not self._graphs.records:
+            before = 0
         self._streams.check(graph)
         warm_up_s, work = self._warm_up(graph)
         is_cold = not self._setup.options.warmups
@@ -319,12 +321,11 @@ class CaptureSession:
         except StreamBudgetError:
             self._streams.failed(graph)
             raise
-        kept, grown = self._graphs.take_kept_bytes(before), _growth(before, pool.bytes())
         return GraphRecord(
             graph.mode,
             graph.descriptor,
             time.perf_counter() - started,
-            None if grown is None else kept + grown,
+            _growth(before, pool.bytes()),
             _growth(outside, pool.platform.driver_bytes()),
             self._streams.took(graph),
             warm_up_s,

@@ -126,6 +126,16 @@ def _key_of(record: TrialRecord) -> Hashable:
     return record.mode, *record.descriptor.kind
 
 
+def _other_settings(changed: list[str]) -> VerificationError:
+    return VerificationError(
+        "a setting is not what it was when the graphs were captured",
+        got="; ".join(changed),
+        expected="the settings of the first capture, for all graphs and steps of a runner",
+        advice="capture and step under the same settings, or recapture(); gradients: step under "
+        "torch.no_grad()",
+    )
+
+
 class Glances:
     """The look of a step before it is simply replayed: are the settings those of the capture, has
     the host changed nothing in Python, and is a tensor that graphs read where it was?
@@ -293,12 +303,7 @@ class Checks:
         graphs that there are."""
         changed = self.glances.changed_settings()
         if changed:
-            raise VerificationError(
-                "a setting is not what it was when the other graphs were captured",
-                got="; ".join(changed),
-                expected="the settings of the first capture, for all graphs of a runner",
-                advice="capture under the settings of the steps, or recapture()",
-            )
+            raise _other_settings(changed)
 
     def why_eager(self, dispatch: Dispatch, *, agreed: bool = False) -> Reason | None:
         """Why the step of a graph must not be replayed; None if it may. A graph that ranks have
@@ -309,17 +314,7 @@ class Checks:
         """
         changed = self.glances.changed_settings()
         if changed:
-            self._say(
-                VerificationError(
-                    "a setting is not what it was when the graphs were captured; steps run "
-                    "eagerly as long as it is not",
-                    got="; ".join(changed),
-                    expected="the settings of the capture",
-                    advice="run steps under torch.no_grad(): graphs have no gradients"
-                    if any(each.startswith("gradients") for each in changed)
-                    else "call capture() under the settings of the steps, or recapture()",
-                )
-            )
+            self._say(_other_settings(changed))
             return Reason.SETTINGS_CHANGED
         graph = self._graphs[dispatch.slot]
         record = graph.record

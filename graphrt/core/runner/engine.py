@@ -258,12 +258,16 @@ class StepEngine:
         metadata: Any,
     ) -> Any:
         """See `GraphRunner.run_padded_eagerly`: in a turn of the pool, as all that follows."""
-        steps, slot = self._graphs.steps, dispatch.slot
-        if slot < 0:
-            raise _no_graph_to_pad_to(dispatch.reason)
-        if slot >= len(steps) or steps[slot] is None:
-            # Its graph has gone since.
-            raise _no_graph_to_pad_to(Reason.NOT_CAPTURED)
+        steps = self._graphs.steps
+        # A graph may have gone since its dispatch.
+        if not 0 <= dispatch.slot < len(steps) or steps[dispatch.slot] is None:
+            raise InvalidBatchError(
+                "there is no graph whose padding the step could have",
+                got=f"a dispatch with Reason.{dispatch.reason.name}",
+                expected="a dispatch with Reason.HIT, of a graph that is captured",
+                advice="capture() first; dispatch = runner.dispatcher.dispatch(batch), and call "
+                "this only where dispatch.reason is Reason.HIT",
+            )
         step = Step(checked_batch(batch), dispatch, values, updates, metadata)
         return self._run_padded(step, eager=True)
 
@@ -329,13 +333,3 @@ class StepEngine:
         mode = plan.mode.decode_mode if is_decode else plan.mode.mixed_mode
         missing = dispatch.reason in (Reason.TOO_LARGE, Reason.NO_GRAPH)
         return missing and mode is not GraphMode.NONE
-
-
-def _no_graph_to_pad_to(reason: Reason) -> InvalidBatchError:
-    return InvalidBatchError(
-        "there is no graph whose padding the step could have",
-        got=reason.name,
-        expected="a dispatch with Reason.HIT",
-        advice="capture() first; dispatch = runner.dispatcher.dispatch(batch), and call this only "
-        "where dispatch.reason is Reason.HIT",
-    )

@@ -50,8 +50,8 @@ class GraphRecord:
     descriptor: BatchDescriptor
     capture_s: float
     pool_bytes: int | None
-    """Bytes by which the pool grew, for the first graph after a release with what the pool has kept
-    of the graphs before; None where the platform cannot tell."""
+    """Bytes by which the pool grew, for the first graph with what the runner's own pool has kept of
+    graphs before a release; None where the platform cannot tell."""
     driver_bytes: int | None = None
     """Bytes that the device's driver took for the executable graphs, with what else it took
     meanwhile, for other processes too; None where the platform cannot tell."""
@@ -129,17 +129,15 @@ class PreparedStep:
             if name in with_rows:
                 continue
             end = view.data_ptr() + view.nbytes
-            use = next((u for at, u in written.items() if view.data_ptr() <= at < end), None)
-            if use is not None:
+            for use in (use for at, use in written.items() if view.data_ptr() <= at < end):
                 raise RefusedOpError(
                     f"the forward writes input {name!r}, of which it has a copy in the runner's "
                     "buffers: what it writes is lost after the step",
                     op=use.op,
                     source=None if use.source is None else str(use.source),
                     got=f"{name!r} without a batch axis, shape {tuple(view.shape)}",
-                    advice="let the forward reach what it advances, such as a KV cache, as an "
-                    "attribute or in a closure, and write it in place there; it need not be "
-                    "declared. Of what is only scratch memory write a clone()",
+                    advice="write state, such as a KV cache, in place where the forward reaches it "
+                    "as an attribute or in a closure; write a clone() of scratch memory",
                 )
 
     def hold(self) -> None:
@@ -215,7 +213,6 @@ class GraphTable:
             self.dispatcher.reserve(*key)
         self.steps: list[PreparedStep | None] = []
         self.records: list[GraphRecord] = []
-        self._kept_bytes = 0
         self.left_out: dict[int, DroppedGraph | None] = {}
         self.sealing = Sealing(setup.options)
         self.reads = ReadSet(
@@ -331,12 +328,6 @@ class GraphTable:
         # The one store from which on it is captured.
         self.dispatcher.publish(graph.mode, graph.descriptor)
 
-    def take_kept_bytes(self, pool_bytes: int | None) -> int:
-        """What a pool of `pool_bytes` has kept of graphs that are gone: of the next graph, which
-        needs no further memory. Told once."""
-        kept, self._kept_bytes = min(self._kept_bytes, pool_bytes or 0), 0
-        return kept
-
     def drop(self, graph: PlannedGraph, error: ResourceExhaustedError) -> None:
         """Note that the device has no room for a graph."""
         self.left_out[graph.slot] = DroppedGraph(graph.mode, graph.descriptor, str(error))
@@ -373,9 +364,7 @@ class GraphTable:
         """Destroy the graphs that the dispatcher does not serve, the last first: of a capture that
         failed, or a release. Called again it goes on."""
         slots = {(graph.mode, graph.descriptor): graph.slot for graph in self.dispatcher.published}
-        gone = [each for each in self.records if (each.mode, each.descriptor) not in slots]
-        self._kept_bytes += sum(each.pool_bytes or 0 for each in gone)
-        self.records[:] = [each for each in self.records if each not in gone]
+        self.records[:] = [each for each in self.records if (each.mode, each.descriptor) in slots]
         for slot in [slot for slot in reversed(self._transactions) if slot not in slots.values()]:
             self._transactions[slot].rollback()
             del self._transactions[slot]

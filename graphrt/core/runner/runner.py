@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from graphrt.core.base.errors import Uncopied
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_kind
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.slot import InputSlot
@@ -191,9 +190,6 @@ class GraphRunner(Uncopied, Generic[R]):
     ) -> Any:
         """The forward, run eagerly on exactly the inputs that the graph of `found` would read."""
         refuse_inside_capture("run_padded_eagerly()")
-        check_kind(
-            "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
-        )
         run = self._engine.run_padded_eagerly
         return self._in_turn(partial(run, batch, found, values, updates, metadata))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
@@ -24,47 +24,11 @@ from graphrt.core.inputs.outputs import OutputAxes, OutputLayout
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.inputs.transport import InputRing
 from graphrt.core.plan.plan import Plan, PlanArguments, check_plan_arguments
-from graphrt.core.plan.resolution import CompiledFacts, SavedFacts, all_compiled, compiled_in
-from graphrt.core.replay.entry import SegmentHooks
+from graphrt.core.plan.resolution import SavedFacts, all_compiled, compiled_in
 from graphrt.core.replay.pool import GraphPool, PoolOwner
 from graphrt.core.replay.recording import is_inside_capture
 from graphrt.core.runner.host import Host
 from graphrt.core.trust.gradients import Gradients
-
-
-class AnnouncedModule(CompiledFacts, Protocol):
-    """Module of a forward that compiles itself at its first call, and must not do so any later.
-
-    In a warm-up or a capture it calls `enlist(self)` of its context.
-    """
-
-    @property
-    def compiled(self) -> bool: ...
-
-    @property
-    def pool(self) -> GraphPool | None:
-        """Where its own pieces are captured; None where it captures nothing."""
-
-    def use_capture_sizes(self, sizes: Collection[int]) -> None:
-        """Which numbers of tokens batches are padded to."""
-
-    def use_wrapper_options(self, options: GraphOptions, hooks: SegmentHooks | None) -> None:
-        """How its pieces are captured, unless the host has said so itself."""
-
-    def rebind_weights(self) -> None:
-        """Weights may have moved since the last capture."""
-
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of the module that compiled code reads, as they are now, and the constants of
-        that code; nothing before it is compiled."""
-
-    def weights_changed(self) -> None:
-        """Raise an error that names what its code has baked in and is different now."""
-
-    def seal(self) -> None: ...
-
-    def unseal(self) -> None:
-        """It may be compiled again; weights may move until its next call, which takes them over."""
 
 
 class RunnerSetup:
@@ -104,10 +68,10 @@ class RunnerSetup:
         if self.options.strict:
             plan.refuse_less()
         self.plan = plan
-        self.compiled = [
-            cast(AnnouncedModule, module)
-            for module in plan.compiled
-            if not isinstance(module, SavedFacts)
+        # Compiled modules, which compile themselves at their first call and not later. In a warm-up
+        # or a capture each calls `enlist(self)` of its context. See `graphrt.compile`.
+        self.compiled: list[Any] = [
+            module for module in plan.compiled if not isinstance(module, SavedFacts)
         ]
         # For the largest of the planned graphs, and for the largest batch.
         self.inputs = StaticInputs(
