@@ -64,6 +64,10 @@ def one_more(x: torch.Tensor) -> None:
     x.add_(1)
 
 
+def one_more_in_numpy(x: torch.Tensor) -> None:
+    x.numpy()[:] += 1
+
+
 WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "index_put_": lambda state, at: state.index_put_((at,), torch.full((len(at),), 7.0)),
     "index_copy_": lambda state, at: state.index_copy_(0, at, torch.full((len(at),), 7.0)),
@@ -151,6 +155,16 @@ def test_an_operator_of_the_same_name_that_writes_now_is_another_one():
         for _ in range(2):
             assert saved(state, lambda again=again: again(state))
             state.zero_()
+        library._destroy()
+
+
+def test_an_operator_that_is_defined_again_and_tells_no_part_of_its_write_is_saved():
+    state = torch.zeros(4)
+    for schema in ("untold(Tensor x) -> ()", "untold(Tensor(a!) x) -> ()"):
+        library = torch.library.Library(NAMESPACE, "DEF")
+        untold = defined(library, schema, one_more_in_numpy)
+        is_said = saved(state, lambda untold=untold: untold(state))
+        assert is_said is ("!" in schema)
         library._destroy()
 
 
