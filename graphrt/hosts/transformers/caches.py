@@ -3,6 +3,8 @@
 - `KeptCache` is a `DynamicCache` whose keys, values and states lie in the memory. Eager forwards
   see tensors as long as the sequence, so masks and kernels are those of a `DynamicCache`. Beam
   search, cropping and all else that transformers does to its layers work on it.
+- Sliding layers may keep their window alone, as a ring in which a token overwrites the one that has
+  left the window. Attention looks at all of it, in any order: the mask says which are padding.
 - `StepCache` has the same memory at full length, for one captured step of one token a row. Where
   that token goes is in tensors, so one graph serves all positions. It is made anew in each run of
   the forward and holds nothing.
@@ -23,6 +25,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     EncoderDecoderCache,
     LinearAttentionLayer,
 )
@@ -71,11 +74,11 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
     `reorder_cache` or `crop`) is copied into the memory.
     """
 
-    def __init__(self, memory: LayerMemory, residence: Residence) -> None:
+    def __init__(self, memory: LayerMemory, residence: Residence, **arguments: int) -> None:
         self._memory, self._residence = memory, residence
         self._seen = 0
         self._tensors: dict[str, torch.Tensor] = {}
-        super().__init__()
+        super().__init__(**arguments)
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -93,7 +96,8 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
     def values(self, values: torch.Tensor | None) -> None:
         self._write("values", values)
         # After the keys: until both are written, both are read as long as before.
-        self._seen = self.get_seq_length() if values is None else values.shape[-2]
+        if values is not None:
+            self._seen = self._end(values)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -144,6 +148,15 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
     def _view(self, memory: torch.Tensor) -> torch.Tensor:
         return memory[: self._residence.rows, : self._seen].transpose(1, 2)
 
+    def _end(self, tensor: torch.Tensor) -> int:
+        """How many tokens have been seen, if the last one is the tensor's."""
+        return tensor.shape[-2]
+
+    def _place(self, memory: torch.Tensor, tensor: torch.Tensor) -> None:
+        target = memory[: tensor.shape[0], : tensor.shape[-2]].transpose(1, 2)
+        if target.data_ptr() != tensor.data_ptr() or target.stride() != tensor.stride():
+            target.copy_(tensor)
+
     def _read(self, name: str) -> torch.Tensor | None:
         if not self.is_initialized:
             return None
@@ -154,23 +167,20 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
     def _write(self, name: str, tensor: torch.Tensor | None) -> None:
         if tensor is None:
             return
-        rows, length = tensor.shape[0], tensor.shape[-2]
         memory: torch.Tensor = getattr(self._memory, name)
-        if not self._fits(tensor, length, memory):
+        if self._fits(tensor, self._end(tensor), memory):
+            self._place(memory, tensor)
+        else:
             self._tensors[name] = tensor
-            return
-        target = memory[:rows, :length].transpose(1, 2)
-        if target.data_ptr() != tensor.data_ptr() or target.stride() != tensor.stride():
-            target.copy_(tensor)
 
     def _fits(self, states: torch.Tensor, length: int, memory: torch.Tensor) -> bool:
-        """Whether states may lie in the memory as its first `length` positions; else the cache
+        """Whether states may lie in the memory of a sequence of `length` tokens; else the cache
         leaves it. Under autocast, say, they have another dtype."""
         residence = self._residence
         if not residence.attached:
             return False
-        if length > memory.shape[1]:
-            residence.leave(f"the sequence is longer than {memory.shape[1]} tokens")
+        if length > self._memory.length:
+            residence.leave(f"the sequence is longer than {self._memory.length} tokens")
         elif (
             states.dtype is not memory.dtype
             or states.device != memory.device
@@ -179,6 +189,74 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
         ):
             residence.leave(_OTHER)
         return residence.attached
+
+
+class KeptWindow(KeptLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A layer that slides, in a ring: position `p` lies at `p % window`.
+
+    `keys` and `values` are copies of the last `window - 1` positions in their order, as they are in
+    transformers' own layer, and what is assigned goes back to its places.
+    """
+
+    def __init__(self, memory: LayerMemory, residence: Residence, window: int) -> None:
+        super().__init__(memory, residence, sliding_window=window)
+
+    @property
+    def cumulative_length(self) -> int:
+        return self._seen
+
+    @cumulative_length.setter
+    def cumulative_length(self, length: int) -> None:
+        self._seen = length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Tensors:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self.keys, self.values
+        if self._seen and keys is not None and values is not None:
+            keys = torch.cat([keys, key_states], dim=-2)
+            values = torch.cat([values, value_states], dim=-2)
+        else:
+            keys, values = key_states, value_states
+        end = self._seen + key_states.shape[-2]
+        # Before the length changes: a cache that leaves the memory copies what it has there.
+        self._fits(key_states, end, self._memory.keys)
+        self._fits(value_states, end, self._memory.values)
+        self._seen = end
+        first = 0 if self.record_past else 1 - self.sliding_window
+        self.keys, self.values = keys[:, :, first:], values[:, :, first:]
+        return keys, values
+
+    def activate_past_recording(self) -> None:
+        # A ring has overwritten what a crop needs.
+        self._residence.leave(_PAST)
+        super().activate_past_recording()
+
+    def move_in(self, residence: Residence) -> None:
+        # Assisted generation may have left more of the past.
+        self.record_past = False
+        for name, tensor in self._tensors.items():
+            self._tensors[name] = tensor[:, :, 1 - self.sliding_window :]
+        super().move_in(residence)
+
+    def _end(self, tensor: torch.Tensor) -> int:
+        # A full window can only be replaced; a shorter one begins at the first token.
+        full = self._seen >= self.sliding_window
+        return self._seen if full else super()._end(tensor)
+
+    def _slots(self, length: int, end: int) -> torch.Tensor:
+        positions = torch.arange(end - length, end, device=self._memory.keys.device)
+        return positions.remainder(self.sliding_window)
+
+    def _view(self, memory: torch.Tensor) -> torch.Tensor:
+        slots = self._slots(min(self._seen, self.sliding_window - 1), self._seen)
+        return memory[: self._residence.rows].index_select(1, slots).transpose(1, 2)
+
+    def _place(self, memory: torch.Tensor, tensor: torch.Tensor) -> None:
+        slots = self._slots(tensor.shape[-2], self._end(tensor))
+        memory[: tensor.shape[0]].index_copy_(1, slots, tensor.transpose(1, 2))
 
 
 class KeptStates(LinearAttentionLayer):  # type: ignore[misc]
@@ -412,6 +490,8 @@ def _kept(memory: LayerMemory, residence: Residence) -> Any:
     count = max(len(memory.conv), len(memory.recurrent))
     if memory.has_keys and count:
         return KeptBoth(memory, residence, count)
+    if memory.window is not None:
+        return KeptWindow(memory, residence, memory.window)
     if memory.has_keys:
         return KeptLayer(memory, residence)
     return KeptStates(memory, residence, max(count, 1))
@@ -424,10 +504,12 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of all positions, for a step that writes one token of each row."""
 
     is_compileable = True
-    is_sliding = False
 
-    def __init__(self, memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor) -> None:
-        self._memory, self._rows, self._length = memory, rows, length
+    def __init__(
+        self, memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor, at: torch.Tensor
+    ) -> None:
+        """`at` is the place of the token in the memory."""
+        self._memory, self._rows, self._length, self._at = memory, rows, length, at
         super().__init__()
         self.keys = first_rows(memory.keys, rows.shape[0]).transpose(1, 2)
         self.values = first_rows(memory.values, rows.shape[0]).transpose(1, 2)
@@ -444,11 +526,16 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
             (self._memory.keys, key_states),
             (self._memory.values, value_states),
         ):
-            write(memory, self._rows, self._length, states.transpose(1, 2).squeeze(1))
+            write(memory, self._rows, self._at, states.transpose(1, 2).squeeze(1))
         return self.keys, self.values
 
+    @property
+    def is_sliding(self) -> bool:
+        return self._memory.window is not None
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_max_length(), 0
+        # A window has columns of its own behind those of all positions.
+        return self.get_max_length(), self._memory.length if self.is_sliding else 0
 
     def get_seq_length(self) -> Any:
         return self._length[0]
@@ -496,7 +583,7 @@ class StepBoth(StepStates, StepLayer):
     def __init__(
         self, memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor, count: int
     ) -> None:
-        StepLayer.__init__(self, memory, rows, length)
+        StepLayer.__init__(self, memory, rows, length, length)
         StepStates.__init__(self, memory, rows, count)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -507,7 +594,29 @@ class StepCache(Cache):  # type: ignore[misc]
     """The memory of the rows `(size,)` at full length, as `length` `(1,)` says how much is used."""
 
     def __init__(self, memory: Memory, rows: torch.Tensor, length: torch.Tensor) -> None:
-        super().__init__(layers=[_step(each, rows, length) for each in memory.layers])
+        at = length if memory.window is None else length % memory.window
+        super().__init__(layers=[_step(each, rows, length, at) for each in memory.layers])
+        self._memory, self._rows, self._length = memory, rows, length
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        memory = self._memory
+        if memory.window is not None and self.is_sliding[layer_idx]:
+            # The last column: a step looks at all of the ring.
+            return memory.length + memory.window - 1
+        return super().get_query_offset(layer_idx)
+
+    def mask(self) -> torch.Tensor:
+        """Which positions hold tokens `(size, length)`, and behind them which places of a ring."""
+        memory, length = self._memory, self._length
+        mask = first_rows(memory.mask, self._rows.shape[0])
+        if memory.window is None:
+            return mask
+        places = torch.arange(memory.window, device=mask.device)
+        positions = length - (length - places) % memory.window
+        seen = mask.index_select(1, positions.clamp(min=0)).logical_and(positions >= 0)
+        # A row of padding has to look at something: NaN else.
+        padding = (self._rows == memory.rows)[:, None]
+        return torch.cat([mask, seen.logical_or(padding).to(mask.dtype)], 1)
 
     def write_back(self) -> None:
         """Write the states of the step; keys and values are written already."""
@@ -553,10 +662,10 @@ class CrossCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[CrossLayer(layer, size) for layer in memory.layers])
 
 
-def _step(memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor) -> Any:
+def _step(memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor, at: torch.Tensor) -> Any:
     count = max(len(memory.conv), len(memory.recurrent))
     if memory.has_keys and count:
         return StepBoth(memory, rows, length, count)
     if memory.has_keys:
-        return StepLayer(memory, rows, length)
+        return StepLayer(memory, rows, length, length if memory.window is None else at)
     return StepStates(memory, rows, max(count, 1))

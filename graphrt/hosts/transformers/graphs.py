@@ -15,12 +15,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 
 from graphrt import Reason
+from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
 from graphrt.errors import InvalidInputError
 from graphrt.hosts.transformers.caches import Kept, KeptCache, KeptPair
@@ -61,13 +63,24 @@ class ModelGraphs(Seam):
     def _capture(self) -> None:
         # Experts decode with other kernels on some devices, and `generate` chooses them so.
         with self.model._optimize_model_for_decode():
-            self.steps = StepGraphs(
+            make = partial(
+                StepGraphs,
                 self._signature,
                 self._forward,
                 max_batch=self.max_batch,
                 max_len=self.max_len,
                 **self._arguments,
             )
+            window = self._signature.window(self.max_len)
+            try:
+                self.steps = make(window=window)
+            except Exception as error:
+                # A model may make its masks in a way of its own.
+                if window is None:
+                    raise
+                name = type(self.model).__name__
+                logger.warning("%s keeps all positions of sliding layers: %s", name, error)
+                self.steps = make(window=None)
 
     def _release(self) -> None:
         self._take_over(None)
@@ -317,8 +330,6 @@ class ModelGraphs(Seam):
         has_keys = not isinstance(loop.cache, KeptCache) or loop.cache.counted is not None
         masked = has_keys or tokens.shape[1] > 1
         call = signature.call(tokens, mask, None, loop.cache, masked=masked)
-        if "logits_to_keep" in signature.names:
-            call["logits_to_keep"] = 1
         logits: torch.Tensor = self.model(**call).logits[:, -1]
         return logits
 
@@ -326,8 +337,9 @@ class ModelGraphs(Seam):
         """How steps ran since `with_graphs()`."""
         counts, steps = self._counts, self.steps
         runner = None if steps is None else steps.runner.report()
+        window = None if steps is None else steps.memory.window
         eager = dict(counts.eager)
-        return ModelReport(counts.served, eager, counts.prompts, self._refused, runner)
+        return ModelReport(counts.served, eager, counts.prompts, self._refused, runner, window)
 
 
 class _Call:

@@ -3,6 +3,7 @@
 1. `shapes_of` reads the shapes of one token's keys, values and states off a cache that transformers
    has filled in a short eager run: no family is known by name.
 2. `Memory` allocates them for `rows + 1` sequences: the last one is the row that padding writes.
+3. Layers that slide may have a `window` of positions alone: position `p` lies at `p % window`.
 
 Keys and values lie as (row, position, head, width), so that what a step writes is one index write,
 and graphrt can save the rows of a trial alone.
@@ -29,6 +30,8 @@ class LayerShape:
     values: torch.Tensor | None = None
     conv: Mapping[int, torch.Tensor] = field(default_factory=dict)
     recurrent: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    slides: bool = False
+    """Whether attention looks at the last positions alone."""
 
 
 def shapes_of(cache: Any) -> list[LayerShape]:
@@ -66,6 +69,7 @@ def shapes_of(cache: Any) -> list[LayerShape]:
                 layer.values if filled else None,
                 _filled(layer.conv_states) if has_states else {},
                 _filled(layer.recurrent_states) if has_states else {},
+                slides=kind is DynamicSlidingWindowLayer,
             )
         )
     return shapes
@@ -113,13 +117,16 @@ _kept_write = opaque("graphrt_transformers::write", mutates=["memory"])(_write)
 
 
 class LayerMemory:
-    """The memory of one layer; the last row is padding's."""
+    """The memory of one layer for sequences of `length` tokens; the last row is padding's."""
 
-    def __init__(self, shape: LayerShape, rows: int, length: int) -> None:
+    def __init__(self, shape: LayerShape, rows: int, length: int, window: int | None) -> None:
         self.has_keys = shape.keys is not None
+        self.length = length
+        self.window = window if self.has_keys and shape.slides else None
+        """How many positions it keeps; None: all."""
         if shape.keys is not None and shape.values is not None:
-            self.keys = _positions(shape.keys, rows + 1, length)
-            self.values = _positions(shape.values, rows + 1, length)
+            self.keys = _positions(shape.keys, rows + 1, self.window or length)
+            self.values = _positions(shape.values, rows + 1, self.window or length)
         self.conv = {at: _states(state, rows + 1) for at, state in shape.conv.items()}
         self.recurrent = {at: _states(state, rows + 1) for at, state in shape.recurrent.items()}
 
@@ -142,10 +149,17 @@ class Memory:
     """Keys, values and states of all layers, and the mask of padding before prompts."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], rows: int, length: int, device: torch.device
+        self,
+        shapes: Sequence[LayerShape],
+        rows: int,
+        length: int,
+        device: torch.device,
+        window: int | None = None,
     ) -> None:
+        """Layers that slide keep `window` positions; None: all."""
         self.rows, self.length = rows, length
-        self.layers = [LayerMemory(shape, rows, length) for shape in shapes]
+        self.layers = [LayerMemory(shape, rows, length, window) for shape in shapes]
+        self.window = next((layer.window for layer in self.layers if layer.window), None)
         self.has_keys = any(layer.has_keys for layer in self.layers)
         self.mask = torch.ones((rows + 1, length), dtype=torch.int64, device=device)
 

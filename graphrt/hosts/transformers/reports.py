@@ -13,17 +13,21 @@ from graphrt.core.runner.report import RunnerReport
 class ModelReport:
     """Counts since `with_graphs()`: steps of one token a row that graphs `served`, those that ran
     `eager` by reason, and eager forwards of more tokens (`prompts`). `refused` says why the model
-    has no graphs at all; `runner` is the report of its graphs."""
+    has no graphs at all; `runner` is the report of its graphs. `window` is how many positions
+    sliding layers keep; None: all."""
 
     served: int
     eager: dict[str, int]
     prompts: int
     refused: str | None
     runner: RunnerReport | None
+    window: int | None = None
 
     def __str__(self) -> str:
         steps = [f"  {count:>8}  {reason}" for reason, count in self.eager.items()]
         lines = [f"{self.served} steps by graphs, {self.prompts} prompts"]
+        if self.window is not None:
+            lines.append(f"sliding layers keep {self.window} positions")
         if self.refused is not None:
             lines.append(f"no graphs: {self.refused}")
         if steps:

@@ -61,6 +61,21 @@ class Signature:
     def _known(self, name: str) -> str | None:
         return name if name in self.names else None
 
+    def window(self, length: int) -> int | None:
+        """How many positions sliding layers keep of sequences of this many tokens; None: all.
+
+        A ring cannot give back what it has overwritten, so assisted generation leaves it. That is
+        paid where it halves the memory of a layer at least. A ring also needs the mask of padding.
+        Chunks begin at a token of each row's own, which no ring has; decoders beside an encoder
+        have few tokens.
+        """
+        config = self.model.config.get_text_config(decoder=True)
+        window: int | None = getattr(config, "sliding_window", None)
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        if window is None or chunked or self.mask is None or self.has_encoder:
+            return None
+        return window if 1 < window <= length // 2 else None
+
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, the cache by its newest."""
         call = {**dict(zip(self.names, args, strict=False)), **kwargs} if args else kwargs
@@ -82,6 +97,8 @@ class Signature:
     ) -> dict[str, Any]:
         """The arguments that `generate` passes for these tokens, the last ones of the mask."""
         call = {self.tokens: tokens, self.cache: cache, "use_cache": True, "return_dict": True}
+        if "logits_to_keep" in self.names:
+            call["logits_to_keep"] = 1
         if encoded is not None:
             call["encoder_outputs"] = encoded.outputs
             if self.masks_encoder and encoded.mask is not None:

@@ -1,7 +1,7 @@
 """`StepGraphs`: the captured steps of one model, over memory of its own.
 
 1. A short eager run shows what the model keeps of its past; `Memory` has that for `max_batch` rows
-   of `max_len` tokens.
+   of `max_len` tokens, or of a `window` of them where layers slide.
 2. A step of one token a row is captured for each size. Its cache is made of views of the memory in
    each run; which rows and which position it writes are inputs.
 3. graphrt tries the graphs on a sequence (`Host(example=)`), and `_compare` compares some steps
@@ -52,6 +52,7 @@ class StepGraphs:
         max_batch: int,
         max_len: int,
         max_encoder_len: int,
+        window: int | None,
         sizes: Sequence[int],
         options: GraphOptions,
         compile: CompileOptions | None,
@@ -61,13 +62,13 @@ class StepGraphs:
         self.signature, self._forward = signature, forward
         self._max_batch, self._max_len = max_batch, max_len
         device = signature.model.device
-        tokens = self._random_tokens(device)
+        tokens = self._random_tokens(max_batch, _PROMPT)
         encoder_len = min(_PROMPT, max_encoder_len)
         encoded = signature.encode(max_batch, encoder_len, tokens)
         twin = signature.new_cache()
         probe = self._run(tokens[:1, :2], None, _rows_of(encoded, 1), twin)
         self._output = _output_of(probe, signature)
-        self.memory = Memory(shapes_of(_decoder(twin)), max_batch, max_len, device)
+        self.memory = Memory(shapes_of(_decoder(twin)), max_batch, max_len, device, window)
         self.cross: Memory | None = None
         if encoded is not None:
             length = max_encoder_len if signature.masks_encoder else encoded.length
@@ -127,7 +128,16 @@ class StepGraphs:
         for rows in sorted({self._max_batch, max(self._max_batch - 1, 1)}):
             for length in lengths:
                 self._compare(tokens[:rows], mask[:rows], length)
+        if self.memory.window is not None:
+            self._compare_past(self.memory.window, lengths[0])
         self.clear()
+
+    def _compare_past(self, window: int, length: int | None) -> None:
+        """Compare steps that overwrite the first positions of a window, whose padding they see."""
+        prompt = self._random_tokens(1, window + 2)
+        mask = torch.ones_like(prompt)
+        mask[:, :5] = 0
+        self._compare(prompt, mask, length)
 
     def _example(self, batch: Batch, generator: torch.Generator) -> Example:
         rows, seen = batch.num_tokens, _PROMPT
@@ -167,10 +177,11 @@ class StepGraphs:
         """transformers' own forward."""
         return self._forward(**self.signature.call(tokens, mask, encoded, cache))
 
-    def _random_tokens(self, device: torch.device) -> torch.Tensor:
+    def _random_tokens(self, rows: int, length: int) -> torch.Tensor:
         generator = torch.Generator("cpu").manual_seed(0)
-        shape = self._max_batch, _PROMPT
-        return torch.randint(self._vocabulary, shape, generator=generator, device="cpu").to(device)
+        shape = rows, length
+        tokens = torch.randint(self._vocabulary, shape, generator=generator, device="cpu")
+        return tokens.to(self.signature.model.device)
 
     @property
     def _vocabulary(self) -> int:
@@ -298,7 +309,7 @@ class _Step(nn.Module):
         if positions is not None and positions_name is not None:
             call[positions_name] = positions
         if self._mask_name is not None:
-            call[self._mask_name] = first_rows(memory.mask, size)
+            call[self._mask_name] = kept.mask()
         if cross is not None:
             states = self._no_states.expand(size, cross.length, -1)
             call["encoder_outputs"] = (states,)
