@@ -40,7 +40,7 @@ def problems(arguments: list[str]) -> list[str]:
     runner.capture()
     values = torch.randn(3, 8)
     with torch.no_grad():
-        result = runner.step(Batch(3), {"input": values}).clone()
+        result = runner(Batch(3), input=values).clone()
         expected = model(values)
     if runner.last_dispatch is None or runner.last_dispatch.reason is not Reason.HIT:
         found.append(f"a step was not replayed: {runner.last_dispatch}")

@@ -156,7 +156,7 @@ class Agreement:
             query_len, 1, descriptor.query_len, descriptor.bounds, variant=descriptor.variant
         )
         padding = padding_of(runner.inputs, query_len, runner.pool.device)
-        runner.step(batch, padding, updates=updates)
+        runner(batch, **padding, updates=updates)
         dispatch = runner.last_dispatch
         assert dispatch is not None
         return dispatch

@@ -417,7 +417,6 @@ TARGETS: dict[str, Target] = {
     "GraphRunner() by shapes": step_of(batch=None, x=torch.ones(2, 4)),
     "GraphRunner() too large": step_of(batch=Batch(9), x=torch.ones(9, 4)),
     "GraphRunner() with tasks": constructor(tasked_step, updates={"fill": {"lens": [1, 1]}}),
-    "GraphRunner.step": of_runner("step", batch=Batch(2), values={"x": torch.ones(2, 4)}),
     "GraphRunner.slot": of_runner("slot", batch=Batch(2)),
     "InputSlot[]": constructor(slot_get, own=(KeyError, TypeError), name="x"),
     "GraphRunner.verify": Target(

@@ -190,7 +190,7 @@ def done(runner: GraphRunner, rng: random.Random, batch: Batch, values: Any, old
     """What a step returned, by one of the ways to run it."""
     way = rng.random()
     if way < 0.1:
-        return runner.step(batch, MappingProxyType(values))
+        return runner(batch, **MappingProxyType(values))
     if way < 0.2:
         slot = runner.slot(batch)
         for name, value in values.items():
@@ -200,7 +200,7 @@ def done(runner: GraphRunner, rng: random.Random, batch: Batch, values: Any, old
         return runner(old)
     if way < 0.3:
         planned = [None, *(descriptor for _, descriptor in runner.plan.keys)]
-        return runner.step(batch, values, agreed=rng.choice(planned))
+        return runner(batch, **values, agreed=rng.choice(planned))
     if way < 0.35:
         return runner(None, **values)
     if way < 0.4:

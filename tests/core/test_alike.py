@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -297,49 +297,6 @@ def test_kinds_that_take_turns_are_all_known(warm):
         assert moves_of(runner).alike is writer
 
 
-class Making(Mapping):
-    """Makes its tensors when it is asked for them."""
-
-    def __init__(self, given: dict[str, torch.Tensor]) -> None:
-        self.given = given
-        self.asked: list[str] = []
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        self.asked.append(name)
-        return self.given[name].clone()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.given)
-
-    def __len__(self) -> int:
-        return len(self.given)
-
-
-class MakingDict(dict):
-    def __init__(self, given: dict[str, torch.Tensor]) -> None:
-        super().__init__(given)
-        self.asked: list[str] = []
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        self.asked.append(name)
-        return dict.__getitem__(self, name).clone()
-
-
-@pytest.mark.parametrize("kind", [Making, MakingDict])
-def test_a_mapping_that_makes_its_tensors_is_asked_once(warm, kind):
-    runner, _ = warm
-    for seed in range(50):
-        given = values(3, seed)
-        making = kind(given)
-        assert torch.equal(runner.step(BATCH, making), padded(given, 4))
-        assert sorted(making.asked) == sorted(given)
-
-
-def test_what_is_no_mapping_is_named():
-    with pytest.raises(InvalidInputError, match="no mapping"):
-        runner_of().step(BATCH, [torch.ones(3)])
-
-
 def test_empty_inputs_leave_no_kinds_behind():
     specs = {**SPECS, "none": InputSpec(torch.float32, ("tokens", 0))}
     runner = runner_of(specs)
@@ -500,9 +457,9 @@ def test_what_ranks_agree_on_is_dispatched_at_every_step(warm):
     named = [found.descriptor for found in runner.dispatcher.published]
     eight = next(each for each in named if each.num_tokens == 8)
     for _ in range(3):
-        assert torch.equal(runner.step(BATCH, given), padded(given, 4))
-        assert torch.equal(runner.step(BATCH, given, agreed=eight), padded(given, 8))
-        eager = runner.step(BATCH, given, agreed=eight._replace(num_tokens=7, num_reqs=7))
+        assert torch.equal(runner(BATCH, **given), padded(given, 4))
+        assert torch.equal(runner(BATCH, **given, agreed=eight), padded(given, 8))
+        eager = runner(BATCH, **given, agreed=eight._replace(num_tokens=7, num_reqs=7))
         assert torch.equal(eager, padded(given, 3))
 
 

@@ -121,7 +121,7 @@ def test_everything_public_is_tried() -> None:
             },
         ),
         ("GraphOptions", {"state_limit", "to_dict"}),
-        ("Plan", {"as_dict", "lines", "refuse_less"}),
+        ("Plan", {"as_dict", "capture_order", "lines", "refuse_less"}),
         ("KeyedGraphs", {"clear_graphs"}),
         (
             "GraphWrapper",

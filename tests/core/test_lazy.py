@@ -78,9 +78,9 @@ def test_a_batch_of_short_contexts_gets_the_planned_graph_of_the_smaller_bound()
 def test_a_lazy_step_captures_what_ranks_agreed_on():
     runner = lazy(sizes=[4, 8])
     agreed = next(key for key in runner.plan.keys if key[1].num_tokens == 8)[1]
-    runner.step(Batch(3, 3, 1), {"x": torch.ones(3, 4)}, agreed=agreed)
+    runner(Batch(3, 3, 1), x=torch.ones(3, 4), agreed=agreed)
     assert runner.last_dispatch.descriptor == agreed
-    runner.step(Batch(3, 3, 1), {"x": torch.ones(3, 4)}, agreed=agreed._replace(num_tokens=16))
+    runner(Batch(3, 3, 1), x=torch.ones(3, 4), agreed=agreed._replace(num_tokens=16))
     assert runner.last_dispatch.reason is Reason.RANKS_DISAGREE
     assert [graph.descriptor for graph in runner.report().graphs] == [agreed]
 

@@ -250,32 +250,8 @@ def test_what_is_no_batch_is_refused_by_position(run, call, given):
     with pytest.raises(InvalidBatchError, match="Batch"):
         getattr(run, call)(given, x=rows(2))
     with pytest.raises(InvalidBatchError, match="Batch"):
-        run.step(given, {"x": rows(2)}, agreed=BatchDescriptor(2))
+        run(given, x=rows(2), agreed=BatchDescriptor(2))
     assert torch.equal(run(x=rows(2)), rows(2, 2.0))
-
-
-@pytest.mark.parametrize("values", [None, [rows(2)], rows(2), "x"], ids=repr)
-@pytest.mark.parametrize("batch", [None, Batch(2, 2, 1), Batch(9, 9, 1)], ids=repr)
-def test_a_steps_inputs_are_a_mapping(run, batch, values):
-    with pytest.raises(InvalidInputError, match="mapping"):
-        run.step(batch, values)
-
-
-@pytest.mark.parametrize("rows_given", [2, 9])
-def test_a_tensor_in_place_of_the_mapping_is_named_whatever_inputs_are_called(rows_given):
-    """A tensor takes a long name for as many indices."""
-    captured = GraphRunner(
-        lambda hidden: hidden * 2,
-        mode="FULL",
-        sizes=[2],
-        inputs={"hidden": InputSpec(torch.float32, ("tokens", 4))},
-        outputs=("tokens", 4),
-        platform="cpu",
-    )
-    captured.capture()
-    with pytest.raises(InvalidInputError, match="mapping"):
-        captured.step(Batch(rows_given, rows_given), rows(rows_given))
-    assert torch.equal(captured(hidden=rows(2)), rows(2, 2.0))
 
 
 def without_rows() -> dict[str, torch.Tensor]:

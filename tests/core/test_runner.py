@@ -102,10 +102,10 @@ def test_excluded_modes_and_agreements_of_ranks_reach_the_dispatcher():
     captured.capture()
     captured(Batch(1, 1, 1, exclude=frozenset({GraphMode.FULL})), x=rows(1))
     assert captured.last_dispatch.reason is Reason.EXCLUDED
-    captured.step(Batch(1, 1, 1), {"x": rows(1)}, agreed=BatchDescriptor(3))
+    captured(Batch(1, 1, 1), x=rows(1), agreed=BatchDescriptor(3))
     assert captured.last_dispatch.reason is Reason.RANKS_DISAGREE
     agreed = captured.dispatcher.peek(Batch(4, 4, 1))
-    captured.step(Batch(1, 1, 1), {"x": rows(1)}, agreed=agreed)
+    captured(Batch(1, 1, 1), x=rows(1), agreed=agreed)
     assert captured.last_dispatch == agreed
     captured(captured.slot(Batch(1, 1, 1)), agreed=agreed.descriptor)
     assert captured.last_dispatch == agreed

@@ -116,7 +116,7 @@ def check(
         for rows in (4, 3, 1, 2, 4, 3, 6):
             for lies_on in {"cpu", device}:
                 values = model.values(rows, lies_on)
-                out = runner.step(Batch(rows, rows), values)
+                out = runner(Batch(rows, rows), **values)
                 same(out, model.expected(values))
                 assert runner.last_dispatch.reason.name == ("HIT" if rows < 5 else "TOO_LARGE")
         values = model.values(3, "cpu")
@@ -124,12 +124,12 @@ def check(
         slot = runner.slot(Batch(3, 3))
         for name, value in values.items():
             slot[name].copy_(value)
-        same(runner.step(None, slot), model.expected(values))
+        same(runner(slot), model.expected(values))
         report = runner.report()
         assert all(t.status != "quarantined" for t in report.trust.trials)
         assert str(report)
         runner.recapture()
-        same(runner.step(Batch(3, 3), values), model.expected(values))
+        same(runner(Batch(3, 3), **values), model.expected(values))
         runner.close()
 
 

@@ -199,7 +199,7 @@ class World:
         return run
 
     def step(self, run: GraphRunner, step: Step) -> torch.Tensor:
-        found = run.step(step.batch, step.values, updates=self.updates(step))
+        found = run(step.batch, **step.values, updates=self.updates(step))
         return found.cpu().clone()
 
     def expected(self, step: Step) -> torch.Tensor:

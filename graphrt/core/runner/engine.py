@@ -108,7 +108,7 @@ class StepEngine:
         metadata: Any,
         agreed: Agreed | None,
     ) -> Any:
-        """Run one step; see `GraphRunner.step`."""
+        """Run one step; see `GraphRunner.__call__`."""
         pool = self._pool
         if pool.elsewhere is not None and pool.elsewhere():
             with pool.on_device():

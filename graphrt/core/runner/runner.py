@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from graphrt.core.base.errors import Uncopied
 from graphrt.core.base.homes import public
+from graphrt.core.base.option_values import check_kind
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.slot import InputSlot
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from graphrt.core.capture.options import GraphOptions
     from graphrt.core.device.platform import Platform
     from graphrt.core.dispatch.dispatcher import GraphDispatcher
-    from graphrt.core.dispatch.reasons import Agreed
     from graphrt.core.inputs.outputs import OutputAxes
     from graphrt.core.inputs.spec import InputSpec
     from graphrt.core.plan.plan import Plan, PlanArguments
@@ -165,21 +165,6 @@ class GraphRunner(Uncopied, Generic[R]):
         keeps: `runner(slot)` runs their step. Raises `InvalidBatchError`."""
         return self.inputs.slot(batch)
 
-    def step(
-        self,
-        batch: Batch | None,
-        values: Mapping[str, Any],
-        *,
-        updates: Any = None,
-        metadata: Any = None,
-        agreed: Agreed | None = None,
-    ) -> R:
-        """Run one step like a call, with its inputs as a mapping."""
-        if type(values) is not dict and isinstance(values, Mapping):
-            # One that makes its tensors when it is asked is asked once, and they live as long.
-            values = {name: values[name] for name in values}
-        return self._run(batch, values, updates, metadata, agreed)
-
     def run_padded_eagerly(
         self,
         batch: Batch,
@@ -190,6 +175,9 @@ class GraphRunner(Uncopied, Generic[R]):
     ) -> Any:
         """The forward, run eagerly on exactly the inputs that the graph of `found` would read."""
         refuse_inside_capture("run_padded_eagerly()")
+        check_kind(
+            "found", found, Dispatch, optional=False, example="runner.dispatcher.dispatch(batch)"
+        )
         run = self._engine.run_padded_eagerly
         return self._in_turn(partial(run, batch, found, values, updates, metadata))
 

@@ -226,7 +226,7 @@ class DenoiserForward:
         return picture
 
     def _run(self, runner: GraphRunner[Any], call: Call) -> Any:
-        outputs = runner.step(_ONE, call.tensors)
+        outputs = runner(_ONE, **call.tensors)
         dispatch = runner.last_dispatch
         reason = Reason.FAILED if dispatch is None else dispatch.reason
         if reason is Reason.HIT:

@@ -107,7 +107,7 @@ class Buckets:
         if self.is_text:
             live = inputs["input_ids"].shape[1]
             inputs = self._padded(inputs, length - live)
-        outputs = runner.step(Batch(rows), inputs)
+        outputs = runner(Batch(rows), **inputs)
         cut = {
             name: each if self._cut[name] is None else each.narrow(self._cut[name], 0, live)
             for name, each in outputs.items()

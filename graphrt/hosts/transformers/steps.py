@@ -225,7 +225,7 @@ class StepGraphs:
         self._set_masks(cache, mask, encoder_mask)
         positions = None if signature.positions is None else call.get(signature.positions)
         values = self._values(tokens, positions, cache.seen)
-        logits = self.runner.step(self._batches[tokens.shape[0]], values).clone()
+        logits = self.runner(self._batches[tokens.shape[0]], **values).clone()
         cache.stepped()
         return logits, self.runner.last_dispatch
 
