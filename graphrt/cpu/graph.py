@@ -14,7 +14,6 @@ from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo
 from graphrt.core.base.errors import CaptureError, NestedCaptureError, TaskContractError
 from graphrt.core.base.thread_mode import dispatch_modes, remove_dispatch_mode
-from graphrt.core.device.graph import GraphRead
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.compiled import CompiledCalls
 from graphrt.cpu.private_torch import count_function_modes, no_torch_function, set_grad_enabled
@@ -176,23 +175,6 @@ class TapeGraph:
             assert step.op is not None
             step.args, step.kwargs = new.args, new.kwargs
             self._task_calls[index].issue = Call(step.op.raw, new.args, new.kwargs).bound()
-
-    # Reading ----------------------------------------------------------------------------------
-
-    def reads(self) -> list[GraphRead]:
-        """The tensors outside of the arena that replays read or write, each once, but for those
-        that the forward made of Python data, and sparse ones, which have no address."""
-        arena = self._arena
-        reads: dict[tuple[int, int], GraphRead] = {}
-        for step in self._steps:
-            for tensor in tree.tensors((step.args, step.kwargs)):
-                if tensor.numel() == 0 or arena is None or arena.owns(tensor):
-                    continue
-                if tensor.layout is not torch.strided:
-                    continue
-                source = None if step.source is None else str(step.source)
-                reads.setdefault((tensor.data_ptr(), tensor.numel()), GraphRead(tensor, source))
-        return list(reads.values())
 
     def debug_dump(self, path: str) -> None:
         """Write the replayed operators as JSON, one a line."""
