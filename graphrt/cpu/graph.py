@@ -172,7 +172,6 @@ class TapeGraph:
         steps = self._steps[handle.start : handle.stop]
         arguments = reissue(steps, issue, inference=self._inference)
         for index, step, new in zip(indices, steps, arguments, strict=True):
-            assert step.op is not None
             step.args, step.kwargs = new.args, new.kwargs
             self._task_calls[index].issue = Call(step.op.raw, new.args, new.kwargs).bound()
 
@@ -194,7 +193,7 @@ class _OpenCapture:
         self.tasks: list[TaskHandle] = []
         self.task_start: int | None = None
         self._host_reads = HostReads(self.tape.births.wrapped, self.tape.births.are_constant)
-        self._compiled = CompiledCalls(self.tape, self._host_reads)
+        self._compiled = CompiledCalls(self.tape)
         self._undo = Undo()
 
     def open(self) -> None:
