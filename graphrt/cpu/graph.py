@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo
 from graphrt.core.base.errors import CaptureError, NestedCaptureError, TaskContractError
 from graphrt.core.base.thread_mode import dispatch_modes, remove_dispatch_mode
@@ -175,15 +172,6 @@ class TapeGraph:
             step.args, step.kwargs = new.args, new.kwargs
             self._task_calls[index].issue = Call(step.op.raw, new.args, new.kwargs).bound()
 
-    def debug_dump(self, path: str) -> None:
-        """Write the replayed operators as JSON, one a line."""
-        lines = [
-            json.dumps({"index": i, "task": i in self._task_calls} | _describe(step, self._arena))
-            for i, step in enumerate(self._steps)
-        ]
-        with open(path, "w", encoding="utf-8") as file:
-            file.write("[\n" + ",\n".join(lines) + "\n]\n")
-
 
 class _OpenCapture:
     """The modes of one capture, entered and left together."""
@@ -228,32 +216,3 @@ class _OpenCapture:
     def close(self) -> None:
         """Leave all of it; called again, what is left of it."""
         self._undo.now()
-
-
-def _describe(step: Step, arena: Arena | None) -> dict[str, Any]:
-    lowered = step.lowered
-    return {
-        "op": step.label,
-        "lowering": lowered.kind,
-        "call": getattr(lowered.call.fn, "__name__", type(lowered.call.fn).__name__),
-        "arguments": _tensors((step.args, step.kwargs), arena),
-        "outputs": _tensors([out for _, out in lowered.copies] or _written(lowered.call), arena),
-        "source": None if step.source is None else str(step.source),
-    }
-
-
-def _written(call: Call) -> Any:
-    return call.kwargs.get("out", call.args[:1])
-
-
-def _tensors(value: Any, arena: Arena | None) -> Sequence[dict[str, Any]]:
-    return [
-        {
-            "address": hex(t.data_ptr()),
-            "shape": list(t.size()),
-            "stride": list(t.stride()),
-            "dtype": str(t.dtype).removeprefix("torch."),
-            "arena": arena is not None and arena.owns(t),
-        }
-        for t in tree.tensors(value)
-    ]
