@@ -73,8 +73,6 @@ def demo(mode: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
         memory = {
             "graphs": len(runner.plan.keys),
             "arena_bytes": arena.reserved_bytes,
-            "outputs_apart_bytes": arena.requested_bytes_total,
-            "ratio": arena.reserved_bytes / arena.requested_bytes_total,
         }
     return rows, memory
 
@@ -95,11 +93,7 @@ def main() -> None:
                 f"  {row['mode']:<10}{row['tokens']:>4} tokens   eager {row['eager_us']:8.0f} us"
                 f"   replay {row['replay_us']:8.0f} us   {ratio:5.2f} times as fast"
             )
-        print(
-            f"  arena of {memory['graphs']} graphs: {memory['arena_bytes'] / 2**20:.2f} MiB, "
-            f"outputs apart {memory['outputs_apart_bytes'] / 2**20:.2f} MiB, "
-            f"ratio {memory['ratio']:.3f}"
-        )
+        print(f"  arena of {memory['graphs']} graphs: {memory['arena_bytes'] / 2**20:.2f} MiB")
     if options.json:
         machine = {
             "machine": host_platform.processor() or host_platform.machine(),

@@ -17,7 +17,6 @@ from graphrt.core.device.graph import (
     DeviceEvent,
     DeviceGraph,
     GraphPointers,
-    GraphRead,
     MemoryBlock,
     TaskUpdate,
 )
@@ -47,7 +46,6 @@ __all__ = [
     "DeviceGraph",
     "FoundPlatform",
     "GraphPointers",
-    "GraphRead",
     "GraphWork",
     "GraphWrapper",
     "Memory",

@@ -58,7 +58,6 @@ class Arena:
         self._lock = threading.RLock()
         self._next_token = 1
         self._live = 0
-        self._peak = 0
         self._reserved = 0
         self._closed = False
         self._torn = False
@@ -68,8 +67,6 @@ class Arena:
         self._shares = 1
         self._constants: Arena | None = None
         """Apart: a block that was free before is written by the replays of those who had it."""
-        self.requested_bytes_total = 0
-        """What every allocation so far would need if each kept memory of its own."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -87,22 +84,6 @@ class Arena:
             self._take_back()
             self._torn = False
             return self._live
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that were live at once."""
-        return self._peak
-
-    def reserve(self, nbytes: int) -> None:
-        """Make sure that `nbytes` are mapped, so that capture need not grow."""
-        with self._lock:
-            self._check_open()
-            if self._torn:
-                self._mend()
-            if nbytes > self._reserved:
-                self._torn = True
-                self._grow(_aligned(nbytes - self._reserved), exact=True)
-                self._torn = False
 
     def empty_strided(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -213,7 +194,6 @@ class Arena:
             self._torn = True
             if self._dropped:
                 self._take_back()
-            self.requested_bytes_total += nbytes
             need = _aligned(nbytes)
             chunk, start = self._find(need)
             token = self._next_token
@@ -223,7 +203,6 @@ class Arena:
             self._spans[token] = (chunk, start, need)
             self._token_at[chunk.base + start] = token
             self._live += need
-            self._peak = max(self._peak, self._live)
             self._torn = False
             return block
 
@@ -260,8 +239,8 @@ class Arena:
             self._add_free(chunk, start + need, nbytes - need)
         return chunk, start
 
-    def _grow(self, need: int, *, exact: bool = False) -> None:
-        step = need if exact else max(need, _FIRST_CHUNK_BYTES, self._step())
+    def _grow(self, need: int) -> None:
+        step = max(need, _FIRST_CHUNK_BYTES, min(self._reserved, _LARGEST_STEP_BYTES))
         if self._max_bytes is not None and self._reserved + step > self._max_bytes:
             step = self._max_bytes - self._reserved
             if step < need:
@@ -269,7 +248,7 @@ class Arena:
                 # collector off.
                 gc.collect()
                 self._take_back()
-                if self._free and self._free[-1][0] >= need and not exact:
+                if self._free and self._free[-1][0] >= need:
                     return
                 raise PoolExhaustedError(
                     "the pool cannot grow without moving captured addresses",
@@ -285,9 +264,6 @@ class Arena:
         self._edges = sorted([*self._edges, chunk.base, chunk.base + chunk.nbytes])
         self._reserved += step
         self._add_free(chunk, 0, step)
-
-    def _step(self) -> int:
-        return min(self._reserved, _LARGEST_STEP_BYTES)
 
     def _take_back(self) -> None:
         while self._dropped:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
-from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo
 from graphrt.core.base.errors import CaptureError, NestedCaptureError, TaskContractError
 from graphrt.core.base.thread_mode import dispatch_modes, remove_dispatch_mode
-from graphrt.core.device.graph import GraphRead
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.compiled import CompiledCalls
 from graphrt.cpu.private_torch import count_function_modes, no_torch_function, set_grad_enabled
@@ -173,35 +169,8 @@ class TapeGraph:
         steps = self._steps[handle.start : handle.stop]
         arguments = reissue(steps, issue, inference=self._inference)
         for index, step, new in zip(indices, steps, arguments, strict=True):
-            assert step.op is not None
             step.args, step.kwargs = new.args, new.kwargs
             self._task_calls[index].issue = Call(step.op.raw, new.args, new.kwargs).bound()
-
-    # Reading ----------------------------------------------------------------------------------
-
-    def reads(self) -> list[GraphRead]:
-        """The tensors outside of the arena that replays read or write, each once, but for those
-        that the forward made of Python data, and sparse ones, which have no address."""
-        arena = self._arena
-        reads: dict[tuple[int, int], GraphRead] = {}
-        for step in self._steps:
-            for tensor in tree.tensors((step.args, step.kwargs)):
-                if tensor.numel() == 0 or arena is None or arena.owns(tensor):
-                    continue
-                if tensor.layout is not torch.strided:
-                    continue
-                source = None if step.source is None else str(step.source)
-                reads.setdefault((tensor.data_ptr(), tensor.numel()), GraphRead(tensor, source))
-        return list(reads.values())
-
-    def debug_dump(self, path: str) -> None:
-        """Write the replayed operators as JSON, one a line."""
-        lines = [
-            json.dumps({"index": i, "task": i in self._task_calls} | _describe(step, self._arena))
-            for i, step in enumerate(self._steps)
-        ]
-        with open(path, "w", encoding="utf-8") as file:
-            file.write("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 class _OpenCapture:
@@ -212,7 +181,7 @@ class _OpenCapture:
         self.tasks: list[TaskHandle] = []
         self.task_start: int | None = None
         self._host_reads = HostReads(self.tape.births.wrapped, self.tape.births.are_constant)
-        self._compiled = CompiledCalls(self.tape, self._host_reads)
+        self._compiled = CompiledCalls(self.tape)
         self._undo = Undo()
 
     def open(self) -> None:
@@ -247,32 +216,3 @@ class _OpenCapture:
     def close(self) -> None:
         """Leave all of it; called again, what is left of it."""
         self._undo.now()
-
-
-def _describe(step: Step, arena: Arena | None) -> dict[str, Any]:
-    lowered = step.lowered
-    return {
-        "op": step.label,
-        "lowering": lowered.kind,
-        "call": getattr(lowered.call.fn, "__name__", type(lowered.call.fn).__name__),
-        "arguments": _tensors((step.args, step.kwargs), arena),
-        "outputs": _tensors([out for _, out in lowered.copies] or _written(lowered.call), arena),
-        "source": None if step.source is None else str(step.source),
-    }
-
-
-def _written(call: Call) -> Any:
-    return call.kwargs.get("out", call.args[:1])
-
-
-def _tensors(value: Any, arena: Arena | None) -> Sequence[dict[str, Any]]:
-    return [
-        {
-            "address": hex(t.data_ptr()),
-            "shape": list(t.size()),
-            "stride": list(t.stride()),
-            "dtype": str(t.dtype).removeprefix("torch."),
-            "arena": arena is not None and arena.owns(t),
-        }
-        for t in tree.tensors(value)
-    ]

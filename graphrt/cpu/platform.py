@@ -15,7 +15,7 @@ from graphrt.core.base.option_values import shown
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device._contract import CONTRACT_VERSION, Capability
 from graphrt.core.device.figures import MemoryFigures
-from graphrt.core.device.graph import GraphRead, TaskUpdate
+from graphrt.core.device.graph import TaskUpdate
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.graph import TapeGraph
@@ -106,9 +106,6 @@ class CpuPlatform(Platform):
                 advice="capture fewer or smaller sizes, or leave caches less memory",
             )
         return super().explain(error)
-
-    def reads(self, graph: TapeGraph) -> Sequence[GraphRead]:
-        return graph.reads()
 
     def float32_precision(self, use: str) -> str:
         mkldnn: Any = torch.backends.mkldnn

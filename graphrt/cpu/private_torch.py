@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -159,10 +158,10 @@ def _put_back(methods: dict[str, Any]) -> None:
 # Dynamo ------------------------------------------------------------------------------------------
 
 _DYNAMO = "torch._dynamo.eval_frame"
-_ONE_BY_ONE = "compiled calls are recorded operator by operator, Inductor's refused"
-_from_stance = NAMES.declare(f"{_DYNAMO}._callback_from_stance", without=_ONE_BY_ONE)
-_set_eval_frame = NAMES.declare(f"{_DYNAMO}.set_eval_frame", without=_ONE_BY_ONE)
-_skip_code = NAMES.declare(f"{_DYNAMO}.skip_code", without=_ONE_BY_ONE)
+_from_stance = NAMES.declare(
+    f"{_DYNAMO}._callback_from_stance",
+    without="compiled calls are recorded operator by operator, Inductor's refused",
+)
 
 
 _INDUCTOR = "torch._inductor.output_code"
@@ -212,33 +211,13 @@ def _preceded(original: Callable[..., Any], before: Callable[[], None]) -> Calla
 
 
 def hook_compiled_calls(
-    entering: Callable[[Callable[[Any], Any]], FunctionType],
-    leaving: Callable[[Callable[[Any], Any]], FunctionType],
-    skipped: Sequence[Any],
+    entering: Callable[[Callable[[Any], Any]], Callable[[Any], Any]],
     restores: list[Callable[[], object]],
 ) -> None:
-    """Wrap what Dynamo calls right before and right after a compiled function, until the function
-    is called that is added to `restores`; none is if Dynamo is not loaded, or lacks either.
-
-    `entering` and `leaving` make the wrappers. Dynamo watches for frames to compile while they
-    run, so it is told to leave the code of `leaving`'s, and the codes `skipped`, alone.
-    """
+    """Wrap what Dynamo calls right before a compiled function by `entering`, until the function is
+    called that is added to `restores`; none is if Dynamo is not loaded, or lacks it."""
     module: Any = sys.modules.get(_DYNAMO)
-    if module is None:
-        return
-    try:
-        from_stance, set_frame, skip_code = (
-            each.find() for each in (_from_stance, _set_eval_frame, _skip_code)
-        )
-    except MissingTorchNameError:
-        return
-
-    def restore() -> None:
-        module._callback_from_stance, module.set_eval_frame = from_stance, set_frame
-
-    after = leaving(set_frame)
-    for code in (after.__code__, *skipped):
-        skip_code(code)
-    restores.append(restore)
-    module._callback_from_stance = entering(from_stance)
-    module.set_eval_frame = after
+    if module is not None and _from_stance:
+        original = _from_stance.find()
+        restores.append(partial(setattr, module, "_callback_from_stance", original))
+        module._callback_from_stance = entering(original)

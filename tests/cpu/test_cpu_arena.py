@@ -89,14 +89,6 @@ def test_growing_does_not_move_a_block():
     assert first.eq(7).all()
 
 
-def test_reserving_beforehand_leaves_nothing_to_map():
-    arena = Arena()
-    arena.reserve(8 << 20)
-    reserved = arena.reserved_bytes
-    tensor = block(arena, 8 << 20)
-    assert arena.reserved_bytes == reserved == tensor.numel()
-
-
 def test_a_released_arena_refuses_and_its_tensors_stay_readable():
     arena = Arena()
     tensor = block(arena, 64).fill_(3)
@@ -114,15 +106,6 @@ def test_only_its_own_tensors_are_owned_and_aliased():
     assert not arena.owns(foreign)
     with pytest.raises(GraphRTError, match="does not live in this arena"):
         arena.alias(foreign)
-
-
-def test_figures_count_live_peak_and_what_was_requested():
-    arena = Arena()
-    for _ in range(10):
-        block(arena, 640)
-    assert arena.live_bytes == 0
-    assert arena.peak_bytes == 640
-    assert arena.requested_bytes_total == 6400
 
 
 def test_blocks_may_be_dropped_by_other_threads_and_by_the_collector():

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from cpu_capturing import capture, same
@@ -54,10 +52,11 @@ def test_the_capturing_call_itself_returns_what_eager_returns():
 
 
 def test_the_arena_needs_less_than_half_of_outputs_kept_apart():
-    arena = Arena()
+    arena, sizes = Arena(), list[int]()
+    allocate = arena._allocate
+    arena._allocate = lambda nbytes: sizes.append(nbytes) or allocate(nbytes)  # type: ignore
     capture(llama(dim=256), *inputs(8, 0), arena=arena)
-    assert arena.peak_bytes < arena.requested_bytes_total / 2
-    assert arena.reserved_bytes < arena.requested_bytes_total / 2
+    assert arena.reserved_bytes < sum(sizes) / 2
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
@@ -189,13 +188,3 @@ def test_a_graph_without_a_capture_refuses_to_replay():
     with pytest.raises(CaptureError, match="nothing was captured"):
         graph.replay()
     assert graph.kernels == 0
-
-
-def test_the_dump_lists_operators_with_addresses_and_source(tmp_path):
-    x = torch.ones(3)
-    graph, out = capture(lambda: x.exp().sin_())
-    graph.debug_dump(str(tmp_path / "graph.json"))
-    ops = json.loads((tmp_path / "graph.json").read_text())
-    assert [op["op"] for op in ops] == ["aten.exp.default", "aten.sin_.default"]
-    assert ops[0]["outputs"][0]["address"] == hex(out.data_ptr())
-    assert "test_cpu_replay.py" in ops[0]["source"]

@@ -35,7 +35,6 @@ CONTRACT = {
     "memory_figures": "query",
     "memory_blocks": "query",
     "pointers": "query",
-    "reads": "query",
     "task_begin": "task",
     "task_end": "task",
     "replay_updated": "task",

@@ -212,13 +212,6 @@ class Recapture(Hit):
         self.run.recapture()
 
 
-class WeightsChanged(Recapture):
-    """`weights_changed()`."""
-
-    def act(self) -> Any:
-        self.run.weights_changed()
-
-
 class Release(Recapture):
     """`release()`."""
 
@@ -269,7 +262,7 @@ SCENARIOS: dict[str, type[World]] = {
         Create, CaptureFull, CaptureNext, CaptureNextUnwatched, StepMeanwhile,
         CapturePieces, CaptureStatic,
         CaptureExample, Lazy, Hit, Padded, Clone, Eager,
-        Pieces, Tried, Always, Verify, Recapture, WeightsChanged, Release, Close,
+        Pieces, Tried, Always, Verify, Recapture, Release, Close,
         TaskCapture, TaskStep, TaskPieces,
     )
 }  # fmt: skip

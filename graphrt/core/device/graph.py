@@ -25,14 +25,6 @@ class DeviceGraph(Protocol):
 
 
 @public("graphrt.platforms")
-class GraphRead(NamedTuple):
-    """A tensor outside of graph memory that a graph reads or writes, and the line that used it."""
-
-    tensor: torch.Tensor
-    source: str | None
-
-
-@public("graphrt.platforms")
 class GraphPointers(NamedTuple):
     """What the nodes of a graph hold that may be addresses of device memory.
 

@@ -24,7 +24,6 @@ from graphrt.core.device.graph import (
     DeviceEvent,
     DeviceGraph,
     GraphPointers,
-    GraphRead,
     MemoryBlock,
     TaskUpdate,
 )
@@ -178,11 +177,6 @@ class Platform(ABC):
     def release_memory(self, memory: Any) -> None:
         """Give `memory` back to the device; all its graphs are reset already. Called under the
         capture lock, because an allocator must not return memory while another capture is open."""
-        return None
-
-    def reads(self, graph: Any) -> Sequence[GraphRead] | None:
-        """Every tensor outside of graph memory that a replay of `graph` reads or writes, or None
-        if that cannot be told. Asked for when weights were changed."""
         return None
 
     def pointers(self, graph: Any) -> GraphPointers | None:

@@ -32,9 +32,8 @@ from graphrt.core.base.torch_names import (
 )
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.device.graph import DeviceGraph, GraphRead
+from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.platform import Platform
-from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.tasks import CapturedTask, HostValues, TaskTable
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -55,9 +54,9 @@ class EagerPart:
         self._recorded = recorded
         self._aliased = aliased
 
-    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What it is called with, and where it leaves its results."""
-        return tree.tensors((self._args, self._kwargs)), tree.tensors(self._recorded)
+    def results(self) -> list[torch.Tensor]:
+        """Where it leaves its results."""
+        return tree.tensors(self._recorded)
 
     def replay(self) -> None:
         result = self._function(*self._args, **self._kwargs)
@@ -447,26 +446,13 @@ class Entry:
             advice="call the wrapper with the same arguments at every step",
         )
 
-    def reads(self, pool: GraphPool) -> tuple[list[GraphRead] | None, list[torch.Tensor]]:
-        """The tensors outside of the pool that a replay reads, None if the platform cannot tell,
-        and those in which eager parts and the entry itself leave results."""
-        platform, results = pool.platform, tree.tensors(self.outputs)
-        reads: list[GraphRead] = []
-        for graph in graphs_of(self.parts):
-            read = platform.reads(graph)
-            if read is None:
-                return None, results
-            reads += read
+    def results(self) -> list[torch.Tensor]:
+        """The tensors in which eager parts and the entry itself leave results."""
+        results = tree.tensors(self.outputs)
         for part in self.parts:
             if isinstance(part, EagerPart):
-                arguments, left = part.tensors()
-                reads += [
-                    GraphRead(tensor, "an eager part")
-                    for tensor in arguments
-                    if tensor.numel() and not pool._owns(tensor)
-                ]
-                results += left
-        return reads, results
+                results += part.results()
+        return results
 
     def launch(self, context: ForwardContext, *, all_tasks: bool) -> object:
         """Replay segments, eager parts and tasks with their new host arguments, in order.

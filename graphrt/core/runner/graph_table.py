@@ -298,7 +298,8 @@ class GraphTable:
         try:
             self._check_compiled()
             if self.records:
-                self.reads.check(*self._memory())
+                entries, _, own = self._memory()
+                self.reads.check(entries, own)
                 self.checks.look_at_host()
         except GraphRTError as error:
             if not isinstance(error, UntrackedWeightsError):

@@ -32,7 +32,6 @@ from graphrt.core.base.errors import InvalidOptionError, StaleInputError, Untrac
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.torch_names import storage_use_count
-from graphrt.core.device.graph import GraphRead
 from graphrt.core.replay.entry import Entry, graphs_of
 from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
@@ -286,7 +285,7 @@ class ReadSet:
         if moved:
             raise self.stale([*dict.fromkeys(moved)])
 
-    def check(self, entries: Iterable[Entry], pool: GraphPool, own: Iterable[torch.Tensor]) -> None:
+    def check(self, entries: Iterable[Entry], own: Iterable[torch.Tensor]) -> None:
         """Raise `StaleInputError` if any tensor has moved, and `UntrackedWeightsError` if graphs
         read what nobody compares. `own` are tensors of the runner itself, which are no weights."""
         self.check_named()
@@ -295,31 +294,30 @@ class ReadSet:
             places = self.walk()
             self._refuse(self.moved(places))
             known += [tensor for _, tensor in places.tensors if where_is(tensor) is not None]
-        reads: list[GraphRead] | None = []
         for entry in entries:
-            read, results = entry.reads(pool)
-            reads = None if reads is None or read is None else reads + read
-            known += results
-        if reads is None and self.watched and not self.saw_compiled_code:
-            reads = [_graph_read(storage, use) for storage, use in self._uses()]
-        if not self._weights.by_host and not (reads is None and self._weights.complete):
-            self._check_known(reads, known)
+            known += entry.results()
+        is_known = self.watched and not self.saw_compiled_code
+        if not self._weights.by_host and (is_known or not self._weights.complete):
+            self._check_known(known, is_known=is_known)
 
-    def _check_known(self, reads: Sequence[GraphRead] | None, known: list[torch.Tensor]) -> None:
+    def _check_known(self, known: list[torch.Tensor], *, is_known: bool) -> None:
         advice = (
             "Host(parameters=the module), or parameters=a function that returns the tensors in use "
             "by name; Host(parameters={}) says that there are no weights"
         )
-        if reads is None:
+        if not is_known:
             raise UntrackedWeightsError(
-                "whether weights moved cannot be told: the forward is no module, and this device "
-                "does not say what its graphs read",
+                "whether weights moved cannot be told: the forward is no module, and nothing has "
+                "seen all that its graphs read",
                 expected="to know the weights of the forward",
                 advice=advice,
             )
         addresses = {address_of(tensor) for tensor in (*known, *self._weights.now().values())}
-        unknown = {address_of(read.tensor): read for read in reads}
-        lines = [_text(read) for at, read in unknown.items() if at not in addresses]
+        lines = [
+            f"{use.dtype} {tuple(use.shape)}, read at {_source(use) or 'an unknown line'}"
+            for storage, use in self._uses()
+            if storage.data_ptr() not in addresses
+        ]
         if lines:
             raise UntrackedWeightsError(
                 f"whether weights moved cannot be told of {len(lines)} tensors that graphs read",
@@ -349,7 +347,7 @@ class ReadSet:
             yield from self.addresses()
             yield from map(address_of, own)
             for entry in entries:
-                yield from map(address_of, entry.reads(pool)[1])
+                yield from map(address_of, entry.results())
 
         unknown = unknown_memory(pool.platform, graphs, known())
         if unknown is None or not unknown.blocks:
@@ -410,20 +408,8 @@ def _in_turn(
     return map(same, map(call, cycle(gets)), cycle(was)) if gets else repeat(True)
 
 
-def _graph_read(storage: torch.UntypedStorage, use: Use) -> GraphRead:
-    offset, *stride = use.stride
-    tensor = torch.empty(0, dtype=use.dtype, device=storage.device)
-    tensor.set_(storage, offset, use.shape, stride)
-    return GraphRead(tensor, _source(use) or None)
-
-
 def _source(use: Use) -> str:
     return "" if use.source is None else str(use.source)
-
-
-def _text(read: GraphRead) -> str:
-    tensor = read.tensor
-    return f"{tensor.dtype} {tuple(tensor.shape)}, read at {read.source or 'an unknown line'}"
 
 
 def each_call(function: Callable[[], T]) -> Iterator[T]:

@@ -58,22 +58,6 @@ class Aliases:
                 weak.append(item)
         return dict(zip(value, weak, strict=True)) if named else type(value)(weak)
 
-    def weak_in_place(self, value: Any) -> Any:
-        """`value` for a compiled function: only arena memory is aliased, so its guards still hold.
-
-        The alias is made in the forward's own inference mode, which the guards also look at.
-        """
-        return tree.map_tensors(self._weak_if_owned, value)
-
-    def _weak_if_owned(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() == 0 or not self.arena.owns(tensor):
-            return tensor
-        self._read.add(self.arena.token_of(tensor))
-        key = (*_place(tensor), "compiled")
-        if key not in self._aliases:
-            self._aliases[key] = self.arena.alias(tensor)
-        return self._aliases[key]
-
     def weak_output(self, out: torch.Tensor) -> torch.Tensor:
         """The tape's reference to an output; does not count as a read."""
         return self._alias(out) if out.numel() else _stand_in(out)

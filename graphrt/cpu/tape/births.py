@@ -94,16 +94,15 @@ class Births:
         for tensor, storage in zip(tensors, storage_ids(tensors), strict=True):
             known[storage] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
-    def write(self, op: Operator | None, arguments: Any, written: Any = None) -> None:
-        """Note that an operator of what is `given` may write the tensors in `written`; a compiled
-        callable may write all."""
+    def write(self, op: Operator, arguments: Any, written: Any) -> None:
+        """Note that an operator of these `arguments` may write the tensors in `written`."""
         if not (self._born or self._constant or self._arena.wrapped):
             return
-        tensors = tree.tensors(arguments if written is None else written)
-        if op is None or not op.built_in or op.random or not self.are_constant(arguments):
+        tensors = tree.tensors(written)
+        if not op.built_in or op.random or not self.are_constant(arguments):
             self._forget_constants(tensors)
         of_host = self._arena.wrapped.keys()
-        if op is not None and op.mutates and not of_host.isdisjoint(storage_ids(tensors)):
+        if op.mutates and not of_host.isdisjoint(storage_ids(tensors)):
             raise WRITTEN_WRAP(op=op.label)
         self._note_written(tensors)
 
@@ -133,10 +132,7 @@ class Births:
 
 class OwnTensors:
     """The tensor objects that a capture itself made, or was given for itself alone: its next run
-    makes others.
-
-    Results of compiled code are none of them: they may be objects that it keeps.
-    """
+    makes others."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

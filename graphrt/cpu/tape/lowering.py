@@ -17,8 +17,6 @@ from graphrt.cpu.tape.operators import Operator, operator_of
 
 _COPY: Callable[..., torch.Tensor] = torch.Tensor.copy_
 _COPIES = frozenset({"aten::_to_copy", "aten::clone"})
-_SCALAR_DTYPES = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})
-_EXACT_INT = 1 << 24
 _BAKED_BYTES = 4096
 _FACTORY = frozenset({"device", "dtype", "layout", "pin_memory"})
 
@@ -119,7 +117,7 @@ def lower_functional(
     if not agrees(op, out_op.raw, names, args, all_kwargs, kwargs, outs):
         return None
     reference = Call(out_op.raw, args, kwargs | dict(zip(names, outs, strict=True)))
-    for call in _out_spellings(op, reference, kwargs, results, outs):
+    for call in _out_spellings(op, reference, kwargs, outs):
         if _computes(call, results, outs):
             return Lowered("out", call)
     return None
@@ -149,21 +147,14 @@ def _out_spellings(
     op: Operator,
     reference: Call,
     kwargs: dict[str, Any],
-    results: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
 ) -> Iterator[Call]:
     """The calls that issue the same as `reference`, an out variant, the fastest first."""
     out = outs[0] if len(outs) == 1 else tuple(outs)
-    scalars = _scalar_tensors(op, reference.args, kwargs, results)
     for fast in _bindings(op.name):
         call = Call(fast, reference.args, kwargs | {"out": out})
-        if not _same_call(reference, call, out):
-            continue
-        if scalars is not None:
-            quick = Call(fast, scalars, call.kwargs)
-            if _same_call(Call(reference.fn, scalars, reference.kwargs), quick, out):
-                yield quick
-        yield call
+        if _same_call(reference, call, out):
+            yield call
     yield reference
 
 
@@ -273,33 +264,6 @@ def _computes(call: Call, results: Sequence[torch.Tensor], outs: Sequence[torch.
     except REFUSALS:
         return False  # not every out variant takes every argument; the operator is run again
     return list(map(identity, outs)) == before and all(map(same_bits, results, outs))
-
-
-def _scalar_tensors(
-    op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[torch.Tensor]
-) -> tuple[Any, ...] | None:
-    """The arguments with a Python number replaced by the tensor that torch would make of it.
-
-    Making it costs more than the addition itself. Done only where the number is converted to the
-    dtype of the other operand anyway, so that promotion cannot differ.
-    """
-    parameters = op.schema.arguments
-    if len(args) != 2 or len(results) != 1 or len(parameters) < 2:
-        return None
-    tensor, number = args
-    if not isinstance(tensor, torch.Tensor) or type(number) not in (float, int):
-        return None
-    if str(parameters[1].type) != "Tensor" or tensor.dim() == 0:
-        return None
-    dtype = tensor.dtype
-    if dtype not in _SCALAR_DTYPES or results[0].dtype != dtype or "rounding_mode" in kwargs:
-        return None
-    if type(number) is int:
-        if abs(number) >= _EXACT_INT:
-            return None
-    elif not dtype.is_floating_point:
-        return None
-    return (tensor, torch.tensor(number, dtype=dtype, device="cpu"))
 
 
 # Whether `out=` variants compute what their operators do, tried on data made up -------------------

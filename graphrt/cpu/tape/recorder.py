@@ -52,7 +52,7 @@ _LEAST = frozenset({"aten::aminmax", "aten::min"})
 class Step:
     """One replayed operator. `args` and `kwargs` are those of the operator, not of its lowering."""
 
-    op: Operator | None
+    op: Operator
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     lowered: Lowered
@@ -62,7 +62,7 @@ class Step:
 
     @property
     def label(self) -> str:
-        return "compiled callable" if self.op is None else self.op.label
+        return self.op.label
 
 
 class Tape(ThreadMode):
@@ -78,8 +78,6 @@ class Tape(ThreadMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.arena = arena
         self.steps: list[Step] = []
-        self.paused = False
-        """Set inside compiled regions: operators run, and nothing is recorded."""
         self.in_task = False
         self.failure: Exception | None = None
         """An error that could not be raised where it arose; the next operator raises it."""
@@ -92,8 +90,6 @@ class Tape(ThreadMode):
     def handle(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self.paused:
-            return func(*args, **kwargs)
         if func.namespace == "profiler":
             return func(*args, **kwargs)
         if not PLAIN.issuperset(types) and any(map(_has_own_dispatch, types)):
@@ -135,8 +131,7 @@ class Tape(ThreadMode):
         the line tells."""
         if rule.refusal is not HOST_READ or not self.steps:
             return False
-        last = self.steps[-1].op
-        is_least = last is not None and last.name in _LEAST
+        is_least = self.steps[-1].op.name in _LEAST
         return is_least and source is not None and "one_hot(" in str(source)
 
     def _places(self, mask: torch.Tensor) -> list[torch.Tensor] | None:
@@ -310,16 +305,6 @@ class Tape(ThreadMode):
         if like.layout is not torch.strided or like.device.type != "cpu" or like.is_quantized:
             raise OUTPUT_OF_NO_TAPE(f"layout {like.layout}, device {like.device}", op=op.label)
         return self.arena.empty_strided(like.size(), like.stride(), like.dtype)
-
-    def keep_fresh(
-        self, result: Any, arguments: Any
-    ) -> tuple[Any, tuple[tuple[int, torch.Tensor], ...], tuple[int, ...]]:
-        """What is fresh in `result`, next to the tensors in `given`, as `copy_fresh` says it; the
-        tensors themselves become the recorded outputs, kept alive."""
-        tensors = tree.tensors(result)
-        fresh = {id(t) for t in fresh_among(tensors, arguments)}
-        copies = tuple((place, t) for place, t in enumerate(tensors) if id(t) in fresh)
-        return result, copies, (0,) * len(copies)
 
 
 def _run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

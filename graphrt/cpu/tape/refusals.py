@@ -232,14 +232,6 @@ class HostReads:
         _thread.wrapped = _thread.are_constant = None
         guards.leave(self)
 
-    def pause(self) -> Callable[[], None]:
-        """Allow reads until the returned function is called."""
-        _thread.refusing = False
-        return self._resume
-
-    def _resume(self) -> None:
-        _thread.refusing = True
-
 
 @contextmanager
 def reads_allowed() -> Iterator[None]:
