@@ -158,10 +158,10 @@ def test_a_window_that_gives_other_logits_is_not_used(wrong, plain, monkeypatch,
 
     made, init = StepCache.mask, StepCache.__init__
 
-    def wrong_place(cache, memory, rows, length):
-        init(cache, memory, rows, length)
+    def wrong_place(cache, memory, rows, length, *more):
+        init(cache, memory, rows, length, *more)
         if memory.window is not None:
-            cache.layers[0]._at = length % (memory.window - 1)
+            cache.layers[0]._places = length % (memory.window - 1)
 
     if wrong == "mask":
         monkeypatch.setattr(StepCache, "mask", wrong_mask)
@@ -169,7 +169,7 @@ def test_a_window_that_gives_other_logits_is_not_used(wrong, plain, monkeypatch,
         monkeypatch.setattr(StepCache, "__init__", wrong_place)
     with caplog.at_level(logging.WARNING, "graphrt"):
         model = with_graphs(sliding_model("gemma2"), max_batch=2, max_len=LENGTH, strict=True)
-    assert "keeps all positions of sliding layers: " in caplog.text
+    assert "keeps all positions where it slides: " in caplog.text
     assert graphs_of(model).report().window is None
     tokens = random_tokens(2, 20)
     assert torch.equal(generate(model, tokens), generate(plain, tokens))

@@ -5,9 +5,9 @@
   search, cropping and all else that transformers does to its layers work on it.
 - Sliding layers may keep their window alone, as a ring in which a token overwrites the one that has
   left the window. Attention looks at all of it, in any order: the mask says which are padding.
-- `StepCache` has the same memory at full length, for one captured step of one token a row. Where
-  that token goes is in tensors, so one graph serves all positions. It is made anew in each run of
-  the forward and holds nothing.
+- `StepCache` has the same memory at full length, for one captured step of some tokens a row. Where
+  they go is in tensors, so one graph serves all positions. It is made anew in each run of the
+  forward and holds nothing.
 
 A `KeptCache` that leaves the memory takes its tensors along and is an ordinary `DynamicCache` from
 then on: when another sequence needs the memory, or when its own has no place for it (more rows, or
@@ -129,9 +129,9 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
     def get_seq_length(self) -> int:
         return self._seen
 
-    def stepped(self) -> None:
-        """A graph has written one position more."""
-        self._seen += 1
+    def stepped(self, tokens: int) -> None:
+        """A graph has written more positions."""
+        self._seen += tokens
 
     def take_along(self) -> None:
         """Copy keys and values into tensors of the layer's own."""
@@ -303,7 +303,7 @@ class KeptStates(LinearAttentionLayer):  # type: ignore[misc]
         self._residence.leave(_PAST)
         super().activate_past_recording()
 
-    def stepped(self) -> None:
+    def stepped(self, tokens: int) -> None:
         """A graph has advanced the states: nothing is counted here."""
 
     def take_along(self) -> None:
@@ -353,8 +353,8 @@ class KeptBoth(KeptStates, KeptLayer):
         KeptStates.crop(self, tokens_to_remove)
         KeptLayer.crop(self, tokens_to_remove)
 
-    def stepped(self) -> None:
-        KeptLayer.stepped(self)
+    def stepped(self, tokens: int) -> None:
+        KeptLayer.stepped(self, tokens)
 
     def take_along(self) -> None:
         KeptStates.take_along(self)
@@ -401,10 +401,10 @@ class KeptCache(DynamicCache):  # type: ignore[misc]
         """How many tokens it holds; 0 in a model without keys."""
         return 0 if self.counted is None else self.counted.get_seq_length()
 
-    def stepped(self) -> None:
-        """A graph has written one token of each row."""
+    def stepped(self, tokens: int) -> None:
+        """A graph has written tokens of each row."""
         for layer in self.layers:
-            layer.stepped()
+            layer.stepped(tokens)
 
     def detach(self) -> None:
         """Leave the memory, with the tensors."""
@@ -460,8 +460,8 @@ class KeptPair(EncoderDecoderCache):  # type: ignore[misc]
     def counted(self) -> KeptLayer | None:
         return self.self_attention_cache.counted
 
-    def stepped(self) -> None:
-        self.self_attention_cache.stepped()
+    def stepped(self, tokens: int) -> None:
+        self.self_attention_cache.stepped(tokens)
 
     def detach(self) -> None:
         self.self_attention_cache.detach()
@@ -501,15 +501,15 @@ def _kept(memory: LayerMemory, residence: Residence) -> Any:
 
 
 class StepLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of all positions, for a step that writes one token of each row."""
+    """Keys and values of all positions, for a step that writes some tokens of each row."""
 
     is_compileable = True
 
     def __init__(
-        self, memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor, at: torch.Tensor
+        self, memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor, places: torch.Tensor
     ) -> None:
-        """`at` is the place of the token in the memory."""
-        self._memory, self._rows, self._length, self._at = memory, rows, length, at
+        """`places` `(tokens,)` are those of the tokens in the memory."""
+        self._memory, self._rows, self._length, self._places = memory, rows, length, places
         super().__init__()
         self.keys = first_rows(memory.keys, rows.shape[0]).transpose(1, 2)
         self.values = first_rows(memory.values, rows.shape[0]).transpose(1, 2)
@@ -526,7 +526,7 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
             (self._memory.keys, key_states),
             (self._memory.values, value_states),
         ):
-            write(memory, self._rows, self._at, states.transpose(1, 2).squeeze(1))
+            write(memory, self._rows, self._places, states.transpose(1, 2))
         return self.keys, self.values
 
     @property
@@ -590,16 +590,33 @@ class StepBoth(StepStates, StepLayer):
         raise AssertionError("its memory is there")
 
 
+class _Offset:
+    """Where the tokens of a step begin: behind others. transformers asks on the host whether that
+    is 0, as it is in a prompt, which a number in a tensor would wait for."""
+
+    def __init__(self, length: torch.Tensor) -> None:
+        self._length = length
+
+    def __radd__(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens + self._length
+
+
 class StepCache(Cache):  # type: ignore[misc]
     """The memory of the rows `(size,)` at full length, as `length` `(1,)` says how much is used."""
 
-    def __init__(self, memory: Memory, rows: torch.Tensor, length: torch.Tensor) -> None:
-        at = length if memory.window is None else length % memory.window
-        super().__init__(layers=[_step(each, rows, length, at) for each in memory.layers])
-        self._memory, self._rows, self._length = memory, rows, length
+    def __init__(
+        self, memory: Memory, rows: torch.Tensor, length: torch.Tensor, tokens: int = 1
+    ) -> None:
+        """A ring takes one of the `tokens` of a step."""
+        places = length + torch.arange(tokens, device=length.device) if tokens > 1 else length
+        ring = None if memory.window is None else length % memory.window
+        super().__init__(layers=[_step(each, rows, length, places, ring) for each in memory.layers])
+        self._memory, self._rows, self._length, self._tokens = memory, rows, length, tokens
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         memory = self._memory
+        if self._tokens > 1 and not torch.compiler.is_compiling():
+            return _Offset(self._length)
         if memory.window is not None and self.is_sliding[layer_idx]:
             # The last column: a step looks at all of the ring.
             return memory.length + memory.window - 1
@@ -662,10 +679,18 @@ class CrossCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[CrossLayer(layer, size) for layer in memory.layers])
 
 
-def _step(memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor, at: torch.Tensor) -> Any:
+def _step(
+    memory: LayerMemory,
+    rows: torch.Tensor,
+    length: torch.Tensor,
+    places: torch.Tensor,
+    ring: torch.Tensor | None,
+) -> Any:
     count = max(len(memory.conv), len(memory.recurrent))
     if memory.has_keys and count:
         return StepBoth(memory, rows, length, count)
     if memory.has_keys:
-        return StepLayer(memory, rows, length, length if memory.window is None else at)
+        if ring is not None and memory.window is not None:
+            places = ring
+        return StepLayer(memory, rows, length, places)
     return StepStates(memory, rows, max(count, 1))

@@ -44,7 +44,8 @@ def with_graphs(
     included, are served; their cache is allocated here. `sizes` are the row counts that have graphs
     (1, 2, 4, ... `max_batch`); between them rows are padded. Beside an encoder of text its inputs
     may have `max_encoder_len` tokens (`max_len`). Texts of encoders are padded to 16, 32, 64, ...
-    `max_len` tokens. What is not served runs as before, and
+    `max_len` tokens. A number of proposed tokens in the model's `generation_config` captures steps
+    that check them. What is not served runs as before, and
     `graphs_of(model).report()` says why. So does a model that cannot be captured: `strict` raises
     its error. Without `capture`, `graphs_of(model).recapture()` captures later.
 

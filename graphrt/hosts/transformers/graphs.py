@@ -71,16 +71,16 @@ class ModelGraphs(Seam):
                 max_len=self.max_len,
                 **self._arguments,
             )
-            window = self._signature.window(self.max_len)
+            window, checked = self._signature.window(self.max_len), self._signature.checked()
             try:
-                self.steps = make(window=window)
+                self.steps = make(window=window, checked=checked)
             except Exception as error:
                 # A model may make its masks in a way of its own.
-                if window is None:
+                if window is None and not checked:
                     raise
-                name = type(self.model).__name__
-                logger.warning("%s keeps all positions of sliding layers: %s", name, error)
-                self.steps = make(window=None)
+                what = "checks tokens eagerly" if checked else "keeps all positions where it slides"
+                logger.warning("%s %s: %s", type(self.model).__name__, what, error)
+                self.steps = make(window=None, checked=0)
 
     def _release(self) -> None:
         self._take_over(None)
@@ -175,15 +175,18 @@ class ModelGraphs(Seam):
         signature, counts = self._signature, self._counts
         call = signature.named(args, kwargs)
         cache, tokens = call.get(signature.cache), call.get(signature.tokens)
-        is_step = isinstance(tokens, torch.Tensor) and tokens.dim() == 2 and tokens.shape[1] == 1
+        has_rows = isinstance(tokens, torch.Tensor) and tokens.dim() == 2
+        count = tokens.shape[1] if tokens is not None and has_rows else 0
+        is_step = count == 1
         if not isinstance(cache, Kept):
             self._note_foreign(cache, is_step)
             return self._forward(*args, **kwargs)
         with self._using:
             steps = self.steps
-            if is_step:
+            may_be_served = is_step or self._is_check(count, cache)
+            if may_be_served:
                 self._look_unless_generating()
-            reason = self._why_eager(call, cache, is_step)
+            reason = self._why_eager(call, cache, may_be_served)
             if reason is None and steps is not None:
                 logits, dispatch = steps.replay(call, cache)
                 if dispatch is None or dispatch.reason is Reason.HIT:
@@ -197,9 +200,17 @@ class ModelGraphs(Seam):
                 counts.prompts += 1
             return self._forward(*args, **kwargs)
 
-    def _why_eager(self, call: Mapping[str, Any], cache: Any, is_step: bool) -> str | None:
+    def _is_check(self, count: int, cache: Any) -> bool:
+        """Whether there are graphs for several tokens of one row, behind others."""
+        steps = self.steps
+        if steps is None or not 1 < count <= steps.checked or cache.rows != 1:
+            return False
+        # The graph writes as many as it has been captured for.
+        return bool(0 < cache.seen <= self.max_len - steps.checked)
+
+    def _why_eager(self, call: Mapping[str, Any], cache: Any, may_be_served: bool) -> str | None:
         """Why a forward with a cache of ours is no step of a graph; None if it is one."""
-        if not is_step:
+        if not may_be_served:
             return "more than one token a row"
         reason = self._why_other_cache(call, cache) or self._why_other_model()
         if reason is not None:
@@ -223,14 +234,15 @@ class ModelGraphs(Seam):
 
     def _why_other_inputs(self, call: Mapping[str, Any], cache: Any) -> str | None:
         signature, rows = self._signature, cache.rows
+        count = call[signature.tokens].shape[1]
         mask = None if signature.mask is None else call.get(signature.mask)
-        expected = None if cache.counted is None else (rows, cache.seen + 1)
+        expected = None if cache.counted is None else (rows, cache.seen + count)
         if mask is not None and tuple(mask.shape) != expected:
-            return f"{signature.mask}= is not of the shape (rows, tokens so far and this one)"
+            return f"{signature.mask}= is not of the shape (rows, tokens so far and these)"
         if signature.positions is not None:
             positions = call.get(signature.positions)
-            if positions is None or tuple(positions.shape) not in ((rows, 1), (1, 1)):
-                return f"{signature.positions}= of the shape (rows, 1) was not passed"
+            if positions is None or tuple(positions.shape) not in ((rows, count), (1, count)):
+                return f"{signature.positions}= of the shape (rows, {count}) was not passed"
         for name in (signature.tokens, signature.positions):
             value = None if name is None else call.get(name)
             if value is not None and value.dtype != torch.int64:
@@ -241,7 +253,7 @@ class ModelGraphs(Seam):
         for name, value in call.items():
             if name in self._signature.served or value is None or value is False:
                 continue
-            if name != "logits_to_keep" or not isinstance(value, int) or value > 1:
+            if name != "logits_to_keep" or not isinstance(value, int):
                 return f"{name}= was passed"
         if self.steps is not None and not self.steps.serves_encoder(call, cache):
             return "the encoder's inputs have another length than graphs were captured for"

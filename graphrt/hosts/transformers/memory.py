@@ -91,26 +91,26 @@ def first_rows(memory: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def write(
-    memory: torch.Tensor, rows: torch.Tensor, length: torch.Tensor | None, states: torch.Tensor
+    memory: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None, states: torch.Tensor
 ) -> None:
-    """Write one state of each row, at the position `length` if there are positions.
+    """Write states of each row, at the places `(tokens,)` if there are places.
 
     Compiled code calls an operator: graphrt sees which rows an operator writes and saves these
     alone, but sees no write inside of Inductor's kernels.
     """
     if torch.compiler.is_compiling():
-        _kept_write(memory, rows, length, states)
+        _kept_write(memory, rows, places, states)
     else:
-        _write(memory, rows, length, states)
+        _write(memory, rows, places, states)
 
 
 def _write(
-    memory: torch.Tensor, rows: torch.Tensor, length: torch.Tensor | None, states: torch.Tensor
+    memory: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None, states: torch.Tensor
 ) -> None:
-    if length is None:
+    if places is None:
         memory.index_copy_(0, rows, states)
     else:
-        memory.index_put_((rows, length), states)
+        memory.index_put_((rows[:, None], places), states)
 
 
 _kept_write = opaque("graphrt_transformers::write", mutates=["memory"])(_write)

@@ -61,18 +61,27 @@ class Signature:
     def _known(self, name: str) -> str | None:
         return name if name in self.names else None
 
+    def checked(self) -> int:
+        """How many tokens a step of assisted generation checks at most, if the model's own
+        generation_config says so: the next one, and those that an assistant has proposed. 0: it
+        does not."""
+        config = self.model.generation_config
+        proposed = max(config.prompt_lookup_num_tokens or 0, config.num_assistant_tokens or 0)
+        return proposed + 1 if proposed and not self.has_encoder else 0
+
     def window(self, length: int) -> int | None:
         """How many positions sliding layers keep of sequences of this many tokens; None: all.
 
         A ring cannot give back what it has overwritten, so assisted generation leaves it. That is
-        paid where it halves the memory of a layer at least. A ring also needs the mask of padding.
-        Chunks begin at a token of each row's own, which no ring has; decoders beside an encoder
-        have few tokens.
+        paid where it halves the memory of a layer at least, and no `checked()` speaks of that.
+
+        A ring also needs the mask of padding. Chunks begin at a token of each row's own, which no
+        ring has; decoders beside an encoder have few tokens.
         """
         config = self.model.config.get_text_config(decoder=True)
         window: int | None = getattr(config, "sliding_window", None)
         chunked = getattr(config, "attention_chunk_size", None) is not None
-        if window is None or chunked or self.mask is None or self.has_encoder:
+        if window is None or chunked or self.mask is None or self.has_encoder or self.checked():
             return None
         return window if 1 < window <= length // 2 else None
 

@@ -3,7 +3,8 @@
 1. A short eager run shows what the model keeps of its past; `Memory` has that for `max_batch` rows
    of `max_len` tokens, or of a `window` of them where layers slide.
 2. A step of one token a row is captured for each size. Its cache is made of views of the memory in
-   each run; which rows and which position it writes are inputs.
+   each run; which rows and which position it writes are inputs. So is a step of one row's `checked`
+   tokens, for assisted generation; fewer are padded, and the next step overwrites the padding.
 3. graphrt tries the graphs on a sequence (`Host(example=)`), and `_compare` compares some steps
    with transformers' own cache and masks: that is what graphrt cannot know.
 """
@@ -11,10 +12,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers.cache_utils import EncoderDecoderCache
 
 import graphrt
@@ -24,6 +27,7 @@ from graphrt import (
     Dispatch,
     Example,
     GraphOptions,
+    GraphPool,
     GraphRunner,
     Host,
     InputSpec,
@@ -53,6 +57,7 @@ class StepGraphs:
         max_len: int,
         max_encoder_len: int,
         window: int | None,
+        checked: int,
         sizes: Sequence[int],
         options: GraphOptions,
         compile: CompileOptions | None,
@@ -81,31 +86,43 @@ class StepGraphs:
         self._batches = [Batch(max(rows, 1)) for rows in range(max_batch + 1)]
         self._takes_positions = signature.positions is not None
         states = None if encoded is None else encoded.outputs[0]
-        step = _Step(signature, forward, self.memory, self.cross, states)
-        if compile is not None:
-            batched = [name for name in self._inputs() if name != "length"]
-            graphrt.compile(step, dynamic_dims=batched, options=compile)
-        self.runner: GraphRunner[torch.Tensor] = GraphRunner(
-            step,
-            inputs=self._inputs(),
-            outputs=("tokens", 1, probe.logits.shape[-1]),
-            mode="FULL",
-            sizes=sizes,
-            host=Host(example=self._example),
-            options=options,
-            platform=device.type,
-            device=device,
-        )
+        has_states = any(layer.states() for layer in self.memory.layers)
+        has_room = _PROMPT + checked <= max_len
+        self.checked = checked if self.memory.has_keys and has_room and not has_states else 0
+        self._pool = GraphPool(device.type, device=device)
+        # By the number of tokens of a row.
+        self._runners: dict[int, GraphRunner[torch.Tensor]] = {}
         try:
+            for count in (1, self.checked) if self.checked else (1,):
+                step = _Step(signature, forward, self.memory, self.cross, states, count)
+                inputs = self._inputs(count)
+                if compile is not None:
+                    batched = [name for name in inputs if name != "length"]
+                    graphrt.compile(step, dynamic_dims=batched, options=compile)
+                self._runners[count] = GraphRunner(
+                    step,
+                    inputs=inputs,
+                    outputs=("tokens", count, probe.logits.shape[-1]),
+                    mode="FULL",
+                    sizes=sizes if count == 1 else [1],
+                    host=Host(example=partial(self._example, count)),
+                    options=options,
+                    pool=self._pool,
+                )
             self._capture(tokens, encoded)
         except BaseException:
-            self.runner.close()
+            self.close()
             raise
 
-    def _inputs(self) -> dict[str, InputSpec]:
-        inputs = {"tokens": InputSpec(torch.int64, ("tokens", 1))}
+    @property
+    def runner(self) -> GraphRunner[torch.Tensor]:
+        """The graphs of one token a row."""
+        return self._runners[1]
+
+    def _inputs(self, count: int) -> dict[str, InputSpec]:
+        inputs = {"tokens": InputSpec(torch.int64, ("tokens", count))}
         if self.signature.positions is not None:
-            inputs["positions"] = InputSpec(torch.int64, ("tokens", 1))
+            inputs["positions"] = InputSpec(torch.int64, ("tokens", count))
         # Padding writes the memory's last row, which is nobody's.
         inputs["rows"] = InputSpec(torch.int64, ("tokens",), pad=self._max_batch, index=True)
         inputs["length"] = InputSpec(torch.int64, (1,))
@@ -120,8 +137,9 @@ class StepGraphs:
         cache = self.new_cache()
         self._run(tokens, mask, encoded, cache)
         seen = torch.cat([mask, mask[:, -1:]], 1)
-        self._set_masks(cache, seen, None if encoded is None else encoded.mask)
-        self.runner.capture()
+        self._set_masks(cache, 1, seen, None if encoded is None else encoded.mask)
+        for runner in self._runners.values():
+            runner.capture()
         lengths: list[int | None] = [None if encoded is None else encoded.length]
         if self.signature.masks_encoder and self.cross is not None:
             lengths.append(self.cross.length)
@@ -130,23 +148,30 @@ class StepGraphs:
                 self._compare(tokens[:rows], mask[:rows], length)
         if self.memory.window is not None:
             self._compare_past(self.memory.window, lengths[0])
+        if self.checked:
+            self._compare(tokens[:1], mask[:1], None, [max(self.checked - 1, 2)])
         self.clear()
 
     def _compare_past(self, window: int, length: int | None) -> None:
         """Compare steps that overwrite the first positions of a window, whose padding they see."""
         prompt = self._random_tokens(1, window + 2)
         mask = torch.ones_like(prompt)
-        mask[:, :5] = 0
+        mask[:, : min(5, window + 1)] = 0
         self._compare(prompt, mask, length)
 
-    def _example(self, batch: Batch, generator: torch.Generator) -> Example:
-        rows, seen = batch.num_tokens, _PROMPT
-        tokens = torch.randint(self._vocabulary, (rows, 1), generator=generator, device="cpu")
-        return Example(
-            self._values(tokens, torch.full((rows, 1), seen, dtype=torch.int64, device="cpu"), seen)
-        )
+    def _example(self, count: int, batch: Batch, generator: torch.Generator) -> Example:
+        shape = batch.num_tokens, count
+        tokens = torch.randint(self._vocabulary, shape, generator=generator, device="cpu")
+        positions = torch.arange(_PROMPT, _PROMPT + count, device="cpu").expand(shape)
+        return Example(self._values(tokens, positions, _PROMPT))
 
-    def _compare(self, prompt: torch.Tensor, mask: torch.Tensor, length: int | None) -> None:
+    def _compare(
+        self,
+        prompt: torch.Tensor,
+        mask: torch.Tensor,
+        length: int | None,
+        counts: Sequence[int] = (1, 1),
+    ) -> None:
         """Raise `VerificationError` unless steps of graphs give what transformers' own give."""
         self.clear()
         ours, theirs = self.new_cache(), self.signature.new_cache()
@@ -155,12 +180,13 @@ class StepGraphs:
             encoded = self.signature.encode(len(prompt), length, prompt)
         for cache in (ours, theirs):
             self._run(prompt, mask, encoded, cache)
-        for at in range(2):
-            mask = torch.cat([mask, mask.new_ones((len(prompt), 1))], 1)
-            tokens = prompt[:, at : at + 1]
+        for tokens in torch.split(self._random_tokens(len(prompt), sum(counts)), [*counts], 1):
+            mask = torch.cat([mask, torch.ones_like(tokens)], 1)
             # `generate` passes no mask to steps of models of states alone.
             masked = self.memory.has_keys
             call = self.signature.call(tokens, mask, encoded, theirs, masked=masked)
+            if "logits_to_keep" in call:
+                call["logits_to_keep"] = tokens.shape[1]
             got, expected = self.replay(call, ours)[0], self._forward(**call).logits
             apart = float((got - expected).float().norm() / expected.float().norm())
             if not apart <= CLOSE.get(expected.dtype, 1e-2):
@@ -220,14 +246,21 @@ class StepGraphs:
     def replay(self, call: Mapping[str, Any], cache: Any) -> tuple[torch.Tensor, Dispatch | None]:
         """Run one step by a graph; returns its logits, and how it was dispatched."""
         signature, tokens = self.signature, call[self.signature.tokens]
+        count = tokens.shape[1]
         mask = None if signature.mask is None else call.get(signature.mask)
         encoder_mask = call.get("attention_mask") if signature.masks_encoder else None
-        self._set_masks(cache, mask, encoder_mask)
+        self._set_masks(cache, count, mask, encoder_mask)
         positions = None if signature.positions is None else call.get(signature.positions)
+        captured = 1 if count == 1 else self.checked
+        runner, more = self._runners[captured], captured - count
+        if more:
+            tokens = pad(tokens, (0, more))
+            positions = None if positions is None else pad(positions, (0, more))
         values = self._values(tokens, positions, cache.seen)
-        logits = self.runner(self._batches[tokens.shape[0]], **values).clone()
-        cache.stepped()
-        return logits, self.runner.last_dispatch
+        logits = runner(self._batches[tokens.shape[0]], **values)[:, :count]
+        cache.stepped(count)
+        keep = call.get("logits_to_keep") or 0
+        return logits[:, -keep:].clone(), runner.last_dispatch
 
     def output(self, call: Mapping[str, Any], logits: torch.Tensor, cache: Any) -> Any:
         """The output of a step, as the model's forward returns it."""
@@ -237,13 +270,15 @@ class StepGraphs:
         return self._output(logits=logits, **{self.signature.cache: cache}, **more)
 
     def close(self) -> None:
-        self.runner.close()
+        for runner in self._runners.values():
+            runner.close()
+        self._pool.close()
 
     def _set_masks(
-        self, cache: Any, mask: torch.Tensor | None, encoder_mask: torch.Tensor | None
+        self, cache: Any, more: int, mask: torch.Tensor | None, encoder_mask: torch.Tensor | None
     ) -> None:
         if self.memory.has_keys and self.signature.mask is not None:
-            self.memory.set_mask(cache.rows, cache.seen + 1, mask)
+            self.memory.set_mask(cache.rows, cache.seen + more, mask)
         if self.cross is not None and self.signature.masks_encoder:
             length = cache.cross_attention_cache.seen
             self.cross.set_mask(cache.rows, length, encoder_mask)
@@ -258,12 +293,12 @@ class StepGraphs:
             "length": self._hosts_length[seen : seen + 1],
         }
         if positions is not None and self._takes_positions:
-            values["positions"] = positions.expand(rows, 1)
+            values["positions"] = positions.expand(rows, -1)
         return values
 
 
 class _Step(nn.Module):
-    """The forward that is captured: one token a row `(size, 1)` to logits `(size, 1, vocabulary)`.
+    """The forward that is captured: tokens `(size, tokens)` to logits `(size, tokens, vocabulary)`.
 
     It holds what a step needs and no more, because graphrt looks through all of it. It is a module,
     because Inductor's kernels are seen to read the weights of a module alone.
@@ -276,13 +311,14 @@ class _Step(nn.Module):
         memory: Memory,
         cross: Memory | None,
         encoder_states: torch.Tensor | None,
+        count: int,
     ) -> None:
         super().__init__()
         self.training = False
         self.model = signature.model
         # The model's own: `with_graphs` has another one in its place.
         self._forward = forward
-        self._memory, self._cross = memory, cross
+        self._memory, self._cross, self._count = memory, cross, count
         self._names = signature.tokens, signature.positions, signature.cache
         self._mask_name = signature.mask if memory.has_keys else None
         self._masks_encoder = signature.masks_encoder
@@ -290,7 +326,7 @@ class _Step(nn.Module):
         self._config = signature.model.config.get_text_config(decoder=True)
         self._more: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if "logits_to_keep" in signature.names:
-            self._more["logits_to_keep"] = 1
+            self._more["logits_to_keep"] = count
         if encoder_states is not None:
             # Nobody reads the values: what steps need of them is in the cross-attention's cache.
             self._no_states = encoder_states.new_zeros((1, 1, encoder_states.shape[-1]))
@@ -304,7 +340,7 @@ class _Step(nn.Module):
     ) -> torch.Tensor:
         memory, cross, size = self._memory, self._cross, rows.shape[0]
         tokens_name, positions_name, cache_name = self._names
-        kept = StepCache(memory, rows, length)
+        kept = StepCache(memory, rows, length, self._count)
         call = {**self._more, tokens_name: tokens, cache_name: kept}
         if positions is not None and positions_name is not None:
             call[positions_name] = positions
