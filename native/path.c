@@ -160,7 +160,9 @@ static PyObject *path_call(PyObject *callable, PyObject *const *args, size_t fla
     Path *self = (Path *)callable;
     if (PyVectorcall_NARGS(flags) == ARGUMENTS && names == NULL &&
         args[AGREED] == Py_None && args[UPDATES] == Py_None &&
-        PySet_GET_SIZE(self->of[UNDER_WAY]) == 0) {
+        PySet_GET_SIZE(self->of[UNDER_WAY]) == 0 &&
+        /* A forked child must not ask the device of its parent, whose pools are taken in it. */
+        in_slot(self->of[POOL], self->pool_owner) == Py_None) {
         int here = is_here(self);
         if (here < 0) return NULL;
         /* First, so that nothing is looked up that may go: see in_turn. From the look to the store

@@ -229,7 +229,7 @@ def test_a_sealed_runner_serves_under_other_settings_what_the_module_itself_give
     run.capture()
     x = rows(1)
     expected = run(Batch(4, 4, 1), x=x).clone()
-    with around(), pytest.warns(GraphQuarantinedWarning, match="as long as it is not"):
+    with around(), pytest.warns(GraphQuarantinedWarning, match="a setting is not what it was"):
         assert torch.equal(run(Batch(4, 4, 1), x=x), expected)
     assert run.last_dispatch is not None
     assert run.last_dispatch.reason is graphrt.Reason.SETTINGS_CHANGED

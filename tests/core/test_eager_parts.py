@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from graphrt import AttentionSupport, GraphOptions, GraphRunner, InputSpec, eager_break
-from graphrt.core.base.errors import BakedScalarError, CaptureError, CaptureSyncError, SideDoorError
+from graphrt import GraphOptions, GraphRunner, InputSpec, eager_break
+from graphrt.core.base.errors import BakedScalarError, CaptureError, SideDoorError
 from graphrt.core.capture.recorder import Bridges
 
 
@@ -30,27 +30,6 @@ def captured(forward: Callable[..., Any], mode: str = "PIECEWISE", **more: Any) 
     )
     made.capture()
     return made
-
-
-@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
-def test_a_part_that_is_marked_already_is_told_the_mode_and_not_the_mark(mode):
-    @eager_break
-    def summed(x):
-        return x * x.sum().item()
-
-    def forward(x):
-        return summed(x + 1) * 2
-
-    with pytest.raises(CaptureSyncError) as caught:
-        captured(forward, mode)
-    advice, name = str(caught.value), summed.__qualname__
-    assert "mark the function" not in advice and f"capture {name}, which is marked" in advice
-    assert 'mode="PIECEWISE", or attention=AttentionSupport.NEVER' in advice
-    assert caught.value.advice in advice
-    captured(forward, "PIECEWISE")
-    captured(forward, "FULL_AND_PIECEWISE", attention=AttentionSupport.NEVER)
-    with pytest.raises(CaptureSyncError, match="mark the function around it @eager_break"):
-        captured(lambda x: x * x.sum().item(), mode)
 
 
 def runner(value: Callable[[], Any]) -> GraphRunner:

@@ -104,61 +104,6 @@ def test_a_mask_of_booleans_is_a_where(mode, outputs):
 # Inputs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "given", [(4, 4), (2, 4), (3, 5), (3,), (12,), (3, 4, 1)], ids=lambda shape: str(shape)
-)
-def test_a_wrong_shape_is_told_what_is_wrong_with_it(given):
-    run = captured()
-    x, batch = torch.ones(given), Batch(3, 3, 1)
-    advice = advice_of(run, batch, x=x)
-    if advice.startswith("x.narrow"):
-        x = eval(advice.partition(":")[0], {"x": x})
-    elif advice.startswith("Batch"):
-        batch = eval(advice.partition(",")[0], {"Batch": Batch})
-    elif advice.startswith("x.reshape") and x.numel() == 12:
-        x = eval(advice.partition(" where")[0], {"x": x, "tokens": 3})
-    else:
-        assert "InputSpec(torch.float32, shape=...) of that shape" in advice
-        spec = InputSpec(torch.float32, ("tokens", *given[1:]))
-        run = captured(inputs={"x": spec}, outputs=("tokens", *given[1:]))
-        batch = Batch(given[0])
-    assert torch.equal(run(batch, x=x), x + 1)
-    if given[1:] != (4,):
-        assert "live rows" not in advice
-
-
-@pytest.mark.parametrize("names", [("xs",), ("x", "y"), ("X",), ("hidden",), ()])
-def test_a_step_with_other_inputs_is_told_their_names(names):
-    run = captured()
-    advice = advice_of(run.step, Batch(3), {name: rows(3) for name in names})
-    expected = {
-        ("xs",): "pass it as x= in place of xs=",
-        ("X",): "pass it as x= in place of X=",
-        ("hidden",): "pass it as x= in place of hidden=",
-        ("x", "y"): "leave y= out: only what inputs= declares is passed",
-        (): "pass x= too",
-    }
-    assert advice == expected[names]
-
-
-@pytest.mark.parametrize(
-    ("forward", "names", "advice"),
-    [
-        (lambda input_ids: input_ids + 1, ("inputs_ids",), "name it 'input_ids' in place of"),
-        (lambda input: input + 1, ("x",), "name it 'input' in place of 'x'"),
-        (lambda x: x + 1, ("x", "positions"), "leave 'positions' out of inputs="),
-        (lambda x, scale: x * scale, ("x",), "functools.partial(forward, scale=...)"),
-        (lambda *given: given[0] + 1, ("x",), "a forward that takes x by name, not by position"),
-    ],
-)
-def test_an_input_that_the_forward_does_not_take_is_named(forward, names, advice):
-    inputs = dict.fromkeys(names, X)
-    assert advice in advice_of(runner, forward, inputs=inputs)
-    module = torch.nn.Module()
-    module.forward = forward
-    assert advice in advice_of(runner, module, inputs=inputs)
-
-
 def test_advice_about_a_forwards_arguments_works():
     forward = lambda x, scale: x * scale  # noqa: E731
     assert "partial" in advice_of(runner, forward)
@@ -221,18 +166,6 @@ def test_a_typo_of_an_axis_is_mended(typo, meant):
     assert advice_of(runner, outputs=(typo, 4)) == f'"{meant}"'
     assert advice_of(HostArg, typo) == f'"{meant}"'
     assert InputSpec(torch.float32, (meant, 4)).sizes(2, 2)[1:] == (4,)
-
-
-@pytest.mark.parametrize(
-    "value", [torch.ones(3, 4).to_sparse(), torch.ones(3, 4, device="meta")], ids=["sparse", "meta"]
-)
-def test_tensors_without_rows_are_told_how_to_have_some(value):
-    run = captured()
-    advice = advice_of(run, x=value)
-    made = eval(
-        advice.partition(", say")[0].rpartition("values: ")[2], {"x": value, "torch": torch}
-    )
-    assert run(x=made).shape == (3, 4)
 
 
 # Hooks ------------------------------------------------------------------------------------------

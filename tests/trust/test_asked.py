@@ -70,7 +70,7 @@ def test_strictly_it_is_an_error_whose_advice_works():
     x = torch.ones(4, WIDTH)
     with torch.no_grad():
         runner(x=x)
-    with pytest.raises(VerificationError, match=r"run steps under torch.no_grad\(\)"):
+    with pytest.raises(VerificationError, match=r"gradients: step under torch.no_grad\(\)"):
         runner(x=x)
     with torch.no_grad():
         assert (runner(x=x) == 3).all()

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing.util import Finalize
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from graphrt.compile.cache.key.versions import cpu_features
+from graphrt.compile.locks import process_lock
 from graphrt.compile.private_torch.inductor import compiler_directory
 from graphrt.compile.private_torch.patches import (
     Load,
@@ -32,7 +32,7 @@ from graphrt.compile.private_torch.patches import (
     sizes_of_floats,
 )
 
-_lock = threading.RLock()
+_lock = process_lock()
 _directories: dict[int, str] = {}
 """By the number of a process: a forked one makes its own."""
 

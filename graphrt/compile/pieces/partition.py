@@ -13,6 +13,7 @@ import torch
 
 from graphrt.compile.backend.choice import backend_for
 from graphrt.compile.errors import CompileError
+from graphrt.compile.locks import process_lock
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.wrapping import Wrapping, is_fixed
 from graphrt.compile.private_torch.patches import (
@@ -29,7 +30,7 @@ from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.entry import advice_for_another
 
 # What Inductor calls for each of its partitions is process-wide.
-_lock = threading.RLock()
+_lock = process_lock()
 _ALIGNMENT = 16
 """Bytes; Inductor's kernels rely on it."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import linecache
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 from torch import fx
 
 from graphrt.compile.errors import TraceError
+from graphrt.compile.locks import process_lock
 from graphrt.compile.private_torch.guards import GuardFilter, Guards, all_guarded, names_read
 from graphrt.compile.private_torch.traces import (
     errors_told_once,
@@ -33,7 +33,7 @@ from graphrt.compile.trace.user_lines import explained
 from graphrt.core.base.errors import GraphRTError
 
 # Dynamo's hooks for bytecode are process-wide; a trace is rare enough to take turns.
-_lock = threading.RLock()
+_lock = process_lock()
 _traces = 0
 
 

@@ -1,0 +1,14 @@
+"""Locks of the compiler, which is one for a process."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+
+def process_lock() -> threading.RLock:
+    """A lock that is free in a forked child, whoever of the parent's threads held it."""
+    lock = threading.RLock()
+    if hasattr(os, "register_at_fork"):  # nothing forks on Windows
+        os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
+    return lock
