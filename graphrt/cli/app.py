@@ -298,8 +298,8 @@ def _sizes(text: str | None) -> list[int] | None:
     """`1,2,4`, with or without brackets; errors are those of the plan's `sizes`."""
     if text is None:
         return None
-    from graphrt.core.base.settings import read_settings
     from graphrt.core.plan.sizes import check_sizes
+    from graphrt.demo.settings import read_settings
 
     bare = text.strip().removeprefix("[").removesuffix("]")
     sizes: Any = read_settings([f"sizes=[{bare}]"])["sizes"]

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphrt.core.base.errors import CheckpointError
+from graphrt.core.base.files import read_bounded
 from graphrt.core.base.option_values import shown
-from graphrt.core.base.settings import read_bounded
 from graphrt.demo.layer import DecoderConfig
 from graphrt.demo.model import tensor_shapes
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any, cast
 
-from graphrt.core.base.option_values import check_keys
-from graphrt.core.base.settings import read_settings
+from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.option_values import check_keys, shown
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.plan.plan import PlanArguments
 
@@ -25,3 +26,25 @@ def runner_settings(settings: Iterable[str]) -> tuple[PlanArguments, GraphOption
     arguments: dict[str, Any] = {name: values.pop(name) for name in WRITTEN if name in values}
     check_keys(values, GraphOptions, like=WRITTEN)
     return cast(PlanArguments, arguments), GraphOptions.from_dict(values)
+
+
+def read_settings(settings: Iterable[str]) -> dict[str, object]:
+    """Names and values of "key=value" settings, such as `-c` gives; later ones win.
+
+    A value is JSON if it parses as such, else a string. Raises `InvalidOptionError`.
+    """
+    found: dict[str, object] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key.strip():
+            raise InvalidOptionError(
+                "a setting needs a key and a value",
+                got=shown(setting),
+                expected="key=value",
+                advice="mode=FULL, sizes=[1,2,4] or outputs=clone",
+            )
+        try:
+            found[key.strip()] = json.loads(text)
+        except (ValueError, RecursionError):
+            found[key.strip()] = text.strip()
+    return found

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from graphrt.core.base.errors import InvalidOptionError
+from graphrt.core.base.files import read_bounded
 from graphrt.core.base.option_values import shown
-from graphrt.core.base.settings import read_bounded
 from graphrt.core.runner.report import FORMAT, RunnerReport
 
 MOST_BYTES = 1 << 30

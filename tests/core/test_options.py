@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from graphrt.compile import options as compile_options
 from graphrt.compile.options import CompileOptions
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.settings import read_settings
 from graphrt.core.capture import options as module
 from graphrt.core.capture.options import GraphOptions
-from graphrt.demo.settings import runner_settings
+from graphrt.demo.settings import read_settings, runner_settings
 
 WORD = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
 OPERATORS = st.lists(

@@ -20,9 +20,9 @@ from graphrt.core.base.errors import (
     InvalidSizesError,
     PlanFileError,
 )
-from graphrt.core.base.settings import read_settings
 from graphrt.core.plan import saved
 from graphrt.core.plan.budget import Budget
+from graphrt.demo.settings import read_settings
 
 LONG = 10**12
 BEYOND = 10**30

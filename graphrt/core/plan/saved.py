@@ -22,8 +22,8 @@ import torch
 from graphrt._version import __version__
 from graphrt.core.base._warnings import PlanChangedWarning, warn_caller
 from graphrt.core.base.errors import InvalidOptionError, PlanFileError
+from graphrt.core.base.files import read_bounded
 from graphrt.core.base.option_values import shown
-from graphrt.core.base.settings import read_bounded
 from graphrt.core.batch.modes import PieceProvider
 from graphrt.core.plan.budget import Budget, GraphCost
 from graphrt.core.plan.resolution import SavedFacts

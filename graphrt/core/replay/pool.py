@@ -127,11 +127,13 @@ OnCapture = Callable[[Any, BatchDescriptor], object]
 # Process-wide because a fork is.
 _LEFT_BEHIND = LeftBehind("the parent of this process")
 _pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()
+_left_behind: list[GraphPool] = []
 
 
 def _in_child() -> None:
-    for pool in _pools:
-        pool.owner, pool.elsewhere = _LEFT_BEHIND, None
+    _left_behind.extend(_pools)
+    for pool in _left_behind:
+        pool.owner = _LEFT_BEHIND
 
 
 if hasattr(os, "register_at_fork"):  # nothing forks on Windows
@@ -360,7 +362,7 @@ class GraphPool(Uncopied):
         `MissingCapabilityError`, `InvalidOptionError`, `PoolError` for a handle that cannot be
         entered, and the named errors of platforms.
         """
-        if any(each.left_behind for each in _pools):
+        if _left_behind:
             raise _LEFT_BEHIND.refusal(self)
         self.platform = resolve_platform(platform)
         self.device = device_of(self.platform, device)
@@ -368,7 +370,8 @@ class GraphPool(Uncopied):
         self.elsewhere: Callable[[], bool] | None = None
         if self.platform.device_count() > 1:
             index, current = self.device.index, self.platform.current_device
-            self.elsewhere = lambda: current() != index
+            # A child of the process must not ask the device, which raises errors of its own.
+            self.elsewhere = lambda: not _left_behind and current() != index
         self.closed = False
         self.generation = 0
         # What steps of runners have handed out and no step has overwritten yet.
@@ -473,7 +476,7 @@ class GraphPool(Uncopied):
 
     def on_device(self) -> AbstractContextManager[object]:
         """Makes its device the current one of this thread, if there are several."""
-        if self.elsewhere is None:
+        if self.elsewhere is None or _left_behind:
             return _NOWHERE_ELSE
         return self.platform.on_device(self.device.index)
 
