@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from graphrt.core.base.errors import InvalidOptionError, ResourceExhaustedError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_kind, count_of, items_of, nearest
+from graphrt.core.base.option_values import check_kind, count_of, items_of
 from graphrt.core.batch.descriptor import BatchDescriptor, checked_variant
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
@@ -147,13 +146,8 @@ def checked_arguments(given: Mapping[str, Any]) -> PlanArguments:
     return checked  # type: ignore[no-any-return]
 
 
-def check_plan_arguments(
-    names: Collection[str], beside: object = None, homes: Mapping[str, type] | None = None
-) -> None:
-    """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan.
-
-    `homes` are arguments that take a dataclass, whose fields are often given in their place.
-    """
+def check_plan_arguments(names: Collection[str], beside: object = None) -> None:
+    """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan."""
     if beside is not None and names:
         raise InvalidOptionError(
             "arguments of a plan were given beside a plan",
@@ -162,17 +156,11 @@ def check_plan_arguments(
             advice="plan.replace(...), or leave plan out",
         )
     for name in sorted(set(names) - _ARGUMENTS.keys()):
-        owners = {
-            f"{argument}={owner.__name__}({name}=...)"
-            for argument, owner in (homes or {}).items()
-            if name in (field.name for field in fields(owner))
-        }
         raise InvalidOptionError(
             "a plan has no such argument",
             got=name,
             expected=", ".join(_ARGUMENTS),
-            advice=next(iter(owners), nearest(name, list(_ARGUMENTS)))
-            or "what a host hooks in goes into host=Host(...), how graphs are captured into "
+            advice="hooks of a host go into host=Host(...), how graphs are captured into "
             "options=GraphOptions(...)",
         )
 
@@ -203,7 +191,7 @@ class Plan:
     the graphs will be, by default the current one; it says the largest size that is captured by
     default.
 
-    No size may be so large that no batch needs it. `GRAPHRT_MODE=NONE` in the environment makes
+    `GRAPHRT_MODE=NONE` in the environment makes
     every plan one without graphs.
     """
 

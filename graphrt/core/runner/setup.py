@@ -53,7 +53,7 @@ class RunnerSetup:
         check_kind("host", host, Host)
         check_kind("options", options, GraphOptions)
         check_kind("pool", pool, GraphPool)
-        check_plan_arguments(arguments, plan, {"options": GraphOptions, "host": Host})
+        check_plan_arguments(arguments, plan)
         announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
         compiled = _with_forward(forward, all_compiled(announced))
         self.forward = forward
