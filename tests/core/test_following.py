@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any, List, Optional  # noqa: UP035 - what an operator's schema takes
@@ -104,59 +105,36 @@ def test_a_mask_of_booleans_is_a_where(mode, outputs):
 # Inputs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "given", [(4, 4), (2, 4), (3, 5), (3,), (12,), (3, 4, 1)], ids=lambda shape: str(shape)
-)
-def test_a_wrong_shape_is_told_what_is_wrong_with_it(given):
-    run = captured()
-    x, batch = torch.ones(given), Batch(3, 3, 1)
-    advice = advice_of(run, batch, x=x)
-    if advice.startswith("x.narrow"):
-        x = eval(advice.partition(":")[0], {"x": x})
-    elif advice.startswith("Batch"):
-        batch = eval(advice.partition(",")[0], {"Batch": Batch})
-    elif advice.startswith("x.reshape") and x.numel() == 12:
-        x = eval(advice.partition(" where")[0], {"x": x, "tokens": 3})
-    else:
-        assert "InputSpec(torch.float32, shape=...) of that shape" in advice
-        spec = InputSpec(torch.float32, ("tokens", *given[1:]))
-        run = captured(inputs={"x": spec}, outputs=("tokens", *given[1:]))
-        batch = Batch(given[0])
-    assert torch.equal(run(batch, x=x), x + 1)
-    if given[1:] != (4,):
-        assert "live rows" not in advice
+@pytest.mark.parametrize("given", [(4, 4), (2, 4)])
+def test_a_batch_of_other_rows_than_it_says_is_told_both_ways(given):
+    run, x = captured(), torch.ones(given)
+    assert "the live rows of x alone" in advice_of(run, Batch(3, 3, 1), x=x)
+    assert torch.equal(run(Batch(given[0]), x=x), x + 1)
 
 
-@pytest.mark.parametrize("names", [("xs",), ("x", "y"), ("X",), ("hidden",), ()])
+@pytest.mark.parametrize("names", [("xs",), ("x", "y"), ()])
 def test_a_step_with_other_inputs_is_told_their_names(names):
-    run = captured()
-    advice = advice_of(run.step, Batch(3), {name: rows(3) for name in names})
-    expected = {
-        ("xs",): "pass it as x= in place of xs=",
-        ("X",): "pass it as x= in place of X=",
-        ("hidden",): "pass it as x= in place of hidden=",
-        ("x", "y"): "leave y= out: only what inputs= declares is passed",
-        (): "pass x= too",
-    }
-    assert advice == expected[names]
+    missing, unknown = sorted({"x"} - {*names}), sorted({*names} - {"x"})
+    with pytest.raises(errors.InvalidInputError) as caught:
+        captured().step(Batch(3), {name: rows(3) for name in names})
+    assert caught.value.got == f"missing {missing}, unknown {unknown}"
 
 
 @pytest.mark.parametrize(
-    ("forward", "names", "advice"),
+    ("forward", "names", "named"),
     [
-        (lambda input_ids: input_ids + 1, ("inputs_ids",), "name it 'input_ids' in place of"),
-        (lambda input: input + 1, ("x",), "name it 'input' in place of 'x'"),
-        (lambda x: x + 1, ("x", "positions"), "leave 'positions' out of inputs="),
-        (lambda x, scale: x * scale, ("x",), "functools.partial(forward, scale=...)"),
-        (lambda *given: given[0] + 1, ("x",), "a forward that takes x by name, not by position"),
+        (lambda input_ids: input_ids + 1, ("inputs_ids",), "(input_ids)"),
+        (lambda x: x + 1, ("x", "positions"), "'positions'"),
+        (lambda x, scale: x * scale, ("x",), "'scale'"),
+        (lambda *given: given[0] + 1, ("x",), "(*given)"),
     ],
 )
-def test_an_input_that_the_forward_does_not_take_is_named(forward, names, advice):
-    inputs = dict.fromkeys(names, X)
-    assert advice in advice_of(runner, forward, inputs=inputs)
+def test_an_input_that_the_forward_does_not_take_is_named(forward, names, named):
     module = torch.nn.Module()
     module.forward = forward
-    assert advice in advice_of(runner, module, inputs=inputs)
+    for each in forward, module:
+        with pytest.raises(errors.InvalidInputError, match=re.escape(named)):
+            runner(each, inputs=dict.fromkeys(names, X))
 
 
 def test_advice_about_a_forwards_arguments_works():
@@ -223,15 +201,9 @@ def test_a_typo_of_an_axis_is_mended(typo, meant):
     assert InputSpec(torch.float32, (meant, 4)).sizes(2, 2)[1:] == (4,)
 
 
-@pytest.mark.parametrize(
-    "value", [torch.ones(3, 4).to_sparse(), torch.ones(3, 4, device="meta")], ids=["sparse", "meta"]
-)
-def test_tensors_without_rows_are_told_how_to_have_some(value):
-    run = captured()
-    advice = advice_of(run, x=value)
-    made = eval(
-        advice.partition(", say")[0].rpartition("values: ")[2], {"x": value, "torch": torch}
-    )
+def test_a_sparse_tensor_is_told_how_to_have_rows():
+    run, x = captured(), torch.ones(3, 4).to_sparse()
+    made = eval(advice_of(run, x=x).partition(" of a sparse one")[0], {"x": x})
     assert run(x=made).shape == (3, 4)
 
 

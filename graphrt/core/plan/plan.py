@@ -321,16 +321,10 @@ class Plan:
     def __repr__(self) -> str:
         return f"Plan({self.mode.name}, {len(self.keys)} graphs, {self.platform.name})"
 
-    @property
-    def fingerprint(self) -> str:
-        """16 hexadecimal digits that are the same for equal plans only."""
-        return saved.fingerprint(self._content())
-
     def as_dict(self) -> dict[str, Any]:
         """The arguments and all that follows from them, in JSON's types.
 
-        Raises `InvalidOptionError` for variants that are no strings, ints or tuples of them, and
-        for a budget whose costs are a function.
+        Raises `InvalidOptionError` for variants that are no strings, ints or tuples of them.
         """
         results = {
             "platform": self.platform.name,
@@ -352,8 +346,8 @@ class Plan:
         return [f"Platform: {self.platform.name}", *self.lines()]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file, with its fingerprint. Raises `PlanFileError`, and what
-        `as_dict` does."""
+        """Write the plan to a JSON file, without its compiled modules. Raises `PlanFileError`, and
+        what `as_dict` does."""
         saved.write(path, self._content())
 
     @classmethod
@@ -362,21 +356,18 @@ class Plan:
         path: str | os.PathLike[str],
         *,
         platform: Platform | str | None = None,
-        compiled: Sequence[Any] | None = None,
+        compiled: Sequence[Any] = (),
     ) -> Plan:
         """The plan in a file of `save`, resolved again for `platform` (by default the current one).
 
         Where that prints something else than the plan of the file did, the lines are a
-        `PlanChangedWarning`. `compiled` are the compiled modules of the forward now; without them,
-        what the file knows of them holds. Raises `PlanFileError` for a file that is damaged or no
-        plan.
+        `PlanChangedWarning`. `compiled` are the compiled modules of the forward. Raises
+        `PlanFileError` for a file that is damaged or no plan.
         """
         where = given_platform(platform)
         plan, printed, made_with = saved.read(
-            path, lambda arguments: cls(**arguments, platform=where)
+            path, lambda arguments: cls(**arguments, compiled=compiled, platform=where)
         )
-        if compiled is not None:
-            plan = plan.replace(compiled=compiled)
         changed = saved.differences(printed, plan._printed())
         saved.warn_changed(f"{os.fspath(path)}, made with {made_with},", changed)
         return plan
