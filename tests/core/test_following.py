@@ -116,7 +116,7 @@ def test_a_batch_of_other_rows_than_it_says_is_told_both_ways(given):
 def test_a_step_with_other_inputs_is_told_their_names(names):
     missing, unknown = sorted({"x"} - {*names}), sorted({*names} - {"x"})
     with pytest.raises(errors.InvalidInputError) as caught:
-        captured().step(Batch(3), {name: rows(3) for name in names})
+        captured()(Batch(3), **{name: rows(3) for name in names})
     assert caught.value.got == f"missing {missing}, unknown {unknown}"
 
 
