@@ -8,7 +8,7 @@ from graphrt.core.batch.modes import Mode
 from graphrt.core.capture.wrapper import CallChecks
 from graphrt.core.dispatch.reasons import Agreed
 from graphrt.core.inputs.outputs import OutputAxes
-from graphrt.core.plan.budget import CostModel, LeftOut, PlannedCapture
+from graphrt.core.plan.budget import LeftOut, PlannedCapture
 from graphrt.core.plan.plan import PlanArguments
 from graphrt.core.plan.resolution import ModeResolution, ResolutionStep
 from graphrt.core.plan.sizes import CaptureSizes
@@ -35,7 +35,6 @@ __all__ = [
     "CallChecks",
     "CaptureProgress",
     "CaptureSizes",
-    "CostModel",
     "DroppedGraph",
     "Entry",
     "GraphRecord",

@@ -51,7 +51,7 @@ def print_plan(request: PlanRequest, *, as_json: bool) -> None:
         note = "streams are not counted; say how many layers the model has: --layers 32"
         print(f"Note: {note}")
     if request.save is not None:
-        print(f"Saved to {request.save}, fingerprint {plan.fingerprint}")
+        print(f"Saved to {request.save}")
 
 
 def parse_attention(texts: tuple[str, ...]) -> dict[str, AttentionSupport]:

@@ -390,7 +390,7 @@ def planned(
     streams = figures.usable if budget is None else budget
     return fit(
         descriptors_for(mode, sizes),
-        Budget(streams=streams, cost=figures),
+        Budget(streams=streams, cost=figures.cost),
         mode=ModeResolution(mode, mode),
         landmarks=[reqs * query_len],
     )

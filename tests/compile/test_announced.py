@@ -144,18 +144,17 @@ def test_a_part_is_announced_by_itself_or_by_its_module(module):
         assert list(planned.compiled) == [compiled]
 
 
-def test_a_saved_plan_knows_what_its_parts_meant(module, tmp_path):
+def test_a_saved_plan_is_told_its_compiled_modules(module, tmp_path):
     pool = GraphPool("cpu")
     compiled = compile_module(module, ["x"], pool=pool)
     planned = Plan("PIECEWISE", sizes=[4], compiled=[compiled], platform="cpu")
     planned.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json", platform="cpu")
-    assert loaded.pieces is planned.pieces is PieceProvider.FX
-    assert loaded.fingerprint == planned.fingerprint
     run = GraphRunner(lambda x: module(x), loaded, inputs=X, outputs=("tokens", 4))
     with run, pytest.raises(UnannouncedModuleError):
         run.capture()
     loaded = Plan.load(tmp_path / "plan.json", platform="cpu", compiled=[compiled])
+    assert loaded.pieces is planned.pieces is PieceProvider.FX
     with GraphRunner(lambda x: module(x), loaded, inputs=X, outputs=("tokens", 4)) as run:
         run.capture()
         run.verify(DECODE, x=torch.randn(4, 4))

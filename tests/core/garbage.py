@@ -368,7 +368,7 @@ TARGETS: dict[str, Target] = {
     ),
     "GraphCost": constructor(GraphCost),
     "Budget": constructor(Budget),
-    "Budget.cost_of": constructor(Budget().cost_of, mode=GraphMode.FULL, descriptor=D),
+    "Budget.cost_of": constructor(Budget().cost_of, mode=GraphMode.FULL),
     # The parts.
     "GraphPool": constructor(GraphPool, platform="cpu"),
     "GraphPool.capture_session": Target(lambda: (GraphPool("cpu").capture_session, {})),

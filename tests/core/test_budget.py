@@ -13,9 +13,8 @@ import pytest
 from hypothesis import strategies as st
 
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, ModeNotSupportedError
-from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.plan.budget import Budget, CostModel, Fitted, GraphCost, fit
+from graphrt.core.plan.budget import Budget, Fitted, GraphCost, fit
 from graphrt.core.plan.plan import Plan
 from graphrt.core.plan.resolution import ModeResolution, resolve_mode
 from graphrt.core.plan.sizes import CaptureKey, capture_sizes, descriptors_for, mixed_sizes
@@ -27,13 +26,11 @@ SIZES = mixed_sizes(512, max_num_reqs=256, max_num_tokens=8192)
 MIB = 1 << 20
 
 
-def pieces_take(streams: int, full: int = 1):
-    def cost(mode: GraphMode, descriptor: BatchDescriptor) -> GraphCost:
-        if mode is PIECEWISE:
-            return GraphCost(streams, streams, descriptor.num_tokens * MIB, 0.5)
-        return GraphCost(full, 1, descriptor.num_tokens * MIB, 0.25)
-
-    return cost
+def pieces_take(streams: int, full: int = 1) -> dict[GraphMode, GraphCost]:
+    return {
+        PIECEWISE: GraphCost(streams, streams, 8 * MIB, 0.5),
+        FULL: GraphCost(full, 1, 4 * MIB, 0.25),
+    }
 
 
 def keys_of(mode: GraphMode, *sizes: int, reqs: int = 8) -> tuple[CaptureKey, ...]:
@@ -44,7 +41,7 @@ def keys_of(mode: GraphMode, *sizes: int, reqs: int = 8) -> tuple[CaptureKey, ..
 def plan(
     keys: Sequence[CaptureKey],
     budget: Budget,
-    cost: CostModel,
+    cost: dict[GraphMode, GraphCost],
     *,
     mode: ModeResolution | GraphMode | str,
     min_piecewise: int = 2,
@@ -65,7 +62,7 @@ def test_without_limits_everything_is_captured_in_the_order_given() -> None:
     keys = keys_of(BOTH, 1, 2, 4, 8)
     found = plan(keys, Budget(), pieces_take(5), mode=BOTH)
     assert (found.keys, found.left_out, found.resolution.mode) == (keys, (), BOTH)
-    assert found.total == GraphCost(4 * 5 + 4, 4 * 5 + 4, 30 * MIB, 3.0)
+    assert found.total == GraphCost(4 * 5 + 4, 4 * 5 + 4, 48 * MIB, 3.0)
 
 
 def test_full_graphs_come_first_and_pieces_take_the_rest() -> None:
@@ -84,9 +81,8 @@ def test_full_graphs_come_first_and_pieces_take_the_rest() -> None:
     [
         (Budget(graphs=10), [8, 1]),
         (Budget(capture_s=1.0), [8, 1]),
-        (Budget(device_bytes=11 * MIB), [8, 2, 1]),
-        (Budget(device_bytes=9 * MIB, streams=100), [8, 1]),
-        (Budget(device_bytes=7 * MIB), [4, 2, 1]),
+        (Budget(device_bytes=25 * MIB), [8, 4, 1]),
+        (Budget(device_bytes=17 * MIB, streams=100), [8, 1]),
     ],
 )
 def test_every_resource_counts(budget: Budget, kept: list[int]) -> None:
@@ -161,13 +157,13 @@ def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
     found = plan(keys_of(BOTH, 1, 2, 4, 8), limits, pieces_take(5), mode=BOTH)
     text = "\n".join(found.lines())
     assert "PIECEWISE [8 tokens]: 5 streams, 8.0 MiB, 0.50 s" in text
-    assert "FULL [1 tokens 1 reqs uniform q=1]: 1 stream, 1.0 MiB, 0.25 s" in text
-    assert "in all: 6 of 8 sizes, 14 of 15 streams, 24.0 of 100.0 MiB" in text
+    assert "FULL [1 tokens 1 reqs uniform q=1]: 1 stream, 4.0 MiB, 0.25 s" in text
+    assert "in all: 6 of 8 sizes, 14 of 15 streams, 32.0 of 100.0 MiB" in text
     assert "left out: PIECEWISE [4 tokens]: needs 5 streams" in text and "padded to 8" in text
 
 
 def test_a_plan_without_limits_counts_graphs() -> None:
-    found = plan(keys_of(FULL, 8), Budget(), lambda mode, descriptor: GraphCost(), mode=FULL)
+    found = plan(keys_of(FULL, 8), Budget(), {}, mode=FULL)
     assert found.lines() == [
         "FULL [8 tokens 8 reqs]: 1 graph",
         "in all: 1 of 1 sizes, 1 graph",

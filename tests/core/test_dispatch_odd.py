@@ -168,7 +168,7 @@ def test_ranks_agree_on_a_graph(agreed):
     for _ in range(2):
         dispatcher.dispatch(Batch(3), agreed=BatchDescriptor(8))
         for ask in (dispatcher.dispatch, dispatcher.peek, dispatcher.planned_for):
-            with pytest.raises(InvalidBatchError, match="agree"):
+            with pytest.raises(InvalidBatchError, match="named by its descriptor"):
                 ask(Batch(3), agreed=agreed)
 
 

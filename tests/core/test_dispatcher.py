@@ -148,17 +148,6 @@ def test_the_context_of_a_graph_is_used_again_whatever_its_slot():
             assert dispatcher.step(Batch(tokens)) is not context
 
 
-def test_counts_start_anew():
-    dispatcher = ladder()
-    for batch in (Batch(3), Batch(9), Batch(3)):
-        dispatcher.dispatch(batch)
-    assert dispatcher.counts()[Reason.HIT] == 2
-    dispatcher.reset_counts()
-    assert not any(dispatcher.counts().values()) and not any(dispatcher.hits().values())
-    dispatcher.dispatch(Batch(9))
-    assert dispatcher.counts()[Reason.TOO_LARGE] == 1
-
-
 def test_a_hit_returns_the_same_prebuilt_object():
     dispatcher = ladder()
     batch = Batch(3, 3, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any, List, Optional  # noqa: UP035 - what an operator's schema takes
@@ -104,6 +105,38 @@ def test_a_mask_of_booleans_is_a_where(mode, outputs):
 # Inputs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("given", [(4, 4), (2, 4)])
+def test_a_batch_of_other_rows_than_it_says_is_told_both_ways(given):
+    run, x = captured(), torch.ones(given)
+    assert "the live rows of x alone" in advice_of(run, Batch(3, 3, 1), x=x)
+    assert torch.equal(run(Batch(given[0]), x=x), x + 1)
+
+
+@pytest.mark.parametrize("names", [("xs",), ("x", "y"), ()])
+def test_a_step_with_other_inputs_is_told_their_names(names):
+    missing, unknown = sorted({"x"} - {*names}), sorted({*names} - {"x"})
+    with pytest.raises(errors.InvalidInputError) as caught:
+        captured()(Batch(3), **{name: rows(3) for name in names})
+    assert caught.value.got == f"missing {missing}, unknown {unknown}"
+
+
+@pytest.mark.parametrize(
+    ("forward", "names", "named"),
+    [
+        (lambda input_ids: input_ids + 1, ("inputs_ids",), "(input_ids)"),
+        (lambda x: x + 1, ("x", "positions"), "'positions'"),
+        (lambda x, scale: x * scale, ("x",), "'scale'"),
+        (lambda *given: given[0] + 1, ("x",), "(*given)"),
+    ],
+)
+def test_an_input_that_the_forward_does_not_take_is_named(forward, names, named):
+    module = torch.nn.Module()
+    module.forward = forward
+    for each in forward, module:
+        with pytest.raises(errors.InvalidInputError, match=re.escape(named)):
+            runner(each, inputs=dict.fromkeys(names, X))
+
+
 def test_advice_about_a_forwards_arguments_works():
     forward = lambda x, scale: x * scale  # noqa: E731
     assert "partial" in advice_of(runner, forward)
@@ -166,6 +199,12 @@ def test_a_typo_of_an_axis_is_mended(typo, meant):
     assert advice_of(runner, outputs=(typo, 4)) == f'"{meant}"'
     assert advice_of(HostArg, typo) == f'"{meant}"'
     assert InputSpec(torch.float32, (meant, 4)).sizes(2, 2)[1:] == (4,)
+
+
+def test_a_sparse_tensor_is_told_how_to_have_rows():
+    run, x = captured(), torch.ones(3, 4).to_sparse()
+    made = eval(advice_of(run, x=x).partition(" of a sparse one")[0], {"x": x})
+    assert run(x=made).shape == (3, 4)
 
 
 # Hooks ------------------------------------------------------------------------------------------

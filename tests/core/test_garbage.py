@@ -114,7 +114,6 @@ def test_everything_public_is_tried() -> None:
                 "failed",
                 "not_replayed",
                 "not_served_by",
-                "reset_counts",
                 "run_eagerly",
                 "sizes",
                 "withdraw_all",

@@ -436,18 +436,10 @@ def test_errors_are_named_by_the_module_that_hosts_import_them_from():
     assert type(pickle.loads(pickle.dumps(found.value))) is errors.InvalidModeError
 
 
-@pytest.mark.parametrize(
-    ("argument", "advice"),
-    [
-        ("strict", "options=GraphOptions(strict=...)"),
-        ("bind", "host=Host(bind=...)"),
-        ("size", "sizes"),
-    ],
-)
-def test_an_argument_in_the_wrong_place_is_told_its_own(argument, advice):
-    with pytest.raises(errors.InvalidOptionError) as found:
+@pytest.mark.parametrize("argument", ["strict", "bind", "size"])
+def test_an_argument_in_the_wrong_place_is_told_where_those_are(argument):
+    with pytest.raises(errors.InvalidOptionError, match=r"no such argument[^$]*sizes[^$]*Host\("):
         GraphRunner(torch.neg, inputs={"x": InputSpec(torch.int64, ("tokens",))}, **{argument: 1})
-    assert found.value.advice == advice
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ STRAIGHT = {
     "rows": (lambda x: x + 1, None),
     "columns of a constant": (lambda x: x @ x.new_ones(4, 3), None),
     "declared": (lambda x: x @ x.new_ones(4, 3), ("tokens", 3)),
+    "a second axis, undeclared": (lambda x: (x * 0 + 1) @ (x.t() * 0 + 1), ("tokens",)),
     "three numbers": (lambda x: x.new_ones(3), None),
     "three declared numbers": (lambda x: x.new_ones(3), (3,)),
     "none of any size": (lambda x: x.new_ones(3), (None,)),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
-from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, Mode
 from graphrt.core.plan.budget import GraphCost
 from graphrt.core.plan.sizes import check_sizes
@@ -88,10 +87,11 @@ class StreamFigures:
     terms: tuple[tuple[str, int], ...]
     """What `usable` is the sum of, for people."""
 
-    def __call__(self, mode: GraphMode, descriptor: BatchDescriptor) -> GraphCost:
-        if mode is GraphMode.PIECEWISE:
-            return GraphCost(self.piecewise, self.pieces)
-        return GraphCost(self.full)
+    @property
+    def cost(self) -> dict[GraphMode, GraphCost]:
+        """For `Budget(cost=)`."""
+        pieces = GraphCost(self.piecewise, self.pieces)
+        return {GraphMode.PIECEWISE: pieces, GraphMode.FULL: GraphCost(self.full)}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphrt.core.base.errors import InvalidBatchError, InvalidModeError, Uncopied
 from graphrt.core.base.homes import public
@@ -54,16 +54,13 @@ class Served(Count):
     __slots__ = ()
 
 
-class Reserved:
+class Reserved(NamedTuple):
     """A reserved graph: the dispatch of its batches, the context of its steps, itself alone where
     ranks have agreed on it."""
 
-    __slots__ = ("alone", "context", "dispatch")
-
-    def __init__(self, dispatch: Dispatch, context: ForwardContext) -> None:
-        self.dispatch = dispatch
-        self.context = context
-        self.alone = Ladders([dispatch])
+    dispatch: Dispatch
+    context: ForwardContext
+    alone: Ladders
 
 
 class _Version:
@@ -78,7 +75,7 @@ class _Version:
         self.max_padding = max_padding
         self.most_padding = _INF if max_padding is None else max_padding
         self.answers: dict[Any, tuple[Count, Dispatch]] = {}
-        self.ladders: tuple[Ladders, Ladders | None] | None = None
+        self.ladders: tuple[Ladders, Ladders] | None = None
 
 
 @public("graphrt")
@@ -141,7 +138,7 @@ class GraphDispatcher(Uncopied):
                 slot = len(self._graphs)
                 context = ForwardContext(mode, descriptor, slot, dispatcher=self)
                 dispatch = Dispatch(mode, descriptor, Reason.HIT, slot)
-                graph = Reserved(dispatch, context)
+                graph = Reserved(dispatch, context, Ladders([dispatch]))
                 self._renew()
                 self._graphs.append(graph)
                 self._slots[key] = slot
@@ -201,8 +198,8 @@ class GraphDispatcher(Uncopied):
         excluded = _checked_modes(batch.exclude)
         if agreed is not None:
             return self._agreed_on(batch, excluded, agreed, published=False)
-        planned, most = self._ladders(version)[1], batch.num_tokens * version.most_padding
-        return None if planned is None else planned.find(batch, excluded, most)[0]
+        most = batch.num_tokens * version.most_padding
+        return self._ladders(version)[1].find(batch, excluded, most)[0]
 
     def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
         """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`.
@@ -319,13 +316,6 @@ class GraphDispatcher(Uncopied):
                 counts.setdefault(self._graphs[slot].dispatch[:2], {})[reason] = count
             return counts
 
-    def reset_counts(self) -> None:
-        """Set all counts to zero."""
-        with self._lock:
-            self._not_replayed.clear()
-            for count in list(self._counts.values()):
-                count.batches = 0
-
     def _answer(self, batch: Batch, agreed: Agreed | None) -> tuple[Count, Dispatch]:
         """The dispatch of a batch, and where it is counted."""
         # One version for all of it: a graph that is published meanwhile serves the next batch.
@@ -380,10 +370,9 @@ class GraphDispatcher(Uncopied):
             return graph, Reason.MODE_NONE
         if pads or left_out:
             return None, Reason.PADDING if pads else Reason.EXCLUDED
-        if planned is not None:
-            graph, pads, _, _ = planned.find(batch, excluded, max_tokens)
-            if pads or graph is not None:
-                return None, Reason.PADDING if graph is None else Reason.NOT_CAPTURED
+        graph, pads, _, _ = planned.find(batch, excluded, max_tokens)
+        if pads or graph is not None:
+            return None, Reason.PADDING if graph is None else Reason.NOT_CAPTURED
         return None, Reason.TOO_LARGE if 0 < largest < batch.num_tokens else Reason.NO_GRAPH
 
     def _agreed_on(
@@ -393,13 +382,7 @@ class GraphDispatcher(Uncopied):
         modes: tuple[GraphMode, ...] = GRAPH_MODES
         if isinstance(agreed, Dispatch):
             modes, agreed = (agreed.mode,), agreed.descriptor
-        elif not isinstance(agreed, BatchDescriptor):
-            raise InvalidBatchError(
-                "ranks agree on a graph",
-                got=shown(agreed),
-                expected="its descriptor, or a Dispatch",
-                advice="agreed=dispatcher.peek(batch) of the rank that decides",
-            )
+        agreed = _checked_descriptor(agreed)
         # Or a graph that is being published would be missed, and the answer remembered.
         with self._lock:
             for mode in modes:
@@ -414,18 +397,17 @@ class GraphDispatcher(Uncopied):
     def _renew(self) -> None:
         self.version = _Version(self.version.max_padding)
 
-    def _ladders(self, version: _Version) -> tuple[Ladders, Ladders | None]:
+    def _ladders(self, version: _Version) -> tuple[Ladders, Ladders]:
         """The graphs that are published, and those that are only planned."""
         # Under the lock of `publish`, whose version this may be before it has published.
         with self._lock:
             if version.ladders is None:
-                published = [self._graphs[slot].dispatch for slot in sorted(self._published)]
                 planned = [
                     graph.dispatch
                     for slot, graph in enumerate(self._graphs)
                     if slot not in self._published
                 ]
-                version.ladders = Ladders(published), Ladders(planned) if planned else None
+                version.ladders = Ladders(self.published), Ladders(planned)
             return version.ladders
 
 
@@ -456,11 +438,15 @@ def _checked_key(
             expected="PIECEWISE or FULL",
             advice="pass the mode that the graph was captured in",
         )
-    if not isinstance(descriptor, BatchDescriptor):
-        raise InvalidBatchError(
-            "a graph is named by its descriptor",
-            got=shown(descriptor),
-            expected="BatchDescriptor(num_tokens, num_reqs, ...)",
-            advice="BatchDescriptor(num_tokens=4)",
-        )
-    return mode, descriptor
+    return mode, _checked_descriptor(descriptor)
+
+
+def _checked_descriptor(descriptor: object) -> BatchDescriptor:
+    if isinstance(descriptor, BatchDescriptor):
+        return descriptor
+    raise InvalidBatchError(
+        "a graph is named by its descriptor",
+        got=shown(descriptor),
+        expected="BatchDescriptor(num_tokens, num_reqs, ...)",
+        advice="BatchDescriptor(num_tokens=4)",
+    )

@@ -21,7 +21,7 @@ OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
 
 Declared = tuple[int | Axis | None, ...]
 """The axes of one tensor: a constant size, a batch axis, or None for a size that is not looked at.
-Dimensions behind the last one are constants, or are found where no batch axis is declared."""
+Dimensions behind the last one are found."""
 
 
 BatchDims = tuple[tuple[int, Axis], ...]
@@ -164,7 +164,7 @@ class OutputLayout:
         declared = self._axes(path)
         sizes = zip_longest(self._seen[0].shapes[path], declared or (), fillvalue=0)
         return not declared or any(
-            isinstance(axis, int) and 1 < size <= most for size, axis in sizes
+            not isinstance(axis, Axis) and 1 < size <= most for size, axis in sizes
         )
 
     def _unclear(self) -> list[str]:
@@ -185,18 +185,8 @@ class OutputLayout:
         declared = self._axes(path)
         if declared is None and self._saw_one_size():
             return True
-        columns = list(_columns(path, self._seen))
-        named = [at for at, axis in enumerate(declared or ()) if isinstance(axis, Axis)]
-        for dim, column in enumerate(columns):
-            if len(_fits(column, self._seen)) < 2:
-                continue
-            # Beside a declared axis: only a size that could be the same one, transposed.
-            if dim in named and columns.count(column) > 1:
-                return True
-            beside = not named or column in [columns[at] for at in named]
-            if dim >= len(declared or ()) and beside:
-                return True
-        return False
+        open_ones = [*_columns(path, self._seen)][len(declared or ()) :]
+        return any(len(_fits(column, self._seen)) > 1 for column in open_ones)
 
     def _axes(self, path: str) -> Declared | None:
         """The declared axes of the tensor at `path`, None if there are none."""
@@ -289,7 +279,6 @@ def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None) -> Batc
     """The batch axes of a tensor, by its declaration and what was seen of it."""
     axes = declared or ()
     dims = [(dim, axis) for dim, axis in enumerate(axes) if isinstance(axis, Axis)]
-    named = bool(dims)
     for dim, column in [*enumerate(_columns(path, seen))][len(axes) :]:
         fits = _fits(column, seen)
         if not fits:
@@ -304,13 +293,6 @@ def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None) -> Batc
                 expected="a dimension for tokens or for requests",
                 advice='split it ([tokens * 2] as ["tokens", 2]), or return a row for every token '
                 "and let the caller cut them, as x[:3] of the result",
-            )
-        if fits[0] is not None and named:
-            raise OutputError(
-                f"an output has a batch axis that outputs= leaves out{at_path(path)}",
-                got=f"dimension {dim} is as long as the {fits[0]}",
-                expected="every batch axis declared",
-                advice="name every dimension in its order; None is one of any size",
             )
         if fits[0] is not None:
             dims.append((dim, fits[0]))

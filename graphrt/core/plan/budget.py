@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import (
-    check_takes,
     count_of,
     items_of,
     number_of,
@@ -47,17 +46,13 @@ class GraphCost:
         return GraphCost(*(getattr(self, name) + getattr(other, name) for name in RESOURCES))
 
 
-CostModel = Callable[[GraphMode, BatchDescriptor], GraphCost]
-"""What the graph of a runtime mode and descriptor will take."""
-
-
 @public("graphrt")
 @dataclass(frozen=True)
 class Budget:
     """What the graphs of one plan may take together, in the units of `GraphCost`; None is no limit.
 
-    `cost` says what each graph takes: one cost for each runtime mode, or a function of mode and
-    descriptor (of which no plan can be saved); what it leaves out takes one graph and nothing else.
+    `cost` says what each graph of a runtime mode takes; one that it leaves out takes one graph and
+    nothing else.
     With fewer than `min_piecewise` piecewise sizes only decode is captured. `notes` are lines that
     a plan prints with the budget, such as where its limits come from.
 
@@ -69,7 +64,7 @@ class Budget:
     graphs: int | None = None
     device_bytes: int | None = None
     capture_s: float | None = None
-    cost: CostModel | Mapping[GraphMode, GraphCost] | None = None
+    cost: Mapping[GraphMode, GraphCost] | None = None
     min_piecewise: int = 2
     notes: tuple[str, ...] = ()
 
@@ -80,25 +75,22 @@ class Budget:
         object.__setattr__(self, "min_piecewise", least)
         lines = tuple(note if isinstance(note, str) else shown(note) for note in notes)
         object.__setattr__(self, "notes", lines)
-        cost = self.cost
-        if isinstance(cost, Mapping):
-            # Looked up by mode, whose name may be given.
-            by_mode = {GraphMode.parse(mode): _checked_cost(each) for mode, each in cost.items()}
-            object.__setattr__(self, "cost", by_mode)
-        elif callable(cost):
-            check_takes("cost", cost, "cost(mode, descriptor)")
-        elif cost is not None:
+        cost = {} if self.cost is None else self.cost
+        if not isinstance(cost, Mapping) or not all(
+            isinstance(each, GraphCost) for each in cost.values()
+        ):
             raise InvalidOptionError(
                 "the cost of graphs has a wrong type",
                 got=shown(cost),
-                expected="a GraphCost for each runtime mode, or a function of mode and descriptor",
+                expected="a GraphCost for each runtime mode",
                 advice="cost={GraphMode.FULL: GraphCost(streams=1)}",
             )
+        # Looked up by mode, whose name may be given.
+        by_mode = {GraphMode.parse(mode): each for mode, each in cost.items()}
+        object.__setattr__(self, "cost", by_mode or None)
 
-    def cost_of(self, mode: GraphMode, descriptor: BatchDescriptor) -> GraphCost:
-        """What the graph of a key takes; raises `InvalidOptionError` if `cost` cannot say."""
-        if callable(self.cost):
-            return _checked_cost(self.cost(mode, descriptor))
+    def cost_of(self, mode: GraphMode) -> GraphCost:
+        """What a graph of a runtime mode takes."""
         return (self.cost or {}).get(GraphMode.parse(mode), GraphCost())
 
     def lacks(self, used: GraphCost, more: GraphCost) -> str | None:
@@ -108,17 +100,6 @@ class Budget:
             if limit is not None and getattr(used, name) + getattr(more, name) > limit:
                 return name
         return None
-
-
-def _checked_cost(cost: object) -> GraphCost:
-    if not isinstance(cost, GraphCost):
-        raise InvalidOptionError(
-            "what a graph takes is no GraphCost",
-            got=shown(cost),
-            expected="GraphCost(streams=, graphs=, device_bytes=, capture_s=)",
-            advice="GraphCost(streams=1)",
-        )
-    return cost
 
 
 def _make_numbers(owner: GraphCost | Budget) -> None:
@@ -216,7 +197,7 @@ def fit(
     FULL_AND_PIECEWISE into FULL_DECODE_ONLY, no FULL graph turns it into PIECEWISE; where no graph
     fits at all, the mode becomes NONE.
     """
-    costs = {key: budget.cost_of(*key) for key in keys}
+    costs = {key: budget.cost_of(key[0]) for key in keys}
     order = by_priority(keys, traffic, landmarks)
     full = [key for key in order if key[0] is GraphMode.FULL]
     pieces = [key for key in order if key[0] is GraphMode.PIECEWISE]

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from graphrt.core.base.errors import InvalidOptionError, ResourceExhaustedError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_kind, count_of, items_of, nearest
+from graphrt.core.base.option_values import check_kind, count_of, items_of
 from graphrt.core.batch.descriptor import BatchDescriptor, checked_variant
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
@@ -147,13 +146,8 @@ def checked_arguments(given: Mapping[str, Any]) -> PlanArguments:
     return checked  # type: ignore[no-any-return]
 
 
-def check_plan_arguments(
-    names: Collection[str], beside: object = None, homes: Mapping[str, type] | None = None
-) -> None:
-    """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan.
-
-    `homes` are arguments that take a dataclass, whose fields are often given in their place.
-    """
+def check_plan_arguments(names: Collection[str], beside: object = None) -> None:
+    """Raise `InvalidOptionError` for names that are no arguments of a plan, or beside a plan."""
     if beside is not None and names:
         raise InvalidOptionError(
             "arguments of a plan were given beside a plan",
@@ -162,17 +156,11 @@ def check_plan_arguments(
             advice="plan.replace(...), or leave plan out",
         )
     for name in sorted(set(names) - _ARGUMENTS.keys()):
-        owners = {
-            f"{argument}={owner.__name__}({name}=...)"
-            for argument, owner in (homes or {}).items()
-            if name in (field.name for field in fields(owner))
-        }
         raise InvalidOptionError(
             "a plan has no such argument",
             got=name,
             expected=", ".join(_ARGUMENTS),
-            advice=next(iter(owners), nearest(name, list(_ARGUMENTS)))
-            or "what a host hooks in goes into host=Host(...), how graphs are captured into "
+            advice="hooks of a host go into host=Host(...), how graphs are captured into "
             "options=GraphOptions(...)",
         )
 
@@ -203,7 +191,7 @@ class Plan:
     the graphs will be, by default the current one; it says the largest size that is captured by
     default.
 
-    No size may be so large that no batch needs it. `GRAPHRT_MODE=NONE` in the environment makes
+    `GRAPHRT_MODE=NONE` in the environment makes
     every plan one without graphs.
     """
 
@@ -333,16 +321,10 @@ class Plan:
     def __repr__(self) -> str:
         return f"Plan({self.mode.name}, {len(self.keys)} graphs, {self.platform.name})"
 
-    @property
-    def fingerprint(self) -> str:
-        """16 hexadecimal digits that are the same for equal plans only."""
-        return saved.fingerprint(self._content())
-
     def as_dict(self) -> dict[str, Any]:
         """The arguments and all that follows from them, in JSON's types.
 
-        Raises `InvalidOptionError` for variants that are no strings, ints or tuples of them, and
-        for a budget whose costs are a function.
+        Raises `InvalidOptionError` for variants that are no strings, ints or tuples of them.
         """
         results = {
             "platform": self.platform.name,
@@ -364,8 +346,8 @@ class Plan:
         return [f"Platform: {self.platform.name}", *self.lines()]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file, with its fingerprint. Raises `PlanFileError`, and what
-        `as_dict` does."""
+        """Write the plan to a JSON file, without its compiled modules. Raises `PlanFileError`, and
+        what `as_dict` does."""
         saved.write(path, self._content())
 
     @classmethod
@@ -374,21 +356,18 @@ class Plan:
         path: str | os.PathLike[str],
         *,
         platform: Platform | str | None = None,
-        compiled: Sequence[Any] | None = None,
+        compiled: Sequence[Any] = (),
     ) -> Plan:
         """The plan in a file of `save`, resolved again for `platform` (by default the current one).
 
         Where that prints something else than the plan of the file did, the lines are a
-        `PlanChangedWarning`. `compiled` are the compiled modules of the forward now; without them,
-        what the file knows of them holds. Raises `PlanFileError` for a file that is damaged or no
-        plan.
+        `PlanChangedWarning`. `compiled` are the compiled modules of the forward. Raises
+        `PlanFileError` for a file that is damaged or no plan.
         """
         where = given_platform(platform)
         plan, printed, made_with = saved.read(
-            path, lambda arguments: cls(**arguments, platform=where)
+            path, lambda arguments: cls(**arguments, compiled=compiled, platform=where)
         )
-        if compiled is not None:
-            plan = plan.replace(compiled=compiled)
         changed = saved.differences(printed, plan._printed())
         saved.warn_changed(f"{os.fspath(path)}, made with {made_with},", changed)
         return plan

@@ -186,15 +186,6 @@ class CompiledFacts(Protocol):
 _NAMES = ("graphs", "provides", "whole_graph")
 
 
-@dataclass(frozen=True)
-class SavedFacts:
-    """What a saved plan knows of a compiled module that it was made for."""
-
-    graphs: bool = True
-    provides: PieceProvider | None = None
-    whole_graph: bool = False
-
-
 def compiled_in(value: Any) -> list[Any]:
     """The compiled modules that `value` is, or that it holds as a module; none for other functions.
 
@@ -251,4 +242,4 @@ def provider_of(
 
 def _is_compiled(value: Any) -> bool:
     # Of the class: objects that make up attributes when asked are none, and asking may do harm.
-    return isinstance(value, SavedFacts) or all(hasattr(type(value), name) for name in _NAMES)
+    return all(hasattr(type(value), name) for name in _NAMES)

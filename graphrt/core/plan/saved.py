@@ -8,7 +8,6 @@ the difference of the two printed plans, line by line. What was resolved is neve
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import os
 from collections import Counter
@@ -24,13 +23,11 @@ from graphrt.core.base._warnings import PlanChangedWarning, warn_caller
 from graphrt.core.base.errors import InvalidOptionError, PlanFileError
 from graphrt.core.base.files import read_bounded
 from graphrt.core.base.option_values import shown
-from graphrt.core.batch.modes import PieceProvider
 from graphrt.core.plan.budget import Budget, GraphCost
-from graphrt.core.plan.resolution import SavedFacts
 
 T = TypeVar("T")
 
-FORMAT = 3
+FORMAT = 4
 """The version of the file; another one is refused."""
 
 _MOST_BYTES = 1 << 26
@@ -38,24 +35,12 @@ _MOST_BYTES = 1 << 26
 
 
 def plain_arguments(arguments: Any) -> dict[str, Any]:
-    """What a plan was made from, in JSON's types.
+    """What a plan was made from, but compiled modules, in JSON's types.
 
-    Raises `InvalidOptionError` for variants that Python has no literal of, and for a function that
-    says what graphs cost.
+    Raises `InvalidOptionError` for variants that Python has no literal of.
     """
-    compiled, budget = arguments["compiled"], arguments["budget"]
-    if budget is not None and callable(budget.cost):
-        raise InvalidOptionError(
-            "a plan whose costs are a function cannot be saved",
-            got=f"cost={shown(budget.cost)}",
-            expected="a GraphCost for each runtime mode",
-            advice="cost={GraphMode.FULL: GraphCost(streams=1)}",
-        )
-    plain: dict[str, Any] = {
-        **arguments,
-        "compiled": [SavedFacts(each.graphs, each.provides, each.whole_graph) for each in compiled],
-        "variants": [_literal(variant) for variant in arguments["variants"]],
-    }
+    plain = {name: value for name, value in arguments.items() if name != "compiled"}
+    plain["variants"] = [_literal(variant) for variant in arguments["variants"]]
     return in_json(plain)  # type: ignore[no-any-return]
 
 
@@ -63,7 +48,7 @@ def in_json(value: Any) -> Any:
     """`value` in JSON's types: enums by their names, records as dicts."""
     if isinstance(value, Enum):
         return value.name
-    if isinstance(value, (Budget, GraphCost, SavedFacts)):
+    if isinstance(value, (Budget, GraphCost)):
         value = vars(value)
     if isinstance(value, Mapping):
         return {str(in_json(key)): in_json(each) for key, each in value.items()}
@@ -79,10 +64,6 @@ def given_arguments(plain: Mapping[str, Any]) -> dict[str, Any]:
         budget = Budget(**{**budget, "cost": costs})
     return {
         **plain,
-        "compiled": [
-            SavedFacts(**{**each, "provides": PieceProvider.parse(each["provides"])})
-            for each in plain["compiled"]
-        ],
         "variants": [ast.literal_eval(variant) for variant in plain["variants"]],
         "budget": budget,
         "traffic": traffic and {int(size): share for size, share in traffic.items()},
@@ -105,12 +86,6 @@ def _literal(variant: Hashable) -> str:
     )
 
 
-def fingerprint(plain: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits over a plan in JSON's types."""
-    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def differences(before: Sequence[str], now: Sequence[str]) -> list[str]:
     """Lines of one printed plan that the other has not, "- " before and "+ " now."""
     gone, new = Counter(before) - Counter(now), Counter(now) - Counter(before)
@@ -128,7 +103,7 @@ def warn_changed(what: object, changed: Sequence[str]) -> None:
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
     """Write a plan to a file, whole or not at all."""
     versions = f"graphrt {__version__}, torch {torch.__version__}"
-    head = {"graphrt_plan": FORMAT, "fingerprint": fingerprint(content), "made_with": versions}
+    head = {"graphrt_plan": FORMAT, "made_with": versions}
     text = json.dumps({**head, **content}, indent=2) + "\n"
     try:
         target = Path(path)
@@ -153,20 +128,16 @@ def read(
     """What `plan_of` makes of the arguments in a file, what that plan printed when it was written,
     and what it was made with.
 
-    Raises `PlanFileError` for a file that `write` did not write, and for arguments that are none,
-    though the file may be JSON and its fingerprint fit.
+    Raises `PlanFileError` for a file that `write` did not write, and for arguments that are none.
     """
     got, expected, cause = "", "what Plan.save wrote", None
     try:
         content = json.loads(read_bounded(Path(path), _MOST_BYTES))
-        version, written = content.pop("graphrt_plan"), content.pop("fingerprint", None)
-        made_with = str(content.pop("made_with", ""))[:200]
+        version, made_with = content["graphrt_plan"], str(content.get("made_with", ""))[:200]
         if type(version) is not int or version != FORMAT:
             newer = isinstance(version, int) and version > FORMAT
             got = f"format {shown(version)}"
             expected = f"format {FORMAT}" + (": a newer graphrt wrote it" if newer else "")
-        elif written != (counted := fingerprint(content)):
-            got, expected = f"fingerprint {shown(written)}", f"{counted}, of what the file holds"
         else:
             plan = plan_of(given_arguments(content["arguments"]))
             return plan, list(map(str, content["printed"])), made_with

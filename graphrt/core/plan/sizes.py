@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from graphrt.core.base.errors import InvalidOptionError, InvalidSizesError
 from graphrt.core.base.homes import public
-from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import count_of, items_of, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, Mode
@@ -156,8 +155,6 @@ def capture_sizes(
             mixed, general = fitted_sizes(mixed, traffic), fitted_sizes(general, traffic)
             ladders = {q: fitted_sizes(ladder, traffic, q) for q, ladder in ladders.items()}
         return CaptureSizes(max_num_reqs, max_num_tokens, limit, mixed, general, ladders)
-
-    _check_reached(listed, max_num_tokens)
     tokens = max_num_tokens if max_size is None else limit
     ladders = {q: _rounded(listed, q, max_num_reqs * q, tokens, limit) for q in query_lens}
     return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, listed, ladders)
@@ -252,40 +249,15 @@ def _rounded(
     return tuple(sorted(rounded - {0}))
 
 
-def _check_reached(sizes: tuple[int, ...], max_num_tokens: int) -> None:
-    """Raise `InvalidSizesError` for sizes that no batch needs: the first that holds the largest
-    batch serves all that is larger than the one before."""
-    above = [size for size in sizes if size >= max_num_tokens][1:]
-    if above:
-        raise InvalidSizesError(
-            "capture sizes above the largest batch would never be used",
-            got=f"{above[:8]} beside max_num_tokens={max_num_tokens}",
-            expected=f"at most one size of {max_num_tokens} or more",
-            advice=f"max_size={sizes[-len(above) - 1]} cuts the list, or a larger max_num_tokens",
-        )
-
-
 def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
-    """Say which decode batches have no graph of their own in a mode that captures them.
-
-    Raises `InvalidSizesError` if the mode captures nothing else.
-    """
-    if not mode.has_full or mode.mixed_mode is GraphMode.FULL:
-        return
+    """Raise `InvalidSizesError` if a mode captures decode batches alone, and none fits."""
     empty = [query_len for query_len, ladder in sizes.decode.items() if not ladder]
-    if len(empty) == len(sizes.decode) and not mode.has_piecewise:
+    if mode is GraphMode.FULL_DECODE_ONLY and len(empty) == len(sizes.decode):
         raise InvalidSizesError(
             f"mode {mode.name} captures decode batches, and none fits",
             got=f"query length {', '.join(map(str, empty))}, at most {sizes.limit} tokens",
             expected=f"a largest size of {min(empty)} or more",
             advice=f"max_size={min(max(empty) * sizes.max_num_reqs, sizes.max_num_tokens)}",
-        )
-    if empty:
-        logger.warning(
-            "decode batches of query length %s get no FULL graph: not one request fits under %d "
-            "tokens, which max_size says",
-            " and ".join(map(str, empty)),
-            sizes.limit,
         )
 
 

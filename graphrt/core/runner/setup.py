@@ -24,7 +24,7 @@ from graphrt.core.inputs.outputs import OutputAxes, OutputLayout
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.inputs.transport import InputRing
 from graphrt.core.plan.plan import Plan, PlanArguments, check_plan_arguments
-from graphrt.core.plan.resolution import SavedFacts, all_compiled, compiled_in
+from graphrt.core.plan.resolution import all_compiled, compiled_in
 from graphrt.core.replay.pool import GraphPool, PoolOwner
 from graphrt.core.replay.recording import is_inside_capture
 from graphrt.core.runner.host import Host
@@ -53,7 +53,7 @@ class RunnerSetup:
         check_kind("host", host, Host)
         check_kind("options", options, GraphOptions)
         check_kind("pool", pool, GraphPool)
-        check_plan_arguments(arguments, plan, {"options": GraphOptions, "host": Host})
+        check_plan_arguments(arguments, plan)
         announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
         compiled = _with_forward(forward, all_compiled(announced))
         self.forward = forward
@@ -70,9 +70,7 @@ class RunnerSetup:
         self.plan = plan
         # Compiled modules, which compile themselves at their first call and not later. In a warm-up
         # or a capture each calls `enlist(self)` of its context. See `graphrt.compile`.
-        self.compiled: list[Any] = [
-            module for module in plan.compiled if not isinstance(module, SavedFacts)
-        ]
+        self.compiled = plan.compiled
         # For the largest of the planned graphs, and for the largest batch.
         self.inputs = StaticInputs(
             inputs,
@@ -157,9 +155,7 @@ def _with_forward(forward: Any, announced: Iterable[Any]) -> list[Any]:
     """
     check_callable("forward", forward)
     modules = {id(module): module for module in (*compiled_in(forward), *announced)}
-    real = [module for module in modules.values() if not isinstance(module, SavedFacts)]
-    # The facts of a saved plan only stand in for modules that nobody named.
-    return real or list(modules.values())
+    return list(modules.values())
 
 
 def _pool_for(
