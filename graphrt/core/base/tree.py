@@ -94,16 +94,19 @@ def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Every tensor of the tree in the order of `leaves`."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
     found: list[torch.Tensor] = []
-    # Watches ask for every operator of a run, mostly of a tuple of tensors and numbers.
-    plain = isinstance(tree, tuple | list)
-    for node in tree if plain else (value for _, value in _children(tree) or ()):
+    # No recursion: watches ask for the arguments of every operator of a run.
+    left = [tree]
+    while left:
+        node = left.pop()
         if isinstance(node, torch.Tensor):
             found.append(node)
+        elif isinstance(node, dict):
+            left.extend(reversed(node.values()))
+        elif isinstance(node, tuple | list):
+            left.extend(reversed(node))
         elif type(node) not in _ATOMS:
-            found += tensors(node)
+            left.extend(value for _, value in reversed(_children(node) or []))
     return found
 
 
