@@ -102,7 +102,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
         if isinstance(node, torch.Tensor):
             found.append(node)
         elif isinstance(node, dict):
-            left.extend(reversed(node.values()))
+            left.extend(reversed([*node.values()]))
         elif isinstance(node, tuple | list):
             left.extend(reversed(node))
         elif type(node) not in _ATOMS:
