@@ -198,6 +198,7 @@ def decode(
     runner = GraphRunner(
         served.forward,
         inputs=INPUTS,
+        outputs=("tokens", VOCAB),
         mode="FULL",
         sizes=[BATCH],
         host=None if host is None else host(served),
