@@ -22,7 +22,6 @@ from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
-from graphrt.core.base.sharing import together, write
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.modes import GraphMode
@@ -82,28 +81,18 @@ class Bridges:
         """
         unmoved: set[str] = set()
         fixed: dict[int, torch.Tensor] = {}
-        moved: list[tuple[int, torch.Tensor]] = []
         for path, leaf in tree.leaves(result):
             if not isinstance(leaf, torch.Tensor):
                 continue
             if leaf.numel() == 0 or stays(path, leaf):
                 unmoved.add(path)
                 fixed[id(leaf)] = leaf
-            elif id(leaf) not in {id(each) for _, each in moved}:
-                moved.append((len(moved) + len(unmoved), leaf))
-        for group in together([leaf for _, leaf in moved]):
-            (number, first), *rest = [moved[each] for each in group.places]
-            if rest:
-                flat = self._memory((site, number), group.nbytes, first.device).untyped_storage()
-                for leaf in (first, *(leaf for _, leaf in rest)):
-                    fixed[id(leaf)] = unseen(partial(group.over, flat, leaf))
-                    write(fixed[id(leaf)], leaf)
-                continue
-            buffer = None if allocate is None else allocate(first)
-            if buffer is None:
-                buffer = self.buffer((site, number), first)
-            buffer.copy_(first)
-            fixed[id(first)] = buffer
+            elif id(leaf) not in fixed:
+                buffer = None if allocate is None else allocate(leaf)
+                if buffer is None:
+                    buffer = self.buffer((site, len(fixed)), leaf)
+                buffer.copy_(leaf)
+                fixed[id(leaf)] = buffer
         return tree.map_tensors(lambda leaf: fixed[id(leaf)], result), frozenset(unmoved)
 
     def buffer(self, key: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
@@ -116,26 +105,21 @@ class Bridges:
         if not like.is_contiguous():
             last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
             need = like.element_size() * (1 + last)
-
-        flat = self._memory(key, need, like.device)
-
-        def placed() -> torch.Tensor:
-            typed = torch.empty(0, dtype=like.dtype, device=like.device)
-            return typed.set_(flat.untyped_storage(), 0, shape, strides)
-
-        # Nothing of this may be recorded, and replays write outside of inference mode too.
-        return unseen(placed)
-
-    def _memory(self, key: tuple[int, int], need: int, device: torch.device) -> torch.Tensor:
-        """At least so many bytes, the same ones at each call that asks for no more."""
         flat = self._buffers.get(key)
-        if flat is None or flat.numel() < need or flat.device != device:
+        if flat is None or flat.numel() < need or flat.device != like.device:
             if flat is not None:
                 # Graphs that were captured with it write and read it still.
                 self._outgrown.append(flat)
-            flat = unseen(lambda: torch.empty(need, dtype=torch.uint8, device=device))
+            flat = unseen(lambda: torch.empty(need, dtype=torch.uint8, device=like.device))
             self._buffers[key] = flat
-        return flat
+        storage = flat.untyped_storage()
+
+        def placed() -> torch.Tensor:
+            typed = torch.empty(0, dtype=like.dtype, device=like.device)
+            return typed.set_(storage, 0, shape, strides)
+
+        # Nothing of this may be recorded, and replays write outside of inference mode too.
+        return unseen(placed)
 
     def clear(self) -> None:
         self._buffers.clear()

@@ -29,7 +29,6 @@ from graphrt.core.base.option_values import (
     flag,
     shown,
 )
-from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
@@ -132,7 +131,7 @@ class WrapperGraphs:
             if owner is not None:
                 pool.owner = owner
         if self.clones:
-            return cloned(entry.outputs)
+            return tree.cloned(entry.outputs)
         if entry.fresh is not None and self.fresh_containers:
             return entry.fresh()
         return entry.outputs
@@ -361,7 +360,7 @@ class GraphWrapper(Uncopied):
             graphs.trials.captured(self, entry.descriptor)
         # A lazy entry gets its slot when the next step looks for it: see `_find`.
         graphs.find_at(-1 if transaction is None else transaction.slot, entry)
-        return True, cloned(result) if graphs.clones else result
+        return True, tree.cloned(result) if graphs.clones else result
 
     @undoing
     def _record(self, undo: Undo, recorder: Recorder, args: Any, kwargs: Any) -> tuple[Entry, Any]:
