@@ -128,7 +128,7 @@ class HostArg:
         if fault is not None:
             raise InvalidUpdateError(
                 f"host argument {key!r} {fault[0]}",
-                got=values,
+                got=f"{len(values)} values: {values}",
                 expected=fault[1],
                 advice="pass one value for each live request, in the order of the batch; "
                 "cumulative ones are the running sum of its query lengths",
