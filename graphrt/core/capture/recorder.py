@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -31,7 +32,6 @@ from graphrt.core.capture.refusals import (
     NESTED_CAPTURE,
     NOT_STRIDED,
     RESHAPED_ARGUMENT,
-    SHARED_RESULTS,
     described,
     source_of,
 )
@@ -263,7 +263,7 @@ class Recorder:
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
         self._check_places(places)
         strided(result, f"eager break {name}")
-        readable, aliased, recorded = unseen(partial(self._readable, result, memory, name))
+        readable, aliased, recorded = unseen(partial(self._readable, result, memory))
         self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
         self.parts.append(EagerPart(called, kept, recorded, aliased))
         pairs = zip(tree.tensors(result), tree.tensors(readable), strict=True)
@@ -274,8 +274,10 @@ class Recorder:
         ]
         # Its own references to what was copied would look like another way out.
         del result, pairs
+        uses = Counter(storage.cdata for storage, _ in moved)
         for storage, copy in moved:
-            if not storage.expired():  # type: ignore[no-untyped-call]
+            is_held = not storage.expired()  # type: ignore[no-untyped-call]
+            if is_held or uses[storage.cdata] > 1:
                 self._guard.note_copy(name, copy)
         self._guard.doors.settle()
         self._begin()
@@ -288,23 +290,14 @@ class Recorder:
             if tensor.layout is torch.strided and tree.identity(tensor) != before:
                 raise RESHAPED_ARGUMENT(f"now {described(tensor)}")
 
-    def _readable(
-        self, result: Any, memory: set[int], name: str
-    ) -> tuple[Any, frozenset[str], Any]:
+    def _readable(self, result: Any, memory: set[int]) -> tuple[Any, frozenset[str], Any]:
         """The results of an eager part where graphs can read them at every replay; the paths of
         those that stay where they are, in `memory`, which it was given, or in the pool; and the
         results as its entry keeps them."""
-        fresh: set[int] = set()
         site = len([part for part in self.parts if isinstance(part, EagerPart)])
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
-            storage = tensor.untyped_storage().data_ptr()
-            if storage in memory or self.pool._owns(tensor):
-                return True
-            if storage in fresh:
-                raise SHARED_RESULTS(f"the one at {path or 'the top'}", part=name)
-            fresh.add(storage)
-            return False
+            return tensor.untyped_storage().data_ptr() in memory or self.pool._owns(tensor)
 
         readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.

@@ -41,7 +41,6 @@ from graphrt.core.replay.entry import (
     Entry,
     SegmentHooks,
     bound_arguments,
-    check_hooks,
     graphs_of,
     name_of,
 )
@@ -217,7 +216,7 @@ class GraphWrapper(Uncopied):
         FULL, and `InvalidOptionError`.
         """
         check_callable("runnable", runnable)
-        check_hooks("hooks", hooks)
+        check_kind("hooks", hooks, SegmentHooks)
         check_takes("read_context", read_context, "read_context()")
         check_kind("pool", pool, GraphPool)
         check_kind("options", options, GraphOptions)

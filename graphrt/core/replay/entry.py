@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -17,11 +17,10 @@ from graphrt.core.base.errors import (
     BreakError,
     BreakShapeError,
     CaptureError,
-    InvalidOptionError,
     StaleInputError,
 )
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_takes, shown, told
+from graphrt.core.base.option_values import told
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.base.torch_names import (
     attention_kernels,
@@ -267,6 +266,7 @@ class Part(Protocol):
 
 
 @public("graphrt")
+@runtime_checkable
 class SegmentHooks(Protocol):
     """What a weight offloader needs around each graph of a wrapper."""
 
@@ -278,22 +278,6 @@ class SegmentHooks(Protocol):
 
     def before_replay(self) -> None:
         """Before every replay of a segment."""
-
-
-def check_hooks(name: str, hooks: object) -> None:
-    """Raise `InvalidOptionError` for the argument `name` that is no `SegmentHooks`; None may be."""
-    if hooks is None:
-        return
-    for method in ("before_capture", "end_of_capture", "before_replay"):
-        hook = getattr(hooks, method, None)
-        if not callable(hook):
-            raise InvalidOptionError(
-                f"the argument {name!r} is called around graphs, and has no {method}()",
-                got=shown(hooks),
-                expected="an object with before_capture(), end_of_capture(), before_replay()",
-                advice="a subclass of graphrt.SegmentHooks, whose methods do nothing by themselves",
-            )
-        check_takes(f"{name}.{method}", hook, f"{method}()")
 
 
 @public("graphrt.lowlevel")
