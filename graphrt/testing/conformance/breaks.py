@@ -152,9 +152,9 @@ class BreakConformance(ConformanceBase):
             return both, both[2:]
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            whole, half = attention(x + 1)
-            whole += 1
-            return half * 1
+            both: tuple[torch.Tensor, torch.Tensor] = attention(x + 1)
+            both[0].add_(1)
+            return both[1] * 1
 
         _, attention = self.breaking(twice)
         wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True)
