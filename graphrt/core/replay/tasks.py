@@ -297,9 +297,9 @@ class UpdatableTask:
                 advice="pass updates= to the runner or forward_context(), and at_capture= to the "
                 "task for warm-up and capture",
             )
-        return self.fitted(self.given(name, updates), context)
+        return self.fitted(self._given(name, updates), context)
 
-    def given(self, name: str, updates: Mapping[str, HostValues]) -> HostValues:
+    def _given(self, name: str, updates: Mapping[str, HostValues]) -> HostValues:
         """The host values of task `name` as passed, by its own name or else its group's.
 
         Raises `MissingUpdateError` if there are none, `InvalidUpdateError` for wrong keys.
@@ -464,13 +464,13 @@ class _Layers:
     def resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues]:
         first = self.tasks[0]
         if updates.keys().isdisjoint(self.names):
-            given = self.spec.given(first.name, updates)
+            given = self.spec._given(first.name, updates)
             return [self._fitted(first, given, context)] * len(self.tasks)
         # Values that layers share are fitted, and compared, only once.
         shared: dict[int, tuple[HostValues, HostValues]] = {}
         values = []
         for task in self.tasks:
-            given = self.spec.given(task.name, updates)
+            given = self.spec._given(task.name, updates)
             if id(given) not in shared:
                 shared[id(given)] = given, self._fitted(task, given, context)
             values.append(shared[id(given)][1])
