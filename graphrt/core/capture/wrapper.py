@@ -536,7 +536,7 @@ def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
     raise PlatformError(
         f"{path}, the wrapper class of platform {platform.name!r}, cannot be imported, belongs to "
         "another one, or is no wrapper",
-        got=cause or wrapper,
+        got=cause or f"{wrapper}, platform_name = {getattr(wrapper, 'platform_name', None)!r}",
         expected=f"a GraphWrapper subclass with platform_name = {platform.name!r}",
         advice="give the platform a subclass of its own that says so, and return its dotted path "
         "from get_static_graph_wrapper_cls()",
