@@ -41,7 +41,7 @@ from graphrt.core.batch.modes import GraphMode, PieceProvider
 from graphrt.core.capture.guard import check_traced
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.replay.entry import SegmentHooks, check_hooks
+from graphrt.core.replay.entry import SegmentHooks
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import current_capture
 
@@ -73,7 +73,7 @@ class CompiledModule:
         check_kind("pool", pool, GraphPool)
         flag("graphs", graphs)
         check_kind("wrapper_options", wrapper_options, GraphOptions)
-        check_hooks("hooks", hooks)
+        check_kind("hooks", hooks, SegmentHooks)
         check_takes("read_context", read_context, "read_context()")
         if capture_sizes is not None:
             capture_sizes = [

@@ -338,9 +338,6 @@ TARGETS: dict[str, Target] = {
     "UpdatableTask": constructor(
         UpdatableTask, group="group", issue=lambda out: None, host_args={}
     ),
-    "UpdatableTask.given": Target(
-        lambda: (task().given, {"name": "group", "updates": {"group": {"lens": [1]}}})
-    ),
     "HostArg.fitted": Target(
         lambda: (
             HostArg().fitted,

@@ -42,7 +42,6 @@ from graphrt.core.base.errors import (
     VerificationError,
 )
 from graphrt.core.replay import handout
-from graphrt.core.replay.pool import PoolOwner
 from graphrt.cpu import CpuPlatform
 from graphrt.types import CaptureProgress
 
@@ -404,23 +403,6 @@ def test_a_call_from_another_thread_while_a_step_runs_is_refused():
     thread.join()
     assert sizes_of(run) == []
     run.capture_next()
-
-
-class Waiting(PoolOwner):
-    """A launched step, which the next step of its thread would end."""
-
-    def refusal(self, pool: object) -> GraphRTError:
-        raise AssertionError("it was ended")
-
-
-def test_a_step_that_waits_for_its_updates_goes_on_waiting():
-    run = several()
-    waiting = run.pool.owner = Waiting("a step whose updates have not come")
-    with pytest.raises(PoolBusyError, match="updates"):
-        run.capture_next()
-    assert run.pool.owner is waiting
-    run.pool.owner = None
-    assert captured_by(run) == [8]
 
 
 def call_here(function: Any) -> None:

@@ -176,15 +176,8 @@ def attribute_is(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-ENTERED = {
-    "attention": lambda: sdpa_kernel([SDPBackend.MATH]),
-    "attention, in an order": lambda: sdpa_kernel(
-        [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True
-    ),
-    "device": lambda: torch.device("meta"),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-}
 REFUSED = {
+    "attention": lambda: sdpa_kernel([SDPBackend.MATH]),
     "dtype": lambda: dtype_is(torch.float64),
     "deterministic": deterministic,
     "precision": lambda: attribute_is(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
@@ -192,18 +185,14 @@ REFUSED = {
 }
 
 
-def settings() -> list[Any]:
-    return [
-        torch._C._get_sdp_priority_order(),
-        torch.nn.attention._cur_sdpa_kernel_backends(),
-        torch.get_default_device(),
-        torch.is_autocast_enabled("cpu"),
-    ]
+def test_autocast_around_an_eager_part_is_on_in_it_at_replays_and_off_after_an_error():
+    def settings() -> bool:
+        return torch.is_autocast_enabled("cpu")
 
+    def around() -> Any:
+        return torch.autocast("cpu", torch.bfloat16)
 
-@pytest.mark.parametrize("name", ENTERED)
-def test_a_setting_around_an_eager_part_is_on_in_it_at_replays_and_off_after_an_error(name):
-    seen: list[list[Any]] = []
+    seen: list[bool] = []
     fails = False
 
     @eager_break
@@ -214,13 +203,13 @@ def test_a_setting_around_an_eager_part_is_on_in_it_at_replays_and_off_after_an_
         return x + 1
 
     def forward(x):
-        with ENTERED[name]():
+        with around():
             y = part(x)
         return y * 2
 
     before = settings()
     run = captured(forward)
-    with ENTERED[name]():
+    with around():
         entered = settings()
     run(x=torch.ones(2, 4))  # tried, with all that Python knows put back
     seen.clear()
@@ -231,6 +220,11 @@ def test_a_setting_around_an_eager_part_is_on_in_it_at_replays_and_off_after_an_
     with pytest.raises(ZeroDivisionError):
         run(x=torch.ones(2, 4))
     assert settings() == before
+
+
+def _on_meta(part: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    with torch.device("meta"):
+        return part(x)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -244,6 +238,8 @@ def test_a_setting_around_an_eager_part_that_a_replay_does_not_enter_is_refused(
 
     with pytest.raises(CaptureError, match="setting"):
         captured(forward)
+    with pytest.raises(CaptureError, match="default device"), torch.device("cpu"):
+        captured(lambda x: _on_meta(part, x))
     x = torch.ones(2, 4)
     with REFUSED[name]():
         assert torch.equal(captured(lambda x: part(x) * 2)(x=x), torch.full((2, 4), 4.0))

@@ -21,8 +21,8 @@ from graphrt.compile.private_torch.patches import (
     lacks_partitions,
     partitions_taken,
 )
+from graphrt.core.base import tree
 from graphrt.core.base.errors import BakedScalarError, BreakShapeError
-from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.recorder import Bridges, separate_strides
@@ -70,7 +70,7 @@ class Partitioned:
         self._step = {_storage(each) for each in args if isinstance(each, torch.Tensor)}
         result = self._run(*args)
         if wrapping.options.outputs == "clone":
-            return cloned(result)
+            return tree.cloned(result)
         return self._in_place(result) if wrapping.options.outputs == "static" else result
 
     def capture_in(self, wrapping: Wrapping, splitting: frozenset[str]) -> list[GraphWrapper]:

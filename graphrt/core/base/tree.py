@@ -51,6 +51,16 @@ def copied(tree: Any) -> Any:
     return map_leaves(lambda leaf: leaf, tree)
 
 
+def cloned(tree: Any) -> Any:
+    """A tree of the same structure, each tensor in memory of its own."""
+    return map_tensors(torch.Tensor.clone, tree)
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether torch has put off a conjugation or negation, which is no part of the memory."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def copier(tree: Any) -> Callable[[], Any] | None:
     """What makes `copied(tree)` at each call; None for what nobody can change."""
     if not _can_change(tree):

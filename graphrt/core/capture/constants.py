@@ -7,12 +7,12 @@ as an index or `torch.full((1,), 7.0).to(x.device)` is one. While a segment is o
 2. every tensor is known that the forward made on the host of nothing but Python data;
 3. a copy of one to the device reads page-locked memory, which has the value and lives with the
    graph. Each replay copies it again, so that the forward may write the copy in place;
-4. a mask among the indices counts as the places that it chooses, as long as nothing writes it;
-5. an operand without dimensions on the host is launched as its value, and a number that the
+4. an operand without dimensions on the host is launched as its value, and a number that the
    forward reads from there is baked in too: each replay compares what they were computed of.
 
 A NumPy array is Python data too, in memory that the host may write: each replay compares it first.
 So is a constant that another capture in the pool has returned, as pieces of one step do.
+A mask among indices is none: how many places it chooses is read on the host, which is an error.
 Any other tensor of the host's that the forward did not make is no constant: the host may write it,
 and no replay would see that. Its copy is an error, unless it is page-locked: then replays read it.
 """
@@ -32,7 +32,7 @@ from graphrt.core.base import tree
 from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import is_made_on_host, make_on_host
-from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
+from graphrt.core.capture.operators import LIFT_FRESH
 from graphrt.core.capture.refusals import (
     PAGEABLE_COPY,
     WRITTEN_CONSTANT,
@@ -45,7 +45,6 @@ from graphrt.core.replay.pool import GraphPool
 
 _aten = torch.ops.aten
 _READ = _aten._local_scalar_dense.default
-MASK_DTYPES = frozenset({torch.bool, torch.uint8})
 
 _kept: WeakKeyDictionary[DeviceGraph, list[torch.Tensor]] = WeakKeyDictionary()
 """The page-locked memory that a graph copies from, as long as there is the graph: it may be running
@@ -69,33 +68,16 @@ class _Array:
         raise WRITTEN_CONSTANT(f"{described(self._tensor)}{where}")
 
 
-class _Constant(NamedTuple):
-    """A storage on the host that was made of nothing but Python data, and of which arrays."""
+class _Made(NamedTuple):
+    """A storage on the host that a capture made: of which arrays and, unless it is a constant, of
+    which tensors besides."""
 
     storage: StorageWeakRef
     arrays: tuple[_Array, ...]
-
-    def is_gone(self) -> bool:
-        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+    operands: tuple[torch.Tensor, ...] = ()
 
 
-class _Computed(NamedTuple):
-    """A storage on the host, and the tensors that a capture computed it of, not all constants."""
-
-    storage: StorageWeakRef
-    operands: Sequence[torch.Tensor]
-
-
-class _Mask(NamedTuple):
-    """A device mask, and a copy of the host constant that it was copied from."""
-
-    storage: StorageWeakRef
-    identity: tuple[object, ...]
-    value: torch.Tensor
-    arrays: tuple[_Array, ...]
-
-
-_returned: WeakKeyDictionary[GraphPool, dict[int, _Constant]] = WeakKeyDictionary()
+_returned: WeakKeyDictionary[GraphPool, dict[int, _Made]] = WeakKeyDictionary()
 """The constants that captures in a pool have returned."""
 
 
@@ -105,11 +87,11 @@ class Constants:
     def __init__(self, pool: GraphPool) -> None:
         self._platform = pool.platform
         self._returned = _returned.setdefault(pool, {})
-        for name in [name for name, each in self._returned.items() if each.is_gone()]:
-            del self._returned[name]
-        self._made: dict[int, _Constant] = {}
-        self._computed: dict[int, _Computed] = {}
-        self._masks: dict[int, _Mask] = {}
+        for name, known in list(self._returned.items()):
+            if known.storage.expired():  # type: ignore[no-untyped-call]
+                del self._returned[name]
+        # By the number of the storage, which its weak reference keeps from being used again.
+        self._made: dict[int, _Made] = {}
         self._pinned: list[torch.Tensor] = []
         # Those of the open segment.
         self._arrays: dict[_Array, None] = {}
@@ -118,8 +100,6 @@ class Constants:
         """A segment begins, which `graph` will hold."""
         self._pinned = _kept[graph] = []
         self._arrays = {}
-        # An eager part may have written them.
-        self._masks.clear()
         _host_first.enter(self)
 
     def checks(self) -> list[Callable[[], None]]:
@@ -135,7 +115,7 @@ class Constants:
         """Keep the constants in a capture's result: the next piece may take them as arguments."""
         for tensor in tree.tensors(result):
             if _is_of_host(tensor) and self._is_constant(tensor):
-                name = tensor.untyped_storage()._cdata
+                name = _name(tensor)
                 self._returned[name] = self._made[name]
 
     def take(self, tensor: torch.Tensor) -> bool:
@@ -143,95 +123,67 @@ class Constants:
         written it since, or may yet."""
         if not _is_of_host(tensor):
             return False
-        name = tensor.untyped_storage()._cdata
-        known = self._made.get(name) or self._returned.get(name)
+        known = self._made.get(_name(tensor)) or self._returned.get(_name(tensor))
         if known is not None:
-            self._made[name] = known._replace(arrays=(*known.arrays, _Array(tensor)))
+            arrays = (*known.arrays, _Array(tensor))
+            self._made[_name(tensor)] = known._replace(arrays=arrays)
         return known is not None
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Issue an operator; what it copies from the host is copied from page-locked memory."""
-        if self._masks:
-            self._forget_written(func, args, kwargs)
         lifted = _LIFTED.get(id(func))
         if lifted is not None:
             return lifted(self, func, args, kwargs)
         for value in (*args, *kwargs.values()):
-            if type(value) is torch.Tensor and value.is_cpu and not value.dim():
-                self._note_operand(value, (args, kwargs))
+            if (
+                type(value) is torch.Tensor
+                and value.is_cpu
+                and not value.dim()
+                # Beside others on the device its value is an argument of the kernel.
+                and not all(each.is_cpu for each in tree.tensors((args, kwargs)))
+            ):
+                self._arrays |= dict.fromkeys(self._arrays_behind(value))
         if func is _READ and _is_of_host(args[0]):
             self._arrays |= dict.fromkeys(self._arrays_behind(args[0]))
         result = func(*args, **kwargs)
-        if type(result) is torch.Tensor:
-            if result.is_cpu:
-                self._note(func, args, kwargs, result)
-        elif isinstance(result, list | tuple):
+        if result.is_cpu if type(result) is torch.Tensor else isinstance(result, list | tuple):
             self._note(func, args, kwargs, result)
         return result
-
-    def _note_operand(self, number: torch.Tensor, arguments: Any) -> None:
-        """Have replays compare a tensor without dimensions on the host: beside others on the device
-        its value is an argument of the kernel."""
-        if all(each.is_cpu for each in tree.tensors(arguments)):
-            return
-        self._arrays |= dict.fromkeys(self._arrays_behind(number))
 
     def _arrays_behind(self, tensor: torch.Tensor) -> Sequence[_Array]:
         """The memory behind a host tensor, directly or by way of operators, that the host may still
         write."""
-        if self._is_constant(tensor):
-            return self._arrays_of([tensor])
-        known = self._computed.get(tensor.untyped_storage()._cdata)
+        known = self._made.get(_name(tensor))
         if known is None:
             return [_Array(tensor, user_source())]
-        return [array for each in known.operands for array in self._arrays_behind(each)]
+        behind = (self._arrays_behind(each) for each in known.operands)
+        return [*known.arrays, *(array for arrays in behind for array in arrays)]
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note which results on the host are constants: those whose operands on the host are."""
-        results = [each for each in tree.tensors(result) if _is_of_host(each)]
+        """Note what results on the host are made of: where that is constants, they are too."""
+        results = {_name(each): each for each in tree.tensors(result) if _is_of_host(each)}
         if not results:
             return
+        arrays: Iterable[_Array]
+        others: tuple[torch.Tensor, ...] = ()
         if func is LIFT_FRESH:
             # Memory of an array belongs to the host, which may write it.
-            shared = [each for each in results if not each.untyped_storage().resizable()]
-            source = user_source() if shared else None
-            self._note_constants(results, tuple(_Array(each, source) for each in shared))
-            return
-        operands = [each for each in tree.tensors((args, kwargs)) if _is_of_host(each)]
-        if all(map(self._is_constant, operands)):
-            self._note_constants(results, self._arrays_of(operands))
-            return
-        taken = {each.untyped_storage()._cdata for each in operands}
-        for each in results:
-            storage = each.untyped_storage()
-            self._made.pop(storage._cdata, None)
-            if storage._cdata not in taken:
-                ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._computed[storage._cdata] = _Computed(ref, operands)
-
-    def _note_constants(self, tensors: Iterable[torch.Tensor], arrays: tuple[_Array, ...]) -> None:
-        for each in tensors:
-            storage = each.untyped_storage()
-            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._made[storage._cdata] = _Constant(ref, arrays)
+            shared = [each for each in results.values() if not each.untyped_storage().resizable()]
+            arrays = [_Array(each, user_source()) for each in shared]
+        else:
+            operands = [each for each in tree.tensors((args, kwargs)) if _is_of_host(each)]
+            others = tuple(each for each in operands if not self._is_constant(each))
+            constants = [self._made[_name(each)] for each in operands if self._is_constant(each)]
+            arrays = (array for constant in constants for array in constant.arrays)
+        of, memory = tuple(dict.fromkeys(arrays)), set(map(_name, others))
+        for name, each in results.items():
+            if name not in memory:
+                ref = StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
+                self._made[name] = _Made(ref, of, others)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
-        # The weak reference keeps the storage's name from being used again.
-        return tensor.untyped_storage()._cdata in self._made
-
-    def _arrays_of(self, constants: Iterable[torch.Tensor]) -> tuple[_Array, ...]:
-        """The arrays that constants were made of, each once."""
-        made = [self._made[each.untyped_storage()._cdata] for each in constants]
-        return tuple(dict.fromkeys(array for constant in made for array in constant.arrays))
-
-    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Before an operator: a mask that it writes is no copy of a constant any more."""
-        facts = facts_of(func)
-        if not facts.name:  # one that does not say
-            self._masks.clear()
-        for tensor in written(facts, args, kwargs):
-            if tensor.layout is torch.strided:
-                self._masks.pop(tensor.untyped_storage()._cdata, None)
+        known = self._made.get(_name(tensor))
+        return known is not None and not known.operands
 
     def _on_device(
         self, func: Any, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype
@@ -239,17 +191,13 @@ class Constants:
         """What a copy of `tensor` from the host to the device gives, as captured."""
         if not self._is_constant(tensor):
             raise PAGEABLE_COPY(described(tensor), op=func)
-        arrays = self._arrays_of([tensor])
+        arrays = self._made[_name(tensor)].arrays
         for array in arrays:
             array.check()
         self._arrays |= dict.fromkeys(arrays)
         made = torch.empty_like(tensor, dtype=dtype, device=device)
         if made.numel():
             made.copy_(unseen(lambda: self._pin(tensor, made)), non_blocking=True)
-        if tensor.dtype in MASK_DTYPES and dtype == tensor.dtype:
-            storage, value = made.untyped_storage(), unseen(lambda: tensor.detach().clone())
-            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._masks[storage._cdata] = _Mask(ref, tree.identity(made), value, arrays)
         return made
 
     def _pin(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -298,21 +246,8 @@ class Constants:
                 return tensor
             return self._on_device(func, tensor, devices[0], tensor.dtype)
 
-        args, kwargs = tree.map_tensors(moved, (with_places(args, self._places), kwargs))
+        args, kwargs = tree.map_tensors(moved, (args, kwargs))
         return func(*args, **kwargs)
-
-    def _places(self, mask: torch.Tensor) -> Sequence[torch.Tensor] | None:
-        if mask.is_cpu:
-            places = mask.nonzero().unbind(1)
-            if self._is_constant(mask):
-                self._note_constants(places, self._arrays_of([mask]))
-            return places
-        known = self._masks.get(mask.untyped_storage()._cdata)
-        if known is None or known.identity != tree.identity(mask):
-            return None
-        places = known.value.nonzero().unbind(1)
-        self._note_constants(places, known.arrays)
-        return places
 
     def _as_it_is(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
@@ -320,24 +255,14 @@ class Constants:
         return result
 
 
-def with_places(
-    args: tuple[Any, ...], places_of: Callable[[torch.Tensor], Sequence[torch.Tensor] | None]
-) -> tuple[Any, ...]:
-    """Arguments of an index operator with the places that a mask chooses, as the operator itself
-    would find them, instead of the mask; one of which `places_of` knows none stays."""
-    if len(args) < 2 or not isinstance(args[1], list | tuple):
-        return args
-    indices: list[Any] = []
-    for index in args[1]:
-        is_mask = isinstance(index, torch.Tensor) and index.dtype in MASK_DTYPES
-        places = places_of(index) if is_mask else None
-        indices += [index] if places is None else places
-    return (args[0], indices, *args[2:])
-
-
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     whole = tensor if tensor.is_contiguous() else unseen(tensor.detach().contiguous)
     return ctypes.string_at(whole.data_ptr(), whole.nbytes)
+
+
+def _name(tensor: torch.Tensor) -> int:
+    name: int = tensor.untyped_storage()._cdata
+    return name
 
 
 def _is_of_host(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,6 @@ device to say: `Platform.explain`, and on the CPU the tape's own table.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -106,9 +105,9 @@ class CaptureGuard(ThreadMode):
             self.constants.begin(graph)
         self._caller.begin()
         in_pieces = self._in_pieces and (self._breaks or self.doors.made or self._copies)
-        wanted = in_pieces or self._caller.needs_operators() or self.constants is not None
-        # While an operator is being handled torch has taken this mode off its stack already.
+        wanted = in_pieces or self._caller.on_device or self.constants is not None
         wanted = wanted or self.issued is not None
+        # While an operator is being handled torch has taken this mode off its stack already.
         if not self._handling and not self._entered and wanted:
             self.__enter__()
             self._entered = True
@@ -213,14 +212,6 @@ class CallerTensors:
         self._hosts = set(map(_address, self._on_host))
         self._host_argument = HOST_ARGUMENT
         self._places: list[object] = []
-        self._generator: torch.Tensor | None = None
-        # Whether an operator drew on the host; None: nobody looked at operators.
-        self._drew: bool | None = None
-
-    def needs_operators(self) -> bool:
-        """Whether operators have to be looked at: for host tensors; and on a device beside other
-        threads, where only operators tell which thread has moved the host's generator."""
-        return bool(self._hosts) or (self.on_device and threading.active_count() > 1)
 
     def lift(
         self, is_constant: Callable[[torch.Tensor], bool] | None, *, later: bool = False
@@ -236,26 +227,20 @@ class CallerTensors:
     def begin(self) -> None:
         """A segment begins."""
         self._places = list(map(tree.identity, self._kept))
-        self._generator = torch.default_generator.get_state() if self.on_device else None
-        self._drew = None
 
     def end(self) -> None:
         """A segment ends; raises `RefusedOpError` for what a replay of it would not do again."""
         for tensor, before in zip(self._kept, self._places, strict=True):
             if tree.identity(tensor) != before:
                 raise RESHAPED_ARGUMENT(f"now {described(tensor)}")
-        before_it, self._generator = self._generator, None
-        if before_it is None or (self._drew is False and threading.active_count() > 1):
-            return
-        # Alone it was this thread, by an operator or in the kernel of one, where nobody looks.
-        if not torch.equal(before_it, torch.default_generator.get_state()):
-            raise HOST_DRAW()
 
     def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `RefusedOpError` if an operator reads or writes a tensor of the caller's that lies
         on the host, or `PageableCopyError` where a try that lifts constants may take it; views of
-        it are made, and pinned memory is copied. Notes draws on the host. For `on_device` alone."""
-        self._drew = bool(self._drew) or _draws_on_host(func, args, kwargs)
+        it are made, and pinned memory is copied. The same if it draws random numbers on the host.
+        For `on_device` alone."""
+        if _draws_on_host(func, args, kwargs):
+            raise HOST_DRAW(op=func)
         if not self._hosts or facts_of(func).is_view:
             return
         for tensor in tree.tensors((args, kwargs)):

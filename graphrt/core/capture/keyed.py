@@ -151,8 +151,7 @@ class KeyedGraph:
         self.descriptor = descriptor
         self.is_eager = is_eager
         self._wrapper = wrapper
-        self._context = ForwardContext(GraphMode.FULL, descriptor, 0)
-        self._updates: Any = WORST_CASE if self.is_eager else None
+        self._updates: Any = WORST_CASE if is_eager else None
         if not self.is_eager:
             # It needs no forward any more, and keeps none alive.
             wrapper.runnable = _destroyed
@@ -188,32 +187,16 @@ class KeyedGraph:
                 expected="its forward in its place",
                 advice="call the forward itself where something else is captured",
             )
-        context = self._context
-        if self.is_eager and not self.alive:
+        if not self.alive:
             _destroyed()
-        # A turn, written out: see `in_turn`. It comes first: the context is one for all threads.
-        pool = self._wrapper.pool
-        if pool.owner is not None:
-            if not self.alive:
-                _destroyed()
-            raise pool.busy_error(context)
-        try:
-            pool.owner = context
-            # With graphs off, without updates, the host arguments are those of the step before.
-            context.updates = self._updates if updates is None else updates
-            with context:
-                outputs = self._wrapper()
-            if self.is_eager:
-                self._wrapper.entries[self.descriptor].outputs = outputs
-                self._updates = context.updates
-            if pool.owner is context:
-                # Else it waits for its updates, and keeps the pool.
-                pool.owner = None
-            return outputs
-        except BaseException:  # `undoing`, written out: on the way of every step
-            if pool.owner is context:
-                pool.owner = None
-            raise
+        # With graphs off, without updates, the host arguments are those of the step before.
+        updates = self._updates if updates is None else updates
+        with ForwardContext(GraphMode.FULL, self.descriptor, 0, updates=updates):
+            outputs = self._wrapper()
+        if self.is_eager:
+            self._wrapper.entries[self.descriptor].outputs = outputs
+            self._updates = updates
+        return outputs
 
     def destroy(self) -> None:
         """Destroy it, for who has the pool's turn."""

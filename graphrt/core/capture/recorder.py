@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +23,6 @@ from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
 from graphrt.core.base.errors import GraphRTError
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
-from graphrt.core.base.sharing import together, write
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.modes import GraphMode
@@ -32,7 +32,6 @@ from graphrt.core.capture.refusals import (
     NESTED_CAPTURE,
     NOT_STRIDED,
     RESHAPED_ARGUMENT,
-    SHARED_RESULTS,
     described,
     source_of,
 )
@@ -82,28 +81,18 @@ class Bridges:
         """
         unmoved: set[str] = set()
         fixed: dict[int, torch.Tensor] = {}
-        moved: list[tuple[int, torch.Tensor]] = []
         for path, leaf in tree.leaves(result):
             if not isinstance(leaf, torch.Tensor):
                 continue
             if leaf.numel() == 0 or stays(path, leaf):
                 unmoved.add(path)
                 fixed[id(leaf)] = leaf
-            elif id(leaf) not in {id(each) for _, each in moved}:
-                moved.append((len(moved) + len(unmoved), leaf))
-        for group in together([leaf for _, leaf in moved]):
-            (number, first), *rest = [moved[each] for each in group.places]
-            if rest:
-                flat = self._memory((site, number), group.nbytes, first.device).untyped_storage()
-                for leaf in (first, *(leaf for _, leaf in rest)):
-                    fixed[id(leaf)] = unseen(partial(group.over, flat, leaf))
-                    write(fixed[id(leaf)], leaf)
-                continue
-            buffer = None if allocate is None else allocate(first)
-            if buffer is None:
-                buffer = self.buffer((site, number), first)
-            buffer.copy_(first)
-            fixed[id(first)] = buffer
+            elif id(leaf) not in fixed:
+                buffer = None if allocate is None else allocate(leaf)
+                if buffer is None:
+                    buffer = self.buffer((site, len(fixed)), leaf)
+                buffer.copy_(leaf)
+                fixed[id(leaf)] = buffer
         return tree.map_tensors(lambda leaf: fixed[id(leaf)], result), frozenset(unmoved)
 
     def buffer(self, key: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
@@ -116,26 +105,21 @@ class Bridges:
         if not like.is_contiguous():
             last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
             need = like.element_size() * (1 + last)
-
-        flat = self._memory(key, need, like.device)
-
-        def placed() -> torch.Tensor:
-            typed = torch.empty(0, dtype=like.dtype, device=like.device)
-            return typed.set_(flat.untyped_storage(), 0, shape, strides)
-
-        # Nothing of this may be recorded, and replays write outside of inference mode too.
-        return unseen(placed)
-
-    def _memory(self, key: tuple[int, int], need: int, device: torch.device) -> torch.Tensor:
-        """At least so many bytes, the same ones at each call that asks for no more."""
         flat = self._buffers.get(key)
-        if flat is None or flat.numel() < need or flat.device != device:
+        if flat is None or flat.numel() < need or flat.device != like.device:
             if flat is not None:
                 # Graphs that were captured with it write and read it still.
                 self._outgrown.append(flat)
-            flat = unseen(lambda: torch.empty(need, dtype=torch.uint8, device=device))
+            flat = unseen(lambda: torch.empty(need, dtype=torch.uint8, device=like.device))
             self._buffers[key] = flat
-        return flat
+        storage = flat.untyped_storage()
+
+        def placed() -> torch.Tensor:
+            typed = torch.empty(0, dtype=like.dtype, device=like.device)
+            return typed.set_(storage, 0, shape, strides)
+
+        # Nothing of this may be recorded, and replays write outside of inference mode too.
+        return unseen(placed)
 
     def clear(self) -> None:
         self._buffers.clear()
@@ -279,7 +263,7 @@ class Recorder:
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
         self._check_places(places)
         strided(result, f"eager break {name}")
-        readable, aliased, recorded = unseen(partial(self._readable, result, memory, name))
+        readable, aliased, recorded = unseen(partial(self._readable, result, memory))
         self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
         self.parts.append(EagerPart(called, kept, recorded, aliased))
         pairs = zip(tree.tensors(result), tree.tensors(readable), strict=True)
@@ -290,8 +274,10 @@ class Recorder:
         ]
         # Its own references to what was copied would look like another way out.
         del result, pairs
+        uses = Counter(storage.cdata for storage, _ in moved)
         for storage, copy in moved:
-            if not storage.expired():  # type: ignore[no-untyped-call]
+            is_held = not storage.expired()  # type: ignore[no-untyped-call]
+            if is_held or uses[storage.cdata] > 1:
                 self._guard.note_copy(name, copy)
         self._guard.doors.settle()
         self._begin()
@@ -304,23 +290,14 @@ class Recorder:
             if tensor.layout is torch.strided and tree.identity(tensor) != before:
                 raise RESHAPED_ARGUMENT(f"now {described(tensor)}")
 
-    def _readable(
-        self, result: Any, memory: set[int], name: str
-    ) -> tuple[Any, frozenset[str], Any]:
+    def _readable(self, result: Any, memory: set[int]) -> tuple[Any, frozenset[str], Any]:
         """The results of an eager part where graphs can read them at every replay; the paths of
         those that stay where they are, in `memory`, which it was given, or in the pool; and the
         results as its entry keeps them."""
-        fresh: set[int] = set()
         site = len([part for part in self.parts if isinstance(part, EagerPart)])
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
-            storage = tensor.untyped_storage().data_ptr()
-            if storage in memory or self.pool._owns(tensor):
-                return True
-            if storage in fresh:
-                raise SHARED_RESULTS(f"the one at {path or 'the top'}", part=name)
-            fresh.add(storage)
-            return False
+            return tensor.untyped_storage().data_ptr() in memory or self.pool._owns(tensor)
 
         readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.

@@ -264,14 +264,8 @@ SIDE_DOOR = Refusal(
 )
 WRITTEN_COPY = Refusal(
     BreakError,
-    "what eager break {part} returned is written, and it is memory that others hold too: the write "
-    "would reach a copy alone",
+    "what eager break {part} returned is written, and it is memory that others hold too, or that "
+    "it returned twice: the write would reach a copy alone",
     expected="a fresh tensor, or memory that is written where it is",
     advice="return a clone() from the eager part, or write into the tensor itself",
-)
-SHARED_RESULTS = Refusal(
-    BreakError,
-    "eager break {part} returned two tensors that share memory",
-    expected="separate tensors, which separate buffers can stand for",
-    advice="return one of them, or clone it",
 )

@@ -42,8 +42,6 @@ class State:
         check_kind("tensor", tensor, torch.Tensor)
         check_takes("save", save, "save()", optional=True)
         check_takes("restore", restore, "restore(saved)", optional=True)
-        if tensor is not None and rows is not None:
-            _check_rows(tensor, rows)
         # An index that copies (a list or tensor of rows) must write back into the tensor itself.
         self._tensor = tensor
         self._rows = slice(None) if rows is None else rows
@@ -94,20 +92,6 @@ class State:
                 )
 
         return restore_tensor
-
-
-def _check_rows(tensor: torch.Tensor, rows: Any) -> None:
-    """Raise `InvalidOptionError` for rows that the tensor does not have."""
-    try:
-        wrong = None if tensor.dim() == 0 else tensor[rows]
-    except Exception as error:
-        raise InvalidOptionError(
-            "State(rows=) is no index of the tensor's first dimension",
-            got=f"{shown(rows)}, of a tensor of shape {tuple(tensor.shape)}",
-            expected="a slice, a list of rows, or a tensor of them",
-            advice="State(tensor, rows=slice(0, 1))",
-        ) from error
-    del wrong
 
 
 def as_states(states: Iterable[State | torch.Tensor]) -> Sequence[State]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
@@ -15,7 +15,6 @@ from graphrt.core.base.errors import (
     CaptureError,
     GraphsCapturedError,
     InvalidModeError,
-    InvalidOptionError,
     PlatformError,
     StaleInputError,
     Uncopied,
@@ -27,9 +26,7 @@ from graphrt.core.base.option_values import (
     check_kind,
     check_takes,
     flag,
-    shown,
 )
-from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
@@ -44,7 +41,6 @@ from graphrt.core.replay.entry import (
     Entry,
     SegmentHooks,
     bound_arguments,
-    check_hooks,
     graphs_of,
     name_of,
 )
@@ -132,7 +128,7 @@ class WrapperGraphs:
             if owner is not None:
                 pool.owner = owner
         if self.clones:
-            return cloned(entry.outputs)
+            return tree.cloned(entry.outputs)
         if entry.fresh is not None and self.fresh_containers:
             return entry.fresh()
         return entry.outputs
@@ -220,7 +216,7 @@ class GraphWrapper(Uncopied):
         FULL, and `InvalidOptionError`.
         """
         check_callable("runnable", runnable)
-        check_hooks("hooks", hooks)
+        check_kind("hooks", hooks, SegmentHooks)
         check_takes("read_context", read_context, "read_context()")
         check_kind("pool", pool, GraphPool)
         check_kind("options", options, GraphOptions)
@@ -301,8 +297,6 @@ class GraphWrapper(Uncopied):
         """The entry of a step that its slot does not lead to, with its arguments compared where
         that is asked for; None where there is none to replay."""
         graphs, descriptor = self._graphs, context.descriptor
-        if not hasattr(context.slot, "__index__"):
-            raise _no_slot(context.slot)
         if descriptor is None:
             return None
         try:
@@ -314,7 +308,14 @@ class GraphWrapper(Uncopied):
             return None
         again = context.token is not None and entry.captured_in is context.token
         if again or context.capture is not None:
-            raise _captured_already(descriptor, in_this_step=again)
+            raise CaptureError(
+                "a wrapper was called for a descriptor that it has captured, in the step that "
+                "captures it, or to capture it a second time",
+                got=descriptor,
+                expected="one call for each descriptor",
+                advice="give every call site its own wrapper; or call clear_graphs() or "
+                "drop(descriptor) before capturing again",
+            )
         if entry.unchecked:
             try:
                 entry.check_arguments(args, kwargs, name_of(self.runnable))
@@ -361,7 +362,7 @@ class GraphWrapper(Uncopied):
             graphs.trials.captured(self, entry.descriptor)
         # A lazy entry gets its slot when the next step looks for it: see `_find`.
         graphs.find_at(-1 if transaction is None else transaction.slot, entry)
-        return True, cloned(result) if graphs.clones else result
+        return True, tree.cloned(result) if graphs.clones else result
 
     @undoing
     def _record(self, undo: Undo, recorder: Recorder, args: Any, kwargs: Any) -> tuple[Entry, Any]:
@@ -470,8 +471,7 @@ class GraphWrapper(Uncopied):
     def _move_to(self, pool: GraphPool) -> None:
         check_kind("pool", pool, GraphPool, optional=False)
         pool.check_open()
-        pool.check_platform(self.pool.platform)
-        pool._check_device(self.pool.device)
+        pool.check_is_of(self.pool.platform, self.pool.device)
         if self.entries:
             raise GraphsCapturedError(
                 "a wrapper cannot be moved to another pool: its graphs lie in this one",
@@ -512,31 +512,6 @@ class GraphWrapper(Uncopied):
             self._graphs.look_again(descriptor)
 
 
-def _no_slot(slot: object) -> InvalidOptionError:
-    """The error for a context whose slot is no index."""
-    return InvalidOptionError(
-        "the slot of a context is the dispatcher's number of its graph",
-        got=shown(slot),
-        expected="an integer, -1 for none",
-        advice="dispatch = dispatcher.dispatch(batch); forward_context(dispatch.mode, "
-        "dispatch.descriptor, slot=dispatch.slot)",
-    )
-
-
-def _captured_already(descriptor: BatchDescriptor | None, *, in_this_step: bool) -> CaptureError:
-    """That a wrapper would capture a descriptor that it has captured."""
-    return CaptureError(
-        "a wrapper was called twice in the step that captures it"
-        if in_this_step
-        else "a descriptor was captured a second time",
-        got=descriptor,
-        expected="one call for each descriptor",
-        advice="give every call site its own wrapper"
-        if in_this_step
-        else "call clear_graphs() or drop(descriptor) before capturing again",
-    )
-
-
 @public("graphrt")
 def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
     """The class behind `get_static_graph_wrapper_cls()` of a platform, by itself or its name, or of
@@ -548,21 +523,20 @@ def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
     platform = given_platform(platform)
     path = platform.get_static_graph_wrapper_cls()
     module, _, name = path.rpartition(".")
+    wrapper: Any = None
     cause = None
     try:
-        wrapper: Any = getattr(importlib.import_module(module), name)
-        got = repr(wrapper)
+        wrapper = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        wrapper, cause, got = None, error, f"{type(error).__name__}: {error}"
-    if isinstance(wrapper, type) and issubclass(wrapper, GraphWrapper):
-        # Without a pool it would make one on the platform that it names.
-        if wrapper.platform_name == platform.name:
-            return wrapper
-        got = f"platform_name = {wrapper.platform_name!r}"
+        cause = error
+    is_wrapper = isinstance(wrapper, type) and issubclass(wrapper, GraphWrapper)
+    # Without a pool it would make one on the platform that it names.
+    if is_wrapper and wrapper.platform_name == platform.name:
+        return cast(type[GraphWrapper], wrapper)
     raise PlatformError(
         f"{path}, the wrapper class of platform {platform.name!r}, cannot be imported, belongs to "
         "another one, or is no wrapper",
-        got=got,
+        got=cause or f"{wrapper}, platform_name = {getattr(wrapper, 'platform_name', None)!r}",
         expected=f"a GraphWrapper subclass with platform_name = {platform.name!r}",
         advice="give the platform a subclass of its own that says so, and return its dotted path "
         "from get_static_graph_wrapper_cls()",

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from graphrt.core.base.sharing import is_lazy
+from graphrt.core.base import tree
 from graphrt.core.base.torch_names import inference_guard
 from graphrt.core.inputs.spec import InputSpec
 
@@ -52,7 +52,7 @@ class PadPattern:
         # Says of a tensor whether its bits are not its values; None for dtypes that have no such.
         self.lazy: Callable[[torch.Tensor], bool] | None = None
         if spec.dtype.is_floating_point or spec.dtype.is_complex:
-            self.lazy = is_lazy if spec.dtype.is_complex else torch.Tensor.is_neg
+            self.lazy = tree.is_lazy if spec.dtype.is_complex else torch.Tensor.is_neg
         self._element = torch.full((1,), self.value, dtype=spec.dtype, device="cpu")
         octets = bytes(self._element.view(torch.uint8).tolist())
         self._octet = octets[0] if len(set(octets)) == 1 else None

@@ -4,10 +4,10 @@ between them, which run at every replay, with their results where the graphs rea
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -17,18 +17,15 @@ from graphrt.core.base.errors import (
     BreakError,
     BreakShapeError,
     CaptureError,
-    InvalidOptionError,
     StaleInputError,
 )
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_takes, shown, told
+from graphrt.core.base.option_values import told
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.base.torch_names import (
     attention_kernels,
     attention_order,
     function_modes,
-    set_attention_kernels,
-    set_attention_order,
 )
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -166,8 +163,6 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 _AUTOCAST = "autocast on "
-_DEVICE = "default device"
-_ATTENTION = "kernels of scaled_dot_product_attention"
 
 
 def settings_now() -> dict[str, Any]:
@@ -185,7 +180,7 @@ def settings_now() -> dict[str, Any]:
         for kind in _kinds()
     }
     settings |= {
-        _DEVICE: torch.get_default_device(),
+        "default device": torch.get_default_device(),
         "torch function modes": tuple(function_modes()),
         "default dtype": torch.get_default_dtype(),
         "deterministic algorithms": (
@@ -210,34 +205,37 @@ def settings_now() -> dict[str, Any]:
         "mkldnn": mkldnn.enabled,
     }
     if attention_kernels and attention_order:
-        settings[_ATTENTION] = tuple(attention_kernels()), tuple(attention_order())
+        kernels = tuple(attention_kernels()), tuple(attention_order())
+        settings["kernels of scaled_dot_product_attention"] = kernels
     return settings
 
 
 def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> Callable[..., Any]:
-    """`function` under the settings of now where those `around` the forward are others.
+    """`function` under the autocast of now where that `around` the forward is another.
 
-    Raises `CaptureError` for one that a replay does not enter.
+    Raises `CaptureError` for any other setting, which a replay does not enter.
     """
-    name = name_of(function)
-    differing = {each: value for each, value in settings_now().items() if value != around[each]}
-    if not differing:
-        return function
-    for each, value in differing.items():
-        if each not in (_DEVICE, _ATTENTION) and not each.startswith(_AUTOCAST):
+    name, casts = name_of(function), {}
+    for each, value in settings_now().items():
+        if value == around[each]:
+            continue
+        if not each.startswith(_AUTOCAST):
             raise CaptureError(
                 f"the forward enters another setting around eager break {name}, which a replay "
                 "calls by itself",
-                got=f"{each}: {_told(value)}",
-                expected=f"{_told(around[each])}, as around the forward",
+                got=f"{each}: {value}",
+                expected=f"{around[each]}, as around the forward",
                 advice="enter it inside of the eager part, or around the whole forward",
             )
+        casts[each.removeprefix(_AUTOCAST)] = value
+    if not casts:
+        return function
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            for each, value in differing.items():
-                stack.enter_context(_entered(each, value))
+            for kind, dtype in casts.items():
+                stack.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None))
             return function(*args, **kwargs)
 
     return called
@@ -246,33 +244,6 @@ def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> C
 def _kinds() -> list[str]:
     device = torch.accelerator.current_accelerator()
     return ["cpu"] if device is None else ["cpu", device.type]
-
-
-def _entered(name: str, value: Any) -> AbstractContextManager[object]:
-    if name == _ATTENTION:
-        return _attention(*value)
-    if name == _DEVICE:
-        device: torch.device = value
-        return device
-    return torch.autocast(name.removeprefix(_AUTOCAST), value, enabled=value is not None)
-
-
-@contextmanager
-def _attention(kernels: tuple[Any, ...], order: tuple[int, ...]) -> Iterator[None]:
-    before = attention_kernels(), attention_order()
-    try:
-        set_attention_kernels(kernels)
-        set_attention_order(list(order))
-        yield
-    finally:
-        set_attention_kernels(before[0])
-        set_attention_order(before[1])
-
-
-def _told(value: object) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(_told, value)) or "none"
-    return str(value) if isinstance(value, str | bool | torch.dtype) else type(value).__name__
 
 
 def bound_arguments(
@@ -295,6 +266,7 @@ class Part(Protocol):
 
 
 @public("graphrt")
+@runtime_checkable
 class SegmentHooks(Protocol):
     """What a weight offloader needs around each graph of a wrapper."""
 
@@ -306,22 +278,6 @@ class SegmentHooks(Protocol):
 
     def before_replay(self) -> None:
         """Before every replay of a segment."""
-
-
-def check_hooks(name: str, hooks: object) -> None:
-    """Raise `InvalidOptionError` for the argument `name` that is no `SegmentHooks`; None may be."""
-    if hooks is None:
-        return
-    for method in ("before_capture", "end_of_capture", "before_replay"):
-        hook = getattr(hooks, method, None)
-        if not callable(hook):
-            raise InvalidOptionError(
-                f"the argument {name!r} is called around graphs, and has no {method}()",
-                got=shown(hooks),
-                expected="an object with before_capture(), end_of_capture(), before_replay()",
-                advice="a subclass of graphrt.SegmentHooks, whose methods do nothing by themselves",
-            )
-        check_takes(f"{name}.{method}", hook, f"{method}()")
 
 
 @public("graphrt.lowlevel")

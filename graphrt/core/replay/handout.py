@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache
 from sys import getrefcount, is_finalizing
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary, getweakrefcount
@@ -13,7 +13,6 @@ from torch import is_inference_mode_enabled
 
 from graphrt.core.base import tree
 from graphrt.core.base.errors import OutputError
-from graphrt.core.base.sharing import clones, is_lazy, together
 from graphrt.core.base.torch_names import (
     can_mark_unreadable,
     inference_guard,
@@ -78,7 +77,7 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool) -> Handout:
     """
     if tensor.numel() == 0:
         return lambda shape, handed_out: tensor.new_empty(shape)
-    if raw_storages and can_mark_unreadable and not is_lazy(tensor):
+    if raw_storages and can_mark_unreadable and not tree.is_lazy(tensor):
         return Shell(tensor).hand_out
     views: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -94,50 +93,6 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool) -> Handout:
         return live.clone()
 
     return copy
-
-
-def handouts_of(
-    tensors: Sequence[torch.Tensor],
-    *,
-    raw_storages: bool,
-    memory: Callable[[torch.Tensor], Hashable],
-) -> list[Handout]:
-    """What hands out several tensors of a step, called in their order: those that lie in one
-    `memory` lie in one at every step."""
-    handouts: dict[int, Handout] = {}
-    for group in together(tensors, memory):
-        members = [tensors[place] for place in group.places]
-        if len(members) == 1:
-            made = [handout_of(members[0], raw_storages=raw_storages)]
-        elif raw_storages and can_mark_unreadable:
-            shell = Shell(members[0])
-            made = [shell.hand_out, *(View(shell, each).hand_out for each in members[1:])]
-        else:
-            copies = _Copies(members)
-            made = [partial(copies.hand_out, each) for each in range(len(members))]
-        handouts.update(zip(group.places, made, strict=True))
-    return [handouts[place] for place in range(len(tensors))]
-
-
-class _Copies:
-    """Hands out views of one storage as views of one copy of it, padding rows included."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._copies: dict[int, torch.Tensor] = {}
-
-    def hand_out(self, number: int, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
-        tensors = self._tensors
-        if number == 0:
-            self._copies = clones(tensors)
-        copy = self._copies[id(tensors[number])]
-        if number == len(tensors) - 1:
-            # What is handed out is the caller's alone.
-            self._copies = {}
-        for dim, size in enumerate(shape):
-            if size != copy.shape[dim]:
-                copy = copy.narrow(dim, 0, size)
-        return copy
 
 
 def _own_references() -> int:
@@ -281,32 +236,15 @@ class Shell:
         return fresh.set_(self.storage(), like.storage_offset(), shape, like.stride())
 
 
-class View:
-    """Hands out another tensor over the storage that a shell has just handed out."""
-
-    def __init__(self, shell: Shell, tensor: torch.Tensor) -> None:
-        self._shell = shell
-        self._empty = _empty(tensor.dtype, tensor.device)
-        self._offset = tensor.storage_offset()
-        self._stride = tensor.stride()
-
-    def hand_out(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
-        """Its step's tensor, which expires with what the shell has handed out."""
-        fresh: torch.Tensor = self._empty.new()
-        return fresh.set_(self._shell.storage(), self._offset, shape, self._stride)
-
-
 # By the `_cdata` of the storage that each has. torch gives that number to another storage once the
 # first is gone, so `Shell.owns` is asked too.
 _shells: WeakValueDictionary[int, Shell] = WeakValueDictionary()
 
 
 class _Prepared(NamedTuple):
-    """What hands out each tensor of some outputs, its padded shape and its batch axes; and, where a
-    tensor is there more than once, which of them is at each place."""
+    """What hands out each tensor of some outputs, its padded shape and its batch axes."""
 
     outputs: tuple[tuple[Handout, Shape, BatchDims], ...] = ()
-    order: tuple[int, ...] | None = None
 
     def shapes(self, tokens: int, reqs: int) -> list[Shape]:
         """The shapes of their live rows."""
@@ -317,12 +255,6 @@ class _Prepared(NamedTuple):
                 live[dim] = axis.size(tokens, reqs)
             shapes.append(tuple(live))
         return shapes
-
-    def filled(self, tree_of: Any, fresh: list[torch.Tensor]) -> Any:
-        """The tree of the outputs with `fresh` tensors, one for each of them."""
-        order = self.order
-        at_places = iter(fresh if order is None else [fresh[place] for place in order])
-        return tree.map_tensors(lambda _: next(at_places), tree_of)
 
 
 class OwnsOutputs(Protocol):
@@ -340,16 +272,13 @@ class LiveOutputs:
         descriptor: BatchDescriptor,
         reqs: int,
         axes: OutputLayout,
-        views: Mapping[str, torch.Tensor],
         *,
         copies: bool,
     ) -> None:
-        """Of a graph with room for `reqs`, whose inputs are `views`; with `copies` the caller owns
-        the memory too."""
+        """Of a graph with room for `reqs`; with `copies` the caller owns the memory too."""
         self._descriptor = descriptor
         self._reqs = reqs
         self._axes = axes
-        self._views = views
         self._copies = copies
         # The outputs that the graph returns at every step; what hands out their tensors; and the
         # live shapes of these, by live tokens and requests.
@@ -399,7 +328,8 @@ class LiveOutputs:
             hand_out(shape, pool.handed_out)
             for (hand_out, _, _), shape in zip(prepared.outputs, shapes, strict=True)
         ]
-        return prepared.filled(outputs, fresh)
+        at_places = iter(fresh)
+        return tree.map_tensors(lambda _: next(at_places), outputs)
 
     def _prepare_again(self, outputs: Any, pool: OwnsOutputs) -> _Prepared:
         """What hands out outputs that no graph returns, but an eager part or a piece does: often
@@ -412,40 +342,15 @@ class LiveOutputs:
         return self._last[1]
 
     def _prepare(self, outputs: Any, pool: OwnsOutputs) -> _Prepared:
-        # One at two places is handed out once, unless their declared rows differ.
-        by_key: dict[tuple[int, BatchDims], torch.Tensor] = {}
-        order = []
+        raw_storages = pool.platform.raw_storages and not self._copies
+        prepared = []
         for path, leaf in tree.leaves(outputs):
-            if _is_tensor(leaf):
+            if isinstance(leaf, torch.Tensor):
                 check_tensor(path, leaf)
                 self._check_rows(path, leaf)
-                key = id(leaf), self._axes.batch_dims(path)
-                by_key[key] = leaf
-                order.append(key)
-        tensors = list(by_key.values())
-        if len(tensors) > 1 and not self._copies:
-            _check_sharing(tensors)
-        places = {key: place for place, key in enumerate(by_key)}
-        handouts = handouts_of(
-            tensors,
-            raw_storages=pool.platform.raw_storages and not self._copies,
-            memory=self._memory_of,
-        )
-        return _Prepared(
-            tuple(
-                (hand_out, tuple(tensor.shape), dims)
-                for hand_out, tensor, (_, dims) in zip(handouts, tensors, by_key, strict=True)
-            ),
-            None if len(by_key) == len(order) else tuple(places[key] for key in order),
-        )
-
-    def _memory_of(self, tensor: torch.Tensor) -> Hashable:
-        """Its storage; of a step's inputs, which the runner packs into one, the input."""
-        at = tensor.data_ptr()
-        for name, view in self._views.items():
-            if view.data_ptr() <= at < view.data_ptr() + view.nbytes:
-                return name
-        return tensor.untyped_storage().data_ptr()
+                hand_out = handout_of(leaf, raw_storages=raw_storages)
+                prepared.append((hand_out, tuple(leaf.shape), self._axes.batch_dims(path)))
+        return _Prepared(tuple(prepared))
 
     def _check_rows(self, path: str, tensor: torch.Tensor) -> None:
         """Raise `OutputError` for a tensor without the rows that its declared axes give it."""
@@ -458,22 +363,3 @@ class LiveOutputs:
                     expected=f"{rows} in dimension {dim}",
                     advice="return the same shape for every batch of one size",
                 )
-
-
-def _check_sharing(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise `OutputError` for a tensor that shares memory with another one though it does not have
-    its values there: torch has put off to conjugate or to negate them."""
-    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-    for tensor, storage in zip(tensors, storages, strict=True):
-        if is_lazy(tensor) and storages.count(storage) > 1:
-            raise OutputError(
-                "the forward returns a tensor together with its conjugate, or its negative, over "
-                "one memory",
-                got=f"shape {tuple(tensor.shape)} of {tensor.dtype}, put off",
-                expected="values that are in memory as they are",
-                advice="return resolve_conj() or resolve_neg() of it, or a clone()",
-            )
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)

@@ -29,8 +29,8 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_callable, shown
-from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.base.option_values import check_callable
+from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.device._contract import Capability
@@ -74,8 +74,8 @@ def in_turn(pool: GraphPool, owner: object, call: Callable[[], T]) -> T:
     Between the look at the owner and the store there is no call: Python switches threads, and
     delivers interrupts, at calls and backward jumps only. And the turn ends inside of `try`, not in
     a `finally`: an interrupt on the way out must not keep the pool. `StepEngine.step` (and its
-    twin in native/path.c), `GraphWrapper.__call__` and `KeyedGraph.replay` are on the way of every
-    step, which a call more would cost 0.2 us: they write this form out.
+    twin in native/path.c) and `GraphWrapper.__call__` are on the way of every step, which a call
+    more would cost 0.2 us: they write this form out.
     """
     if pool.owner is not None:
         raise pool.busy_error(owner)
@@ -91,20 +91,6 @@ def in_turn(pool: GraphPool, owner: object, call: Callable[[], T]) -> T:
         pool.owner = None
         raise
     raise pool.busy_error(owner)
-
-
-def check_between_steps(pool: GraphPool, what: str) -> None:
-    """Raise `PoolBusyError` while a step or a capture is under way in the pool, or a context is
-    entered in this thread, whatever has been called in it. A step that waits for its updates, or
-    of which some pieces are to come, is under way; it is not ended."""
-    under_way = pool.owner or current_context() or pool.entered
-    if under_way is not None:
-        raise PoolBusyError(
-            f"{what} was called while a step, or a capture, is under way",
-            got=shown(under_way),
-            expected="a call between two steps of the pool, when the last one has its updates",
-            advice="call it after the step has returned, from the thread that steps",
-        )
 
 
 class LeftBehind(PoolOwner):
@@ -282,13 +268,6 @@ class CaptureSession:
 
     def __enter__(self) -> CaptureSession:
         pool, undo = self._pool, self._undo
-        if undo:
-            raise CaptureError(
-                "a capture session was entered twice",
-                got=self,
-                expected="one `with` for each capture_session()",
-                advice="call pool.capture_session() again: sessions may be nested",
-            )
         try:
             self._captures, self._bytes = pool.captures, pool.bytes()
             undo.later(partial(thaw_garbage, self))
@@ -633,23 +612,15 @@ class GraphPool(Uncopied):
                 advice="create a new GraphPool and new wrappers or runners over it",
             )
 
-    def check_platform(self, platform: Platform | str) -> None:
-        """Raise `InvalidOptionError` if the pool is another platform's."""
+    def check_is_of(self, platform: Platform | str, device: torch.device | None = None) -> None:
+        """Raise `InvalidOptionError` if the pool is another platform's, or on another device."""
         name = platform if isinstance(platform, str) else platform.name
-        if name != self.platform.name:
+        if name != self.platform.name or (
+            device is not None and device_of(self.platform, device) != self.device
+        ):
             raise InvalidOptionError(
-                "the pool belongs to another platform",
-                got=f"platform={name!r}, pool of {self.platform.name!r}",
-                expected="one platform",
-                advice="leave platform= out where pool= is given",
-            )
-
-    def _check_device(self, device: torch.device) -> None:
-        """Raise `InvalidOptionError` if the pool is on another device."""
-        if device_of(self.platform, device) != self.device:
-            raise InvalidOptionError(
-                "the pool belongs to another device",
-                got=f"a pool on {self.device}",
-                expected=f"one on {device}",
-                advice="make it with device=",
+                "the pool belongs to another platform or another device",
+                got=f"a pool of {self.platform.name!r} on {self.device}",
+                expected=f"one of {name!r}" + (f" on {device}" if device else ""),
+                advice="leave platform= and device= out where pool= is given",
             )

@@ -117,124 +117,83 @@ class HostArg:
         values = _whole(key, value, axis.name)
         size = None if reqs is None and axis.name == "reqs" else axis.size(tokens, reqs or 0)
         missing = 0 if size is None else size - len(values)
-        if self.pad == "cumulative":
-            _check_rising(key, values, tokens, query_len)
-        if not values or missing < 0:
-            raise InvalidUpdateError(
-                f"host argument {key!r} has the wrong length",
-                got=len(values),
-                expected=f"1 to {size} ({self.axis} of the graph)",
-                advice="pass one value for each live request",
-            )
-        self._check_bounds(key, values)
+        needed = None
         if live is not None:
-            self._check_live(key, values, axis, live)
+            needed = live.num_tokens if axis.counts == "tokens" else live.num_reqs
+        fault = self._fault(axis, values, missing, needed)
+        if fault is None and self.pad == "cumulative":
+            fault = _uneven(values, missing, tokens, query_len)
+            if fault is None and live and needed and values[needed - 1] != live.num_tokens:
+                fault = "does not add up to the batch", f"{live.num_tokens} at request {needed}"
+        if fault is not None:
+            raise InvalidUpdateError(
+                f"host argument {key!r} {fault[0]}",
+                got=f"{len(values)} values: {values}",
+                expected=fault[1],
+                advice="pass one value for each live request, in the order of the batch; "
+                "cumulative ones are the running sum of its query lengths",
+            )
         if self.pad == "zero":
             return values + [0] * missing
         if self.pad == "query_len":
             return values + [query_len or 0] * missing
         if self.pad == "repeat":
             return values + [values[-1]] * missing
-        return values + _padding_ends(key, values, missing, tokens, query_len)
+        if query_len is None:
+            return values + values[-1:] * (missing - 1) + [tokens] * (missing > 0)
+        return values + [min(tokens, values[-1] + query_len * (i + 1)) for i in range(missing)]
 
-    def _check_bounds(self, key: str, values: list[int]) -> None:
+    def _fault(
+        self, axis: Axis, values: list[int], missing: int, needed: int | None
+    ) -> tuple[str, str] | None:
+        """What is wrong with values, and what would be right; None if nothing is."""
         least, most = self.least, self.most
+        if not values or missing < 0:
+            return "has the wrong length", f"1 to {len(values) + missing} ({axis} of the graph)"
         if (least is not None and min(values) < least) or (most is not None and max(values) > most):
-            raise InvalidUpdateError(
-                f"host argument {key!r} has a value out of its bounds",
-                got=values,
-                expected=f"each from {least} to {most}",
-                advice="pass the lengths of this step; a graph serves none that are longer than "
-                "what it was captured for",
-            )
-
-    def _check_live(self, key: str, values: list[int], axis: Axis, live: Batch) -> None:
-        needed = live.num_tokens if axis.counts == "tokens" else live.num_reqs
-        if needed is None:
-            return
-        if len(values) < needed:
-            raise InvalidUpdateError(
-                f"host argument {key!r} leaves out live {axis.name}",
-                got=f"{len(values)} values",
-                expected=f"one for each of {needed}",
-                advice="pass one value for each live request, in the order of the batch",
-            )
-        if self.pad == "cumulative" and values[needed - 1] != live.num_tokens:
-            raise InvalidUpdateError(
-                f"cumulative host argument {key!r} does not add up to the batch",
-                got=f"{values[needed - 1]} at live request {needed}",
-                expected=f"{live.num_tokens}, the live tokens",
-                advice="pass the running sum of the query lengths of this batch",
-            )
+            return "has a value out of its bounds", f"each from {least} to {most}"
+        if needed is not None and len(values) < needed:
+            return f"leaves out live {axis.name}", f"one for each of {needed}"
+        return None
 
 
 def _whole(key: str, value: Any, axis: str) -> list[int]:
     """The values as ints."""
-    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-        raise InvalidUpdateError(
-            f"host argument {key!r} is on the device, where reading it would wait for it",
-            got=str(value.device),
-            expected="a list, or a tensor on the host",
-            advice="pass the list from which the scheduler made that tensor",
-        )
     cause = None
     try:
-        # Without places, as in a set or a generator, nobody knows whose value is whose.
-        if hasattr(value, "__getitem__") and not (isinstance(value, Mapping) or _is_mask(value)):
+        if isinstance(value, torch.Tensor):
+            # Reading one on the device would wait for it.
+            is_list = value.device.type == "cpu" and value.dtype is not torch.bool
+        else:
+            # Without places, as in a set or a generator, nobody knows whose value is whose.
+            is_list = hasattr(value, "__getitem__") and not isinstance(value, Mapping)
+            # Flags are whole numbers to Python.
+            is_list = is_list and not (len(value) and type(value[0]) is bool)
+        if is_list:
             return list(map(operator.index, value))
     except TypeError as error:
         cause = error
     raise InvalidUpdateError(
         f"host argument {key!r} is no list of whole numbers",
-        got=shown(value),
-        expected=f"one whole number for each of the {axis}",
-        advice="pass a list of ints",
+        got=f"a tensor on {value.device}" if isinstance(value, torch.Tensor) else shown(value),
+        expected=f"one whole number for each of the {axis}, on the host",
+        advice="pass the list of ints that the scheduler has",
     ) from cause
 
 
-def _is_mask(values: Any) -> bool:
-    """Whether these are flags, which are whole numbers to Python."""
-    if isinstance(values, torch.Tensor):
-        return values.dtype is torch.bool
-    return len(values) > 0 and type(values[0]) is bool
-
-
-def _check_rising(key: str, values: list[int], tokens: int, query_len: int | None) -> None:
-    rising = all(a <= b for a, b in pairwise(values))
-    if not values or not rising or values[0] < 0 or values[-1] > tokens:
-        raise InvalidUpdateError(
-            f"cumulative host argument {key!r} does not add up",
-            got=values,
-            expected=f"rising values of at most {tokens} tokens",
-            advice="pass the running sum of the query lengths",
-        )
-    if query_len is not None and any(b - a > query_len for a, b in pairwise([0, *values])):
-        raise InvalidUpdateError(
-            f"cumulative host argument {key!r} does not add up: a request has too many tokens",
-            got=values,
-            expected=f"at most {query_len} more each, the query length of the graph",
-            advice="dispatch the batch without query_len=, as one of mixed lengths",
-        )
-
-
-def _padding_ends(
-    key: str, values: list[int], missing: int, tokens: int, query_len: int | None
-) -> list[int]:
-    """Where the padding requests of cumulative lengths end."""
-    last, spread = values[-1], query_len or tokens
-    if tokens - last > spread * missing:
-        raise InvalidUpdateError(
-            f"cumulative host argument {key!r} does not add up",
-            got=values,
-            expected=f"the last one to be {tokens}, as the padding tokens need a request too"
-            if query_len is None or not missing
-            else f"the last one to be at least {tokens - spread * missing}, as each of {missing} "
-            f"padding requests has {query_len} tokens",
-            advice='declare it with axis "reqs+1", or pad the batch to its own tokens',
-        )
-    if query_len is None:
-        return [last] * (missing - 1) + [tokens] * (missing > 0)
-    return [min(tokens, last + query_len * (place + 1)) for place in range(missing)]
+def _uneven(
+    values: list[int], missing: int, tokens: int, query_len: int | None
+) -> tuple[str, str] | None:
+    """What is wrong with cumulative lengths, and what would be right; None if nothing is."""
+    steps, spread = [b - a for a, b in pairwise([0, *values])], query_len or tokens
+    if min(steps) < 0 or values[-1] > tokens:
+        return "does not add up", f"rising values of at most {tokens} tokens"
+    if max(steps) > spread:
+        return "does not add up", f"at most {query_len} more each, the query length of the graph"
+    if tokens - values[-1] > spread * missing:
+        # The padding tokens need a request too: axis "reqs+1" has one.
+        return "does not add up", f"the last one to be at least {tokens - spread * missing}"
+    return None
 
 
 @public("graphrt")
@@ -338,19 +297,16 @@ class UpdatableTask:
                 advice="pass updates= to the runner or forward_context(), and at_capture= to the "
                 "task for warm-up and capture",
             )
-        return self.fitted(self.given(name, updates), context)
+        return self.fitted(self._given(name, updates), context)
 
-    def given(self, name: str, updates: Mapping[str, HostValues]) -> HostValues:
+    def _given(self, name: str, updates: Mapping[str, HostValues]) -> HostValues:
         """The host values of task `name` as passed, by its own name or else its group's.
 
         Raises `MissingUpdateError` if there are none, `InvalidUpdateError` for wrong keys.
         """
-        try:
-            values = updates.get(name)
-            if values is None:
-                values = updates.get(self.group)
-        except (AttributeError, TypeError):
-            raise _no_updates(updates, name, self.group) from None
+        values = updates.get(name)
+        if values is None:
+            values = updates.get(self.group)
         if values is None:
             raise MissingUpdateError(
                 f"no update for task {name!r}",
@@ -359,24 +315,18 @@ class UpdatableTask:
                 advice="a replay needs the host arguments of every task, or updates=UNCHANGED",
             )
         declared = self.host_args
-        if type(values) is not dict and not isinstance(values, Mapping):
-            raise InvalidUpdateError(
-                f"the update of task {name!r} is no mapping",
-                got=shown(values),
-                expected=f"a mapping of {sorted(self.host_args)} to this step's values",
-                advice=f"updates={{{name!r}: dict({'=..., '.join(declared)}=...)}}",
-            )
-        if values.keys() == declared.keys():
+        keys = values.keys() if isinstance(values, Mapping) else None
+        if keys == declared.keys():
             return values
-        missing = [key for key, arg in declared.items() if key not in values and not arg.optional]
-        if missing or not values.keys() <= declared.keys():
+        needed = {key for key, arg in declared.items() if not arg.optional}
+        if keys is None or not needed <= keys or not keys <= declared.keys():
             raise InvalidUpdateError(
-                f"the update of task {name!r} has the wrong keys",
-                got=sorted(values),
+                f"the update of task {name!r} is no mapping, or has the wrong keys",
+                got=shown(values),
                 expected=", ".join(
                     f"{key!r}{' (optional)' * arg.optional}" for key, arg in declared.items()
                 ),
-                advice="pass exactly the declared host arguments",
+                advice=f"updates={{{name!r}: {{...}}}} with exactly the declared host arguments",
             )
         return values
 
@@ -395,15 +345,6 @@ class UpdatableTask:
             for key, host_arg in self.host_args.items()
             if key in values
         }
-
-
-def _no_updates(updates: object, name: object, group: str) -> InvalidUpdateError:
-    return InvalidUpdateError(
-        "updates are a mapping, and their tasks have names",
-        got=f"{shown(updates)} for task {shown(name)}",
-        expected="updates={task or group: {host argument: value}}, or UNCHANGED",
-        advice=f"updates={{{group!r}: {{...}}}}",
-    )
 
 
 @public("graphrt.lowlevel")
@@ -523,13 +464,13 @@ class _Layers:
     def resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues]:
         first = self.tasks[0]
         if updates.keys().isdisjoint(self.names):
-            given = self.spec.given(first.name, updates)
+            given = self.spec._given(first.name, updates)
             return [self._fitted(first, given, context)] * len(self.tasks)
         # Values that layers share are fitted, and compared, only once.
         shared: dict[int, tuple[HostValues, HostValues]] = {}
         values = []
         for task in self.tasks:
-            given = self.spec.given(task.name, updates)
+            given = self.spec._given(task.name, updates)
             if id(given) not in shared:
                 shared[id(given)] = given, self._fitted(task, given, context)
             values.append(shared[id(given)][1])

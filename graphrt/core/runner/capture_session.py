@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.errors import (
     GraphRTError,
@@ -26,7 +27,6 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -147,7 +147,7 @@ class CaptureScheduler:
         # The capture fills the buffers, in which inputs may lie; and inputs may be outputs of the
         # last step, which ran on another stream.
         self._setup.pool.follow_stream()
-        values = cloned(dict(values))
+        values = tree.cloned(dict(values))
         try:
             self._session().run([(wanted.mode, wanted.descriptor)])
         except Exception:

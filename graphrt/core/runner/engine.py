@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from graphrt.core.base import tree
 from graphrt.core.base._native_door import NativePath
 from graphrt.core.base.errors import (
     InvalidBatchError,
@@ -25,7 +26,6 @@ from graphrt.core.base.errors import (
     StateTooLargeError,
     VerificationError,
 )
-from graphrt.core.base.sharing import cloned
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import Served
@@ -283,7 +283,7 @@ class StepEngine:
         step = Step(batch, dispatch, values, updates, metadata)
         if dispatch.slot < 0 and dispatch.reason is not Reason.NOT_CAPTURED:
             self.last_dispatch = dispatch
-            return cloned(self._run_unpadded(step))
+            return tree.cloned(self._run_unpadded(step))
         if dispatch.slot < 0:
             raise VerificationError(
                 "there is no graph yet that could be verified",

@@ -23,7 +23,6 @@ from graphrt.core.base.errors import (
     NestedCaptureError,
 )
 from graphrt.core.base.option_values import shown
-from graphrt.core.base.sharing import cloned
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Batch, live_query_len
@@ -213,9 +212,8 @@ class StepExecutor:
     def _handed_out(self, outputs: Any) -> Any:
         """The outputs of a forward, as tensors of the caller's own."""
         if self._clones:
-            return cloned(outputs)
-        own = {id(tensor): tensor.detach() for tensor in tree.tensors(outputs)}
-        return tree.map_tensors(lambda tensor: own[id(tensor)], outputs)
+            return tree.cloned(outputs)
+        return tree.map_tensors(torch.Tensor.detach, outputs)
 
 
 def _of_outer_step(context: ForwardContext | None, name: str) -> Any:

@@ -96,9 +96,7 @@ class PreparedStep:
         self.call: Callable[..., Any] = setup.run_forward if wrapper is None else wrapper
         self.task_names: frozenset[str] = frozenset()
         copies = setup.options.outputs == "clone"
-        self.outputs = LiveOutputs(
-            descriptor, self.reqs, setup.outputs, layout.views, copies=copies
-        )
+        self.outputs = LiveOutputs(descriptor, self.reqs, setup.outputs, copies=copies)
         # The entry of its wrapper, if a step is nothing but its replay; and that step in C.
         self.entry: Entry | None = None
         self.native: Any = None

@@ -20,7 +20,7 @@ from graphrt.core.base.option_values import (
 )
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.capture.state import State
-from graphrt.core.replay.entry import SegmentHooks, check_hooks
+from graphrt.core.replay.entry import SegmentHooks
 from graphrt.core.trust.reads import Parameters, check_parameters
 
 Phase = Literal["warmup", "capture", "replay", "eager"]
@@ -113,7 +113,7 @@ class Host:
         if self.ranks is not None and not hasattr(type(self.ranks), "entrance"):
             raise _wrong_hook("ranks", self.ranks, "an Agreement", "graphrt.ranks.Agreement()")
         check_takes("around_capture", self.around_capture, "around_capture()")
-        check_hooks("around_graph", self.around_graph)
+        check_kind("around_graph", self.around_graph, SegmentHooks)
         flag("mixes_rows", self.mixes_rows)
         # An iterator can be read only once, and every capture reads it.
         state = items_of("state", self.state, "[tensor]")

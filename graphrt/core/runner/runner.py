@@ -12,7 +12,7 @@ from graphrt.core.base.option_values import check_kind
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
 from graphrt.core.inputs.slot import InputSlot
-from graphrt.core.replay.pool import check_between_steps, in_turn
+from graphrt.core.replay.pool import in_turn
 from graphrt.core.replay.recording import current_capture, refuse_inside_capture
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class GraphRunner(Uncopied, Generic[R]):
         next call goes on with the others.
         """
         self._engine.check_open()
-        check_between_steps(self.pool, "capture_next()")
+        refuse_inside_capture("capture_next()")
         return self._in_turn(self._scheduler.next)
 
     def seal(self) -> None:

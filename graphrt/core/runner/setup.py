@@ -190,11 +190,11 @@ def _pool_for(
     else:
         asked = asked_device(pool.device.type, device)
         if platform is not None:
-            pool.check_platform(platform)
+            pool.check_is_of(platform)
     if asked.type != pool.device.type:
         return pool, asked, owns_pool
     if asked.index is not None:
-        pool._check_device(asked)
+        pool.check_is_of(pool.platform, asked)
     return pool, pool.device, owns_pool
 
 

@@ -11,7 +11,6 @@ import torch
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.sharing import cloned
 from graphrt.core.base.thread_mode import set_for_capture
 from graphrt.core.batch.descriptor import example_of
 from graphrt.core.batch.descriptor import unpadded as unpadded_of
@@ -158,7 +157,7 @@ class StepRuns:
         inputs.declared.check(step.values, None, None)
         # They may be outputs of the last step, or views of the buffers.
         executor.pool.follow_stream()
-        step = step._replace(values=cloned(dict(step.values)))
+        step = step._replace(values=tree.cloned(dict(step.values)))
         resolve = executor.updates.resolve
         self._unpadded_step = step._replace(updates=resolve(step, padded=False))
         self.step = self._eager_step = step._replace(updates=resolve(step))
@@ -194,7 +193,7 @@ class StepRuns:
         return self._eager(watch, partial(self._executor.inputs.reset, self.prepared.layout))
 
     def replay(self) -> Any:
-        return cloned(self._executor.run_padded(self.step, self.step.updates))
+        return tree.cloned(self._executor.run_padded(self.step, self.step.updates))
 
     def disturbed(self, watch: Watch) -> Any:
         disturb = self._executor.inputs.padding.disturb
@@ -208,7 +207,7 @@ class StepRuns:
             self._unpadded_step._replace(dispatch=alone),
             partial(watched, watch, None),
         )
-        return cloned(self._executor.run_unpadded(step, step.updates, around))
+        return tree.cloned(self._executor.run_unpadded(step, step.updates, around))
 
     def _rows(self) -> tuple[Any, int, int]:
         """The layout of the graph, and the live tokens and requests in it."""
@@ -218,7 +217,7 @@ class StepRuns:
         """An eager run that is watched; `disturb` writes other values into padding rows."""
         executor, step = self._executor, self._eager_step
         around = partial(watched, watch, disturb)
-        return cloned(executor.run_padded(step, step.updates, eager=True, around=around))
+        return tree.cloned(executor.run_padded(step, step.updates, eager=True, around=around))
 
 
 @undoing

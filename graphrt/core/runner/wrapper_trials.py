@@ -24,7 +24,6 @@ from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.base.homes import public
-from graphrt.core.base.sharing import cloned
 from graphrt.core.base.thread_mode import set_for_capture
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -172,7 +171,7 @@ class WrapperStep:
         # A partition of Inductor's clears the list of its arguments.
         args, kwargs = tree.copied((self._args, self._kwargs))
         run = partial(self.wrapper.runnable, *args, **kwargs)
-        return cloned(watched(watch, None, run))
+        return tree.cloned(watched(watch, None, run))
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         return self.eager(watch)
@@ -185,7 +184,7 @@ class WrapperStep:
 
     def replay(self) -> Any:
         self.put_back()
-        return cloned(self.wrapper._graphs.replay(self.entry, self._context))
+        return tree.cloned(self.wrapper._graphs.replay(self.entry, self._context))
 
     def unpadded(self, watch: Watch) -> Any:
         return None

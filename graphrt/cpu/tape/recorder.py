@@ -11,7 +11,6 @@ import torch
 from graphrt.core.base import tree
 from graphrt.core.base.errors import TaskContractError
 from graphrt.core.base.thread_mode import ThreadMode
-from graphrt.core.capture.constants import with_places
 from graphrt.core.capture.refusals import Source, user_source
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import disabled_dispatch
@@ -31,6 +30,7 @@ from graphrt.cpu.tape.refusals import (
     GROWN_TENSOR,
     HOST_READ,
     INDEXED,
+    MASK_DTYPES,
     ONE_HOT,
     OUTPUT_OF_NO_TAPE,
     UNREAD_VECTORS,
@@ -119,7 +119,7 @@ class Tape(ThreadMode):
     ) -> tuple[Any, ...]:
         """The arguments to record; raises the rule's refusal where it is broken."""
         if op.name in INDEXED:
-            args = with_places(args, self._places)
+            args = self._with_places(args)
         if rule.is_broken(args, kwargs):
             source = user_source()
             refusal = ONE_HOT if self._is_one_hot(rule, source) else rule.refusal
@@ -133,6 +133,18 @@ class Tape(ThreadMode):
             return False
         is_least = self.steps[-1].op.name in _LEAST
         return is_least and source is not None and "one_hot(" in str(source)
+
+    def _with_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of an index operator with the places that constant masks choose, as the
+        operator itself would find them, instead of these masks."""
+        if len(args) < 2 or not isinstance(args[1], list | tuple):
+            return args
+        indices: list[Any] = []
+        for index in args[1]:
+            is_mask = isinstance(index, torch.Tensor) and index.dtype in MASK_DTYPES
+            places = self._places(index) if is_mask else None
+            indices += [index] if places is None else places
+        return (args[0], indices, *args[2:])
 
     def _places(self, mask: torch.Tensor) -> list[torch.Tensor] | None:
         """The places that a constant mask chooses, which are constants too."""

@@ -14,7 +14,6 @@ import torch
 
 from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.errors import IN_PIECES, CaptureSyncError, RefusedOpError
-from graphrt.core.capture.constants import MASK_DTYPES
 from graphrt.core.capture.refusals import Refusal
 from graphrt.cpu.private_torch import replace_reads
 from graphrt.cpu.tape.operators import Operator
@@ -118,6 +117,9 @@ class Rule(NamedTuple):
 
 def _named(*names: str) -> Callable[[Operator], bool]:
     return lambda op: op.name.removeprefix("aten::") in names
+
+
+MASK_DTYPES = frozenset({torch.bool, torch.uint8})
 
 
 def _indexes_by_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

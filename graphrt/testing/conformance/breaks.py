@@ -144,14 +144,21 @@ class BreakConformance(ConformanceBase):
         with pytest.raises(BreakError, match="argument"):
             self.step(wrapper, PIECEWISE, x)
 
-    def test_two_results_that_share_memory_are_refused(self, pool: GraphPool) -> None:
-        def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def test_two_results_that_share_memory_are_refused_where_one_is_written(
+        self, pool: GraphPool
+    ) -> None:
+        def twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             both = x * 2
-            return both[:2], both[2:]
+            return both, both[2:]
 
-        _, attention = self.breaking(halves)
-        wrapper = self.wrap(lambda x: attention(x + 1)[0] + 1, PIECEWISE, pool, breakable=True)
-        with pytest.raises(BreakError, match="share"):
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            both: tuple[torch.Tensor, torch.Tensor] = attention(x + 1)
+            both[0].add_(1)
+            return both[1] * 1
+
+        _, attention = self.breaking(twice)
+        wrapper = self.wrap(forward, PIECEWISE, pool, breakable=True)
+        with pytest.raises(BreakError, match="returned twice"):
             self.capture(wrapper, PIECEWISE, self.tensor(1, 2, 3, 4))
 
     def test_another_dtype_from_an_eager_part_is_an_error(self, pool: GraphPool) -> None:
