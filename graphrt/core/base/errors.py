@@ -322,8 +322,8 @@ class VerificationError(GraphRTError):
 
 
 class BakedScalarError(BreakError, VerificationError):
-    """A Python value is another one than the graph has: of an eager break, a compiled callable, or
-    a tensor that the forward makes of Python data."""
+    """A Python value is another one than the graph has: of an eager break, or a tensor that the
+    forward makes of Python data."""
 
 
 class RowsMixedError(VerificationError):
