@@ -172,7 +172,7 @@ def test_one_key_that_two_threads_replay_is_refused_by_name() -> None:
     graphs, x = KeyedGraphs(GraphPool("cpu")), torch.zeros(4)
     graph = graphs.capture("key", lambda: x + 1)
     with pytest.raises(PoolBusyError):
-        in_turn(graphs.pool, graph._context, graph.replay)
+        in_turn(graphs.pool, "another thread", graph.replay)
     assert graph.replay().tolist() == [1] * 4
     errors: list[BaseException] = []
 
