@@ -378,7 +378,7 @@ def test_an_output_that_is_not_there_is_a_named_error():
 
 def test_lazy_capture_keeps_to_what_ranks_have_agreed_on():
     lazy = runner(mode="FULL_AND_PIECEWISE", options=GraphOptions(lazy=True), sizes=[2, 4])
-    lazy.step(Batch(2, 2, 1), {"x": rows(2)}, agreed=BatchDescriptor(4))
+    lazy(Batch(2, 2, 1), x=rows(2), agreed=BatchDescriptor(4))
     found = lazy.last_dispatch
     assert (found.mode, found.descriptor.num_tokens) == (GraphMode.PIECEWISE, 4)
     assert len(lazy.report().graphs) == 1
