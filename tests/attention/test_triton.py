@@ -55,6 +55,9 @@ SHAPES = [
     LatentShape(6, 48, 16, page_size=128, scale=0.2),
 ]
 
+SMALL = SHAPES[0] if ON_GPU else GroupedShape(4, 1, 32, page_size=16)
+"""Where graphs and plans are tested, and not what kernels compute: one head is interpreted."""
+
 
 def sampled(kept: set[int], cases: Iterable[Any]) -> list[Any]:
     """All cases on a GPU; in the interpreter the rest of those `kept` are for `-m long`."""
@@ -323,9 +326,9 @@ def test_uniform_batches_by_pieces_take_the_decode_kernels_and_plan_once_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = TritonAttention(
-        SHAPES[0], max_num_reqs=4, max_query_len=2, dtype=torch.float32, device=DEVICE
+        SMALL, max_num_reqs=4, max_query_len=2, dtype=torch.float32, device=DEVICE
     )
-    problem = random_problem(SHAPES[0], [LONG, 64], 1, max_blocks=BLOCKS, device=DEVICE)
+    problem = random_problem(SMALL, [LONG, 64], 1, max_blocks=BLOCKS, device=DEVICE)
     unchecked = GraphOptions(check="off")
     runner = _runner(backend, problem.caches, mode="PIECEWISE", options=unchecked, sizes=[2])
     runner.capture()
@@ -367,8 +370,8 @@ def test_rows_that_do_not_lie_in_one_piece_are_refused() -> None:
 
 def _two_steps(forward_of: Any, mode: str, lengths: list[int]) -> tuple[Any, Any]:
     """What a forward with two steps in it gives by a graph, and the problem that it solved."""
-    backend = TritonAttention(SHAPES[0], max_num_reqs=4, dtype=torch.float32, device=DEVICE)
-    problem = random_problem(SHAPES[0], lengths, 1, max_blocks=BLOCKS, device=DEVICE)
+    backend = TritonAttention(SMALL, max_num_reqs=4, dtype=torch.float32, device=DEVICE)
+    problem = random_problem(SMALL, lengths, 1, max_blocks=BLOCKS, device=DEVICE)
     forward = forward_of(backend, problem.caches)
     runner = _runner(backend, problem.caches, mode=mode, forward=forward, sizes=[2])
     runner.capture()
@@ -436,16 +439,16 @@ def test_fewer_query_rows_than_requests_are_refused() -> None:
 
 
 def test_updates_may_be_passed_with_every_batch_and_unchanged_after_any() -> None:
-    shape = SHAPES[0]
     backend = TritonAttention(
-        shape,
+        SMALL,
         max_num_reqs=4,
         splits="task",
-        max_context=ROOM,
+        max_context=80,
         dtype=torch.float32,
         device=DEVICE,
     )
-    problem = random_problem(shape, [LONG, 64], 1, max_blocks=BLOCKS, device=DEVICE)
+    lengths = [70, 5]
+    problem = random_problem(SMALL, lengths, 1, max_blocks=BLOCKS, device=DEVICE)
     runner = _runner(backend, problem.caches, sizes=[2], layers=1)
     runner.capture()
     inputs = {
@@ -456,7 +459,7 @@ def test_updates_may_be_passed_with_every_batch_and_unchanged_after_any() -> Non
     }
     decode = Batch(2, 2, query_len=1)
     by_pieces = Batch(2, 2, query_len=1, exclude=frozenset({GraphMode.FULL}))
-    batches, updates = (decode, by_pieces, Batch(2, 2)), backend.updates([LONG, 64])
+    batches, updates = (decode, by_pieces, Batch(2, 2)), backend.updates(lengths)
     first = [runner.verify(batch, updates=updates, **inputs).clone() for batch in batches]
     for batch, expected in zip(batches, first, strict=True):
         assert expected.any()
@@ -479,10 +482,11 @@ def test_graphs_of_a_context_bound_are_split_for_it_and_equal_eager(
     if not ON_GPU:  # enough of them for a second span
         monkeypatch.setattr(backend_module, "_processors", lambda device: 8)
     backend = TritonAttention(
-        SHAPES[0], max_num_reqs=4, splits="fixed", dtype=torch.float32, device=DEVICE
+        SMALL, max_num_reqs=4, splits="fixed", dtype=torch.float32, device=DEVICE
     )
-    problem = random_problem(SHAPES[0], [LONG, 64], 1, max_blocks=BLOCKS, device=DEVICE)
-    runner = _runner(backend, problem.caches, bounds=((128,), (ROOM,)), sizes=[2], layers=1)
+    problem = random_problem(SMALL, [LONG, 64], 1, max_blocks=BLOCKS, device=DEVICE)
+    bounds, mode = ((128,), (ROOM,)), "FULL_DECODE_ONLY"
+    runner = _runner(backend, problem.caches, mode, bounds=bounds, sizes=[2], layers=1)
     # As text: numbers in containers are put back after a warm-up.
     scheduled = io.StringIO()
     begin = TritonAttention.begin

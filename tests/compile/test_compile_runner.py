@@ -244,8 +244,8 @@ def test_results_are_kept_as_the_options_say(outputs):
     ],
 )
 @pytest.mark.parametrize("pieces", ["auto", "fx", "breakable", None])
-def test_a_whole_graph_leaves_no_pieces(model, support, mode, pieces):
-    pool = GraphPool("cpu")
+def test_a_whole_graph_leaves_no_pieces(support, mode, pieces):
+    model, pool = Llama(layers=1), GraphPool("cpu")
     compiled = compile_module(model, pool=pool, options=CompileOptions(splitting_ops=[]))
     with llama_runner(model, pool, pieces=pieces, attention=support) as runner:
         runner.capture()
