@@ -133,6 +133,15 @@ def replaced(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each * 1.5 + 0.1 for name, each in module.state_dict().items()}
 
 
+def hooks_of(hook: Callable[..., Any]) -> OrderedDict[int, Any]:
+    """As a module has them, for keys that no handle has."""
+    return OrderedDict({-1: hook})
+
+
+def doubled(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {name: nn.Parameter(each * 2) for name, each in parameters.items()}
+
+
 on_net(
     "dict",
     number=lambda n: setattr(n, "scale", 2.0),
@@ -165,6 +174,8 @@ on_net(
     hook=lambda n: n.blocks[0].register_forward_hook(lambda m, a, out: out * 3),
     pre_hook=lambda n: n.norm.register_forward_pre_hook(lambda m, a: (a[0].flip(-1),)),
     hook_as_small_as_rounding=lambda n: n.register_forward_hook(lambda m, a, out: out + 1e-4),
+    hooks_replaced=lambda n: setattr(n.norm, "_forward_hooks", hooks_of(lambda m, a, out: out * 3)),
+    parameters_replaced=lambda n: setattr(n.first, "_parameters", doubled(n.first._parameters)),
     hook_of_the_model=lambda n: n.register_forward_hook(lambda m, a, out: out * 3),
     parametrization=lambda n: parametrize.register_parametrization(n.first, "weight", Doubled()),
     weight_norm=lambda n: nn.utils.parametrizations.weight_norm(n.blocks[0]),

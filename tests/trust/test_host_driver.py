@@ -28,7 +28,9 @@ def drive(models: list[str], changes: int, *, seed: int, taken: bool = False) ->
     with all_ids_taken() if taken else contextlib.nullcontext():
         driver.run(changes, itertools.count())
     assert driver.wrong == [], driver.wrong
-    assert driver.counts["quarantines"], "nothing made a difference"
+    outcomes = driver.summary()["outcomes"]
+    assert outcomes["quarantine"], "nothing made a difference"
+    assert sum(outcomes.values()) == driver.counts["changes"] >= changes
     return driver
 
 

@@ -106,6 +106,9 @@ class HostWatch:
         # The dicts of objects: whose it is, what gets it, and which one it was. Of an object of
         # another class than before it gets none.
         self._dicts: list[tuple[_Owner, partial[Any], Any]] = []
+        # Where nobody tells: whose module's dict it is, this, and the dicts of hooks, parameters,
+        # buffers and submodules in it.
+        self._inner: list[tuple[_Owner, dict[str, Any], list[tuple[str, Any]]]] = []
         # Where nobody tells: whose a dict is, the dict, which keys of it count, and those that were
         # there; the dicts that one look sees the sizes of, and these sizes.
         self._outlines: list[tuple[_Owner, Any, frozenset[str] | None, list[object]]] = []
@@ -162,7 +165,7 @@ class HostWatch:
             self._list_dicts(places)
 
     def _list_dicts(self, places: Places) -> None:
-        self._dicts, self._outlines, self._sized = [], [], []
+        self._dicts, self._outlines, self._sized, self._inner = [], [], [], []
         watched, owners, shapes = self._watched, self._owners, places.shapes
         watched.clear()
         owners.clear()
@@ -188,9 +191,14 @@ class HostWatch:
             if not issubclass(type(value), threading.local):
                 self._dicts.append((owner, partial(_dict_of, value, type(value), dict_of), held))
             group = [(owner, held)]
-            for name in INNER if kind is Kind.MODULE else ():
-                if issubclass(type(held.get(name)), dict):
-                    group.append((_Owner(place, f".{name}", True), held[name]))
+            inner = _inner_of(held) if kind is Kind.MODULE else []
+            group += [
+                (_Owner(place, f".{name}", True), each)
+                for name, each in inner
+                if issubclass(type(each), dict)
+            ]
+            if inner and self._native is None:
+                self._inner.append((owner, held, inner))
             groups.append((group, None))
         for name, hooks in global_hooks.items():
             groups.append(([(_Owner(None, name, True), hooks)], None))
@@ -248,6 +256,7 @@ class HostWatch:
             (get, None, was) if NativeGlances is None else (*get.args[:2], was)
             for _, get, was in self._dicts
         ]
+        looks += [(partial(_has_inner, held, was), None, True) for _, held, was in self._inner]
         looks += zip(map(tuple, self._sized), repeat(None), self._sizes, strict=False)
         return slots.looks(leading.values()), looks
 
@@ -261,6 +270,7 @@ class HostWatch:
             return None
         events = self._native.take() if is_told and self._native.rung else []
         replaced = [each for each in self._dicts if each[1]() is not each[2]]
+        other_inner = [each for each in self._inner if not _has_inner(*each[1:])]
         sizes, self._sizes = self._sizes, self._sizes_now()
         was, now = values.was, values.take()
         values.was = now
@@ -275,16 +285,20 @@ class HostWatch:
                 for slot, before, after in zip(values.slots, was, now, strict=True)
             )
         )
-        if events == [] and not replaced and is_same:
+        if events == [] and not replaced and not other_inner and is_same:
             return None
         self._taken, changes = {}, Changes()
-        structural = events is None or bool(replaced)
+        structural = events is None or bool(replaced) or bool(other_inner)
         for owner, get, before in replaced:
             held, of, _ = get.args
             if type(held) is of:
                 changes[owner.path("__dict__")] = _told(before), _told(get())
             else:
                 changes[owner.path("__class__")] = Told(name_of(of)), Told(name_of(type(held)))
+        for owner, held, inner in other_inner:
+            for (name, before), (_, after) in zip(inner, _inner_of(held), strict=True):
+                if before is not after:
+                    changes[owner.path(name)] = _told(before), _told(after)
         # A key that went may have made room for another.
         if sizes != self._sizes or any(now[at] is MISSING for at in moved):
             structural |= self._compare_keys(changes)
@@ -398,6 +412,15 @@ def _text(value: object) -> str:
 def _dict_of(held: Any, of: type, dict_of: Callable[[Any], Any]) -> Any:
     """The attributes of an object that is still of the class `of`, as `nn.LazyLinear` is not."""
     return dict_of(held) if type(held) is of else MISSING
+
+
+def _inner_of(held: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What a module with these attributes has as its dicts of hooks, parameters and so on."""
+    return [(name, dict.get(held, name, MISSING)) for name in INNER]
+
+
+def _has_inner(held: dict[str, Any], was: list[tuple[str, Any]]) -> bool:
+    return all(dict.get(held, name, MISSING) is each for name, each in was)
 
 
 def _where(slot: Place) -> tuple[int, object]:

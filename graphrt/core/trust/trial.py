@@ -239,6 +239,7 @@ class Trial:
         self._look_at_parts(eager, again, replayed)
         rounding = max(rounding, self._unsteady)
         self._judge_replay(eager, again, replayed, rounding, numbers)
+        verdict.does_otherwise = self._does_otherwise(first.trace)
         if compared is not None:
             self._judge_padding(eager, compared, rounding)
         self._leave_what_was_asked(None if padding is None else padding.alone)
@@ -454,6 +455,16 @@ class Trial:
         is_own = graph.same_size and not graph.changed
         if is_own or first_other(graph.captured or Trace(), graph.issued):
             self._another_way = now.trace.at_source(other)
+
+    def _does_otherwise(self, now: Trace) -> bool:
+        """Whether after a change of the host's eager runs issue other operators than the graph has,
+        or give them other numbers. Equal results are then those of these inputs alone: `clamp(max=
+        self.bound)` with another bound is equal wherever no value exceeds the lower one."""
+        graph = self._graph
+        if not graph.changed or graph.captured is None:
+            return False
+        ours, theirs = (each.captured(has_parts=graph.has_parts) for each in (now, graph.captured))
+        return first_difference(ours, theirs, same_size=graph.same_size) is not None
 
     def _guilty(self, now: Watch) -> str:
         """The first operator that this step does otherwise than the graph was captured with."""

@@ -23,6 +23,9 @@ class Verdict:
     deterministic: bool = True
     asks: bool = False
     """Whether the forward does something else where gradients or inference mode are on or off."""
+    does_otherwise: bool = False
+    """Whether results are equal, but by other operators or numbers than the graph's, which the host
+    has changed: other inputs may show a difference."""
     notes: list[str] = field(default_factory=list)
     harmless: tuple[str, ...] = ()
     """Python numbers that were moved further, and no operator is another one then."""

@@ -398,14 +398,17 @@ class Trace(list[Op]):
         """Whether what a replay has of its capture is the same in two runs: operators, with
         `has_parts` but for those of eager parts, and the plain values that these are given. Where
         results differ all the same, eager parts gave something else, as a clock does."""
-        ours, theirs = (
-            # A single graph has captured them too.
-            [op for place, op in enumerate(each) if not (has_parts and place in each.in_parts)]
-            for each in (self, other)
-        )
         values, others = self.values_of_parts, other.values_of_parts
         same_values = len(values) == len(others) and all(map(same_value, values, others))
+        ours, theirs = (each.captured(has_parts=has_parts) for each in (self, other))
         return same_values and ours == theirs
+
+    def captured(self, *, has_parts: bool) -> Trace:
+        """The operators that a graph has captured: with `has_parts` not those of eager parts. A
+        single graph has captured them too."""
+        if not has_parts:
+            return self
+        return Trace(op for place, op in enumerate(self) if place not in self.in_parts)
 
     def note_sum(self, result: Any) -> None:
         """Note the sum over the live rows of a result that has all rows, without waiting for the
