@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.utils.prune
 
-from graphrt import CompileOptions
+from graphrt import CompileOptions, GraphRunner
 from graphrt.errors import CaptureError, InvalidInputError, InvalidOptionError, InvalidSizesError
 from tests.models.families import SHARED
 from tests.models.generating import (
@@ -174,14 +174,13 @@ def test_logits_are_those_of_the_same_steps_run_eagerly_bit_for_bit(name, device
     for eagerly in (False, True):
         model = with_graphs(new_model(name, device), max_batch=4, max_len=32, strict=True)
         if eagerly:
-            runner = graphs_of(model).steps.runner
 
-            def step(batch, values, *_, runner=runner):
+            def step(runner, batch, **values):
                 # 3 rows in the graph of 4.
                 dispatch = runner.dispatcher.dispatch(batch)
                 return runner.run_padded_eagerly(batch, dispatch, values)
 
-            monkeypatch.setattr(runner, "_run", step)
+            monkeypatch.setattr(GraphRunner, "__call__", step)
         results.append(model.generate(**given))
     replayed, eager = results
     assert len(replayed.logits) == 12
