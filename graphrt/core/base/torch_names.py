@@ -6,9 +6,8 @@ What is called at every step is bound here once, so that it costs what the bare 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
-from sys import modules
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,11 +75,6 @@ delayed_error: Callable[[str, int], Callable[..., Any]] = NAMES.take(
 )
 """What makes of so many tensors others over their memory, which depend on all of them, and whose
 `backward` raises a `RuntimeError`."""
-
-
-def uncompiled() -> AbstractContextManager[object]:
-    """What `torch.compile` has made runs as it was written. Dynamo is not imported for that."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in modules else nullcontext()
 
 
 # Dispatch keys -----------------------------------------------------------------------------------

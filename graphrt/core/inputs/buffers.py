@@ -53,7 +53,7 @@ class StaticInputs:
         self.padding = PaddingRows(every)
         dtypes = {name: spec.dtype for name, spec in every.items()}
         # Inputs of a dtype that has gradients.
-        self.graded = [n for n, kind in dtypes.items() if kind.is_floating_point or kind.is_complex]
+        self.graded = [n for n, of in dtypes.items() if of.is_floating_point or of.is_complex]
         self._layouts: dict[tuple[int, int], InputLayout] = {}
         self.transport = self._transport(platform, device, fetched)
         self.reset()
@@ -75,16 +75,15 @@ class StaticInputs:
         """The buffers at the largest size by name; they move with the size."""
         return self.layout(self.tokens, self.reqs).views
 
-    def require_gradients(self, values: Mapping[str, Any]) -> bool:
-        """Whether one of a step's inputs requires a gradient."""
-        try:
-            flat = dict(flat_of(values)) if self.declared.nested else values
-            for name in self.graded:
-                if getattr(flat.get(name), "requires_grad", False):
-                    return True
-        except AttributeError:
-            pass  # no mapping: filling the buffers raises the named error
-        return False
+    def with_gradients(self, values: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Those of a step's inputs that require a gradient."""
+        flat = dict(flat_of(values)) if self.declared.nested else values
+        required = []
+        for name in self.graded:
+            given = flat.get(name)
+            if isinstance(given, torch.Tensor) and given.requires_grad:
+                required.append(given)
+        return required
 
     @property
     def ring(self) -> InputRing | None:

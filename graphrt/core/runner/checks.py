@@ -17,7 +17,6 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.trust.ambient import Ambient
-from graphrt.core.trust.gradients import Gradients
 from graphrt.core.trust.host_watch import Changes, Told, described_changes
 from graphrt.core.trust.places.slots import same_value
 from graphrt.core.trust.reads import ReadSet
@@ -220,7 +219,6 @@ class Checks:
     """
 
     __slots__ = (
-        "_gradients",
         "_graphs",
         "_inputs",
         "_levels",
@@ -241,14 +239,12 @@ class Checks:
         device_type: str,
         *,
         inputs: frozenset[str] = frozenset(),
-        gradients: Gradients | None = None,
     ) -> None:
         """`inputs` are those whose padding rows may show that rows are mixed."""
         self.on = options.checks("capture")
         self.strict = options.strict
         self._levels = set(filter(options.checks, ("first", "sample", "always")))
         self._inputs = inputs
-        self._gradients = gradients
         self._warned_of: set[str] = set()
         self.glances = Glances(reads if reads.watched else None, device_type)
         self.reset()
@@ -263,8 +259,6 @@ class Checks:
         self.decided: bool | None = None
         # The paths at which changes of the host make no difference.
         self.harmless: dict[str, None] = {}
-        if self._gradients is not None:
-            self._gradients.reset()
         self.glances.reset()
 
     @property
@@ -394,7 +388,7 @@ class Checks:
             return self.decided
         graph = self._graphs[slot]
         kind = graph.kind
-        if self._has_to_be_tried(graph):
+        if graph.is_wanted:
             return True
         if differing is not None and kind.awaits_padding:
             if kind.wants_padded(differing):
@@ -403,9 +397,6 @@ class Checks:
                 self._note_pending()
         self._steps += 1
         return self._is_sampled(self._steps)
-
-    def _has_to_be_tried(self, graph: _Graph) -> bool:
-        return graph.is_wanted or (self._gradients is not None and self._gradients.wanted)
 
     def _is_sampled(self, step: int) -> bool:
         return "always" in self._levels or ("sample" in self._levels and step % _SAMPLED == 0)
@@ -423,7 +414,7 @@ class Checks:
             graph = self._graphs[slot]
             if graph.record.failure is not None:
                 failed.append(slot)
-            elif is_sampled or self._has_to_be_tried(graph):
+            elif is_sampled or graph.is_wanted:
                 to_try.append(slot)
         return to_try, failed
 

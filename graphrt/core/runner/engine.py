@@ -37,6 +37,7 @@ from graphrt.core.runner.capture_session import CaptureScheduler
 from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.graph_table import PreparedStep
 from graphrt.core.runner.trials import StepTrials
+from graphrt.core.trust.gradients import marked
 
 
 class StepEngine:
@@ -55,8 +56,8 @@ class StepEngine:
         self._checks = graphs.checks
         self._dispatcher = graphs.dispatcher
         self._executor = executor
-        self._gradients = graphs.setup.run_forward.gradients
         self._graphs = graphs
+        self._marks = graphs.checks.on and bool(executor.inputs.graded)
         self._owner = graphs.setup.owner
         self._pool = executor.pool
         self._scheduler = scheduler
@@ -158,21 +159,16 @@ class StepEngine:
         """Run a step as it was dispatched: eagerly without a graph, as one replay of a single
         graph, or by the wrapper in a context.
 
-        If an input requires a gradient, the outputs that depend on it are marked, so that
-        `backward` raises `GradientError`. Until a trial has found which outputs depend, such a step
-        is tried.
+        If an input requires a gradient the outputs are marked, so that `backward` raises
+        `GradientError`.
         """
-        gradients = self._gradients
-        graded = gradients.of_inputs and self._executor.inputs.require_gradients(values)
-        if graded and gradients.look(values) and dispatch.slot >= 0 and self._checks.on:
-            return self.check(batch, dispatch, values, updates, metadata, agreed)
         self.last_dispatch = dispatch
         not_served = self._dispatcher.not_served
         try:
             if dispatch.slot < 0:
                 self.check_open()
                 outputs = self._run_unpadded(Step(batch, dispatch, values, updates, metadata))
-                return gradients.marked(outputs, values)
+                return self._marked(outputs, values) if self._marks else outputs
             prepared = self._graphs.steps[dispatch.slot]
             assert prepared is not None
             entry = prepared.entry
@@ -185,7 +181,8 @@ class StepEngine:
             self.failed(dispatch, updates, not_served)
             raise
         self.live_tokens += batch[0]
-        return gradients.marked(outputs, values) if graded else outputs
+        required = self._executor.inputs.with_gradients(values) if self._marks else ()
+        return marked(outputs, required) if required else outputs
 
     def check(
         self,
@@ -199,7 +196,6 @@ class StepEngine:
         """Run a step that the checks look at: it is tried, or runs eagerly because its graph may
         not be replayed any more, or is replayed after all."""
         self.check_open()
-        self._gradients.look(values)
         not_served = self._dispatcher.not_served
         try:
             step = Step(batch, dispatch, values, updates, metadata, agreed is not None)
@@ -209,7 +205,11 @@ class StepEngine:
             raise
         self.last_dispatch = ran
         self.live_tokens += batch[0] if ran.slot >= 0 else 0
-        return self._gradients.marked(outputs, values)
+        return self._marked(outputs, values) if self._marks else outputs
+
+    def _marked(self, outputs: Any, values: Mapping[str, Any]) -> Any:
+        required = self._executor.inputs.with_gradients(values)
+        return marked(outputs, required) if required else outputs
 
     def _checked(self, step: Step) -> tuple[Dispatch, Any]:
         """The dispatch of the step as it ran, and its live outputs.

@@ -226,7 +226,6 @@ class GraphTable:
             self.reads,
             setup.pool.platform.device_type,
             inputs=frozenset() if setup.host.mixes_rows else setup.inputs.padding.with_rows,
-            gradients=setup.run_forward.gradients,
         )
         self.wrappers = setup.wrappers()
         self.setup = setup

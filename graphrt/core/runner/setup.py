@@ -26,9 +26,7 @@ from graphrt.core.inputs.transport import InputRing
 from graphrt.core.plan.plan import Plan, PlanArguments, check_plan_arguments
 from graphrt.core.plan.resolution import all_compiled, compiled_in
 from graphrt.core.replay.pool import GraphPool, PoolOwner
-from graphrt.core.replay.recording import is_inside_capture
 from graphrt.core.runner.host import Host
-from graphrt.core.trust.gradients import Gradients
 
 
 class RunnerSetup:
@@ -82,14 +80,7 @@ class RunnerSetup:
         )
         check_forward(forward, inputs)
         self.outputs = OutputLayout(outputs)
-        gradients = Gradients(
-            self.inputs,
-            # Compiled code has none in any case.
-            on=self.options.checks("capture") and not self.compiled,
-            # A plain hit looks at no weights.
-            of_weights=self.options.checks("sample"),
-        )
-        self.run_forward = EagerForward(forward, gradients)
+        self.run_forward = EagerForward(forward)
         # Of the pool, in every step and in whatever changes the graphs: see `in_turn`.
         self.owner = PoolOwner("a step, or a capture, of a runner")
 
@@ -225,33 +216,21 @@ class EagerForward:
     gradients, as graphs do.
 
     Where a trial has shown that it asks for gradients or inference mode, and does something else
-    then, it `follows` its caller: it finds what the caller set. The first run whose caller has
-    gradients finds out which `gradients` it ends.
+    then, it `follows` its caller: it finds what the caller set.
     """
 
-    def __init__(self, forward: Callable[..., Any], gradients: Gradients) -> None:
+    def __init__(self, forward: Callable[..., Any]) -> None:
         self.follows = False
-        self.gradients = gradients
-        self._finds = False
         self._forward = forward
         self._asked: tuple[bool, bool] | None = None
 
     def __call__(self, **arguments: Any) -> Any:
         call = partial(self._forward, **arguments)
-        if self._finds or (self.gradients.wanted and not is_inside_capture()):
-            return self.gradients.find(call, arguments)
         if self._asked is not None:
             return where_asked(call, *self._asked)
         if self.follows:
             return where_asked(call, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         return without_gradients(call)
-
-    @undoing
-    def finding(self, undo: Undo, run: Callable[[], Any]) -> Any:
-        """Call `run`, in which the forward finds out which gradients it ends."""
-        undo.later(partial(setattr, self, "_finds", False))
-        self._finds = True
-        return run()
 
     @undoing
     def where(self, undo: Undo, gradients: bool, inference: bool, run: Callable[[], Any]) -> Any:

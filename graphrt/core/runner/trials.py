@@ -175,7 +175,6 @@ class StepRuns:
         self.together = step.agreed or graphs.setup.host.ranks is not None
         self.padded = not step.agreed and any(live < rows for rows, live in self.sizes)
         self.has_gradients = torch.is_grad_enabled()
-        self.finds_gradients = graphs.setup.run_forward.gradients.wanted
         self._executor = executor
 
     def eager(self, watch: Watch) -> Any:
@@ -184,10 +183,6 @@ class StepRuns:
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         forward = self._executor.graphs.setup.run_forward
         return forward.where(gradients, inference, partial(self._eager, watch))
-
-    def find_gradients(self, watch: Watch) -> None:
-        forward = self._executor.graphs.setup.run_forward
-        forward.finding(partial(self._eager, watch))
 
     def of_padding(self, watch: Watch) -> Any:
         return self._eager(watch, partial(self._executor.inputs.reset, self.prepared.layout))

@@ -149,7 +149,7 @@ class WrapperStep:
 
     rows = live_rows = 1
     sizes: Sequence[tuple[int, int]] = ()
-    has_gradients = finds_gradients = together = False
+    has_gradients = together = False
 
     def __init__(
         self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
@@ -175,9 +175,6 @@ class WrapperStep:
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         return self.eager(watch)
-
-    def find_gradients(self, watch: Watch) -> None:
-        self.eager(watch)
 
     def of_padding(self, watch: Watch) -> Any:
         return self.eager(watch)

@@ -85,8 +85,6 @@ class TriedStep(Protocol):
     """Padded and live tokens, and requests."""
     has_gradients: bool
     """Whether its caller has gradients on."""
-    finds_gradients: bool
-    """Whether nobody knows yet which gradients of its caller's it ends."""
     together: bool
     """Whether other ranks try the step too, on other values: then no run depends on results."""
 
@@ -95,9 +93,6 @@ class TriedStep(Protocol):
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         """`eager`, but that the forward finds these on or off where it asks."""
-
-    def find_gradients(self, watch: Watch) -> None:
-        """`eager`, which finds out which gradients it ends."""
 
     def of_padding(self, watch: Watch) -> Any:
         """The forward with nothing but padding rows, as in a warm-up."""
@@ -218,8 +213,6 @@ class Trial:
             self._precision,
         )
         verdict.asks = asked and self._depends_on_modes(eager, rounding)
-        if step.finds_gradients:
-            self._attempt("with gradients", lambda: step.find_gradients(self._watch()))
         moved = state.python.changed(state.python.was, eager.left.python)
         numbers = self._numbers(moved)
         self._judge_numbers(eager, numbers)
