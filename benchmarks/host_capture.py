@@ -65,9 +65,6 @@ class NullPlatform(CpuPlatform):
     def weak_ref(self, memory: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
-    def reads(self, graph: Any) -> tuple[()]:
-        return ()
-
 
 class NullMode(TorchDispatchMode):
     """A dispatch mode that does nothing."""

@@ -22,7 +22,7 @@ from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord
 from graphrt.core.runner.host import AroundCapture, Bind, MakeExample, Phase, Ranks, Run
 from graphrt.core.runner.progress import Progress
 from graphrt.core.runner.report import TrustReport
-from graphrt.core.trust.reads import Parameters, Tensors, TensorUse
+from graphrt.core.trust.reads import TensorUse
 from graphrt.core.trust.watching.pointers import UnknownBlock, UnknownMemory
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "ModeResolution",
     "OnCapture",
     "OutputAxes",
-    "Parameters",
     "Part",
     "Phase",
     "PlanArguments",
@@ -56,7 +55,6 @@ __all__ = [
     "ResolutionStep",
     "Run",
     "TensorUse",
-    "Tensors",
     "Traffic",
     "TrialRecord",
     "TrustReport",

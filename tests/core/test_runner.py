@@ -190,7 +190,7 @@ def test_progress_is_reported_before_each_graph_and_at_the_end():
 
 def test_moved_weights_are_found_and_recapture_reads_the_new_ones():
     weight = torch.nn.Linear(4, 4, bias=False)
-    captured = runner(lambda x: weight(x), host=Host(parameters=weight))
+    captured = runner(lambda x: weight(x))
     captured.capture()
     with torch.no_grad():
         weight.weight.copy_(torch.eye(4))

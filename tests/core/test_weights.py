@@ -12,7 +12,7 @@ from test_runner import INPUTS, rows, runner
 from torch import nn
 
 from graphrt import Batch, GraphOptions, GraphRunner, Host, InputSpec, Reason, State, eager_break
-from graphrt.core.base.errors import InvalidOptionError, StaleInputError, UntrackedWeightsError
+from graphrt.core.base.errors import StaleInputError, UntrackedWeightsError
 
 
 class Scaled(nn.Module):
@@ -52,7 +52,7 @@ UNKNOWN = {
 
 
 UNCHECKED = GraphOptions(check="off")
-"""No warm-up is watched: only the host, and some devices, say what graphs read."""
+"""No warm-up is watched: nobody says what graphs read, but for the weights of modules."""
 
 
 def replace_weight(model: Scaled) -> None:
@@ -109,7 +109,7 @@ def test_where_weights_are_unknown_it_says_so(way, mode):
     run = runner(UNKNOWN[way](model), mode=mode, options=UNCHECKED)
     run.weights_changed()
     run.capture()
-    with pytest.raises(UntrackedWeightsError, match=r"Host\(parameters="):
+    with pytest.raises(UntrackedWeightsError, match='check="capture"'):
         run.weights_changed()
     run.release()
     run.weights_changed()
@@ -132,43 +132,11 @@ def test_a_watched_warm_up_finds_them_without_the_hosts_help(way, change, mode):
     run.weights_changed()
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("way", UNKNOWN)
-def test_weights_that_the_host_names_are_compared(way, change):
-    model = Scaled()
-    named = [
-        model,
-        model.parameters,
-        lambda: {**dict(model.named_parameters()), "scale": model.scale},
-        lambda: [model.linear.weight, model.scale],
-        lambda: iter([model.linear.weight, model.scale]),
-    ]
-    runs = [
-        runner(
-            UNKNOWN[way](model),
-            host=Host(parameters=parameters),
-            options=UNCHECKED,
-        )
-        for parameters in named
-    ]
-    for run in runs:
-        run.capture()
-        run.weights_changed()
-    change(model)
-    for parameters, run in zip(named, runs, strict=True):
-        if change is replace_buffer and parameters == model.parameters:
-            # Of buffers the host has said nothing.
-            run.weights_changed()
-            continue
-        with pytest.raises(StaleInputError):
-            run.weights_changed()
-
-
 @pytest.mark.parametrize("kind", ["dict", "list"])
 def test_a_container_that_the_forward_reads_is_asked_again(kind):
     weights: Any = {"w": torch.ones(4)} if kind == "dict" else [torch.ones(4)]
     key = "w" if kind == "dict" else 0
-    run = runner(lambda x: x * weights[key], host=Host(parameters=weights))
+    run = runner(lambda x: x * weights[key])
     run.capture()
     run.weights_changed()
     weights[key] = torch.zeros(4)
@@ -176,26 +144,15 @@ def test_a_container_that_the_forward_reads_is_asked_again(kind):
         run.weights_changed()
 
 
-def test_an_iterator_of_tensors_is_refused_as_it_would_hide_what_replaces_them():
-    with pytest.raises(InvalidOptionError, match=r"without \(\)"):
-        Host(parameters=Scaled().parameters())
-
-
-def test_a_host_can_say_that_there_are_no_weights():
-    run = runner(lambda x: x + 1, host=Host(parameters={}))
-    run.capture()
-    run.weights_changed()
-
-
-def test_the_cpu_knows_that_a_forward_reads_nothing():
+def test_a_watched_warm_up_knows_that_a_forward_reads_nothing():
     run = runner(lambda x: (x + 1).softmax(0) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * 2.0)
     run.capture()
     run.weights_changed()
 
 
-def test_the_error_names_a_tensor_that_nobody_finds_and_the_line_that_reads_it():
-    hidden = (each for each in itertools.repeat(torch.ones(4)))
-    run = runner(lambda x: x * next(hidden))
+def test_a_tensor_that_nothing_in_reach_leads_to_is_named():
+    weights = itertools.repeat(torch.ones(4))
+    run = runner(lambda x: x * next(weights))
     run.capture()
     with pytest.raises(UntrackedWeightsError, match=r"float32 \(4,\).*test_weights\.py:\d+"):
         run.weights_changed()
@@ -229,16 +186,24 @@ def test_inputs_state_and_results_of_other_parts_are_no_weights(mode, outputs):
     run.weights_changed()
 
 
-def test_what_an_eager_part_is_given_counts_as_read():
-    weight = torch.ones(4)
+def test_what_an_eager_part_reads_counts_as_read():
+    weights = itertools.repeat(torch.ones(4))
 
     @eager_break
     def middle(x, w):
         return x * w
 
-    run = runner(lambda x: middle(x + 1, weight) + 1, mode="PIECEWISE", options=UNCHECKED)
+    run = runner(lambda x: middle(x + 1, next(weights)) + 1, mode="PIECEWISE")
     run.capture()
     with pytest.raises(UntrackedWeightsError):
+        run.weights_changed()
+
+
+def test_the_error_names_the_tensor_and_the_line_that_reads_it():
+    weights = itertools.repeat(torch.ones(4))
+    run = runner(lambda x: x * next(weights))
+    run.capture()
+    with pytest.raises(UntrackedWeightsError, match=r"float32 \(4,\).*test_weights\.py:\d+"):
         run.weights_changed()
 
 

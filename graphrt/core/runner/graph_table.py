@@ -215,7 +215,6 @@ class GraphTable:
         self.sealing = Sealing(setup.options)
         self.reads = ReadSet(
             setup.forward,
-            setup.host.parameters,
             [module.weights for module in setup.compiled],
             watched=setup.options.checks("capture"),
             has_full=setup.plan.mode.has_full,

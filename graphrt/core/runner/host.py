@@ -21,7 +21,6 @@ from graphrt.core.base.option_values import (
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.capture.state import State
 from graphrt.core.replay.entry import SegmentHooks
-from graphrt.core.trust.reads import Parameters, check_parameters
 
 Phase = Literal["warmup", "capture", "replay", "eager"]
 """What a runner is about to do with its forward."""
@@ -79,10 +78,7 @@ class Host:
     (query lengths, the longest context) must be written there at its worst case. `state` is
     what the forward advances and no watched warm-up shows (kernels without a schema, Python
     objects, all of it with `check="off"`): it is saved once for each capture and restored.
-    `parameters` says where weights are that `weights_changed()` compares: their module, a dict
-    or list that the forward itself reads, or a function that returns the tensors in use
-    (`model.parameters`); where warm-ups are watched, and where the forward is a module or a
-    method of one, none need be named. `around_capture` makes a context manager for each capture
+    `around_capture` makes a context manager for each capture
     as a whole (registration with communicators), `around_graph` is called around each graph
     (weight offloaders). `metadata(descriptor)` is the context's metadata at warm-up and
     capture. To give it declares that graphs may read it and keep it for every step, so it must
@@ -98,7 +94,6 @@ class Host:
 
     bind: Bind | None = None
     state: Iterable[State | torch.Tensor] = ()
-    parameters: Parameters = None
     around_capture: AroundCapture = nullcontext
     around_graph: SegmentHooks | None = None
     metadata: Callable[[BatchDescriptor], object] | None = None
@@ -123,7 +118,6 @@ class Host:
             expected = "State and tensors in a list"
             raise _wrong_hook("state", strange[0], expected, "Host(state=[tensor])")
         object.__setattr__(self, "state", state)
-        check_parameters(self.parameters)
 
 
 def _wrong_hook(name: str, value: object, expected: str, advice: str) -> InvalidOptionError:

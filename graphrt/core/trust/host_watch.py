@@ -318,7 +318,7 @@ class HostWatch:
                 continue
             structural, path = True, self._owners[id(holder)].path(key)
             # Slots with other values would have been compared.
-            changes[path] = Told("nothing, or a tensor"), _told(_value_of(holder, key))
+            changes.setdefault(path, (Told("nothing, or a tensor"), _told(_value_of(holder, key))))
             self._taken.setdefault(path, []).append((holder, key))
         return HostChanges(changes, structural)
 

@@ -3,7 +3,7 @@
 A graph goes on reading the memory of its capture, whatever tensor its host has put in the place of
 another since. What is read is known from two sources:
 
-- Named tensors: those of modules, and those that the host says. `record` notes where they are.
+- Named tensors: those of modules. `record` notes where they are.
 - Tensors that watched warm-ups have used: `note` keeps their memory. `settle` walks through the
   Python objects of the forward (places/) and finds where it has them.
 
@@ -28,9 +28,8 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base._native_door import NativeGlances
-from graphrt.core.base.errors import InvalidOptionError, StaleInputError, UntrackedWeightsError
+from graphrt.core.base.errors import StaleInputError, UntrackedWeightsError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import shown
 from graphrt.core.base.torch_names import storage_use_count
 from graphrt.core.replay.entry import Entry, graphs_of
 from graphrt.core.replay.handout import is_spare
@@ -54,19 +53,10 @@ call = getattr(operator, "call", call)
 
 T = TypeVar("T")
 
-_MOST_TOLD = 8
-
 LOOKS = 1, 1, len(tree.PLACEMENT)
 """Slots on the way to a tensor, other slots, and parts of the placement of tensors that a step
 looks at: all parts of one tensor."""
 
-
-Tensors: TypeAlias = Mapping[str, torch.Tensor] | Iterable[torch.Tensor]
-"""Tensors by name, or one after the other."""
-
-Parameters: TypeAlias = torch.nn.Module | Tensors | Callable[[], Tensors] | None
-"""A module; a mapping or sequence that the forward itself reads; or what returns the tensors that
-are in use when it is called."""
 
 Named: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
 
@@ -123,15 +113,13 @@ class ReadSet:
     def __init__(
         self,
         forward: Any,
-        parameters: Parameters = None,
         compiled: Sequence[Named] = (),
         *,
         watched: bool = True,
         has_full: bool = True,
     ) -> None:
-        """`parameters` are the tensors that the host names, `compiled` return those of compiled
-        modules. With `has_full` there are graphs without eager parts. Unless runs are `watched`
-        named tensors are all that is known."""
+        """`compiled` return the named weights of compiled modules. With `has_full` there are graphs
+        without eager parts. Unless runs are `watched` named tensors are all that is known."""
         self.watched = watched
         self.saw_compiled_code = False
         # Slots on the way to what graphs read, and what they read.
@@ -146,7 +134,7 @@ class ReadSet:
         """After so many steps glances have looked at everything that they look at."""
         self._forward = forward
         self._has_full = has_full
-        self._weights = Weights(forward, parameters, compiled)
+        self._weights = Weights(forward, compiled)
         # By storage. Without a use the memory is kept, but nothing was seen to read it.
         self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
 
@@ -289,41 +277,28 @@ class ReadSet:
         """Raise `StaleInputError` if any tensor has moved, and `UntrackedWeightsError` if graphs
         read what nobody compares. `own` are tensors of the runner itself, which are no weights."""
         self.check_named()
-        known = [*own]
         if self.watched:
             places = self.walk()
             self._refuse(self.moved(places))
-            known += [tensor for _, tensor in places.tensors if where_is(tensor) is not None]
-        for entry in entries:
-            known += entry.results()
-        is_known = self.watched and not self.saw_compiled_code
-        if not self._weights.by_host and (is_known or not self._weights.complete):
-            self._check_known(known, is_known=is_known)
-
-    def _check_known(self, known: list[torch.Tensor], *, is_known: bool) -> None:
-        advice = (
-            "Host(parameters=the module), or parameters=a function that returns the tensors in use "
-            "by name; Host(parameters={}) says that there are no weights"
-        )
-        if not is_known:
+            known = {address_of(tensor) for _, tensor in places.tensors}
+            known.update(map(address_of, chain(own, *(entry.results() for entry in entries))))
+            known.update(map(address_of, self._weights.now().values()))
+        if self.watched and not self.saw_compiled_code:
+            unknown = [str(use) for held, use in self._uses() if held.data_ptr() not in known]
+            if unknown:
+                raise UntrackedWeightsError(
+                    f"whether weights moved cannot be told of {len(unknown)} tensors that graphs "
+                    "read",
+                    got=listed(unknown),
+                    expected="tensors that the forward's attributes, closures or globals lead to",
+                    advice="hold them there, or call recapture() after they moved",
+                )
+        elif not self._weights.complete:
             raise UntrackedWeightsError(
-                "whether weights moved cannot be told: the forward is no module, and nothing has "
-                "seen all that its graphs read",
+                "whether weights moved cannot be told: the forward is no module, and no warm-up "
+                "shows what its graphs read",
                 expected="to know the weights of the forward",
-                advice=advice,
-            )
-        addresses = {address_of(tensor) for tensor in (*known, *self._weights.now().values())}
-        lines = [
-            f"{use.dtype} {tuple(use.shape)}, read at {_source(use) or 'an unknown line'}"
-            for storage, use in self._uses()
-            if storage.data_ptr() not in addresses
-        ]
-        if lines:
-            raise UntrackedWeightsError(
-                f"whether weights moved cannot be told of {len(lines)} tensors that graphs read",
-                got="\n    ".join(["", *lines[:_MOST_TOLD]]),
-                expected="tensors of the module that the forward is, or that the host has named",
-                advice=advice,
+                advice='check="capture", or a module or a method of one as the forward',
             )
 
     # What is told --------------------------------------------------------------------------------
@@ -423,18 +398,14 @@ def each_call(function: Callable[[], T]) -> Iterator[T]:
 class Weights:
     """The named weights of one forward.
 
-    `parameters` are what the host named. Without them, the module that `forward` is, or is a method
-    of, is asked. `compiled` return the weights of compiled modules. `complete` says that the
-    forward is made of modules alone.
+    The module that `forward` is, or is a method of, is asked. `compiled` return the weights of
+    compiled modules. `complete` says that the forward is made of modules alone.
     """
 
-    def __init__(self, forward: Any, parameters: Parameters, compiled: Sequence[Named]) -> None:
+    def __init__(self, forward: Any, compiled: Sequence[Named]) -> None:
         modules, self.complete = _modules_of(forward)
-        self.by_host = parameters is not None
         self._sources: list[Named] = [functools.partial(_tensors, module) for module in modules]
         self._sources += compiled
-        if parameters is not None:
-            self._sources.append(functools.partial(_tensors, parameters))
         self._were: dict[tuple[int, str], object] = {}
 
     def now(self) -> dict[tuple[int, str], torch.Tensor]:
@@ -455,36 +426,6 @@ class Weights:
         return [key[1] for key, where in self._were.items() if now.get(key) != where]
 
 
-def check_parameters(parameters: object) -> None:
-    """Raise `InvalidOptionError` for what cannot be asked where weights are."""
-    if parameters is None or isinstance(parameters, torch.nn.Module):
-        return
-    if isinstance(parameters, Iterator):
-        raise InvalidOptionError(
-            "Host(parameters=) is an iterator: it gives the tensors of now, so one that takes the "
-            "place of another would not be seen",
-            got=shown(parameters),
-            expected="a module, or a function that returns the tensors in use",
-            advice="parameters=model, or parameters=model.parameters without ()",
-        )
-    values: object = parameters
-    if isinstance(parameters, Mapping):
-        values = list(parameters.values())
-    elif callable(parameters):
-        return
-    if (
-        isinstance(values, torch.Tensor | str)
-        or not isinstance(values, Iterable)
-        or not all(isinstance(each, torch.Tensor) for each in values)
-    ):
-        raise InvalidOptionError(
-            "Host(parameters=) holds no tensors",
-            got=shown(parameters),
-            expected="a module, tensors by name, a sequence of tensors, or what returns them",
-            advice="parameters=model",
-        )
-
-
 def _modules_of(forward: Any) -> tuple[list[torch.nn.Module], bool]:
     """The modules that a forward is made of, and whether it is made of nothing else."""
     if isinstance(forward, torch.nn.Module):
@@ -503,14 +444,6 @@ def _modules_of(forward: Any) -> tuple[list[torch.nn.Module], bool]:
     return [], False
 
 
-def _tensors(source: Any) -> dict[str, torch.Tensor]:
-    if isinstance(source, torch.nn.Module):
-        parameters = source.named_parameters(remove_duplicate=False)
-        return {**dict(parameters), **dict(source.named_buffers(remove_duplicate=False))}
-    if callable(source):
-        source = source()
-        source = list(source) if isinstance(source, Iterator) else source
-        check_parameters(source)
-    if isinstance(source, Mapping):
-        return dict(source)
-    return {str(index): tensor for index, tensor in enumerate(source)}
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
