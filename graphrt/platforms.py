@@ -17,7 +17,6 @@ from graphrt.core.device.graph import (
     DeviceEvent,
     DeviceGraph,
     GraphPointers,
-    MemoryBlock,
     TaskUpdate,
 )
 from graphrt.core.device.platform import Availability, Platform
@@ -49,7 +48,6 @@ __all__ = [
     "GraphWork",
     "GraphWrapper",
     "Memory",
-    "MemoryBlock",
     "MemoryFigures",
     "Platform",
     "PlatformHooks",

@@ -33,7 +33,6 @@ CONTRACT = {
     "memory_bytes": "query",
     "driver_bytes": "query",
     "memory_figures": "query",
-    "memory_blocks": "query",
     "pointers": "query",
     "task_begin": "task",
     "task_end": "task",
