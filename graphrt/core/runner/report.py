@@ -268,6 +268,7 @@ def _graph(
 
 def _plain_trust(trust: TrustReport) -> dict[str, Any]:
     """As plain data; trials are with their graphs."""
+    unknown = trust.unknown
     return {
         "only_graphs_bytes": trust.only_graphs_bytes,
         "mixes_rows": trust.mixes_rows,
@@ -280,6 +281,9 @@ def _plain_trust(trust: TrustReport) -> dict[str, Any]:
             {**use._asdict(), "dtype": str(use.dtype), "shape": list(use.shape)}
             for use in trust.reads
         ],
+        "unknown": None
+        if unknown is None
+        else {"blocks": list(map(str, unknown.blocks)), "unread": unknown.unread},
     }
 
 
