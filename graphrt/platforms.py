@@ -17,6 +17,7 @@ from graphrt.core.device.graph import (
     DeviceEvent,
     DeviceGraph,
     GraphPointers,
+    MemoryBlock,
     TaskUpdate,
 )
 from graphrt.core.device.platform import Availability, Platform
@@ -48,6 +49,7 @@ __all__ = [
     "GraphWork",
     "GraphWrapper",
     "Memory",
+    "MemoryBlock",
     "MemoryFigures",
     "Platform",
     "PlatformHooks",

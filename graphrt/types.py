@@ -23,6 +23,7 @@ from graphrt.core.runner.host import AroundCapture, Bind, MakeExample, Phase, Ra
 from graphrt.core.runner.progress import Progress
 from graphrt.core.runner.report import TrustReport
 from graphrt.core.trust.reads import TensorUse
+from graphrt.core.trust.watching.pointers import UnknownBlock, UnknownMemory
 
 __all__ = [
     "Agreed",
@@ -57,5 +58,7 @@ __all__ = [
     "Traffic",
     "TrialRecord",
     "TrustReport",
+    "UnknownBlock",
+    "UnknownMemory",
     "Updates",
 ]

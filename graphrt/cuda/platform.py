@@ -13,11 +13,12 @@ from graphrt.core.base.errors import CaptureError, InvalidOptionError
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device._contract import CONTRACT_VERSION, Capability
 from graphrt.core.device.figures import MemoryFigures, UpdateFigures
-from graphrt.core.device.graph import DeviceGraph, GraphPointers, TaskUpdate
+from graphrt.core.device.graph import DeviceGraph, GraphPointers, MemoryBlock, TaskUpdate
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.pool_memory import PoolHandle, pool_handle, weak_alias
 from graphrt.core.inputs.transport import Slab
 from graphrt.cuda._workspaces import mark_as_hosts
+from graphrt.cuda.blocks import blocks_of, internal_sizes
 from graphrt.cuda.captures import CudaCaptures
 from graphrt.cuda.driver.api import driver_available
 from graphrt.cuda.driver.fetch import FetchRing
@@ -154,6 +155,13 @@ class CudaPlatform(Platform):
         except RuntimeError:  # it keeps no template, or has none
             return None
         return pointers_of(template)
+
+    def memory_blocks(self) -> Sequence[MemoryBlock] | None:
+        # No other allocator of torch lists its blocks.
+        if torch.cuda.get_allocator_backend() != "native":
+            return None
+        snapshot = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return blocks_of(snapshot, internal_sizes())
 
     # Streams ---------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, get_platform
+from graphrt.core.trust.watching.pointers import unknown_memory
+from graphrt.cuda.blocks import internal_sizes
 from graphrt.cuda.driver.api import check, need, pointer
 from graphrt.cuda.driver.nodes import destroy_graph, node_type, nodes_of
 
@@ -21,7 +23,7 @@ tl = pytest.importorskip("triton.language")
 
 pytestmark = pytest.mark.cuda
 
-WIDTH = 128
+WIDTH, MIB = 128, 1 << 20
 MEMCPY, MEMSET, CHILD = 1, 2, 4
 TABLE: torch.Tensor | None = None
 
@@ -63,12 +65,10 @@ def captured_runner(forward, dtype=torch.float32, **options):
         yield runner
 
 
-def touched_by(runner):
-    """What the forward holds and the nodes of a tried graph point to, but no operator has shown."""
-    operators = {each.name for each in runner.report().trust.reads}
-    with torch.no_grad():
-        runner(x=torch.randn(2, WIDTH, device="cuda"))
-    return {each.name for each in runner.report().trust.reads} - operators
+def unknown_of(runner):
+    found = runner.graphs.unknown_memory()
+    print(f"{len(found.blocks)} unknown blocks, {found.unread} unread nodes", *found.blocks)
+    return found
 
 
 def captured(work):
@@ -94,17 +94,29 @@ def kinds_of(graph):
 # What watching does not see -----------------------------------------------------------------------
 
 
-def test_a_tensor_that_only_a_raw_kernel_reads_counts_as_read(table):
+def test_a_tensor_that_only_a_raw_kernel_reads_is_found_and_named(table):
     with captured_runner(with_table) as runner:
-        assert touched_by(runner) == {"global TABLE"}
-        runner.weights_changed()
+        found = unknown_of(runner)
+        assert [block.address for block in found.blocks] == [table.untyped_storage().data_ptr()]
+        assert found.blocks[0].bytes == table.untyped_storage().nbytes()
+        # One kernel in each of three graphs.
+        assert found.blocks[0].nodes == 3
+        assert "TABLE" in found.blocks[0].name
+        assert found.unread == 0
 
 
-def test_a_view_into_a_larger_tensor_counts_as_read(monkeypatch):
+def test_a_view_into_a_larger_tensor_is_found_by_its_block(monkeypatch):
     whole = torch.randn(1000, WIDTH, device="cuda")
     monkeypatch.setattr(sys.modules[__name__], "TABLE", whole[77])
     with captured_runner(with_table) as runner:
-        assert touched_by(runner) == {"global TABLE"}
+        assert [block.address for block in unknown_of(runner).blocks] == [whole.data_ptr()]
+
+
+def test_a_tensor_of_a_workspaces_size_is_found(monkeypatch):
+    large = torch.zeros(max(internal_sizes()) // 4, device="cuda")
+    monkeypatch.setattr(sys.modules[__name__], "TABLE", large)
+    with captured_runner(with_table) as runner:
+        assert [block.address for block in unknown_of(runner).blocks] == [large.data_ptr()]
 
 
 # Clean models -------------------------------------------------------------------------------------
@@ -141,13 +153,24 @@ class Layers(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model", [Layers, Attention, Noisy])
-def test_a_clean_model_touches_nothing_else_that_it_holds(model):
-    net = model().to("cuda").eval().requires_grad_(False)
+def test_a_clean_model_touches_nothing_unknown(model, dtype):
     # What lies about must not be found.
-    net.others = [torch.randn(WIDTH, 4096, device="cuda") for _ in range(8)]
-    with captured_runner(net) as runner:
-        assert touched_by(runner) == set()
+    others = [torch.randn(WIDTH, 4096, device="cuda") for _ in range(8)]
+    net = model().to("cuda", dtype).eval().requires_grad_(False)
+    with captured_runner(net, dtype) as runner:
+        found = unknown_of(runner)
+        assert found.blocks == () and found.unread == 0 and others
+
+
+def test_the_workspace_of_cublas_is_told_by_its_size():
+    x = torch.randn(64, 64, device="cuda")
+    torch.mm(x, x)
+    blocks = get_platform("cuda").memory_blocks()
+    own = [block for block in blocks if block.may_be_internal and block.bytes >= MIB]
+    print("blocks of the sizes of workspaces:", own)
+    assert own
 
 
 # Kinds of nodes -----------------------------------------------------------------------------------
@@ -167,6 +190,9 @@ def test_a_copy_and_a_fill_are_read():
     graph = captured(work)
     assert {MEMCPY, MEMSET} <= kinds_of(graph)
     assert words_of(graph) >= {each.data_ptr() for each in (source, target, filled)}
+    known = [target.data_ptr()]
+    found = unknown_memory(get_platform("cuda"), [graph], known)
+    assert {each.address for each in found.blocks} == {source.data_ptr(), filled.data_ptr()}
 
 
 class Template:
@@ -240,5 +266,7 @@ def test_the_time_for_a_thousand_nodes_is_told(kind):
     words = sum(map(len, pointers.nodes)) / len(pointers.nodes)
     print(
         f"\n{kind}: {len(pointers.nodes)} nodes of {words:.1f} plausible words: "
-        f"pointers {best_ms(lambda: platform.pointers(graph)):.2f} ms"
+        f"pointers {best_ms(lambda: platform.pointers(graph)):.2f} ms, "
+        f"blocks {best_ms(platform.memory_blocks):.2f} ms, "
+        f"all {best_ms(lambda: unknown_memory(platform, [graph], [x.data_ptr()])):.2f} ms"
     )

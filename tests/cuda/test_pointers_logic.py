@@ -1,20 +1,29 @@
-"""Which words of a graph's nodes may be addresses, and whose memory they are."""
+"""Which words of a graph's nodes may be addresses, and which blocks they are found in."""
 
 from __future__ import annotations
 
+import gc
 import struct
+import warnings
 
 import pytest
 import torch
 from fake_nodes import CHILD, EMPTY, HOST, MEMCPY, MEMSET, FakeNodes, Node, kernel, words
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
-from graphrt.core.device.graph import GraphPointers
+from graphrt.core.device.graph import GraphPointers, MemoryBlock
+from graphrt.core.trust.watching.pointers import (
+    UnknownBlock,
+    tensor_addresses,
+    unknown_blocks,
+    unknown_memory,
+)
 from graphrt.cpu import CpuPlatform
+from graphrt.cuda.blocks import blocks_of
 from graphrt.cuda.driver import api
 from graphrt.cuda.driver.pointers import pointers_of
 from graphrt.cuda.platform import CudaPlatform
-from graphrt.errors import StaleInputError
 
 AT = 0x7F10_0000_0000
 MIB = 1 << 20
@@ -128,20 +137,142 @@ def test_the_platform_cannot_tell_without_a_driver_or_a_template(driver, monkeyp
     assert platform.pointers(Graph(1)) is None
 
 
+# The blocks of a snapshot -------------------------------------------------------------------------
+
+
+def segment(address, *blocks, pool=(0, 0)):
+    """A segment of blocks of (size, bytes asked for, state)."""
+    parts = [{"size": size, "requested_size": asked, "state": s} for size, asked, s in blocks]
+    return {"address": address, "segment_pool_id": pool, "blocks": parts}
+
+
+def test_the_blocks_in_use_are_where_their_sizes_put_them():
+    used, free, pending = "active_allocated", "inactive", "active_pending_free"
+    snapshot = [
+        segment(AT, (512, 8, used), (1024, 0, free), (512, 500, used), (512, 512, pending)),
+        segment(AT + MIB, (2 * MIB, 2 * MIB, used), pool=(0, 3)),
+    ]
+    assert blocks_of(snapshot, frozenset({8})) == [
+        MemoryBlock(AT, AT + 512, 8, may_be_internal=True),
+        MemoryBlock(AT + 1536, AT + 2048, 500),
+        MemoryBlock(AT + MIB, AT + 3 * MIB, 2 * MIB, in_graph_pool=True),
+    ]
+
+
+# What nobody has named ----------------------------------------------------------------------------
+
+
+def block(place, asked=1000, **more):
+    """The block number `place` of 1024 bytes each."""
+    return MemoryBlock(AT + 1024 * place, AT + 1024 * (place + 1), asked, **more)
+
+
+def test_a_block_is_found_by_any_address_in_it_and_counted_once_a_node():
+    nodes = [(AT + 5, AT + 1023), (AT,), (AT + 1024,), (AT - 1, AT + 2048)]
+    assert unknown_blocks(nodes, [block(1), block(0)], known=[]) == (
+        UnknownBlock(AT, 1000, 2),
+        UnknownBlock(AT + 1024, 1000, 1),
+    )
+
+
+def test_addresses_between_blocks_and_outside_of_all_are_nobodys():
+    nodes = [(1, AT + 1024, AT + 4096, 1 << 60)]
+    assert unknown_blocks(nodes, [block(0), block(2)], known=[]) == ()
+    assert unknown_blocks(nodes, [], known=[AT]) == ()
+
+
+def test_a_block_with_any_known_address_is_named():
+    nodes = [(AT, AT + 1024)]
+    assert unknown_blocks(nodes, [block(0), block(1)], known=[AT + 300, 12]) == (
+        UnknownBlock(AT + 1024, 1000, 1),
+    )
+
+
+def test_memory_of_graph_pools_is_never_reported():
+    pooled = block(0, in_graph_pool=True)
+    assert unknown_blocks([(AT,)], [pooled], known=[]) == ()
+
+
+def test_a_block_of_a_librarys_size_is_reported_if_a_tensor_begins_in_it():
+    blocks = [block(0, may_be_internal=True), block(1, may_be_internal=True)]
+    nodes = [(AT, AT + 1024)]
+    assert unknown_blocks(nodes, blocks, known=[], tensors=lambda: [AT + 1024]) == (
+        UnknownBlock(AT + 1024, 1000, 1),
+    )
+
+
+def test_tensors_are_only_looked_for_where_it_matters():
+    def tensors():
+        raise AssertionError("asked")
+
+    blocks = [block(0), block(1, may_be_internal=True), block(2, may_be_internal=True)]
+    found = unknown_blocks([(AT, AT + 1024)], blocks, known=[AT + 1024], tensors=tensors)
+    assert found == (UnknownBlock(AT, 1000, 1),)
+
+
+def test_all_tensors_of_python_are_found_and_what_has_no_memory_is_passed_over():
+    held = [torch.zeros(4), torch.nn.Parameter(torch.zeros(4)), torch.zeros(8)[3:]]
+    odd = [torch.empty(4, device="meta"), torch.zeros(2, 2).to_sparse(), torch.empty(0)]
+    gc.collect()
+    addresses = tensor_addresses()
+    assert {each.untyped_storage().data_ptr() for each in held} <= addresses
+    assert 0 not in addresses and odd
+
+
+def test_tensors_of_a_trace_are_passed_over_without_a_warning():
+    with FakeTensorMode():
+        fake = torch.ones(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(tensor_addresses(), set) and fake is not None
+
+
+class Told(CpuPlatform):
+    """A platform whose graphs are their pointers."""
+
+    def __init__(self, *blocks):
+        self.blocks = blocks
+
+    def pointers(self, graph):
+        return graph
+
+    def memory_blocks(self):
+        return self.blocks or None
+
+
+def test_nodes_of_several_graphs_are_counted_together():
+    graphs = [GraphPointers([(AT,), (AT + 1024,)], 1), GraphPointers([(AT + 8, AT + 2048)], 2)]
+    unknown = unknown_memory(Told(block(0), block(1), block(2)), graphs, known=[AT + 1024])
+    assert unknown.blocks == (UnknownBlock(AT, 1000, 2), UnknownBlock(AT + 2048, 1000, 1))
+    assert unknown.unread == 3
+    assert str(unknown.blocks[0]) == "1000 bytes at 0x7f1000000000, in 2 nodes"
+
+
+def test_nothing_is_told_where_the_platform_cannot():
+    known = GraphPointers([], 0)
+    assert unknown_memory(Told(block(0)), [known, None], known=[]) is None
+    assert unknown_memory(Told(), [known], known=[]) is None
+    assert CpuPlatform().pointers(None) is None and CpuPlatform().memory_blocks() is None
+
+
 # The graphs of a runner ---------------------------------------------------------------------------
 
 TABLE = torch.arange(4.0)
 
 
 class Pointing(CpuPlatform):
-    """Graphs that point to some tensors."""
+    """Graphs that point to some tensors, which are all that its allocator has given away."""
 
     def __init__(self):
         super().__init__()
         self.tensors = []
 
     def pointers(self, graph):
-        return GraphPointers([tuple(each.data_ptr() + 4 for each in self.tensors), ()], 0)
+        return GraphPointers([tuple(each.data_ptr() for each in self.tensors)], 0)
+
+    def memory_blocks(self):
+        starts = [(each.data_ptr(), each.untyped_storage().nbytes()) for each in self.tensors]
+        return [MemoryBlock(start, start + size, size) for start, size in starts]
 
 
 def raw_table():
@@ -170,41 +301,27 @@ def pointing_runner(forward, **options):
     )
 
 
-def reads_of(runner):
-    return {each.name for each in runner.report().trust.reads}
+def unknown_of(runner):
+    return runner.graphs.unknown_memory()
 
 
-def test_what_nodes_point_to_and_the_forward_holds_counts_as_read_once_a_graph_was_tried():
+def test_what_warm_ups_used_and_inputs_are_known_and_the_rest_is_named():
     model, stranger = Scaled(), torch.zeros(7)
     with pointing_runner(model) as runner:
+        assert unknown_of(runner) is None
         runner.capture()
-        weights = {"model.linear.weight", "model.linear.bias"}
-        runner.platform.tensors = [model.linear.weight, TABLE, stranger]
+        runner.platform.tensors = [model.linear.weight, model.linear.bias, TABLE, stranger]
         runner.platform.tensors += runner.inputs.buffers.values()
-        assert reads_of(runner) == weights
-        with torch.no_grad():
-            runner(x=torch.ones(2, 4))
-        assert reads_of(runner) == {*weights, "global TABLE"}
+        found = {each.address: each for each in unknown_of(runner).blocks}
+        assert found.keys() == {TABLE.data_ptr(), stranger.data_ptr()}
+        assert "TABLE" in found[TABLE.data_ptr()].name
+        assert found[stranger.data_ptr()][1:] == (28, 2, "")
+        largest = [runner.graphs.records[0].descriptor]
+        some = runner.graphs.unknown_memory(largest)
+        assert {each.nodes for each in some.blocks} == {1}
 
 
-def test_a_tensor_that_only_nodes_point_to_and_that_moves_is_named(monkeypatch):
-    with pointing_runner(Scaled()) as runner, torch.no_grad():
+def test_nothing_is_told_of_what_nobody_watched():
+    with pointing_runner(Scaled(), check="off") as runner:
         runner.capture()
-        runner.platform.tensors = [TABLE]
-        runner(x=torch.ones(2, 4))
-        runner.weights_changed()
-        monkeypatch.setitem(globals(), "TABLE", torch.arange(4.0))
-        with pytest.raises(StaleInputError, match="TABLE"):
-            runner.weights_changed()
-
-
-def test_nothing_is_asked_where_nobody_watched():
-    with pointing_runner(Scaled(), check="off") as runner, torch.no_grad():
-        runner.capture()
-        runner.platform.tensors = [TABLE]
-        runner(x=torch.ones(2, 4))
-        assert reads_of(runner) == set()
-
-
-def test_what_cannot_tell_of_its_nodes_has_no_pointers():
-    assert CpuPlatform().pointers(None) is None
+        assert unknown_of(runner) is None

@@ -33,6 +33,7 @@ CONTRACT = {
     "memory_bytes": "query",
     "driver_bytes": "query",
     "memory_figures": "query",
+    "memory_blocks": "query",
     "pointers": "query",
     "task_begin": "task",
     "task_end": "task",

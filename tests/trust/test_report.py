@@ -277,6 +277,7 @@ def test_what_is_not_deterministic_is_noted_once_a_text():
 def test_a_report_is_a_snapshot_in_what_it_counts():
     runner = captured(lambda x: x * 2, "always")
     before = runner.report().trust
+    assert before.unknown is None  # nobody has asked a graph of the CPU for pointers
     runner(x=torch.ones(4, WIDTH))
     assert runner.report().trust.trials[0].steps == 1
     assert before.reads == ()

@@ -37,6 +37,23 @@ class GraphPointers(NamedTuple):
 
 
 @public("graphrt.platforms")
+class MemoryBlock(NamedTuple):
+    """A block that torch's allocator has given away, from `address` up to `end`, of which `bytes`
+    were asked for.
+
+    `in_graph_pool` says that it is memory of a graph pool, whosever that is. `may_be_internal` says
+    that it has the size of what torch allocates for itself and makes no tensor of, such as the
+    workspace of a library.
+    """
+
+    address: int
+    end: int
+    bytes: int
+    in_graph_pool: bool = False
+    may_be_internal: bool = False
+
+
+@public("graphrt.platforms")
 class DeviceEvent(Protocol):
     """A point in a stream. `torch.cuda.Event` and `torch.npu.Event` satisfy it as they are."""
 

@@ -24,6 +24,7 @@ from graphrt.core.device.graph import (
     DeviceEvent,
     DeviceGraph,
     GraphPointers,
+    MemoryBlock,
     TaskUpdate,
 )
 
@@ -182,6 +183,11 @@ class Platform(ABC):
         """The words that the nodes of a captured `graph` hold and that may be addresses, or None if
         that cannot be told: a word too many is harmless, a missing one is a read that nobody knows
         of. Asked for after a capture; it must not wait for the device."""
+        return None
+
+    def memory_blocks(self) -> Sequence[MemoryBlock] | None:
+        """Every block that torch's allocator has given away on devices of this kind, or None if
+        that cannot be told. Asked for together with `pointers`."""
         return None
 
     # Streams ---------------------------------------------------------------------------------

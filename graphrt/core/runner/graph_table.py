@@ -37,6 +37,7 @@ from graphrt.core.runner.checks import Checks
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.warm_up import WarmedUp
+from graphrt.core.trust.watching.pointers import UnknownMemory
 from graphrt.core.trust.watching.watch import Use
 
 
@@ -267,6 +268,15 @@ class GraphTable:
             yield from prepared.layout.views.values()
         states = as_states(self.setup.host.state)
         yield from (state.tensor for state in states if state.tensor is not None)
+
+    def unknown_memory(
+        self, only: Collection[BatchDescriptor] | None = None
+    ) -> UnknownMemory | None:
+        """Memory that nodes of the graphs may touch and nobody has named: see `ReadSet`. None if
+        there are no graphs."""
+        if not self.records:
+            return None
+        return self.reads.unknown_memory(*self._memory(only))
 
     def keep_touched(self, only: Collection[BatchDescriptor]) -> None:
         """Count memory as read that nodes of these graphs point to and the forward holds."""

@@ -24,6 +24,7 @@ from graphrt.core.runner.checks import TrialRecord
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.reads import TensorUse
+from graphrt.core.trust.watching.pointers import UnknownMemory
 
 FORMAT = 2
 """Of `to_dict()`: it grows when a key goes or means something else. New keys may come at any
@@ -40,7 +41,8 @@ class TrustReport:
 
     `reads` is what watched warm-ups read and wrote beside the inputs, kept alive until `release()`;
     `trials` what came of trying each graph, "untried" until a step or `Host(example=)` has.
-    `protected` is memory too large to be saved, and which rows of it warm-ups wrote. With
+    `protected` is memory too large to be saved, and which rows of it warm-ups wrote. `unknown` is
+    what nodes of tried graphs point to and nobody has named, None where a device cannot tell. With
     `mixes_rows` live rows depend on padding by design.
 
     What a host changes in Python is seen at the next step where it lies in one of the `watched`
@@ -51,6 +53,7 @@ class TrustReport:
     reads: tuple[TensorUse, ...] = ()
     trials: tuple[TrialRecord, ...] = ()
     protected: tuple[str, ...] = ()
+    unknown: UnknownMemory | None = None
     mixes_rows: bool = False
     watched: int = 0
     glance_steps: int = 0
@@ -222,10 +225,13 @@ def _trust(graphs: GraphTable, *, quick: bool) -> TrustReport:
     reads, mixes_rows = graphs.reads, graphs.setup.host.mixes_rows
     if quick or not reads.watched:
         return TrustReport(trials=trials, mixes_rows=mixes_rows)
+    tried = [record.descriptor for record in trials if record.steps]
+    unknown = graphs.unknown_memory(tried) if tried else None
     return TrustReport(
         reads.table(),
         trials,
         tuple(reads.protected),
+        unknown,
         mixes_rows,
         watched=reads.host.watched,
         glance_steps=reads.rounds,

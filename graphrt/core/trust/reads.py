@@ -19,7 +19,6 @@ import functools
 import inspect
 import itertools
 import operator
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, cycle, repeat
 from operator import eq, is_
@@ -40,6 +39,7 @@ from graphrt.core.trust.host_watch import HostChanges, HostWatch
 from graphrt.core.trust.places.slots import MISSING, Place, getter
 from graphrt.core.trust.places.walk import Places, Slots, places_of, where_is
 from graphrt.core.trust.snapshot import PythonState
+from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
 from graphrt.core.trust.watching.watch import Use, Watch
 
 
@@ -76,14 +76,6 @@ class TensorUse(NamedTuple):
     written: bool
     moved: bool
     source: str
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory; 0 for what has none, or must not be read any more."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return 0
 
 
 class _Read(NamedTuple):
@@ -177,26 +169,17 @@ class ReadSet:
     def keep_touched(
         self, entries: Iterable[Entry], pool: GraphPool, own: Iterable[torch.Tensor]
     ) -> None:
-        """Count as read what nodes of these graphs point to and the forward holds: what kernels
-        read that are no operators of torch's. `own` are tensors of the runner itself.
-
-        A word of a node need not be an address: one too many keeps a tensor that nothing reads.
-        """
-        entries = [*entries]
-        graphs = [graph for entry in entries for graph in graphs_of(entry.parts)]
-        pointers = [pool.platform.pointers(graph) for graph in graphs] if self.watched else []
-        words = sorted({word for each in pointers if each for node in each.nodes for word in node})
-        if not words:
+        """Count as read what nodes of these graphs point to and the forward holds."""
+        unknown = self.unknown_memory(entries, pool, own)
+        if unknown is None or not unknown.blocks:
             return
-        known = {address_of(tensor) for tensor in own}
-        known |= {address_of(tensor) for entry in entries for tensor in entry.results()}
-        for _, tensor, key in self.walk().keyed:
-            storage, use = self._held.get(key, (tensor.untyped_storage(), None))
-            first = storage.data_ptr()
-            at = bisect_left(words, first)
-            is_touched = at < len(words) and words[at] < first + storage.nbytes()
-            if use is None and is_touched and first not in known and not pool._owns(tensor):
-                self._held[key] = storage, Use(tensor, "a kernel that is no operator of torch's")
+        touched = {block.address for block in unknown.blocks}
+        for _, tensor in self.walk().tensors:
+            if where_is(tensor) is not None and address_of(tensor) in touched:
+                use = Use(tensor, "a kernel that is no operator of torch's")
+                known = self._held.get(use.ref.cdata)
+                if known is None or known[1] is None:
+                    self._held[use.ref.cdata] = tensor.untyped_storage(), use
         self.settle()
 
     def settle(self, places: Places | None = None) -> Places:
@@ -319,6 +302,37 @@ class ReadSet:
             )
 
     # What is told --------------------------------------------------------------------------------
+
+    def unknown_memory(
+        self, entries: Iterable[Entry], pool: GraphPool, own: Iterable[torch.Tensor]
+    ) -> UnknownMemory | None:
+        """The memory outside of graph pools that nodes of the graphs point to and that is neither
+        the runner's `own`, a result, nor what a watched warm-up used: what is read by kernels
+        outside of torch's operators, and by compiled code.
+
+        Each graph takes milliseconds. Blocks are named by where the forward has them. None if
+        nothing was watched, or the platform cannot tell.
+        """
+        if not self.watched:
+            return None
+        entries = [*entries]
+        graphs = [graph for entry in entries for graph in graphs_of(entry.parts)]
+
+        def known() -> Iterator[int]:
+            yield from self.addresses()
+            yield from map(address_of, own)
+            for entry in entries:
+                yield from map(address_of, entry.results())
+
+        unknown = unknown_memory(pool.platform, graphs, known())
+        if unknown is None or not unknown.blocks:
+            return unknown
+        names: dict[int, str] = {}
+        for place, tensor in self.walk().tensors:
+            at = address_of(tensor)
+            names[at] = min(names.get(at, place.path), place.path, key=len)
+        blocks = [each._replace(name=names.get(each.address, "")) for each in unknown.blocks]
+        return unknown._replace(blocks=tuple(blocks))
 
     def addresses(self) -> set[int]:
         """Where the storages begin that are kept."""
