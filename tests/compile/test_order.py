@@ -10,7 +10,17 @@ import pytest
 import graphrt.compile
 
 ROOT = Path(str(graphrt.compile.__file__)).parent
-ORDER = ("errors", "options", "private_torch", "trace", "cache", "split", "backend", "pieces")
+ORDER = (
+    "errors",
+    "options",
+    "locks",
+    "private_torch",
+    "trace",
+    "cache",
+    "split",
+    "backend",
+    "pieces",
+)
 ORDER += ("module", "api")
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

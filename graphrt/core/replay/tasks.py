@@ -191,8 +191,8 @@ def _uneven(
     if max(steps) > spread:
         return "does not add up", f"at most {query_len} more each, the query length of the graph"
     if tokens - values[-1] > spread * missing:
-        # The padding tokens need a request too: axis "reqs+1" has one.
-        return "does not add up", f"the last one to be at least {tokens - spread * missing}"
+        least = f"the last one to be at least {tokens - spread * missing}"
+        return "does not add up", f'{least}, or axis "reqs+1": padding tokens need a request too'
     return None
 
 

@@ -21,6 +21,7 @@ NumPy's and in C, and where nothing is told attributes that a host adds to a cla
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -58,6 +59,8 @@ _LONGEST_TEXT = 60
 
 if NativeWatch is not None:
     atexit.register(NativeWatch.over)
+    if hasattr(os, "register_at_fork"):  # nothing forks on Windows
+        os.register_at_fork(after_in_child=NativeWatch.over)
 
 
 class Told(NamedTuple):
