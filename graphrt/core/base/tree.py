@@ -104,19 +104,21 @@ def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Every tensor of the tree in the order of `leaves`."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     found: list[torch.Tensor] = []
-    # No recursion: watches ask for the arguments of every operator of a run.
-    left = [tree]
-    while left:
-        node = left.pop()
+    # Watches ask for every operator of a run, mostly of tuples and dicts of tensors and numbers.
+    if isinstance(tree, dict):
+        nodes: Iterable[Any] = tree.values()
+    elif isinstance(tree, tuple | list):
+        nodes = tree
+    else:
+        nodes = [value for _, value in _children(tree) or ()]
+    for node in nodes:
         if isinstance(node, torch.Tensor):
             found.append(node)
-        elif isinstance(node, dict):
-            left.extend(reversed([*node.values()]))
-        elif isinstance(node, tuple | list):
-            left.extend(reversed(node))
         elif type(node) not in _ATOMS:
-            left.extend(value for _, value in reversed(_children(node) or []))
+            found += tensors(node)
     return found
 
 
