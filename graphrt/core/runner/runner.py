@@ -231,7 +231,8 @@ class GraphRunner(Uncopied, Generic[R]):
         is, else eagerly. The first call compiles what is not compiled, the last one also tries
         `Host(example=)`. With `Host(ranks=)` ranks compare what they capture.
 
-        Raises `PoolBusyError` while a step is under way in the pool, or waits for its updates, and
+        Raises `PoolBusyError` while a step is under way in the pool, ends one that waits for its
+        updates with `MissingUpdateError`, and raises
         what `capture()` does: a graph that fails raises once, is left to a `capture()`, and the
         next call goes on with the others.
         """
