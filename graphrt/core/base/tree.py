@@ -79,7 +79,7 @@ def _can_change(tree: Any) -> bool:
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """What a container holds, each with its step of a path; None for what is no container."""
+    """The items of a container, each with its part of a path (`[0]`, `.name`); None for a leaf."""
     if isinstance(node, torch.Tensor):
         return None
     if isinstance(node, dict):

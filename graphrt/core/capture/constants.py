@@ -160,7 +160,7 @@ class Constants:
         return [*known.arrays, *(array for arrays in behind for array in arrays)]
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note what results on the host are made of: where that is constants, they are too."""
+        """Note what results on the host are made of. Results of constants alone are constants."""
         results = {_name(each): each for each in tree.tensors(result) if _is_of_host(each)}
         if not results:
             return

@@ -72,18 +72,19 @@ def given_arguments(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def _literal(variant: Hashable) -> str:
     """A variant as Python writes it, which is read back as an equal one."""
+    cause: Exception | None = None
     try:
         text = repr(variant)
         if ast.literal_eval(text) == variant:
             return text
-    except Exception:
-        pass  # it has no literal
+    except Exception as error:  # of the host's own repr() or ==, too
+        cause = error
     raise InvalidOptionError(
         "a plan with this variant cannot be saved",
         got=shown(variant),
         expected="a string, an int, or a tuple of them, not nested deeply",
         advice="name the variant with a string",
-    )
+    ) from cause
 
 
 def differences(before: Sequence[str], now: Sequence[str]) -> list[str]:
