@@ -296,3 +296,22 @@ def test_a_tensor_of_an_eager_part_may_not_be_given_other_memory_or_another_shap
         return
     with pytest.raises(RefusedOpError, match="no replay repeats"):
         runner.capture()
+
+
+@pytest.mark.parametrize("check", ["off", "capture", "always"])
+def test_a_forward_that_reshapes_an_input_starts_each_run_from_the_inputs_own_shape(check):
+    cache = torch.zeros(4, 8)
+
+    def forward(x):
+        # State: so a warm-up runs twice, and so does a trial.
+        cache[: x.shape[0]] = x
+        x.set_(x.t().clone())
+        return x + 1
+
+    runner = runner_of(forward, check=check)
+    runner.capture()
+    for _ in range(4):
+        x = torch.randn(4, 8)
+        assert torch.equal(runner(x=x.clone()), x.t() + 1)
+        assert torch.equal(cache, x)
+        assert runner.last_dispatch.reason.name == "HIT"

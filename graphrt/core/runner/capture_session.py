@@ -403,12 +403,15 @@ class CaptureSession:
         undo.set(side_doors, self._doors if self._has_doors else None)
         enter_under_way(undo, context)
         undo.later(context.leave)
-        call: Callable[[], Any] = partial(prepared.call, **prepared.arguments(fresh=True))
+
+        def call() -> Any:
+            # Fresh at each run: a watched warm-up has two, and the first may reshape an input.
+            return prepared.call(**prepared.arguments(fresh=True))
+
         with context:
             if transaction is None:
-                if count is not None:
-                    call = partial(count.run, call)
-                outputs = state.run(kind, prepared.tokens, prepared.storages(), call)
+                run = call if count is None else partial(count.run, call)
+                outputs = state.run(kind, prepared.tokens, prepared.storages(), run)
                 prepared.check_written(state.inputs_written)
             else:
                 outputs = state.capture(
