@@ -38,7 +38,7 @@ def watched(
 
 
 def run(state: WatchedState, function: Callable[[], Any], kind: Any = "a", tokens: int = 4) -> Any:
-    return state.run(kind, tokens, frozenset(), function)
+    return state.run(kind, tokens, frozenset(), lambda: function)
 
 
 class Model(SimpleNamespace):

@@ -404,21 +404,20 @@ class CaptureSession:
         enter_under_way(undo, context)
         undo.later(context.leave)
 
-        def call() -> Any:
-            # Fresh at each run: a watched warm-up has two, and the first may reshape an input.
-            return prepared.call(**prepared.arguments(fresh=True))
+        def calls() -> Callable[[], Any]:
+            call = partial(prepared.call, **prepared.arguments(fresh=True))
+            return call if count is None else partial(count.run, call)
 
         with context:
             if transaction is None:
-                run = call if count is None else partial(count.run, call)
-                outputs = state.run(kind, prepared.tokens, prepared.storages(), run)
+                outputs = state.run(kind, prepared.tokens, prepared.storages(), calls)
                 prepared.check_written(state.inputs_written)
             else:
                 outputs = state.capture(
                     graph.descriptor.kind,
                     graph.mode,
                     prepared.tokens,
-                    call,
+                    calls(),
                     in_one=graph.mode in self._graphs.wrappers,
                 )
                 state.look()

@@ -191,11 +191,7 @@ class StepExecutor:
         """The outputs of the step's callable in a context, or `eager` of the forward itself."""
         forward = self.graphs.setup.run_forward
         call = forward if eager else prepared.call
-
-        def run() -> Any:
-            # Fresh at each run: a trial has several, and one may reshape an input.
-            return call(**prepared.arguments(fresh=call is forward))
-
+        run = partial(call, **prepared.arguments(fresh=call is forward))
         return self._in_context(context, run if around is None else partial(around, run))
 
     def _in_context(self, context: ForwardContext, run: Callable[[], Any]) -> Any:

@@ -92,16 +92,17 @@ class WatchedState:
         kind: Hashable,
         tokens: int,
         own: frozenset[int],
-        function: Callable[[], T],
+        calls: Callable[[], Callable[[], T]],
     ) -> T:
         """Run a forward of so many tokens eagerly; it is watched if it is the largest of its kind
-        so far, or of no kind. `own` are the addresses of the storages of its inputs.
+        so far, or of no kind. `own` are the addresses of the storages of its inputs; `calls`
+        makes the call of each run, outside of what is watched: a run may reshape its arguments.
 
         Raises `StateTooLargeError` if it writes what can be neither saved nor left.
         """
         self.inputs_written = {}
         if self._reads is None:
-            return function()
+            return calls()()
         if self._is_settled and self._moves is not None:
             # This run puts other tensors in the place of those that graphs left in Python, so the
             # latter are noted first.
@@ -118,7 +119,7 @@ class WatchedState:
         run = self._save_writes if is_known else self._watch
         # Autocast would keep its cast of a weight, and the run would read that and not the weight.
         without_kept_casts(undo)
-        return run(kind, tokens, own, function)
+        return run(kind, tokens, own, calls)
 
     def _begin(self) -> None:
         assert self._reads is not None
@@ -129,7 +130,7 @@ class WatchedState:
         note_operators()
 
     def _save_writes(
-        self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]
+        self, kind: Hashable, tokens: int, own: frozenset[int], calls: Callable[[], Callable[[], T]]
     ) -> T:
         """Run what is known from a larger run of its kind: what it writes is saved, and no more."""
         assert self._moves is not None
@@ -137,20 +138,20 @@ class WatchedState:
         self._of_size = SavedWrites(self._snapshot.memory.limit)
         shown = self._snapshot.memory
         watch = WriteWatch(self._left.before, self._of_size, shown, tokens)
-        result = watch.around(function)
+        result = watch.around(calls())
         if not self._moves.note() or watch.written <= self._steady:
             return result
         # It may have filled memory of this size for the first and last time.
         self.restore()
         self._moves.take_back()
-        return self._watch(kind, tokens, own, function)
+        return self._watch(kind, tokens, own, calls)
 
     def _watch(
-        self, kind: Hashable, tokens: int, own: frozenset[int], function: Callable[[], T]
+        self, kind: Hashable, tokens: int, own: frozenset[int], calls: Callable[[], Callable[[], T]]
     ) -> T:
         assert self._moves is not None and self._reads is not None
         self._watched.add(kind)
-        memory, run = self._snapshot.memory, partial(self._run_watched, own, function)
+        memory, run = self._snapshot.memory, partial(self._run_watched, own, calls)
         watch, result = run()
         note_operators()
         self.inputs_written = watch.own_written
@@ -184,14 +185,14 @@ class WatchedState:
 
     @undoing
     def _run_watched(
-        self, undo: Undo, own: frozenset[int], function: Callable[[], T]
+        self, undo: Undo, own: frozenset[int], calls: Callable[[], Callable[[], T]]
     ) -> tuple[Watch, T]:
         assert self._moves is not None
         doors = side_doors.get()
         if self._has_parts and doors is not None:
             undo.set(side_doors, _NotedParts(doors, self._snapshot.python, self._moves.of_parts))
         watch = Watch(own, self._snapshot.memory, generators=self._snapshot.generators)
-        result = watch.around(function)
+        result = watch.around(calls())
         self._moves.note()
         return watch, result
 
