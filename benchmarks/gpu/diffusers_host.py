@@ -5,7 +5,8 @@ one.
 
 A transformer of 0.48B random weights in bf16. Without an autoencoder an image is its latents, and
 prompts are embedded already. The contestants are the eager pipeline, its transformer under
-`torch.compile(mode="reduce-overhead")`, and `with_graphs`. For each side, of square images:
+`torch.compile(mode="reduce-overhead")`, `with_graphs`, and `with_graphs` after diffusers' own
+`transformer.compile_repeated_blocks()`. For each side, of square images:
 
 - "first": seconds of the first image, with all that is captured and compiled for it; "new": of the
   first one that is half as high again, and "second" of the second one there;
@@ -50,6 +51,7 @@ from benchmarks.common import (
 )
 
 EAGER, COMPILED, GRAPHS = "eager", "torch.compile, reduce-overhead", "with_graphs"
+BLOCKS = "compile_repeated_blocks, with_graphs"
 SHAPES = {
     "0.5b": {"num_layers": 6, "num_single_layers": 16, "num_attention_heads": 16},
     "tiny": {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2},
@@ -138,6 +140,14 @@ def contestants_of(model: Any, device: str) -> dict[str, Callable[[], Any]]:
         compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False)
         made[COMPILED] = lambda: pipeline_of(compiled)
     made[GRAPHS] = lambda: with_graphs(pipeline_of(copy.deepcopy(model)))
+
+    def blocks() -> Any:
+        with_blocks = copy.deepcopy(model)
+        with_blocks.compile_repeated_blocks(fullgraph=True, dynamic=True)
+        return with_graphs(pipeline_of(with_blocks))
+
+    if not left_out(device, [BLOCKS]):
+        made[BLOCKS] = blocks
     return made
 
 
@@ -194,11 +204,12 @@ def measured(model: Any, side: int, options: argparse.Namespace) -> dict[str, di
         found[name] |= {**times[name], **image}
     from graphrt.hosts.diffusers import report, without_graphs
 
-    found[GRAPHS]["report"] = {
-        name: {**asdict(each), "eager": {reason.name: n for reason, n in each.eager.items()}}
-        for name, each in report(pipes[GRAPHS]).items()
-    }
-    without_graphs(pipes[GRAPHS])
+    for contestant in (name for name in (GRAPHS, BLOCKS) if name in pipes):
+        found[contestant]["report"] = {
+            name: {**asdict(each), "eager": {reason.name: n for reason, n in each.eager.items()}}
+            for name, each in report(pipes[contestant]).items()
+        }
+        without_graphs(pipes[contestant])
     torch.compiler.reset()
     return found
 
