@@ -113,10 +113,10 @@ def _devices(entry: FoundPlatform) -> list[str]:
 def _driver() -> str | None:
     """The version of NVIDIA's kernel module."""
     try:
-        found = re.search(r"Kernel Module\S*\s+(?:for \S+\s+)?([\d.]+)", _NVIDIA.read_text())
+        match = re.search(r"Kernel Module\S*\s+(?:for \S+\s+)?([\d.]+)", _NVIDIA.read_text())
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def _tried(name: str) -> dict[str, Any]:

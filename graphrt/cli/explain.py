@@ -59,9 +59,9 @@ def _found(target: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
+        target_object: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            target_object = getattr(target_object, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidOptionError(
             "there is no such forward",
@@ -69,14 +69,14 @@ def _found(target: str) -> Callable[..., Any]:
             expected="module:name of a function or a module",
             advice="graphrt explain engine.model:forward --input x=float32[tokens,16]",
         ) from error
-    if not callable(found):
+    if not callable(target_object):
         raise InvalidOptionError(
             "a forward is called",
-            got=f"{target}, a {type(found).__name__}",
+            got=f"{target}, a {type(target_object).__name__}",
             expected="a function or a module",
             advice="name the function; --made calls it for the forward",
         )
-    return found  # type: ignore[no-any-return]
+    return target_object  # type: ignore[no-any-return]
 
 
 def _input(text: str) -> tuple[str, InputSpec]:

@@ -31,7 +31,7 @@ OTHERS = ("GRAPHRT_SIM_", "GRAPHRT_TEST", "GRAPHRT_TORCH")
 
 def variables_set(environ: Mapping[str, str]) -> list[dict[str, Any]]:
     """Every `GRAPHRT_*` variable that is set: what it is for, or None and the nearest name."""
-    found = []
+    variables = []
     for name in sorted(name for name in environ if name.startswith(PREFIX)):
         meaning = VARIABLES.get(name)
         if meaning is None and name.startswith(OTHERS):
@@ -39,5 +39,7 @@ def variables_set(environ: Mapping[str, str]) -> list[dict[str, Any]]:
         nearest = None
         if meaning is None:
             nearest = next(iter(difflib.get_close_matches(name, VARIABLES, n=1)), None)
-        found.append({"name": name, "value": environ[name], "meaning": meaning, "nearest": nearest})
-    return found
+        variables.append(
+            {"name": name, "value": environ[name], "meaning": meaning, "nearest": nearest}
+        )
+    return variables

@@ -55,9 +55,9 @@ class Finding:
 def findings_of(figures: Figures) -> tuple[Finding, ...]:
     """All findings of a report, the worst first."""
     rules = (_quarantines, _dropped, _eager, _padding, _memory, _trials, _idle)
-    found = [finding for rule in rules for finding in rule(figures)]
+    by_rule = [finding for rule in rules for finding in rule(figures)]
     levels = ("error", "warning", "note")
-    return tuple(sorted(found, key=lambda finding: levels.index(finding.level)))
+    return tuple(sorted(by_rule, key=lambda finding: levels.index(finding.level)))
 
 
 def _quarantines(figures: Figures) -> Iterator[Finding]:

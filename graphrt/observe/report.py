@@ -28,8 +28,8 @@ def report_text(report: RunnerReport | Mapping[str, Any]) -> str:
     return "\n".join(report_lines(figures, _told(findings_of(figures))))
 
 
-def _told(found: Iterable[Finding]) -> Iterator[str]:
-    for finding in found:
+def _told(by_rule: Iterable[Finding]) -> Iterator[str]:
+    for finding in by_rule:
         yield f"{_MARKS[finding.level]} {finding.what}"
         yield from (f"     {line}" for line in finding.why.splitlines())
         yield f"     try: {finding.advice}"

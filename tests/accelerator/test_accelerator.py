@@ -53,9 +53,9 @@ class TestConformanceWithSnapshots(PlatformConformance):
 
 
 def why_not() -> str:
-    found = AcceleratorPlatform().availability()
-    assert not found.available
-    return found.reason
+    availability = AcceleratorPlatform().availability()
+    assert not availability.available
+    return availability.reason
 
 
 def test_a_torch_without_accelerator_graphs_is_too_old(
@@ -130,11 +130,11 @@ def test_the_device_is_known_and_asked_for_once_after_availability(
 
 
 def test_memory_figures_are_those_of_the_device_if_it_tells(device: StubDevice) -> None:
-    found = AcceleratorPlatform()
-    found.availability()
-    assert found.memory_figures() == MemoryFigures(3, 4)
+    platform = AcceleratorPlatform()
+    platform.availability()
+    assert platform.memory_figures() == MemoryFigures(3, 4)
     device.memory_info = None
-    assert found.memory_figures() is None
+    assert platform.memory_figures() is None
 
 
 def test_a_snapshot_of_another_form_gives_no_ownership(
@@ -201,8 +201,8 @@ class TestGraphs(ConformanceBase):
         for turn in range(3):
             for descriptor, x in inputs.items():
                 x.add_(turn)
-                found = self.step(wrapper, PIECEWISE, x, descriptor=descriptor)
-                assert torch.equal(found, forward(x))
+                output = self.step(wrapper, PIECEWISE, x, descriptor=descriptor)
+                assert torch.equal(output, forward(x))
 
     def test_no_dispatch_mode_is_on_in_the_replay_after_a_capture(
         self, pool: GraphPool, monkeypatch: pytest.MonkeyPatch

@@ -105,7 +105,7 @@ def runner(decoder: Any, platform: AscendPlatform, *, most: int = 6) -> GraphRun
 def steps(decoder: Any, count: int, *, most: int = 6, seed: int = 0) -> list[Step]:
     """Decode steps of 1 to `most` requests with other lengths at every step."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    queries, found = getattr(decoder, "queries", 1), []
+    queries, drawn = getattr(decoder, "queries", 1), []
     for _ in range(count):
         reqs = rng.randint(1, most)
         shape = (reqs * queries, HEADS, decoder.width)
@@ -116,5 +116,5 @@ def steps(decoder: Any, count: int, *, most: int = 6, seed: int = 0) -> list[Ste
         lengths = {"context_lens": [rng.randint(queries, MAX_KV) for _ in range(reqs)]}
         if queries > 1:
             lengths["qseqlen"] = [queries] * reqs
-        found.append(Step(Batch(reqs * queries, reqs, queries), values, {"attention": lengths}))
-    return found
+        drawn.append(Step(Batch(reqs * queries, reqs, queries), values, {"attention": lengths}))
+    return drawn

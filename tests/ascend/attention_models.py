@@ -99,7 +99,7 @@ class Step:
 def steps(count: int, *, most: int, seed: int = 0, group: str = "attention") -> list[Step]:
     """Decode steps of 1 to `most` requests whose lengths all differ from step to step."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    found = []
+    drawn = []
     for _ in range(count):
         reqs = rng.randint(1, most)
         table = torch.randint(0, PAGES * 8, (reqs, PAGES), generator=generator, dtype=torch.int32)
@@ -109,18 +109,18 @@ def steps(count: int, *, most: int, seed: int = 0, group: str = "attention") -> 
         }
         x = torch.randn((reqs, HEADS, WIDTH), generator=generator).half()
         values = {"x": x, "block_table": table}
-        found.append(Step(Batch(reqs, reqs, 1), values, {group: lengths}))
-    return found
+        drawn.append(Step(Batch(reqs, reqs, 1), values, {group: lengths}))
+    return drawn
 
 
 def eager_outputs(run: GraphRunner, todo: list[Step]) -> list[torch.Tensor]:
     """What each step gives if it is run eagerly with the padding of its graph."""
-    found = []
+    outputs = []
     for step in todo:
         graph = run.dispatcher.dispatch(step.batch)
         out = run.run_padded_eagerly(step.batch, graph, step.values, step.updates)
-        found.append(out.cpu())
-    return found
+        outputs.append(out.cpu())
+    return outputs
 
 
 def replayed(run: GraphRunner, step: Step, updates: Any = None) -> torch.Tensor:
@@ -132,14 +132,14 @@ def replayed(run: GraphRunner, step: Step, updates: Any = None) -> torch.Tensor:
 
 def replay_all(run: GraphRunner, todo: list[Step], *, every: int = 5) -> list[torch.Tensor]:
     """The outputs of all steps on the host; the device is waited for after `every` steps only."""
-    found: list[torch.Tensor] = []
+    copies: list[torch.Tensor] = []
     for start in range(0, len(todo), every):
         outputs = [replayed(run, step) for step in todo[start : start + every]]
-        found += [out.cpu() for out in outputs]
-    return found
+        copies += [out.cpu() for out in outputs]
+    return copies
 
 
-def differing(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[int]:
+def differing(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> list[int]:
     """The steps at which two lists of outputs differ in any bit."""
-    pairs = enumerate(zip(found, expected, strict=True))
+    pairs = enumerate(zip(outputs, expected, strict=True))
     return [place for place, (ours, theirs) in pairs if not torch.equal(ours, theirs)]

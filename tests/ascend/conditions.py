@@ -42,14 +42,14 @@ def runner(forward: object) -> GraphRunner:
 
 def serves(run: GraphRunner, *, graphs: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    found, expected = [], []
+    outputs, expected = [], []
     for step in range(24):
         tokens, flag = step % 4 + 1, step // 4 % 2 == 0
         x = torch.randn(tokens, 4, generator=generator)
-        found.append(run(Batch(tokens, tokens, 1), x=x, flag=torch.tensor([flag])).clone())
+        outputs.append(run(Batch(tokens, tokens, 1), x=x, flag=torch.tensor([flag])).clone())
         expected.append((x * 2 if flag else x - 5) + 1)
         assert run.last_dispatch is not None and (run.last_dispatch.slot >= 0) is graphs
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(outputs, expected, strict=True))
 
 
 def if_nodes_are_replayed() -> None:

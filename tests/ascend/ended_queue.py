@@ -83,12 +83,12 @@ def end_it(*, seen: bool, waits: bool) -> None:
 
 def after_an_operator_of_the_host(mode: str, *, seen: bool, waits: bool, on_device: bool) -> None:
     run = doubling(mode)
-    given = {rows: torch.full((rows, 8), 5.0) for rows in (4, 3, 7)}
+    inputs = {rows: torch.full((rows, 8), 5.0) for rows in (4, 3, 7)}
     if on_device:
-        given = {rows: x.to("npu") for rows, x in given.items()}
+        inputs = {rows: x.to("npu") for rows, x in inputs.items()}
     end_it(seen=seen, waits=waits)
     refused(
-        *[lambda x=x: run(x=x) for x in given.values()],
+        *[lambda x=x: run(x=x) for x in inputs.values()],
         run.recapture,
         lambda: doubling(mode),
     )

@@ -64,13 +64,13 @@ class Row(NamedTuple):
 def steps() -> list[Step]:
     """A decode step of every size, and a mixed one of every other."""
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
-    found = []
+    drawn = []
     for tokens in (*SIZES, *SIZES[1::2]):
-        decode = len(found) < MOST
+        decode = len(drawn) < MOST
         reqs = tokens if decode else rng.randint(1, tokens - 1)
         ends = [*sorted(rng.sample(range(1, tokens), reqs - 1)), tokens]
         table = torch.randint(0, PAGES * 8, (reqs + 1, PAGES), generator=generator)
-        found.append(
+        drawn.append(
             Step(
                 Batch(tokens, reqs, 1 if decode else None),
                 {
@@ -85,7 +85,7 @@ def steps() -> list[Step]:
                 },
             )
         )
-    return found
+    return drawn
 
 
 def runner(mode: str) -> GraphRunner:
@@ -178,7 +178,7 @@ def overtaken(rounds: int) -> list[int]:
     stream = platform.new_stream()
     direct = platform.capture_stream(stream, GraphWork({0: 1}))
     assert direct != stream
-    found = []
+    places = []
     x = torch.zeros(20_000, device="npu")
     for place in range(rounds):
         x.zero_()
@@ -187,8 +187,8 @@ def overtaken(rounds: int) -> list[int]:
         with platform.on_stream(direct):
             y = x.clone().add_(1)
         if (y + 1)[0].item() != 32:
-            found.append(place)
-    return found
+            places.append(place)
+    return places
 
 
 def chosen() -> None:

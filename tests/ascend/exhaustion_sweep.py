@@ -45,7 +45,7 @@ def main() -> int:
     graphrt.get_platform("ascend-sim")
     if not is_simulated():
         sys.exit("needs graphrt-ascend-sim")
-    begin, found, missing = time.monotonic(), 0, 0
+    begin, right, missing = time.monotonic(), 0, 0
     print("mode | free | full | pieces | dropped | left | served | batches")
     for mode in options.modes:
         for start in range(options.first, options.last + 1, A_PROCESS):
@@ -56,9 +56,9 @@ def main() -> int:
                 told = [line for line in str(error).splitlines() if line.startswith(f"{mode} |")]
                 print(error)
             print("\n".join(told), flush=True)
-            found, missing = found + len(told), missing + len(counts) - len(told)
+            right, missing = right + len(told), missing + len(counts) - len(told)
     seconds = time.monotonic() - begin
-    print(f"{found} rows right, {missing} missing, in {seconds:.0f} s")
+    print(f"{right} rows right, {missing} missing, in {seconds:.0f} s")
     return missing
 
 

@@ -158,8 +158,8 @@ class FakeNpu:
 
     def told(self) -> list[str]:
         """What it was told since it was last asked."""
-        found, self.log = self.log, []
-        return found
+        calls, self.log = self.log, []
+        return calls
 
 
 _numbers = itertools.count()

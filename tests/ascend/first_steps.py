@@ -55,19 +55,19 @@ def planned(count: int, seed: int, tasks: bool) -> list[Step]:
 
 
 def serve(run: GraphRunner, todo: list[Step], stream_of: Callable[[], Any]) -> list[torch.Tensor]:
-    found = []
+    outputs = []
     for step in todo:
         with torch.npu.stream(stream_of()):
-            found.append(replayed(run, step))
-    return found
+            outputs.append(replayed(run, step))
+    return outputs
 
 
 def after_capture(kind: str, which: str) -> list[int]:
     todo = planned(3, 1, kind == "tasks")
     with runner(FORWARDS[kind](), platform="ascend-sim") as run:
         run.capture()
-        found = serve(run, todo, streams(which))
-        return compare(run, found, todo)
+        outputs = serve(run, todo, streams(which))
+        return compare(run, outputs, todo)
 
 
 def after_recapture(kind: str, which: str) -> list[int]:
@@ -75,18 +75,18 @@ def after_recapture(kind: str, which: str) -> list[int]:
     with runner(FORWARDS[kind](), platform="ascend-sim") as run:
         run.capture()
         stream = streams(which)()
-        found = serve(run, todo[:2], lambda: stream)
+        outputs = serve(run, todo[:2], lambda: stream)
         run.recapture()
         # On the stream that the pool knows from before.
-        found += serve(run, todo[2:], lambda: stream)
-        return compare(run, found, todo)
+        outputs += serve(run, todo[2:], lambda: stream)
+        return compare(run, outputs, todo)
 
 
 def after_lazy_captures(kind: str, which: str) -> list[int]:
     todo = planned(6, 3, kind == "tasks")
     with runner(FORWARDS[kind](), platform="ascend-sim", options=LAZY) as run:
-        found = serve(run, todo, streams(which))
-        return compare(run, found, todo)
+        outputs = serve(run, todo, streams(which))
+        return compare(run, outputs, todo)
 
 
 def after_a_lazy_wrapper(kind: str, which: str) -> list[int]:
@@ -97,20 +97,20 @@ def after_a_lazy_wrapper(kind: str, which: str) -> list[int]:
     table = torch.zeros((4, 4), dtype=torch.int32).to("npu")
     x = torch.ones((4, 2, 8), dtype=torch.float16).to("npu")
     torch.npu.synchronize()
-    found = []
+    replays = []
     for _ in range(3):
         with torch.npu.stream(stream_of()), forward_context("FULL", BatchDescriptor(4)):
-            found.append(wrapped(x, table).clone())
+            replays.append(wrapped(x, table).clone())
     torch.npu.synchronize()
     expected = forward(x, table).cpu()
-    outputs = [out.cpu() for out in found]
+    outputs = [out.cpu() for out in replays]
     pool.close()
     return differing(outputs, [expected] * 3)
 
 
-def compare(run: GraphRunner, found: list[torch.Tensor], todo: list[Step]) -> list[int]:
+def compare(run: GraphRunner, outputs: list[torch.Tensor], todo: list[Step]) -> list[int]:
     torch.npu.synchronize()
-    return differing([out.cpu() for out in found], eager_outputs(run, todo))
+    return differing([out.cpu() for out in outputs], eager_outputs(run, todo))
 
 
 WAYS = (after_capture, after_recapture, after_lazy_captures, after_a_lazy_wrapper)
@@ -129,8 +129,8 @@ def all_of_it() -> list[str]:
 
 def under(seeds: Iterable[int]) -> list[str]:
     """The same under several random schedules, one after the other."""
-    found = []
+    faults = []
     for seed in seeds:
         with scheduled(f"random:{seed}"):
-            found += [f"random:{seed}, {wrong}" for wrong in all_of_it()]
-    return found
+            faults += [f"random:{seed}, {wrong}" for wrong in all_of_it()]
+    return faults

@@ -33,11 +33,11 @@ def equals_eager(layers: int, count: int, platform: AscendPlatform) -> None:
         # Every third step repeats the lengths before it, half of these without passing them.
         for place in range(2, count, 3):
             todo[place] = todo[place - 1]
-        found: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
         for place, step in enumerate(todo):
             repeats = place % 6 == 5
-            found.append(replayed(run, step, UNCHANGED if repeats else None))
-        assert differing([out.cpu() for out in found], eager_outputs(run, todo)) == []
+            outputs.append(replayed(run, step, UNCHANGED if repeats else None))
+        assert differing([out.cpu() for out in outputs], eager_outputs(run, todo)) == []
 
 
 def two_graphs_in_one_pool(platform: AscendPlatform, count: int = 120) -> None:
@@ -47,9 +47,9 @@ def two_graphs_in_one_pool(platform: AscendPlatform, count: int = 120) -> None:
         run.capture()
     rng = random.Random(0)
     todo = [(rng.choice(runs), step) for step in steps(count, most=8)]
-    found = [replayed(run, step) for run, step in todo]
+    outputs = [replayed(run, step) for run, step in todo]
     expected = [eager_outputs(run, [step])[0] for run, step in todo]
-    assert differing([out.cpu() for out in found], expected) == []
+    assert differing([out.cpu() for out in outputs], expected) == []
     pool.close()
 
 
@@ -59,15 +59,15 @@ def two_threads(platform: AscendPlatform, count: int = 100) -> None:
         run.capture()
     todo = [steps(count, most=8, seed=seed) for seed in range(2)]
     expected = [eager_outputs(run, own) for run, own in zip(runs, todo, strict=True)]
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
 
     def work(place: int) -> None:
         torch.npu.set_device(0)
         try:
             with torch.npu.stream(torch.npu.Stream()):
-                found[place] = replay_all(runs[place], todo[place], every=count)
+                results[place] = replay_all(runs[place], todo[place], every=count)
         except BaseException as error:
-            found[place] = error
+            results[place] = error
 
     threads = [threading.Thread(target=work, args=(place,)) for place in range(2)]
     for thread in threads:
@@ -75,9 +75,9 @@ def two_threads(platform: AscendPlatform, count: int = 100) -> None:
     for thread in threads:
         thread.join(timeout=120)
     for place in range(2):
-        if isinstance(found.get(place), BaseException):
-            raise found[place]
-        assert differing(found[place], expected[place]) == []
+        if isinstance(results.get(place), BaseException):
+            raise results[place]
+        assert differing(results[place], expected[place]) == []
 
 
 class Boom(Exception):
@@ -128,10 +128,10 @@ class _Record:
         fails = self._decoder.layer == self._task.name
         if fails and not self._decoder.late:
             raise Boom(self._task.name)
-        found = self._operator(*args, **kwargs)
+        output = self._operator(*args, **kwargs)
         if fails:
             raise Boom(self._task.name)
-        return found
+        return output
 
 
 def a_failing_update_leaves_a_usable_device(
@@ -145,9 +145,9 @@ def a_failing_update_leaves_a_usable_device(
         decoder.watch(run)
         todo = steps(4 * 8, most=8)
         expected = eager_outputs(run, todo)
-        found = []
+        outputs = []
         for place in range(0, len(todo), 4):
-            found.append(replayed(run, todo[place]))
+            outputs.append(replayed(run, todo[place]))
             decoder.layer, decoder.late = f"layers.{place // 4 % 4}", place >= 16
             with pytest.raises(Boom, match="layers"):
                 replayed(run, todo[place + 1])
@@ -155,27 +155,27 @@ def a_failing_update_leaves_a_usable_device(
             with pytest.raises(MissingUpdateError, match="half-way"):
                 replayed(run, todo[place], UNCHANGED)
             # Once right behind the failure, and once after everything has settled.
-            found.append(replayed(run, todo[place + 1]))
-            found.append(replayed(run, todo[place + 2]))
+            outputs.append(replayed(run, todo[place + 1]))
+            outputs.append(replayed(run, todo[place + 2]))
             if waits:
                 torch.npu.synchronize()
-            found.append(replayed(run, todo[place + 3]))
-        assert differing([out.cpu() for out in found], expected) == []
+            outputs.append(replayed(run, todo[place + 3]))
+        assert differing([out.cpu() for out in outputs], expected) == []
 
 
 def new_streams(platform: AscendPlatform, count: int = 70) -> None:
     """Each step on another stream; torch_npu's 33rd is its first."""
     with runner(Decoder(3), platform=platform) as run:
         run.capture()
-        todo, found = steps(count, most=8), []
+        todo, outputs = steps(count, most=8), []
         for step in todo:
             before = torch.npu.current_stream()
             with torch.npu.stream(torch.npu.Stream()):
                 torch.npu.current_stream().wait_stream(before)
-                found.append(replayed(run, step))
+                outputs.append(replayed(run, step))
                 # As a host's next step would, or as its sampler does.
                 before.wait_stream(torch.npu.current_stream())
-        assert differing([out.cpu() for out in found], eager_outputs(run, todo)) == []
+        assert differing([out.cpu() for out in outputs], eager_outputs(run, todo)) == []
 
 
 def captured_between(platform: AscendPlatform) -> None:
@@ -183,16 +183,16 @@ def captured_between(platform: AscendPlatform) -> None:
     with runner(Decoder(3), platform=platform) as run:
         run.capture()
         todo = steps(24, most=8)
-        found = []
+        replays = []
         for place, step in enumerate(todo):
-            found.append(replayed(run, step))
+            replays.append(replayed(run, step))
             if place % 8 == 7:
                 with runner(Decoder(2, seed=place), sizes=(8,), platform=platform) as other:
                     other.capture()
                     own = steps(3, most=8, seed=place)
                     outputs = [replayed(other, each) for each in own]
                     assert differing([o.cpu() for o in outputs], eager_outputs(other, own)) == []
-        assert differing([out.cpu() for out in found], eager_outputs(run, todo)) == []
+        assert differing([out.cpu() for out in replays], eager_outputs(run, todo)) == []
 
 
 class Twice(Decoder):
@@ -221,13 +221,13 @@ def another_operator(order: Any) -> None:
         run.capture()
         todo = steps(3, most=8)
         expected = eager_outputs(run, todo)
-        found = [replayed(run, todo[0])]
+        outputs = [replayed(run, todo[0])]
         decoder.active = True
         with pytest.raises(TaskContractError, match=r"layers\.2"):
             replayed(run, todo[1])
         decoder.active = False
-        found += [replayed(run, step) for step in todo[1:]]
-        assert differing([out.cpu() for out in found], expected) == []
+        outputs += [replayed(run, step) for step in todo[1:]]
+        assert differing([out.cpu() for out in outputs], expected) == []
 
 
 def ended_queue() -> None:

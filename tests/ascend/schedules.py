@@ -24,10 +24,10 @@ def variables(
     schedule: str = "eager", streams: int | None = None, hang_ms: int = 20_000
 ) -> dict[str, str]:
     """The environment that gives the simulated device these settings."""
-    found = {"GRAPHRT_SIM_SCHEDULE": schedule, "GRAPHRT_SIM_HANG_MS": str(hang_ms)}
+    environment = {"GRAPHRT_SIM_SCHEDULE": schedule, "GRAPHRT_SIM_HANG_MS": str(hang_ms)}
     if streams is not None:
-        found["GRAPHRT_SIM_STREAMS"] = str(streams)
-    return found
+        environment["GRAPHRT_SIM_STREAMS"] = str(streams)
+    return environment
 
 
 def is_simulated() -> bool:

@@ -70,7 +70,7 @@ def runner(mode: str, forward: Any = None, pool: GraphPool | None = None) -> Gra
 
 def steps(count: int, *, decode: bool, seed: int) -> list[Step]:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    found = []
+    drawn = []
     for _ in range(count):
         reqs = rng.randint(1, REQS)
         tokens = reqs if decode else rng.randint(reqs, TOKENS)
@@ -86,8 +86,8 @@ def steps(count: int, *, decode: bool, seed: int) -> list[Step]:
             "actual_seq_lengths_kv": [rng.randint(1, MAX_KV) for _ in range(reqs)],
         }
         batch = Batch(tokens, reqs, 1 if decode else None)
-        found.append(Step(batch, values, {"attention": lengths}))
-    return found
+        drawn.append(Step(batch, values, {"attention": lengths}))
+    return drawn
 
 
 @pytest.mark.parametrize("decode", [True, False])
@@ -101,11 +101,11 @@ def test_every_mode_equals_eager(mode, decode):
             run(todo[0].batch, updates=todo[0].updates, **todo[0].values)
             assert run.last_dispatch.reason is not Reason.HIT
             return
-        found = []
+        outputs = []
         for step in todo:
-            found.append(replayed(run, step).cpu())
+            outputs.append(replayed(run, step).cpu())
             assert run.last_dispatch.mode is wanted
-        assert differing(found, eager_outputs(run, todo)) == []
+        assert differing(outputs, eager_outputs(run, todo)) == []
 
 
 @pytest.mark.parametrize("query_len", [1, 2])
@@ -137,7 +137,7 @@ def test_no_request_of_a_padded_uniform_batch_has_more_tokens_than_its_graph_was
         max_num_reqs=16 // query_len,
     ) as run:
         run.capture()
-        found, expected = [], []
+        outputs, expected = [], []
         for reqs in (1, 3, 16 // query_len):
             ends = [query_len * (place + 1) for place in range(reqs)]
             lengths = {"actual_seq_lengths": ends, "actual_seq_lengths_kv": [MAX_KV] * reqs}
@@ -147,10 +147,10 @@ def test_no_request_of_a_padded_uniform_batch_has_more_tokens_than_its_graph_was
                 "block_table": torch.arange(PAGES * reqs, dtype=torch.int32).view(reqs, -1) % 32,
             }
             step = Step(Batch(tokens, reqs, query_len), values, {"attention": lengths})
-            found.append(replayed(run, step).cpu())
+            outputs.append(replayed(run, step).cpu())
             assert run.last_dispatch.descriptor.num_tokens == 16
             expected += eager_outputs(run, [step])
-        assert differing(found, expected) == []
+        assert differing(outputs, expected) == []
     assert set(longest) == {query_len}
 
 
@@ -159,8 +159,8 @@ def test_the_host_may_fill_the_next_step_while_the_last_one_is_copied():
         run.capture()
         todo = steps(60, decode=False, seed=1)
         expected = eager_outputs(run, todo)
-        found = [replayed(run, step) for step in todo]
-        assert differing([out.cpu() for out in found], expected) == []
+        outputs = [replayed(run, step) for step in todo]
+        assert differing([out.cpu() for out in outputs], expected) == []
 
 
 def test_the_platform_stages_inputs_and_tells_the_drivers_memory():

@@ -37,13 +37,13 @@ def equals_eager(kind: str, way: dict[str, str], count: int, layers: int = 3) ->
     with runner(decoder, platform_of(way)) as run:
         run.capture()
         assert len(run.report().graphs) == 2
-        todo, found = steps(decoder, count), []
+        todo, outputs = steps(decoder, count), []
         for place in range(2, count, 3):
             todo[place] = todo[place - 1]
         for place, step in enumerate(todo):
             # Every sixth step keeps the lengths of the one before without passing them.
-            found.append(replayed(run, step, UNCHANGED if place % 6 == 5 else None))
-        assert differing([out.cpu() for out in found], eager_outputs(run, todo)) == []
+            outputs.append(replayed(run, step, UNCHANGED if place % 6 == 5 else None))
+        assert differing([out.cpu() for out in outputs], eager_outputs(run, todo)) == []
         assert len({str(step.updates) for step in todo}) > count / 2
 
 
@@ -98,11 +98,11 @@ def test_every_task_keeps_its_workspace_in_the_pool_and_the_cache_may_be_emptied
         assert all(run.platform.owns(run.pool.memory, task.kwargs["workspace"]) for task in tasks)
         todo = steps(decoder, 8)
         expected = eager_outputs(run, todo)
-        found = []
+        outputs = []
         for step in todo:
-            found.append(replayed(run, step))
+            outputs.append(replayed(run, step))
             torch.npu.empty_cache()
-        assert differing([out.cpu() for out in found], expected) == []
+        assert differing([out.cpu() for out in outputs], expected) == []
 
 
 @pytest.mark.parametrize("kind", ["paged", "latent"])

@@ -137,10 +137,10 @@ def test_a_live_request_without_keys_would_move_the_rows_of_others(npu, make):
 def test_worst_case_lengths_fill_the_graph():
     task = attention.fused_infer_attention(max_kv_len=64)
     assert task.at_capture is not None
-    found = task.at_capture(BatchDescriptor(8, 4, uniform=True, query_len=2))
-    assert found == {"actual_seq_lengths": [2, 4, 6, 8], "actual_seq_lengths_kv": [64] * 4}
-    found = task.at_capture(BatchDescriptor(8))
-    assert found == {"actual_seq_lengths": [8], "actual_seq_lengths_kv": [64]}
+    updates = task.at_capture(BatchDescriptor(8, 4, uniform=True, query_len=2))
+    assert updates == {"actual_seq_lengths": [2, 4, 6, 8], "actual_seq_lengths_kv": [64] * 4}
+    updates = task.at_capture(BatchDescriptor(8))
+    assert updates == {"actual_seq_lengths": [8], "actual_seq_lengths_kv": [64]}
 
 
 def test_padding_tokens_need_a_request_of_their_own(npu):
@@ -158,10 +158,10 @@ def test_updates_from_the_metadata_of_each_layer():
     task = attention.fused_infer_attention(max_kv_len=64)
     shared = SimpleNamespace(seq_lens_list=[3, 4], actual_seq_lengths_q=[1, 2])
     own = SimpleNamespace(seq_lens=torch.tensor([7]), query_start_loc_list=[1])
-    found = attention.update_attn_params(task, {"a": shared, "b": shared, "c": own})
-    assert found["a"] == {"actual_seq_lengths_kv": [3, 4], "actual_seq_lengths": [1, 2]}
-    assert found["b"] is found["a"]
-    assert found["c"] == {"actual_seq_lengths_kv": [7], "actual_seq_lengths": [1]}
+    updates = attention.update_attn_params(task, {"a": shared, "b": shared, "c": own})
+    assert updates["a"] == {"actual_seq_lengths_kv": [3, 4], "actual_seq_lengths": [1, 2]}
+    assert updates["b"] is updates["a"]
+    assert updates["c"] == {"actual_seq_lengths_kv": [7], "actual_seq_lengths": [1]}
     paged = attention.paged_attention(max_kv_len=64)
     assert attention.update_attn_params(paged, {"c": own}) == {"c": {"context_lens": [7]}}
 
@@ -170,17 +170,17 @@ def test_updates_of_mla_layers():
     task = attention.fused_infer_attention(max_kv_len=64)
     decode = SimpleNamespace(seq_lens_list=[3, 4], actual_seq_lengths_q=[1, 2])
     metadata = {"a": SimpleNamespace(decode=decode)}
-    found = attention.update_mla_attn_params(task, metadata)
-    assert found == {"a": {"actual_seq_lengths_kv": [3, 4], "actual_seq_lengths": [1, 2]}}
-    found = attention.update_mla_attn_params(task, metadata, query_len=3)
-    assert found == {"a": {"actual_seq_lengths_kv": [3, 4], "actual_seq_lengths": [3, 6]}}
+    updates = attention.update_mla_attn_params(task, metadata)
+    assert updates == {"a": {"actual_seq_lengths_kv": [3, 4], "actual_seq_lengths": [1, 2]}}
+    updates = attention.update_mla_attn_params(task, metadata, query_len=3)
+    assert updates == {"a": {"actual_seq_lengths_kv": [3, 4], "actual_seq_lengths": [3, 6]}}
     # ATB's query lengths do not add up.
     task = attention.mla_attention(max_kv_len=64, query_lens=True)
-    found = attention.update_mla_attn_params(task, metadata, query_len=3)
-    assert found == {"a": {"context_lens": [3, 4], "qseqlen": [3, 3]}}
+    updates = attention.update_mla_attn_params(task, metadata, query_len=3)
+    assert updates == {"a": {"context_lens": [3, 4], "qseqlen": [3, 3]}}
     decode.actual_seq_lengths_q = [2, 5]
-    found = attention.update_mla_attn_params(task, metadata)
-    assert found == {"a": {"context_lens": [3, 4], "qseqlen": [2, 3]}}
+    updates = attention.update_mla_attn_params(task, metadata)
+    assert updates == {"a": {"context_lens": [3, 4], "qseqlen": [2, 3]}}
     decode.actual_seq_lengths_q = torch.empty(2, device="meta")
     with pytest.raises(InvalidUpdateError, match=r"'qseqlen' are on the device"):
         attention.update_mla_attn_params(task, metadata)

@@ -94,8 +94,8 @@ def test_attention_behind_an_operator_is_a_task_in_one_graph_and_eager_between_p
     with ascend_runner("FULL_AND_PIECEWISE", forward=compiled, pool=pool) as run:
         run.capture()
         assert compiled.figures.pieces == 4 and compiled.figures.splitting_pieces == 3
-        found, todo = [], ascend_steps(40, decode=decode, seed=7)
+        outputs, todo = [], ascend_steps(40, decode=decode, seed=7)
         for step in todo:
-            found.append(replayed(run, step).cpu())
+            outputs.append(replayed(run, step).cpu())
             assert run.last_dispatch.mode is (GraphMode.FULL if decode else GraphMode.PIECEWISE)
-        assert differing(found, eager_outputs(run, todo)) == []
+        assert differing(outputs, eager_outputs(run, todo)) == []

@@ -81,7 +81,7 @@ def steps_in_flight() -> None:
         host.fill(step)
         staged.append((host.x.clone(), host.table.clone()))
     for ahead in (False, True):
-        found, expected = [], []
+        outputs, expected = [], []
         torch.npu.synchronize()
         for step, (x, table) in zip(host.todo, staged, strict=False):
             host.x.copy_(x)
@@ -98,13 +98,13 @@ def steps_in_flight() -> None:
                         torch.npu.graph_task_update_end(window.stream)
                         window.signal(task)
                 out = host.call("FULL", DEFERRED)
-            found.append(out.clone())
+            outputs.append(out.clone())
         torch.npu.synchronize()
         for step, (x, table) in zip(host.todo, staged, strict=False):
             host.x.copy_(x)
             host.table.copy_(table)
             expected.append(host.call("NONE", step.updates).cpu())
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True)), ahead
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(outputs, expected, strict=True)), ahead
 
 
 def context():

@@ -21,16 +21,16 @@ def rows(
     out = python(
         code, streams=streams, timeout_s=timeout_s, environment=SHALLOW if shallow else None
     )
-    *found, done = out.splitlines()
+    *lines, done = out.splitlines()
     assert done == "done"
-    return [line.split(" | ") for line in found if " | " in line]
+    return [line.split(" | ") for line in lines if " | " in line]
 
 
 def test_a_few_counts_in_every_mode():
     both = MODES[-1:]
-    found = rows(f"modes({MODES!r}, (22,))", streams=300)
-    found += rows(f"modes({both!r}, (3, 90))", streams=300)
-    assert [(mode, int(free)) for mode, free, *_ in found] == [
+    table = rows(f"modes({MODES!r}, (22,))", streams=300)
+    table += rows(f"modes({both!r}, (3, 90))", streams=300)
+    assert [(mode, int(free)) for mode, free, *_ in table] == [
         *((mode, 22) for mode in MODES),
         *((mode, free) for mode in both for free in (3, 90)),
     ]
@@ -61,8 +61,8 @@ def test_which_forwards_are_captured_on_a_stream_whose_errors_end_nothing():
 @pytest.mark.parametrize("shallow", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_count_from_1_to_200(mode, shallow):
-    found = rows(f"rows({mode!r}, range(1, 201))", streams=300, timeout_s=1800, shallow=shallow)
-    assert [int(free) for _, free, *_ in found] == list(range(1, 201))
+    table = rows(f"rows({mode!r}, range(1, 201))", streams=300, timeout_s=1800, shallow=shallow)
+    assert [int(free) for _, free, *_ in table] == list(range(1, 201))
 
 
 @pytest.mark.long

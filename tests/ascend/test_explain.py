@@ -225,21 +225,21 @@ CAPTURES = {
 @pytest.mark.parametrize("name", CAPTURES)
 def test_causes_of_failed_captures(name: str) -> None:
     case = CAPTURES[name]
-    found = explain(case.error, environ={})
-    assert type(found) is case.kind
-    assert case.says in str(found)
-    assert case.code in str(found)
-    assert case.advice in str(found.advice)
+    explanation = explain(case.error, environ={})
+    assert type(explanation) is case.kind
+    assert case.says in str(explanation)
+    assert case.code in str(explanation)
+    assert case.advice in str(explanation.advice)
 
 
 @pytest.mark.parametrize("code", CAPTURE_CAUSES)
 def test_every_code_keeps_the_original_text_and_gives_one_advice(code: int) -> None:
     cause = CAPTURE_CAUSES[code]
-    found = explain(npu_error("aclSomething", code, "what CANN said"), environ={})
-    assert type(found) is cause.kind
-    assert f"error {code} ({cause.name})" in str(found.got)
-    assert "what CANN said" in str(found.got) and "NPUGraph.cpp:371" in str(found.got)
-    assert found.what and found.advice
+    explanation = explain(npu_error("aclSomething", code, "what CANN said"), environ={})
+    assert type(explanation) is cause.kind
+    assert f"error {code} ({cause.name})" in str(explanation.got)
+    assert "what CANN said" in str(explanation.got) and "NPUGraph.cpp:371" in str(explanation.got)
+    assert explanation.what and explanation.advice
 
 
 def test_a_cause_goes_before_what_follows_from_it() -> None:
@@ -271,8 +271,8 @@ def test_a_chain_that_bites_its_tail_ends() -> None:
 
 
 def test_blocking_launches_are_named() -> None:
-    found = explain(invalidated(SYNC), environ={"ASCEND_LAUNCH_BLOCKING": "1"})
-    assert str(found.advice).startswith("unset ASCEND_LAUNCH_BLOCKING")
+    explanation = explain(invalidated(SYNC), environ={"ASCEND_LAUNCH_BLOCKING": "1"})
+    assert str(explanation.advice).startswith("unset ASCEND_LAUNCH_BLOCKING")
     other = explain(npu_error("end", 107025), environ={"ASCEND_LAUNCH_BLOCKING": "1"})
     assert "ASCEND_LAUNCH_BLOCKING" not in str(other)
 
@@ -283,21 +283,21 @@ def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_errors_of_the_forward_keep_their_text() -> None:
-    found = explain(ValueError("no such layer"))
-    assert type(found) is Unexplained
-    assert "ValueError: no such layer" in str(found)
+    explanation = explain(ValueError("no such layer"))
+    assert type(explanation) is Unexplained
+    assert "ValueError: no such layer" in str(explanation)
 
 
 def test_long_texts_are_cut() -> None:
     text = "\n".join(f"line {n}" for n in range(40))
-    found = explain(npu_error("aclSomething", 107025, text))
-    assert "more lines)" in str(found) and len(str(found).splitlines()) < 20
+    explanation = explain(npu_error("aclSomething", 107025, text))
+    assert "more lines)" in str(explanation) and len(str(explanation).splitlines()) < 20
 
 
 def test_a_source_line_can_be_added() -> None:
     """`CaptureError.at` makes a new error of the same class."""
-    found = explain(invalidated(SIDE_STREAM)).at("model.py:7")
-    assert type(found) is StreamBudgetError and "at: model.py:7" in str(found)
+    explanation = explain(invalidated(SIDE_STREAM)).at("model.py:7")
+    assert type(explanation) is StreamBudgetError and "at: model.py:7" in str(explanation)
 
 
 # Replays -----------------------------------------------------------------------------------------
@@ -320,22 +320,27 @@ REPLAYS: dict[int, type[GraphRTError]] = {
 
 @pytest.mark.parametrize("code", REPLAY_CAUSES)
 def test_causes_of_failed_replays(code: int) -> None:
-    found = explain_replay(wrapped(npu_error("aclSomething", code, "what CANN said")), environ={})
-    assert found is not None and type(found) is REPLAYS[code]
-    assert f"error {code} ({REPLAY_CAUSES[code].name})" in str(found)
-    assert "what CANN said" in str(found) and found.advice
+    explanation = explain_replay(
+        wrapped(npu_error("aclSomething", code, "what CANN said")), environ={}
+    )
+    assert explanation is not None and type(explanation) is REPLAYS[code]
+    assert f"error {code} ({REPLAY_CAUSES[code].name})" in str(explanation)
+    assert "what CANN said" in str(explanation) and explanation.advice
 
 
 def test_a_hang_under_blocking_launches() -> None:
     hang: Any = npu_error("AclrtSynchronizeDeviceWithTimeout", 507046)
-    found = explain_replay(hang, environ={"ASCEND_LAUNCH_BLOCKING": "1"})
-    assert found is not None and found.advice == "unset ASCEND_LAUNCH_BLOCKING"
+    explanation = explain_replay(hang, environ={"ASCEND_LAUNCH_BLOCKING": "1"})
+    assert explanation is not None and explanation.advice == "unset ASCEND_LAUNCH_BLOCKING"
 
 
 def test_a_hang_in_a_capture() -> None:
     hang = npu_error("AclrtSynchronizeStreamWithTimeout", 507046)
-    found = explain(wrapped(hang), environ={"ASCEND_LAUNCH_BLOCKING": "1"})
-    assert "waited in vain" in found.what and found.advice == "unset ASCEND_LAUNCH_BLOCKING"
+    explanation = explain(wrapped(hang), environ={"ASCEND_LAUNCH_BLOCKING": "1"})
+    assert (
+        "waited in vain" in explanation.what
+        and explanation.advice == "unset ASCEND_LAUNCH_BLOCKING"
+    )
     assert "STREAM_SYNC_TIMEOUT" in str(explain(hang, environ={}))
 
 

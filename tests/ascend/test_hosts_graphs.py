@@ -41,10 +41,10 @@ def captured_by_host(npu: Any, forward: Any, handle: Any, stream: Any) -> tuple[
 @pytest.mark.parametrize("adopted", [False, True])
 def test_graphs_of_both_share_memory_and_neither_frees_the_others(npu, adopted):
     stream = stream_of_host(npu)
-    given = npu.graph_pool_handle() if adopted else None
-    pool = GraphPool(handle=given, stream=stream)
+    adopted_handle = npu.graph_pool_handle() if adopted else None
+    pool = GraphPool(handle=adopted_handle, stream=stream)
     handle = pool.handle
-    assert handle == given or not adopted
+    assert handle == adopted_handle or not adopted
     x = torch.ones(4, 8, device="npu")
     keyed = KeyedGraphs(pool)
     keyed.capture("one", lambda: x + 1)

@@ -180,10 +180,10 @@ def test_the_thread_that_launches_is_the_oldest_before_the_one_that_releases(mon
     monkeypatch.setattr(launch_queue, "_Launching", Launching)
     monkeypatch.setattr(launch_queue, "torch_npu", lambda: type("T", (), {"npu": None}))
 
-    def look(*found: launch_queue._Thread) -> list[int]:
+    def look(*queue_threads: launch_queue._Thread) -> list[int]:
         watched.clear()
         monkeypatch.setattr(launch_queue, "_launching", [])
-        monkeypatch.setattr(launch_queue, "_threads_now", lambda: list(found))
+        monkeypatch.setattr(launch_queue, "_threads_now", lambda: list(queue_threads))
         launch_queue.watch_queue()
         return list(watched)
 

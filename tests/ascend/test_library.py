@@ -53,11 +53,11 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_why_torch_npu_cannot_be_imported(error: Exception, says: list[str], imports: Any) -> None:
     imports(error)
-    found = library.availability()
-    assert not found.available
-    assert "torch_npu cannot be imported" in found.reason
-    assert all(part in found.reason for part in says), found.reason
-    assert "\n" not in found.reason
+    availability = library.availability()
+    assert not availability.available
+    assert "torch_npu cannot be imported" in availability.reason
+    assert all(part in availability.reason for part in says), availability.reason
+    assert "\n" not in availability.reason
 
 
 @pytest.mark.parametrize(("count", "available"), [(0, False), (2, True)])
@@ -106,8 +106,8 @@ def test_doctor_says_that_cann_is_missing(imports: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(plugins, "_default", plugins.PlatformRegistry(group=None))
     imports(ImportError(NO_CANN))
     result = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
-    found = {each["name"]: each for each in json.loads(result.output)["platforms"]}
-    assert "set_env.sh" in found["ascend"]["reason"]
+    platforms = {each["name"]: each for each in json.loads(result.output)["platforms"]}
+    assert "set_env.sh" in platforms["ascend"]["reason"]
     text = CliRunner().invoke(app, ["doctor"], catch_exceptions=False).output
     assert "set_env.sh" in text.replace("\n", "")
 

@@ -28,8 +28,8 @@ def test_pools_have_streams_that_no_draw_comes_to():
     own = {pool.stream.stream_id for pool in pools}
     assert len(own) == 8
     with ThreadPoolExecutor(1) as thread:
-        found = drawn() | thread.submit(drawn).result()
-    assert not own & found and len(found) > 1
+        streams = drawn() | thread.submit(drawn).result()
+    assert not own & streams and len(streams) > 1
     # A stream that there is is found by its number still.
     with torch.npu.stream(pools[0].stream):
         assert torch.npu.current_stream() == pools[0].stream

@@ -201,17 +201,17 @@ def test_entries_of_an_update(name: str, entries: int) -> None:
     [(36, 0, 37, 52), (64, 0, 65, 30), (64, 1, 130, 15), (64, 2, 195, 10), (94, 2, 285, 6)],
 )
 def test_piecewise_sets(layers: int, sides: int, per_size: int, sizes: int) -> None:
-    found = structural_figures(model(layers, multi_stream=sides), A2, reserve=0)
-    assert (found.usable, found.piecewise) == (1950, per_size)
-    assert found.usable // found.piecewise == sizes
-    assert found.piecewise == found.pieces * (1 + sides)
+    figures = structural_figures(model(layers, multi_stream=sides), A2, reserve=0)
+    assert (figures.usable, figures.piecewise) == (1950, per_size)
+    assert figures.usable // figures.piecewise == sizes
+    assert figures.piecewise == figures.pieces * (1 + sides)
 
 
 @pytest.mark.parametrize(("layers", "kernels", "streams"), [(36, 12, 1), (80, 14, 2), (94, 30, 3)])
 def test_full_graphs_are_hardly_limited(layers: int, kernels: int, streams: int) -> None:
-    found = structural_figures(model(layers, kernels_per_layer=kernels), A2, reserve=0)
-    assert found.full == streams
-    assert found.usable // found.full >= 650
+    figures = structural_figures(model(layers, kernels_per_layer=kernels), A2, reserve=0)
+    assert figures.full == streams
+    assert figures.usable // figures.full >= 650
 
 
 def test_a_domain_takes_two_side_streams_unless_on_vector_cores() -> None:
@@ -220,8 +220,8 @@ def test_a_domain_takes_two_side_streams_unless_on_vector_cores() -> None:
 
 
 def test_a_draft_model_has_graphs_of_its_own() -> None:
-    found = structural_figures(model(36, draft_layers=1), A2)
-    assert (found.pieces, found.full) == (39, 2)
+    figures = structural_figures(model(36, draft_layers=1), A2)
+    assert (figures.pieces, figures.full) == (39, 2)
 
 
 @pytest.mark.parametrize(
@@ -273,9 +273,9 @@ def test_the_reserve_is_an_option_and_a_variable() -> None:
 
 
 def test_usable_streams_are_a_sum_that_can_be_printed() -> None:
-    found = structural_figures(model(36), A2)
-    assert [streams for _, streams in found.terms] == [1984, -34, -48]
-    assert found.usable == 1902
+    figures = structural_figures(model(36), A2)
+    assert [streams for _, streams in figures.terms] == [1984, -34, -48]
+    assert figures.usable == 1902
     assert structural_figures(model(36), A2, available=500).usable == 452
     assert structural_figures(model(36), A2, available=20).usable == 0
 
@@ -405,11 +405,11 @@ def test_a_plan_never_exceeds_its_budget(
     device: Any,
     budget: int | None,
 ) -> None:
-    found = planned(deployment, profile, reqs, mode, device=device, budget=budget)
-    assert found.total.streams <= (found.budget.streams or 0)
-    assert all(each.why for each in found.left_out)
-    kept = [(each.mode, each.descriptor) for each in found.left_out]
-    assert not set(kept) & set(found.keys)
+    plan = planned(deployment, profile, reqs, mode, device=device, budget=budget)
+    assert plan.total.streams <= (plan.budget.streams or 0)
+    assert all(each.why for each in plan.left_out)
+    kept = [(each.mode, each.descriptor) for each in plan.left_out]
+    assert not set(kept) & set(plan.keys)
 
 
 @given(DEPLOYMENTS, ANY_PROFILE, REQS, MODES, st.integers(0, 2500), st.integers(1, 4))
@@ -421,11 +421,11 @@ def test_the_smallest_and_the_largest_stay_while_two_fit(
     budget: int,
     query_len: int,
 ) -> None:
-    found = planned(deployment, profile, reqs, mode, budget=budget, query_len=query_len)
-    everything = [*found.captured, *found.left_out]
-    for runtime_mode in found.resolution.mode.runtime_modes:
+    plan = planned(deployment, profile, reqs, mode, budget=budget, query_len=query_len)
+    everything = [*plan.captured, *plan.left_out]
+    for runtime_mode in plan.resolution.mode.runtime_modes:
         asked = [each.descriptor.num_tokens for each in everything if each.mode is runtime_mode]
-        kept = [each.descriptor.num_tokens for each in found.captured if each.mode is runtime_mode]
+        kept = [each.descriptor.num_tokens for each in plan.captured if each.mode is runtime_mode]
         if len(kept) >= 2:
             assert {min(asked), max(asked)} <= set(kept)
         elif kept:
@@ -451,8 +451,8 @@ def test_whole_and_broken_division_agree(
     deployment: Deployment, profile: str, full_graphs: int
 ) -> None:
     """The formula was written with float divisions."""
-    found = PROFILES[profile]
-    usable = max(0, sum(streams for _, streams in found.terms(deployment, full_graphs)))
-    pieces = found.pieces(deployment)
-    parts = found.per_size(deployment) // pieces
-    assert found.capacity(deployment, full_graphs) == int(usable / pieces / parts)
+    figures = PROFILES[profile]
+    usable = max(0, sum(streams for _, streams in figures.terms(deployment, full_graphs)))
+    pieces = figures.pieces(deployment)
+    parts = figures.per_size(deployment) // pieces
+    assert figures.capacity(deployment, full_graphs) == int(usable / pieces / parts)

@@ -81,14 +81,14 @@ def test_no_update_stream_is_one_that_is_computed_or_captured_on():
         run.capture()
         todo = steps(70, most=8)
         expected = eager_outputs(run, todo)
-        found = []
+        outputs = []
         for step in todo:
             with torch.npu.stream(torch.npu.Stream()):
-                found.append(replayed(run, step).cpu())
+                outputs.append(replayed(run, step).cpu())
                 updating = run.platform._tasks._streams[run.pool.memory]
                 assert updating.stream != torch.npu.current_stream()
                 assert updating.stream != run.pool.stream
-        assert differing(found, expected) == []
+        assert differing(outputs, expected) == []
 
 
 def test_more_pools_than_streams_share_update_streams():

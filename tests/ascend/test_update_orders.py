@@ -95,13 +95,13 @@ class World:
     def capture(self, graph: FakeGraph) -> list[Any]:
         stream = self.npu.pool[0]
         self.tasks.capture(graph, stream, self.memory)
-        found = []
+        updates = []
         with self.npu.stream(stream):
             for place in range(self.count):
                 self.tasks.begin(graph)
-                found.append(Update(self.npu, f"task {place}", self.tasks.end(graph)))
+                updates.append(Update(self.npu, f"task {place}", self.tasks.end(graph)))
         self.tasks.return_to(stream)
-        return found
+        return updates
 
     def replay(self, changed: bool = True) -> list[str]:
         self.npu.told()
@@ -110,8 +110,8 @@ class World:
 
     @property
     def updating(self) -> FakeStream:
-        found: FakeStream = self.tasks._streams[self.memory].stream
-        return found
+        stream: FakeStream = self.tasks._streams[self.memory].stream
+        return stream
 
 
 ISSUED = [
@@ -336,23 +336,23 @@ def test_streams_that_nobody_uses_go_first_then_those_of_other_pools_then_used_o
     npu = FakeNpu(streams=4)
     avoid = {npu.pool[0].npu_stream}
     note_use(npu.pool[1])
-    found = [new_update_stream(npu, npu.current, avoid) for _ in range(2)]
-    assert [each.stream.name for each in found] == ["S2", "S3"]
-    assert all(is_update_stream(each.stream) for each in found)
+    streams = [new_update_stream(npu, npu.current, avoid) for _ in range(2)]
+    assert [each.stream.name for each in streams] == ["S2", "S3"]
+    assert all(is_update_stream(each.stream) for each in streams)
     assert not is_update_stream(npu.pool[1])
     # None is left but the used one: another pool's is better, with the same lock.
     again = new_update_stream(npu, npu.current, avoid)
-    assert again in found
+    assert again in streams
     # What was updated on longest ago.
-    note_use(found[0].stream)
-    assert new_update_stream(npu, npu.current, avoid) is found[1]
-    note_use(found[1].stream)
-    assert new_update_stream(npu, npu.current, avoid) is found[0]
+    note_use(streams[0].stream)
+    assert new_update_stream(npu, npu.current, avoid) is streams[1]
+    note_use(streams[1].stream)
+    assert new_update_stream(npu, npu.current, avoid) is streams[0]
     # Not the current one, and not what is avoided, whoever updates on it.
-    assert new_update_stream(npu, found[0].stream, avoid) is found[1]
-    more = avoid | {found[1].id}
-    assert new_update_stream(npu, npu.current, more) is found[0]
-    used = new_update_stream(npu, npu.current, {*more, found[0].id})
+    assert new_update_stream(npu, streams[0].stream, avoid) is streams[1]
+    more = avoid | {streams[1].id}
+    assert new_update_stream(npu, npu.current, more) is streams[0]
+    used = new_update_stream(npu, npu.current, {*more, streams[0].id})
     assert used.stream.name == "S1"
     assert is_update_stream(used.stream)
 
@@ -375,9 +375,9 @@ def test_streams_that_are_computed_on_are_left_for_last():
 
 def test_a_stream_is_free_again_when_its_pool_is_gone():
     npu = FakeNpu(streams=1)
-    found = new_update_stream(npu, npu.current, ())
+    stream = new_update_stream(npu, npu.current, ())
     assert is_update_stream(npu.pool[0])
-    del found
+    del stream
     assert not is_update_stream(npu.pool[0])
 
 

@@ -53,8 +53,8 @@ class Watched:
     def serves(self) -> bool:
         """After the hang is over the steps are right again."""
         until(lambda: self.platform._watchdog is not None and not self.platform._watchdog._steps)
-        found = [self.replay(place).cpu() for place in range(4)]
-        return differing(found, self.expected) == []
+        outputs = [self.replay(place).cpu() for place in range(4)]
+        return differing(outputs, self.expected) == []
 
 
 def external_event(stream: Any) -> Any:
@@ -156,11 +156,11 @@ def test_steps_that_end_in_time_are_never_reported():
     watched = Watched()
     todo = steps(60, most=8)
     expected = eager_outputs(watched.run, todo)
-    found = []
+    outputs = []
     for step in todo:
-        found.append(replayed(watched.run, step).cpu())
+        outputs.append(replayed(watched.run, step).cpu())
         time.sleep(0.01)
-    assert differing(found, expected) == []
+    assert differing(outputs, expected) == []
     assert watched.hangs == []
 
 
@@ -184,12 +184,12 @@ def test_options_from_the_environment_are_checked(variable, value):
 
 
 def test_options_from_the_environment():
-    given = {
+    environment = {
         "GRAPHRT_ASCEND_UPDATE_ORDER": "update_first",
         "GRAPHRT_ASCEND_UPDATE_STRATEGY": "auto_dispatch",
         "GRAPHRT_ASCEND_HANG_TIMEOUT_S": "2.5",
     }
-    assert AscendOptions.from_environment(given) == AscendOptions(
+    assert AscendOptions.from_environment(environment) == AscendOptions(
         update_order="update_first", update_strategy="auto_dispatch", hang_timeout_s=2.5
     )
     assert AscendOptions.from_environment({}) == AscendOptions()

@@ -45,8 +45,8 @@ def test_every_task_keeps_a_workspace_in_the_pool(way):
         for task in tasks:
             workspace = task.kwargs["workspace"]
             assert run.platform.owns(run.pool.memory, workspace)
-            given = {key: value for key, value in task.kwargs.items() if key not in OURS}
-            assert workspace.nbytes == asked(*task.args, **given, **task.values).nbytes
+            keywords = {key: value for key, value in task.kwargs.items() if key not in OURS}
+            assert workspace.nbytes == asked(*task.args, **keywords, **task.values).nbytes
 
 
 @pytest.mark.npu
@@ -57,21 +57,21 @@ def test_no_update_allocates_and_the_cache_may_be_emptied_at_any_time(way):
         before = memory_by_stream()
         todo = steps(12, most=8)
         expected = eager_outputs(run, todo)
-        found = []
+        outputs = []
         for place, step in enumerate(todo):
-            found.append(replayed(run, step))
+            outputs.append(replayed(run, step))
             if place % 3 == 2:
                 torch.npu.empty_cache()
-        assert differing([out.cpu() for out in found], expected) == []
+        assert differing([out.cpu() for out in outputs], expected) == []
         updating = run.platform._tasks._streams[run.pool.memory].stream.npu_stream
         assert memory_by_stream()[updating] <= before[updating]
 
 
 def memory_by_stream() -> Counter[int]:
-    found: Counter[int] = Counter()
+    totals: Counter[int] = Counter()
     for segment in torch.npu.memory_snapshot():
-        found[segment["stream"]] += segment["total_size"]
-    return found
+        totals[segment["stream"]] += segment["total_size"]
+    return totals
 
 
 @pytest.mark.npu
@@ -197,8 +197,8 @@ def captured(task: UpdatableTask, updates: Any, *args: Any, **kwargs: Any) -> An
             task(*args, **kwargs)
     finally:
         active.reset(token)
-    (found,) = recording.tasks
-    return found
+    (task_handle,) = recording.tasks
+    return task_handle
 
 
 def eagerly(task: UpdatableTask, updates: Any, *args: Any, **kwargs: Any) -> None:
@@ -221,17 +221,17 @@ PAGED = {
 def test_paged_attention_keeps_the_largest_workspace_of_all_lengths(npu, by_name):
     task = attention.paged_attention(max_kv_len=500)
     updates = {"attention": {"context_lens": [3, 4]}}
-    given = PAGED if by_name else {}
-    found = captured(
-        task, updates, *([] if by_name else PAGED.values()), **given, out=torch.zeros(4, 2, 8)
+    keywords = PAGED if by_name else {}
+    task_handle = captured(
+        task, updates, *([] if by_name else PAGED.values()), **keywords, out=torch.zeros(4, 2, 8)
     )
-    assert found.kwargs["workspace"].numel() == 64
-    assert npu.issued[0][1]["workspace"] is found.kwargs["workspace"]
+    assert task_handle.kwargs["workspace"].numel() == 64
+    assert npu.issued[0][1]["workspace"] is task_handle.kwargs["workspace"]
     # Asked for the worst case, not for what the first step happens to have.
     assert max(int(max(args[7])) for args, _ in npu.asked) == 500
     assert all(args[0] is PAGED["query"] for args, _ in npu.asked)
     asks = len(npu.asked)
-    found.issue()
+    task_handle.issue()
     assert len(npu.asked) == asks
 
 
@@ -268,8 +268,8 @@ def test_a_workspace_that_is_given_is_not_asked_for(npu):
     task = attention.paged_attention(max_kv_len=500)
     updates = {"attention": {"context_lens": [3, 4]}}
     for own in (None, torch.zeros(1)):
-        found = captured(task, updates, **PAGED, out=torch.zeros(1), workspace=own)
-        assert found.kwargs["workspace"] is own
+        task_handle = captured(task, updates, **PAGED, out=torch.zeros(1), workspace=own)
+        assert task_handle.kwargs["workspace"] is own
     assert npu.asked == []
 
 

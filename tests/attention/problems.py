@@ -98,8 +98,8 @@ def _cache(
     for row, length in zip(table, lengths, strict=True):
         for start in range(0, length, kind[0]):
             live = min(kind[0], length - start)
-            found = torch.randn(live, *kind[1:], generator=random)
-            cache[row[start // kind[0]], :live] = found
+            rows = torch.randn(live, *kind[1:], generator=random)
+            cache[row[start // kind[0]], :live] = rows
     return cache
 
 

@@ -76,9 +76,9 @@ def test_flash_2_refuses_what_it_cannot_read() -> None:
 
 
 def test_rows_behind_the_last_request_are_zeros() -> None:
-    found, out = torch.full((5, 1, 2), float("nan")), torch.ones(5, 1, 2)
-    found[:3] = 7.0
-    copy_live(out, found, torch.tensor([0, 2, 3], dtype=torch.int32))
+    output, out = torch.full((5, 1, 2), float("nan")), torch.ones(5, 1, 2)
+    output[:3] = 7.0
+    copy_live(out, output, torch.tensor([0, 2, 3], dtype=torch.int32))
     assert out[:, 0, 0].tolist() == [7, 7, 7, 0, 0]
     assert key_starts(torch.tensor([4, 0, 2], dtype=torch.int32)).tolist() == [0, 4, 4, 6]
 
@@ -87,9 +87,9 @@ def recording_flash(calls: list[tuple[str, dict[str, Any]]]) -> SimpleNamespace:
     """A stand-in that notes its arguments and returns something of the right shape."""
 
     def note(name: str) -> Any:
-        def call(q: torch.Tensor, k: Any = None, v: Any = None, **given: Any) -> torch.Tensor:
-            calls.append((name, {"q": q, **given}))
-            width = given["v_cache"] if v is None else v
+        def call(q: torch.Tensor, k: Any = None, v: Any = None, **keywords: Any) -> torch.Tensor:
+            calls.append((name, {"q": q, **keywords}))
+            width = keywords["v_cache"] if v is None else v
             return q.new_zeros(*q.shape[:-1], width.shape[-1])
 
         return call
@@ -123,13 +123,17 @@ def test_flash_3_gets_latents_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> N
     backend = FlashAttention3(LATENT)
     assert backend.get_cudagraph_support() is AttentionSupport.ALWAYS
     problem = random_problem(LATENT, [20, 5], query_lens=[3, 1])
-    found = backend.attend(problem.step, problem.query, *problem.caches)
-    ((_, given),) = calls
-    assert found.shape == (4, 4, 32)
-    assert given["q"].shape == (4, 4, 16) and given["qv"].shape == (4, 4, 32)
-    assert given["k_cache"].shape[1:] == (16, 1, 16) and given["v_cache"].shape[1:] == (16, 1, 32)
-    assert given["k_cache"].untyped_storage().data_ptr() == problem.caches[0].data_ptr()
-    assert given["max_seqlen_q"] == 4
+    output = backend.attend(problem.step, problem.query, *problem.caches)
+    ((_, keywords),) = calls
+    assert output.shape == (4, 4, 32)
+    assert keywords["q"].shape == (4, 4, 16) and keywords["qv"].shape == (4, 4, 32)
+    assert keywords["k_cache"].shape[1:] == (16, 1, 16) and keywords["v_cache"].shape[1:] == (
+        16,
+        1,
+        32,
+    )
+    assert keywords["k_cache"].untyped_storage().data_ptr() == problem.caches[0].data_ptr()
+    assert keywords["max_seqlen_q"] == 4
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=8), st.sampled_from([1, 16, 64]))
@@ -155,16 +159,16 @@ def test_a_context_longer_than_the_block_table_is_refused() -> None:
 
 
 def test_the_worst_case_has_all_tokens_and_the_longest_contexts() -> None:
-    found = worst_case(7, 3, 64)
-    assert found.context_lens == (64, 64, 64) and found.query_lens == (3, 2, 2)
-    assert starts(torch.tensor(found.query_lens, dtype=torch.int32)).tolist() == [0, 3, 5, 7]
+    lengths = worst_case(7, 3, 64)
+    assert lengths.context_lens == (64, 64, 64) and lengths.query_lens == (3, 2, 2)
+    assert starts(torch.tensor(lengths.query_lens, dtype=torch.int32)).tolist() == [0, 3, 5, 7]
 
 
 class RecordingWrapper:
     """Attends to what `plan` was given, and keeps the buffers it was made with."""
 
-    def __init__(self, kind: str, shape: AttentionShape, given: dict[str, Any]) -> None:
-        self.kind, self.shape, self.given = kind, shape, given
+    def __init__(self, kind: str, shape: AttentionShape, keywords: dict[str, Any]) -> None:
+        self.kind, self.shape, self.given = kind, shape, keywords
         self.plans = 0
 
     def plan(self, *lists: Any, **options: Any) -> None:
@@ -197,10 +201,10 @@ class RecordingWrapper:
 
 def stand_in(made: list[RecordingWrapper]) -> SimpleNamespace:
     def maker(kind: str, shape: AttentionShape) -> Any:
-        def make(workspace: torch.Tensor, *layout: str, **given: Any) -> RecordingWrapper:
+        def make(workspace: torch.Tensor, *layout: str, **keywords: Any) -> RecordingWrapper:
             assert not workspace.any()
-            chosen = "decode" if given.get("use_cuda_graph") else kind
-            made.append(RecordingWrapper(chosen, shape, given))
+            chosen = "decode" if keywords.get("use_cuda_graph") else kind
+            made.append(RecordingWrapper(chosen, shape, keywords))
             return made[-1]
 
         return make
@@ -225,9 +229,9 @@ def new_flashinfer(shape: AttentionShape) -> FlashInferAttention:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[RecordingWrapper]:
-    found: list[RecordingWrapper] = []
-    monkeypatch.setitem(sys.modules, "flashinfer", stand_in(found))
-    return found
+    wrappers: list[RecordingWrapper] = []
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in(wrappers))
+    return wrappers
 
 
 @pytest.mark.parametrize("shape", [GROUPED, LATENT])
@@ -246,9 +250,9 @@ def test_flashinfer_decodes_what_it_planned(
         backend.lengths([40, 3])
     backend.build(buffers, DECODE, "replay")
     assert [wrapper.kind for wrapper in made] == ["eager", "decode"][: 1 + captured]
-    found = backend.attend(step, problem.query, *problem.caches, out=problem.out)
+    output = backend.attend(step, problem.query, *problem.caches, out=problem.out)
     expected = reference_attention(shape, step, problem.query, *problem.caches)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     assert backend.device_reads == (not told)
 
 
@@ -271,9 +275,9 @@ def test_flashinfer_runs_mixed_batches_eagerly(
         backend.lengths([40, 9], [5, 1])
     backend.build(buffers, BatchDescriptor(8), "replay")
     out = torch.zeros_like(problem.out)
-    found = backend.attend(step, problem.query, *problem.caches, out=out)
+    output = backend.attend(step, problem.query, *problem.caches, out=out)
     expected = reference_attention(shape, step, problem.query, *problem.caches)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     assert [wrapper.plans for wrapper in made] == [1]
 
 

@@ -188,9 +188,9 @@ def test_kernels_with_host_lengths_are_marked_for_task_update():
 
 def test_levels_resolve_the_mode_of_a_hybrid_model():
     names = ["flash-attention-3", "mamba2", "gdn"]
-    found = resolve_mode("FULL", attention={n: get_cudagraph_support(n) for n in names})
-    assert found.mode.name == "FULL_AND_PIECEWISE"
-    assert found.steps[0].backend == "mamba2"
+    resolution = resolve_mode("FULL", attention={n: get_cudagraph_support(n) for n in names})
+    assert resolution.mode.name == "FULL_AND_PIECEWISE"
+    assert resolution.steps[0].backend == "mamba2"
 
 
 def test_what_the_catalogue_says_of_graphrts_own_backends_is_what_they_declare() -> None:

@@ -114,9 +114,9 @@ def test_json_lists_levels_and_conditions():
 )
 def test_plan_takes_known_backends_and_given_levels(given, attention, mode):
     options = [option for text in given for option in ("--attention", text)]
-    found = plan("--mode", "FULL", "--query-len", "4", *options)
-    assert found["arguments"]["attention"] == attention
-    assert found["mode"] == mode
+    printed = plan("--mode", "FULL", "--query-len", "4", *options)
+    assert printed["arguments"]["attention"] == attention
+    assert printed["mode"] == mode
 
 
 def test_plan_says_which_level_a_known_backend_has():

@@ -109,9 +109,9 @@ def test_absorbed_attention_is_attention_with_the_keys_and_values_made() -> None
 
         host.generate(step)
     for request in range(host.work.batch):
-        ids, found = (torch.cat(parts) for parts in zip(*rows_of(steps, request), strict=True))
+        ids, rows = (torch.cat(parts) for parts in zip(*rows_of(steps, request), strict=True))
         assert len(ids) == host.work.prompt_lens[request] + 2 * host.work.steps
-        torch.testing.assert_close(found, plain_logits(host.model, ids), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(rows, plain_logits(host.model, ids), rtol=1e-4, atol=1e-4)
 
 
 def rows_of(steps: Logits, request: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -147,7 +147,7 @@ def plain_attention(
     key_rope = rotate(key_rope, cos, sin).expand(config.heads, -1, -1)
     query_rope = rotate(query[..., config.nope :], cos[:, None], sin[:, None])
     query = torch.cat((query[..., : config.nope], query_rope), dim=-1).transpose(0, 1)
-    found = F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         query, torch.cat((keys, key_rope), dim=-1), values, is_causal=True
     )
-    return found.transpose(0, 1).flatten(1)
+    return output.transpose(0, 1).flatten(1)

@@ -60,14 +60,14 @@ class Layers(nn.Module):
     def forward(self, x, block_table, context_lens, query_start_loc):
         for linear, caches in zip(self.linears, self.caches, strict=True):
             query = linear(x).view(-1, SHAPE.num_heads, SHAPE.head_dim)
-            found = self.attention(
+            heads = self.attention(
                 query,
                 *caches,
                 block_table=block_table,
                 context_lens=context_lens,
                 query_start_loc=query_start_loc,
             )
-            x = x + found.flatten(1)
+            x = x + heads.flatten(1)
         return x
 
 
@@ -131,12 +131,12 @@ def check(
         state = dict(vars(attention))
         assert compiled.figures.splitting_pieces == (0 if compiled.figures.partitions else layers)
         for batch, values in steps:
-            found = runner.verify(batch, **values).clone()
+            output = runner.verify(batch, **values).clone()
             mode = GraphMode.FULL if batch.query_len else GraphMode.PIECEWISE
             assert runner.last_dispatch.mode is mode
             with torch.no_grad():
                 eager = model(**{name: each.to(device) for name, each in values.items()})
-            torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(output, eager, rtol=1e-4, atol=1e-4)
         # A trial asks what a model does when its state has moved on.
         assert vars(attention) == state
 

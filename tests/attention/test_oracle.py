@@ -34,10 +34,10 @@ def test_a_prefill_is_causal_attention_over_its_own_keys() -> None:
 
 def test_a_decode_of_latents_is_attention_with_one_key_head() -> None:
     problem = random_problem(LATENT, [5, 9], 1)
-    for request, found in enumerate(expected(problem)):
+    for request, row in enumerate(expected(problem)):
         latents = unpaged(problem, request, 0)
         scores = problem.query[request].double() @ latents.T * LATENT.scale
-        torch.testing.assert_close(found, scores.softmax(-1) @ latents[:, : LATENT.rank])
+        torch.testing.assert_close(row, scores.softmax(-1) @ latents[:, : LATENT.rank])
 
 
 @pytest.mark.parametrize("shape", [GROUPED, LATENT])
@@ -46,22 +46,22 @@ def test_queries_of_any_lengths_are_their_requests_one_by_one(
 ) -> None:
     lengths, query_lens = [9, 3, 0, 12], [4, 3, 0, 1]
     together = random_problem(shape, lengths, query_lens=query_lens, padding_tokens=2)
-    found = expected(together)
-    assert not found[-2:].any()
+    output = expected(together)
+    assert not output[-2:].any()
     table, start = together.step.block_table, 0
     for request, (length, query_len) in enumerate(zip(lengths, query_lens, strict=True)):
         alone = random_problem(shape, [length], query_len, max_blocks=table.shape[1])
         alone.step.block_table.copy_(table[request : request + 1])
         query = together.query[start : start + query_len]
         one = reference_attention(shape, alone.step, query, *together.caches)
-        torch.testing.assert_close(found[start : start + query_len], one)
+        torch.testing.assert_close(output[start : start + query_len], one)
         start += query_len
 
 
 def test_tokens_that_see_nothing_are_zeros() -> None:
-    found = expected(random_problem(GROUPED, [0, 2, 5], 4, poison=True))
-    assert not found[:4].any() and not found[4:6].any()
-    assert found[6:].flatten(1).any(1).all()
+    output = expected(random_problem(GROUPED, [0, 2, 5], 4, poison=True))
+    assert not output[:4].any() and not output[4:6].any()
+    assert output[6:].flatten(1).any(1).all()
 
 
 def test_what_no_token_may_see_is_poisoned_and_the_dummy_page_is_not() -> None:

@@ -27,9 +27,9 @@ def attended(problem: Problem, **options: Any) -> torch.Tensor:
 
 def check(problem: Problem, **options: Any) -> None:
     expected = reference_attention(problem.shape, problem.step, problem.query, *problem.caches)
-    found = attended(problem, **options).double()
+    output = attended(problem, **options).double()
     bound = TOLERANCE[problem.query.dtype]
-    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+    torch.testing.assert_close(output, expected, rtol=bound, atol=bound)
 
 
 @st.composite

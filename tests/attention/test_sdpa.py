@@ -58,10 +58,10 @@ def test_decode_is_what_the_oracle_says(
 ) -> None:
     lengths = [33, 0, 1, 16, 70, 0]
     problem = random_problem(shape, lengths, query_len, dtype=dtype, table_dtype=table_dtype)
-    found = attended(problem)
+    output = attended(problem)
     bound = TOLERANCE[dtype]
-    torch.testing.assert_close(found.double(), expected(problem), rtol=bound, atol=bound)
-    assert not found.unflatten(0, (-1, query_len))[[1, 5]].any()
+    torch.testing.assert_close(output.double(), expected(problem), rtol=bound, atol=bound)
+    assert not output.unflatten(0, (-1, query_len))[[1, 5]].any()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -76,8 +76,8 @@ def test_a_bound_of_the_contexts_leaves_out_the_pages_behind_it() -> None:
     backend, step = SdpaAttention(GROUPED), problem.step
     begun = backend.begin(step.block_table, step.context_lens, query_len=1, max_context=20)
     assert begun.prepared.pages.shape == (2, 2)
-    found = backend.attend(begun, problem.query, *problem.caches)
-    torch.testing.assert_close(found, attended(problem))
+    output = backend.attend(begun, problem.query, *problem.caches)
+    torch.testing.assert_close(output, attended(problem))
 
 
 def test_uniform_queries_longer_than_a_tile_are_cut() -> None:
@@ -101,13 +101,13 @@ def test_a_query_of_another_length_than_its_requests_is_refused() -> None:
 def test_tiles_of_a_ragged_step_are_made_once_where_the_context_says_how_many_tokens() -> None:
     problem = random_problem(GROUPED, [9, 5], query_lens=[4, 1])
     backend, step = SdpaAttention(GROUPED), problem.step
-    given = step.block_table, step.context_lens
-    assert backend.begin(*given, query_start_loc=step.query_start_loc).prepared is None
+    tables = step.block_table, step.context_lens
+    assert backend.begin(*tables, query_start_loc=step.query_start_loc).prepared is None
     with forward_context(GraphMode.NONE, BatchDescriptor(5)):
-        begun = backend.begin(*given, query_start_loc=step.query_start_loc)
+        begun = backend.begin(*tables, query_start_loc=step.query_start_loc)
     assert isinstance(begun.prepared, QueryTiles) and begun.prepared.tokens == 5
-    found = backend.attend(begun, problem.query, *problem.caches)
-    torch.testing.assert_close(found, attended(problem))
+    output = backend.attend(begun, problem.query, *problem.caches)
+    torch.testing.assert_close(output, attended(problem))
 
 
 def test_any_batch_can_be_one_graph() -> None:
@@ -192,7 +192,7 @@ def check_steps(
             cache.copy_(values)
         same = query_lens[0] if len(set(query_lens)) == 1 else None
         assert problem.step.query_start_loc is not None
-        found = runner.verify(
+        output = runner.verify(
             Batch(sum(query_lens), len(query_lens), same),
             query=problem.query,
             block_table=problem.step.block_table,
@@ -202,7 +202,7 @@ def check_steps(
         assert runner.last_dispatch is not None
         assert runner.last_dispatch.reason is Reason.HIT
         assert runner.last_dispatch.mode is mode
-        torch.testing.assert_close(found.double(), host.oracle(problem), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(output.double(), host.oracle(problem), rtol=2e-5, atol=2e-5)
 
 
 def new_host(shape: AttentionShape) -> Host:
@@ -256,11 +256,11 @@ def test_a_batch_of_padding_rows_only_gives_zeros_in_a_graph() -> None:
         runner.capture()
         for cache in host.caches:
             cache.fill_(3.0)
-        found = runner(
+        output = runner(
             Batch(3, 3, 1),
             query=torch.randn(3, GROUPED.num_heads, GROUPED.head_dim),
             block_table=torch.zeros(3, COLUMNS, dtype=torch.int32),
             context_lens=torch.zeros(3, dtype=torch.int32),
             query_start_loc=torch.arange(4, dtype=torch.int32),
         )
-        assert not found.any()
+        assert not output.any()

@@ -15,13 +15,13 @@ import pytest
 import graphrt.attention as public
 
 
-def signatures(found: Any) -> Iterator[Any]:
+def signatures(thing: Any) -> Iterator[Any]:
     """The public callables behind a name: itself, or a class's own methods and properties."""
-    if not inspect.isclass(found):
-        if inspect.isfunction(found):
-            yield found
+    if not inspect.isclass(thing):
+        if inspect.isfunction(thing):
+            yield thing
         return
-    for name, member in vars(found).items():
+    for name, member in vars(thing).items():
         member = member.fget if isinstance(member, property) else member
         if inspect.isfunction(member) and (name == "__init__" or not name.startswith("_")):
             yield member

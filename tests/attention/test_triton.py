@@ -67,10 +67,10 @@ def sampled(kept: set[int], cases: Iterable[Any]) -> list[Any]:
     ]
 
 
-def relative_error(problem: Problem, found: torch.Tensor) -> float:
+def relative_error(problem: Problem, actual: torch.Tensor) -> float:
     """Largest difference from float64, in units of the largest value."""
     exact = reference_attention(problem.shape, problem.step, problem.query, *problem.caches)
-    return float((found.double().cpu() - exact.cpu()).abs().max() / exact.abs().max())
+    return float((actual.double().cpu() - exact.cpu()).abs().max() / exact.abs().max())
 
 
 def attended(problem: Problem, splits: Any) -> torch.Tensor:
@@ -122,9 +122,9 @@ def test_every_policy_of_splits_is_within_tolerance(shape: AttentionShape, split
 
 def test_rows_of_empty_requests_and_of_tokens_before_the_first_key_are_zero() -> None:
     problem = random_problem(SHAPES[0], [0, 2, LONG], 4, device=DEVICE, poison=True)
-    found = attended(problem, "device").unflatten(0, (3, 4))
-    assert not found[0].any() and not found[1, :2].any()
-    assert found[1, 2:].any() and found[2].any()
+    output = attended(problem, "device").unflatten(0, (3, 4))
+    assert not output[0].any() and not output[1, :2].any()
+    assert output[1, 2:].any() and output[2].any()
 
 
 @pytest.mark.parametrize("seed", range(40 if ON_GPU else 4))
@@ -150,8 +150,8 @@ def test_random_problems_are_within_tolerance(seed: int) -> None:
     problem = random_problem(
         shape, lengths, pick(1, 2, 4), dtype=dtype, device=DEVICE, poison=True, seed=seed
     )
-    found = attended(problem, pick("device", "fixed", "task"))
-    assert relative_error(problem, found) <= TOLERANCE[dtype]
+    output = attended(problem, pick("device", "fixed", "task"))
+    assert relative_error(problem, output) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("lengths", [[5], [0, 0], [1, 64, 65, 4096], [100_000, 1, 1, 1], [900] * 9])
@@ -307,8 +307,8 @@ def test_graphs_equal_eager_for_uniform_and_mixed_batches(
             "query_start_loc": problem.step.query_start_loc,
         }
         updates = backend.updates(lengths, uniform or 1) if splits == "task" else None
-        found = runner.verify(batch, updates=updates, **inputs)
-        assert found.shape[0] == batch.num_tokens and found.any()
+        output = runner.verify(batch, updates=updates, **inputs)
+        assert output.shape[0] == batch.num_tokens and output.any()
         modes.append(runner.last_dispatch.mode if runner.last_dispatch else None)
     assert (
         modes
@@ -377,14 +377,14 @@ def _two_steps(forward_of: Any, mode: str, lengths: list[int]) -> tuple[Any, Any
     runner.capture()
     step = problem.step
     starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=DEVICE)
-    found = runner(
+    output = runner(
         Batch(len(lengths), len(lengths), query_len=1),
         query=problem.query,
         block_table=step.block_table,
         context_lens=step.context_lens,
         query_start_loc=starts,
     )
-    return found.clone(), problem
+    return output.clone(), problem
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
@@ -398,8 +398,8 @@ def test_two_steps_of_one_forward_do_not_take_each_others_plan(mode: str) -> Non
 
         return forward
 
-    found, problem = _two_steps(interleaved, mode, [LONG - 10, LONG // 2])
-    assert relative_error(problem, found) <= TOLERANCE[torch.float32]
+    output, problem = _two_steps(interleaved, mode, [LONG - 10, LONG // 2])
+    assert relative_error(problem, output) <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
@@ -416,8 +416,8 @@ def test_lengths_that_a_forward_advances_are_planned_anew(mode: str) -> None:
 
         return forward
 
-    found, problem = _two_steps(advancing, mode, [LONG, 240 * LONG // 600])
-    assert relative_error(problem, found) <= TOLERANCE[torch.float32]
+    output, problem = _two_steps(advancing, mode, [LONG, 240 * LONG // 600])
+    assert relative_error(problem, output) <= TOLERANCE[torch.float32]
 
 
 def test_a_uniform_prefill_runs_eagerly_like_any_other_mixed_batch() -> None:
@@ -426,8 +426,8 @@ def test_a_uniform_prefill_runs_eagerly_like_any_other_mixed_batch() -> None:
     descriptor = BatchDescriptor(20, 1, uniform=True, query_len=20)
     with forward_context(GraphMode.NONE, descriptor):
         step = backend.begin(problem.step.block_table, problem.step.context_lens)
-        found = backend.attend(step, problem.query, *problem.caches)
-    assert relative_error(problem, found) <= TOLERANCE[torch.float32]
+        output = backend.attend(step, problem.query, *problem.caches)
+    assert relative_error(problem, output) <= TOLERANCE[torch.float32]
 
 
 def test_fewer_query_rows_than_requests_are_refused() -> None:

@@ -41,11 +41,11 @@ def cache_key(
 def _digests(sources: TracedSources | Mapping[str, str | Path | bytes]) -> dict[str, str]:
     if isinstance(sources, TracedSources):
         return sources.digests()
-    found = {}
+    digests = {}
     for name, source in sources.items():
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
-        found[name] = hashlib.sha256(content).hexdigest()
-    return found
+        digests[name] = hashlib.sha256(content).hexdigest()
+    return digests
 
 
 def saving(*names: str, content: bytes = b"code") -> Callable[[Path], None]:

@@ -39,11 +39,11 @@ class StandInPiece:
     def __call__(self, *args: Any) -> Any:
         from types import SimpleNamespace
 
-        found = self.space["forward"](SimpleNamespace(**self.content["held"]), *args)
+        outputs = self.space["forward"](SimpleNamespace(**self.content["held"]), *args)
         returns = self.content["returns"]
         if returns is None:
             return None
-        return found[0] if returns == 1 else tuple(found)
+        return outputs[0] if returns == 1 else tuple(outputs)
 
     def save(self, path: Path, save_format: str) -> None:
         import torch
@@ -73,14 +73,14 @@ class StandIn:
             # Without a hint, as of "unbacked" sizes, any will do.
             return size if isinstance(size, int) else int(size.node.hint or 3)
 
-        given = [
+        request = [
             torch.ones([number(n) for n in each.shape], dtype=each.dtype)
             if isinstance(each, torch.Tensor)
             else number(each)
             for each in inputs
         ]
-        batch = next((n for n in given if isinstance(n, int)), 0)
-        batch = batch or next(each.shape[0] for each in given if each.dim())
+        batch = next((n for n in request if isinstance(n, int)), 0)
+        batch = batch or next(each.shape[0] for each in request if each.dim())
         kept: dict[str, Any] = {}
 
         def keep(graph: Any, examples: Any) -> Any:
@@ -88,11 +88,11 @@ class StandIn:
             return graph.forward
 
         def several(*args: Any) -> Any:
-            found = piece.forward(*args)
-            return found if isinstance(found, tuple) else (found,)
+            record = piece.forward(*args)
+            return record if isinstance(record, tuple) else (record,)
 
         table = select_decomp_table()
-        aot_function(several, fw_compiler=keep, decompositions=table)(*given)
+        aot_function(several, fw_compiler=keep, decompositions=table)(*request)
         returns = returned_count(piece)
         return StandInPiece({**kept, "returns": returns, "batch": batch})
 
@@ -106,7 +106,7 @@ def stand_in() -> None:
     cached.CompiledPiece = StandInPiece  # type: ignore[misc,assignment]
 
 
-def start(given: dict[str, Any]) -> dict[str, Any]:
+def start(request: dict[str, Any]) -> dict[str, Any]:
     """Import the program, compile it or load it, and hold what it returns against eager."""
     import torch
 
@@ -114,34 +114,34 @@ def start(given: dict[str, Any]) -> dict[str, Any]:
     from graphrt.core.base.errors import GraphRTError
 
     sys.dont_write_bytecode = True
-    os.environ.update(given["environment"])
-    sys.path.insert(0, given["directory"])
+    os.environ.update(request["environment"])
+    sys.path.insert(0, request["directory"])
     torch.set_num_threads(1)
-    if given["compiler"] == "stand-in":
+    if request["compiler"] == "stand-in":
         stand_in()
     torch.manual_seed(0)
-    exec(given["setup"], {})
+    exec(request["setup"], {})
     told: list[str] = []
     with warnings.catch_warnings(record=True) as caught, contextlib.ExitStack() as stack:
         warnings.simplefilter("always")
         model = importlib.import_module("main").build()
-        exec(given["setup_after"], {})
-        if given["around"]:
-            stack.enter_context(eval(given["around"], {"torch": torch}))
+        exec(request["setup_after"], {})
+        if request["around"]:
+            stack.enter_context(eval(request["around"], {"torch": torch}))
         options = CompileOptions(
-            **{"backend": "inductor", "cache_dir": given["cache"], **given["options"]}
+            **{"backend": "inductor", "cache_dir": request["cache"], **request["options"]}
         )
         compiled = compile_module(model, ["x"], options=options, in_place=False)
         try:
             compiled.ensure_compiled(torch.ones(3, 4))
             x = torch.randn(StandInPiece.batch, 4)
             with torch.no_grad():
-                expected, found = model(x), compiled(x)
+                expected, output = model(x), compiled(x)
         except GraphRTError as error:
             return {"refused": f"{type(error).__name__}: {error}"}
         figures = compiled.figures
-        right = expected.dtype == found.dtype and torch.allclose(
-            expected.float(), found.float(), atol=1e-2 if found.dtype is torch.bfloat16 else 1e-5
+        right = expected.dtype == output.dtype and torch.allclose(
+            expected.float(), output.float(), atol=1e-2 if output.dtype is torch.bfloat16 else 1e-5
         )
         told = [
             str(each.message)
@@ -157,32 +157,32 @@ def start(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _child(given: dict[str, Any], pipe: int) -> None:
+def _child(request: dict[str, Any], pipe: int) -> None:
     try:
-        found = start(given)
+        record = start(request)
     except BaseException:
-        found = {"error": traceback.format_exc()}
+        record = {"error": traceback.format_exc()}
     with os.fdopen(pipe, "w") as out:
-        out.write(json.dumps(found))
+        out.write(json.dumps(record))
     os._exit(0)
 
 
 def forked(several: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each start tells, all at once."""
     pipes = []
-    for given in several:
+    for request in several:
         here, there = os.pipe()
         if (child := os.fork()) == 0:
             os.close(here)
-            _child(given, there)
+            _child(request, there)
         os.close(there)
         pipes.append((child, here))
-    found = []
+    records = []
     for child, here in pipes:
         with os.fdopen(here) as answer:
-            found.append(json.loads(answer.read() or '{"error": "it died"}'))
+            records.append(json.loads(answer.read() or '{"error": "it died"}'))
         os.waitpid(child, 0)
-    return found
+    return records
 
 
 def serve() -> None:

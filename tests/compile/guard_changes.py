@@ -1136,8 +1136,8 @@ def outcome(each: Change, backend: str, *, sealed: bool = False) -> str:
             return f"at compile time: {type(error).__name__}"
         if sealed:
             compiled.seal()
-        given = next(steps)
-        make = given if callable(given) else lambda: tree.map_tensors(_copied, given)
+        step = next(steps)
+        make = step if callable(step) else lambda: tree.map_tensors(_copied, step)
         got: Any = _what_changed(compiled) if sealed else None
         got = got or _result(compiled, make)
         expected = _result(forward, make)
@@ -1202,13 +1202,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("backend", choices=("eager", "inductor"))
     parser.add_argument("--sealed", action="store_true", help="the change comes after seal()")
-    given = parser.parse_args()
-    found: collections.Counter[str] = collections.Counter()
+    arguments = parser.parse_args()
+    counts: collections.Counter[str] = collections.Counter()
     for each in CHANGES:
-        what = outcome(each, given.backend, sealed=given.sealed)
-        found[what] += 1
+        what = outcome(each, arguments.backend, sealed=arguments.sealed)
+        counts[what] += 1
         print(f"{each.where:8} {each.name:50} {what}", flush=True)
-    print(f"{len(CHANGES)} changes: " + ", ".join(f"{n} {what}" for what, n in found.items()))
+    print(f"{len(CHANGES)} changes: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
 
 
 if __name__ == "__main__":

@@ -129,15 +129,15 @@ class Maker:
 
     def some(self, shape: Shape | None = None, *, but: str = "") -> str | None:
         """A tensor, of a shape; those made last are likelier."""
-        found = [n for n, s in self.shapes.items() if (shape is None or s == shape) and n != but]
-        if not found:
+        names = [n for n, s in self.shapes.items() if (shape is None or s == shape) and n != but]
+        if not names:
             return None
-        return found[-1 - int(len(found) * self.random.random() ** 2)]
+        return names[-1 - int(len(names) * self.random.random() ** 2)]
 
     def batch(self) -> str:
         """A tensor with the batch's rows."""
-        found = [n for n, s in self.shapes.items() if s and s[0] == "n"]
-        return found[-1 - int(len(found) * self.random.random() ** 2)]
+        names = [n for n, s in self.shapes.items() if s and s[0] == "n"]
+        return names[-1 - int(len(names) * self.random.random() ** 2)]
 
     def new(self, shape: Shape, text: str, *, before: str = "", after: str = "") -> str:
         """A statement that makes a tensor; "{}" in the lines around it is its name."""

@@ -82,8 +82,8 @@ def runs(source: Source) -> bool:
     """Whether a forward can be called at all, and is the same in two calls."""
     try:
         with torch.no_grad():
-            found = [Model(source)(*arguments(size, 0, "cpu")) for size in (2, 2, 5, 7)]
-            return all(map(_same, found[0], found[1]))
+            outputs = [Model(source)(*arguments(size, 0, "cpu")) for size in (2, 2, 5, 7)]
+            return all(map(_same, outputs[0], outputs[1]))
     except (RuntimeError, IndexError, NameError, TypeError):
         return False
 
@@ -135,16 +135,16 @@ def _check_mode(
         with torch.no_grad():
             expected = reference(*values)
             with forward_context(mode, None if mode == "NONE" else descriptor):
-                found = call(*buffers[size])
+                output = call(*buffers[size])
         where = f"{mode}, step {step} of {size} rows"
-        compare(found, expected, backend, where)
+        compare(output, expected, backend, where)
         compare(buffers[size], values, backend, f"{where}: the arguments")
         compare(model.state, reference.state, backend, f"{where}: the state")
 
 
-def compare(found: Any, expected: Any, backend: str, where: str) -> None:
+def compare(actual: Any, expected: Any, backend: str, where: str) -> None:
     tolerance = 0.0 if backend == "eager" else 1e-5
-    both = zip(tree.leaves(found), tree.leaves(expected), strict=True)
+    both = zip(tree.leaves(actual), tree.leaves(expected), strict=True)
     for (path, a), (_, b) in both:
         try:
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -174,8 +174,8 @@ def smallest(source: Source, backend: str, device: str, cache_dir: str) -> Sourc
     def fails(other: Source) -> bool:
         if not runs(other):
             return False
-        found, what = outcome(other, backend, device, cache_dir)
-        return found == "wrong" and what.partition(":")[0] == kind
+        verdict, what = outcome(other, backend, device, cache_dir)
+        return verdict == "wrong" and what.partition(":")[0] == kind
 
     smaller = True
     while smaller:
@@ -209,30 +209,33 @@ def main() -> int:
     parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--whole", action="store_true", help="print failing models as they are")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch._dynamo.config.cache_size_limit = 64
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache_dir:
-        for seed in range(given.first, given.first + given.count):
+        for seed in range(arguments.first, arguments.first + arguments.count):
             source = source_of(seed)
-            kind, what = outcome(source, given.backend, given.device, cache_dir)
-            found[kind] += 1
+            kind, what = outcome(source, arguments.backend, arguments.device, cache_dir)
+            counts[kind] += 1
             if kind == "refused":
                 refusals[what.splitlines()[0]] += 1
             elif kind == "wrong":
-                if not given.whole:
-                    source = smallest(source, given.backend, given.device, cache_dir)
-                    what = outcome(source, given.backend, given.device, cache_dir)[1]
+                if not arguments.whole:
+                    source = smallest(source, arguments.backend, arguments.device, cache_dir)
+                    what = outcome(source, arguments.backend, arguments.device, cache_dir)[1]
                 print(f"seed {seed}: {what[:1500]}\n{source.text()}", flush=True)
-            if sum(found.values()) % 10 == 0:
-                print(f"{sum(found.values())} of {given.count}: {dict(found)}", flush=True)
+            if sum(counts.values()) % 10 == 0:
+                print(f"{sum(counts.values())} of {arguments.count}: {dict(counts)}", flush=True)
     for text, times in refusals.most_common():
         print(f"refused {times}: {text}")
     took = time.perf_counter() - started
-    print(f"{given.count} models, {given.backend} on {given.device}: {dict(found)}, {took:.0f} s")
-    return 1 if found["wrong"] else 0
+    print(
+        f"{arguments.count} models, {arguments.backend} on {arguments.device}: "
+        f"{dict(counts)}, {took:.0f} s"
+    )
+    return 1 if counts["wrong"] else 0
 
 
 if __name__ == "__main__":

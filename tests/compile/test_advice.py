@@ -27,8 +27,8 @@ class Step(nn.Module):
         decoder.prefill(prompts_of(0, 5, "cpu"))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        found = self.model(input_ids[:, None], past_key_values=self.cache, use_cache=True)
-        return found.logits[:, -1]
+        outputs = self.model(input_ids[:, None], past_key_values=self.cache, use_cache=True)
+        return outputs.logits[:, -1]
 
 
 class Opt(nn.Module):
@@ -59,9 +59,9 @@ class Opt(nn.Module):
         more: Mapping[str, Any] = {}
         if self.given:
             more = {"attention_mask": self.visible, "position_ids": self.positions}
-        found = self.model(input_ids[:, None], past_key_values=self.cache, **more)
+        outputs = self.model(input_ids[:, None], past_key_values=self.cache, **more)
         self.positions.add_(1)
-        return found.logits[:, -1]
+        return outputs.logits[:, -1]
 
 
 def serve(model: nn.Module, twin: nn.Module, pieces: bool) -> None:

@@ -41,9 +41,9 @@ class Parted(nn.Module):
 
 
 def runner(forward: Any, pool: GraphPool | None = None, **more: Any) -> GraphRunner:
-    given = {"mode": "FULL_AND_PIECEWISE", "sizes": [4], **more}
+    keywords = {"mode": "FULL_AND_PIECEWISE", "sizes": [4], **more}
     where = {"platform": "cpu"} if pool is None else {"pool": pool}
-    return GraphRunner(forward, inputs=X, outputs=("tokens", 4), **where, **given)
+    return GraphRunner(forward, inputs=X, outputs=("tokens", 4), **where, **keywords)
 
 
 @pytest.fixture
@@ -208,9 +208,9 @@ def steps_until_it_moves(run: GraphRunner, module: nn.Module) -> None:
     for _ in range(8):
         kept.append(torch.empty(4, 4))
         x = torch.randn(4, 4)
-        found = run(MIXED, x=x)
+        output = run(MIXED, x=x)
         with torch.no_grad():
-            torch.testing.assert_close(found, copy.deepcopy(module)(torch.relu(x)))
+            torch.testing.assert_close(output, copy.deepcopy(module)(torch.relu(x)))
 
 
 def test_without_a_pool_a_larger_forward_is_captured_around_the_module(module):
@@ -255,8 +255,8 @@ def test_outputs_of_pieces_are_cloned_as_the_runner_says(module):
 def test_pieces_are_captured_with_the_options_of_the_runner(module):
     pool = GraphPool("cpu")
     compiled = compile_module(module, ["x"], pool=pool)
-    given = GraphOptions(check="always", strict=True)
-    with runner(module, pool, options=given) as run:
+    graph_options = GraphOptions(check="always", strict=True)
+    with runner(module, pool, options=graph_options) as run:
         run.capture()
         assert all(each.options.check == "always" for each in compiled.wrappers)
         assert all(each.options.strict for each in compiled.wrappers)

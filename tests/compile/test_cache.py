@@ -32,8 +32,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def fill(root: Path, key: CacheKey, *names: str, content: bytes = b"code", **given: Any) -> None:
-    entry = CacheEntry(key, root, **given)
+def fill(root: Path, key: CacheKey, *names: str, content: bytes = b"code", **keywords: Any) -> None:
+    entry = CacheEntry(key, root, **keywords)
     for name in names or ("piece_0",):
         entry.store(name, saving(content=content))
 

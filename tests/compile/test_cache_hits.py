@@ -36,11 +36,11 @@ class Start:
         sys.modules.pop("untraced", None)
         # Bytecode of a file that was edited within a second is not told apart.
         shutil.rmtree(self.directory / "__pycache__", ignore_errors=True)
-        given = {"backend": "inductor", "cache_dir": str(self.directory / "kept"), **options}
+        keywords = {"backend": "inductor", "cache_dir": str(self.directory / "kept"), **options}
         compiled = compile_module(
             _imported(self.directory / "traced.py").forward,
             ["x"],
-            options=CompileOptions(**given),
+            options=CompileOptions(**keywords),
             capture_sizes=capture_sizes,
         )
         compiled.ensure_compiled(torch.ones(3, 4))

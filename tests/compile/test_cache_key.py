@@ -165,7 +165,7 @@ def test_bytecode_digests_do_not_depend_on_the_process(tree: Path):
         "space = {'__name__': 'x'}; exec(source, space);"
         f"code = compile({MODEL!r}, 'm', 'exec'); print(space['code_digest'](code))"
     )
-    found = {
+    digests = {
         subprocess.run(
             [sys.executable, "-c", text],
             env={"PYTHONHASHSEED": seed},
@@ -175,7 +175,7 @@ def test_bytecode_digests_do_not_depend_on_the_process(tree: Path):
         ).stdout
         for seed in ("1", "2", "3")
     }
-    assert len(found) == 1
+    assert len(digests) == 1
 
 
 # Settings and versions -------------------------------------------------------------------------
@@ -213,8 +213,8 @@ def test_what_changes_code_is(options: dict[str, object]):
 
 
 def test_the_settings_of_one_module_count_alike():
-    found = code_settings(CompileOptions(backend="inductor", cache_dir="/elsewhere"))
-    assert found == {
+    settings = code_settings(CompileOptions(backend="inductor", cache_dir="/elsewhere"))
+    assert settings == {
         "autotune": True,
         "backend": "inductor",
         "dynamic_shapes": "backed",
@@ -260,9 +260,9 @@ def test_the_version_of_the_driver_counts_on_a_gpu(monkeypatch, driver, version)
     monkeypatch.setattr(versions.ctypes, "CDLL", load)
     monkeypatch.setattr(versions, "_device_name", lambda device: "cuda NVIDIA H100 9.0")
     versions.cuda_driver_version.cache_clear()
-    found = runtime_versions("cuda")
+    runtime = runtime_versions("cuda")
     versions.cuda_driver_version.cache_clear()
-    assert found.get("driver") == version and found["device"] == "cuda NVIDIA H100 9.0"
+    assert runtime.get("driver") == version and runtime["device"] == "cuda NVIDIA H100 9.0"
     assert "driver" not in runtime_versions("cpu")
 
 

@@ -66,9 +66,9 @@ def loaded(root: Path) -> tuple[set[str], str]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         entry = opened(root)
-        found = {name for name in BOTH if entry.load(name) is not None}
+        pieces = {name for name in BOTH if entry.load(name) is not None}
     assert all(each.category is CompileCacheWarning for each in told)
-    return found, "\n".join(str(each.message) for each in told)
+    return pieces, "\n".join(str(each.message) for each in told)
 
 
 def test_what_is_ours_alone_is_used(root: Path):
@@ -80,8 +80,8 @@ def test_what_is_ours_alone_is_used(root: Path):
 def test_what_others_may_write_is_refused_by_name(root: Path, where: str, bits: int):
     path = places(root)[where]
     path.chmod(stat.S_IMODE(path.stat().st_mode) | bits)
-    found, told = loaded(root)
-    assert found == left(where)
+    pieces, told = loaded(root)
+    assert pieces == left(where)
     assert path.name in told and "may be written by others" in told and "chmod go-w" in told
 
 
@@ -90,19 +90,19 @@ def test_what_others_may_write_is_refused_by_name(root: Path, where: str, bits: 
 def test_what_is_another_users_is_refused_by_name(root: Path, where: str):
     path = places(root)[where]
     os.chown(path, 12345, -1)
-    found, told = loaded(root)
-    assert found == left(where)
+    pieces, told = loaded(root)
+    assert pieces == left(where)
     assert path.name in told and "belongs to user 12345" in told
 
 
 def test_owners_count_and_not_what_this_process_may_do(root: Path, monkeypatch: pytest.MonkeyPatch):
     """Another user's process: may it read ten times everything, it is not its own."""
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
-    found, told = loaded(root)
+    pieces, told = loaded(root)
     if os.getuid() == 0:
-        assert found == BOTH, "root's is as good as one's own"
+        assert pieces == BOTH, "root's is as good as one's own"
     else:
-        assert not found and "not to 4242 or root" in told
+        assert not pieces and "not to 4242 or root" in told
 
 
 @pytest.mark.parametrize("where", WHOLE)
@@ -146,8 +146,8 @@ def test_a_sticky_directory_above_is_fine_and_is_no_cache_itself(tmp_path: Path)
     assert loaded(root) == ({"piece_0"}, "")
     shutil.copytree(root, shared, dirs_exist_ok=True)
     shared.chmod(0o1777)
-    found, told = loaded(shared)
-    assert not found and "shared may be written by others" in told
+    pieces, told = loaded(shared)
+    assert not pieces and "shared may be written by others" in told
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -168,8 +168,8 @@ def test_a_link_inside_of_the_cache_is_refused(root: Path, where: str, tmp_path:
     path = places(root)[where]
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    found, told = loaded(root)
-    assert found == left(where)
+    pieces, told = loaded(root)
+    assert pieces == left(where)
     assert f"{path.name} is a symbolic link" in told
 
 
@@ -178,16 +178,16 @@ def test_a_link_to_the_cache_is_followed_and_what_it_leads_to_is_judged(root: Pa
     link.symlink_to(root.parent)
     assert loaded(link / "cache")[0] == BOTH
     root.parent.chmod(0o777)
-    found, told = loaded(link / "cache")
-    assert not found and "above may be written by others" in told
+    pieces, told = loaded(link / "cache")
+    assert not pieces and "above may be written by others" in told
 
 
 def test_a_pipe_is_refused_and_not_waited_for(root: Path):
     path = places(root)["file"]
     path.unlink()
     os.mkfifo(path, 0o600)
-    found, told = loaded(root)
-    assert "piece_0" not in found and "is no file" in told
+    pieces, told = loaded(root)
+    assert "piece_0" not in pieces and "is no file" in told
 
 
 # What is swapped between judgement and use ---------------------------------------------------
@@ -201,8 +201,8 @@ def after_judging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any], None]
     def hook(name: str, meanwhile: Callable[[], object]) -> None:
         done = []
 
-        def judging(found: os.stat_result, path: Path, *, above: bool) -> None:
-            judge(found, path, above=above)
+        def judging(pieces: os.stat_result, path: Path, *, above: bool) -> None:
+            judge(pieces, path, above=above)
             if path.name == name and not done:
                 done.append(path)
                 meanwhile()
@@ -278,8 +278,8 @@ def test_what_we_write_is_ours_alone_whatever_the_umask(tmp_path: Path, umask: i
 
 def test_a_huge_file_is_refused_unread(root: Path):
     os.truncate(places(root)["file"], SPARSE_BYTES)
-    found, told = loaded(root)
-    assert found == {"piece_1"} and str(SPARSE_BYTES) in told
+    pieces, told = loaded(root)
+    assert pieces == {"piece_1"} and str(SPARSE_BYTES) in told
 
 
 def test_listing_reads_nothing_huge_and_nothing_of_others(root: Path):

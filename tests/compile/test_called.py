@@ -66,9 +66,9 @@ def test_what_is_not_in_the_key_is_an_option_and_has_a_reason():
 
 def test_every_part_of_the_list_is_in_the_key():
     graph = fx.symbolic_trace(lambda x: x + 1)
-    given = Compilation(CompileOptions(), [], graph, torch.device("cpu"))
-    assert given.key().groups.keys() == PARTS.keys()
-    assert given.unknown == []
+    compile_options = Compilation(CompileOptions(), [], graph, torch.device("cpu"))
+    assert compile_options.key().groups.keys() == PARTS.keys()
+    assert compile_options.unknown == []
 
 
 @pytest.mark.parametrize(
@@ -208,9 +208,11 @@ def test_what_no_process_can_tell_again_is_not_kept(tmp_path: Any, asked: bool):
     graph.output(graph.call_function(inner, (graph.placeholder("x"),)))
     for node in graph.nodes:
         node.meta["example_value"] = torch.ones(2)
-    given = Compilation(CompileOptions(), [], fx.GraphModule({}, graph), torch.device("cpu"))
-    given.key()
-    assert any("gone.py" in each for each in given.unknown)
+    compile_options = Compilation(
+        CompileOptions(), [], fx.GraphModule({}, graph), torch.device("cpu")
+    )
+    compile_options.key()
+    assert any("gone.py" in each for each in compile_options.unknown)
 
 
 def test_a_cell_of_a_notebook_is_readable_though_it_is_no_file(monkeypatch: pytest.MonkeyPatch):
@@ -275,9 +277,9 @@ def test_a_piece_that_launches_a_kernel_is_named_by_it_and_not_by_its_number(ker
 
 def test_a_kernels_numbers_are_no_part_of_its_arguments(kernels: Any):
     node = next(n for n in launched(kernels.doubled, BLOCK=8).graph.nodes if n.kwargs)
-    found = triton_call(node)
-    assert found is not None and found[1] == (kernels.doubled, {"BLOCK": 8})
-    assert set(found[0]) == {"grid", "tma_descriptor_metadata", "kwargs"}
+    call = triton_call(node)
+    assert call is not None and call[1] == (kernels.doubled, {"BLOCK": 8})
+    assert set(call[0]) == {"grid", "tma_descriptor_metadata", "kwargs"}
 
 
 @pytest.mark.cuda

@@ -125,10 +125,10 @@ def test_what_a_splitting_operator_returns_reaches_the_next_partition(tmp_path, 
             x = torch.randn(size, 4, device="cuda")
             # Whatever is allocated here moves what the operator returns.
             kept.append(torch.empty(1024 * size, device="cuda"))
-            found = runner.verify(Batch(size, size), x=x)
+            output = runner.verify(Batch(size, size), x=x)
             assert runner.last_dispatch.mode is GraphMode.PIECEWISE
             with torch.no_grad():
-                torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(output, model(x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_whole_graph_is_one_full_graph_on_a_gpu(tmp_path):

@@ -154,8 +154,8 @@ def test_compile_sizes_are_held_against_the_capture_sizes(model):
 
 def test_pieces_of_their_own_size(model):
     pool = GraphPool("cpu")
-    given = CompileOptions(compile_sizes=("capture_sizes",))
-    compiled = compile_module(model, pool=pool, options=given)
+    compile_options = CompileOptions(compile_sizes=("capture_sizes",))
+    compiled = compile_module(model, pool=pool, options=compile_options)
     with llama_runner(model, pool) as runner:
         runner.capture()
         assert compiled.figures.static_compilations == 4 * 3
@@ -292,10 +292,10 @@ def test_without_a_pool_of_their_own_pieces_are_what_a_breakable_capture_breaks(
 
 def test_a_device_without_partitions_gets_pieces_and_a_reason(tmp_path):
     model, pool = Llama(layers=1), GraphPool("cpu")
-    given = CompileOptions(
+    compile_options = CompileOptions(
         backend="inductor", use_inductor_graph_partition=True, cache_dir=str(tmp_path)
     )
-    compiled = compile_module(model, pool=pool, options=given)
+    compiled = compile_module(model, pool=pool, options=compile_options)
     with llama_runner(model, pool, pieces="auto") as runner:
         runner.capture()
         assert compiled.provides is PieceProvider.FX and len(compiled.wrappers) == 2

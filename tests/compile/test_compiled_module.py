@@ -32,8 +32,8 @@ from tests.models.llama import Llama, step_inputs
 SHAPES = ("backed", "unbacked", "backed_size_oblivious")
 
 
-def options(**given: Any) -> CompileOptions:
-    return CompileOptions(**given)
+def options(**keywords: Any) -> CompileOptions:
+    return CompileOptions(**keywords)
 
 
 @pytest.fixture
@@ -176,8 +176,8 @@ def test_several_axes_are_told_apart():
     compiled = compile_module(forward, dims)
     for tokens, reqs in ((4, 4), (7, 3), (1, 1), (9, 2)):
         args = torch.randn(tokens, 3), torch.arange(reqs + 1) % tokens, torch.ones(reqs, 5)
-        found, count = compiled(*args)
-        assert torch.equal(found, forward(*args)[0]) and count == reqs
+        output, count = compiled(*args)
+        assert torch.equal(output, forward(*args)[0]) and count == reqs
     assert compiled.figures.traces == 1
     with pytest.raises(RetraceError, match="reqs") as caught:
         compiled(torch.randn(7, 3), torch.arange(3), torch.ones(3, 5))
@@ -209,9 +209,9 @@ def test_whatever_a_forward_returns_comes_back(forward):
     compiled = compile_module(forward, ["x"])
     for size in (3, 1, 5):
         x = torch.randn(size, 4)
-        found, expected = compiled(x.clone()), forward(x.clone())
-        assert type(found) is type(expected)
-        assert_same(vars_of(found), vars_of(expected))
+        output, expected = compiled(x.clone()), forward(x.clone())
+        assert type(output) is type(expected)
+        assert_same(vars_of(output), vars_of(expected))
     assert compiled.figures.traces == 1
 
 
@@ -225,12 +225,12 @@ def test_whatever_a_forward_returns_comes_back(forward):
 def test_a_call_that_keeps_dynamos_code_says_why(forward, reason):
     compiled = compile_module(forward, ["x"])
     compiled(torch.randn(3, 4))
-    found = compiled.figures.call_reason
-    assert (reason in found) if reason else found == ""
+    reason_kept = compiled.figures.call_reason
+    assert (reason in reason_kept) if reason else reason_kept == ""
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    ours, theirs = list(tree.leaves(found)), list(tree.leaves(expected))
+def assert_same(actual: Any, expected: Any) -> None:
+    ours, theirs = list(tree.leaves(actual)), list(tree.leaves(expected))
     assert [path for path, _ in ours] == [path for path, _ in theirs]
     for (_, a), (_, b) in zip(ours, theirs, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
@@ -378,31 +378,31 @@ def test_wrong_dimensions_are_named_errors(dims):
 
 
 def test_sizes_to_compile_for_must_be_capture_sizes():
-    given = options(compile_sizes=(2, 5))
-    compiled = compile_module(Small(), ["x"], options=given, capture_sizes=[2, 4, 8])
+    compile_options = options(compile_sizes=(2, 5))
+    compiled = compile_module(Small(), ["x"], options=compile_options, capture_sizes=[2, 4, 8])
     with pytest.raises(CompileSizeError, match="compile size 5") as caught:
         compiled(X)
     assert caught.value.size == 5
-    late = compile_module(Small(), ["x"], options=given)
+    late = compile_module(Small(), ["x"], options=compile_options)
     late(X)
     with pytest.raises(CompileSizeError):
         late.use_capture_sizes([2, 4])
 
 
 def test_all_capture_sizes_are_compiled_for():
-    given = options(compile_sizes=("capture_sizes", 2))
+    compile_options = options(compile_sizes=("capture_sizes", 2))
     with pytest.raises(CompileSizeError, match="nobody has named"):
-        compile_module(Small(), ["x"], options=given)(X)
+        compile_module(Small(), ["x"], options=compile_options)(X)
     model = Small()
-    compiled = compile_module(model, ["x"], options=given, capture_sizes=[2, 4])
+    compiled = compile_module(model, ["x"], options=compile_options, capture_sizes=[2, 4])
     compiled(X)
     assert compiled.figures.static_compilations == 2
     assert compiled.figures.compilations == 3
 
 
 def test_a_copy_has_the_capture_sizes_of_the_module_that_it_is_of():
-    given = options(compile_sizes=("capture_sizes",))
-    compiled = compile_module(Small(), ["x"], options=given, capture_sizes=[2, 4])
+    compile_options = options(compile_sizes=("capture_sizes",))
+    compiled = compile_module(Small(), ["x"], options=compile_options, capture_sizes=[2, 4])
     assert torch.equal(copy.deepcopy(compiled)(X), compiled(X))
 
 
@@ -420,5 +420,5 @@ def test_options():
 
 def test_importing_loads_no_compiler():
     code = "import sys, graphrt.compile; print('torch._inductor.compile_fx' in sys.modules)"
-    found = starts.run("-c", code, check=True)
-    assert found.stdout.strip() == "False"
+    process = starts.run("-c", code, check=True)
+    assert process.stdout.strip() == "False"

@@ -89,17 +89,17 @@ def rows(seed: int, count: int = 4) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [Mixed, Inferring])
 def test_an_operator_runs_in_the_context_around_it(kind, backend, tmp_path):
     model, pool = kind().eval(), GraphPool("cpu")
-    given = CompileOptions(backend=backend, cache_dir=str(tmp_path))
-    compiled = compile_module(model, ["x"], pool=pool, options=given, in_place=False)
+    compile_options = CompileOptions(backend=backend, cache_dir=str(tmp_path))
+    compiled = compile_module(model, ["x"], pool=pool, options=compile_options, in_place=False)
     near = {"rtol": 0, "atol": 0} if backend == "eager" else {"rtol": 1e-2, "atol": 1e-2}
     with torch.no_grad():
         torch.testing.assert_close(compiled(rows(0, 3)), model(rows(0, 3)), **near)
         with runner_of(compiled, pool) as runner:
             runner.capture()
             for step in range(3):
-                found = runner(Batch(4, 4, 1), x=rows(step)).clone()
+                output = runner(Batch(4, 4, 1), x=rows(step)).clone()
                 assert runner.last_dispatch.mode is GraphMode.PIECEWISE
-                torch.testing.assert_close(found, model(rows(step)), **near)
+                torch.testing.assert_close(output, model(rows(step)), **near)
 
 
 @pytest.mark.parametrize("made", ["as it is", "compiled without a pool"])
@@ -120,8 +120,8 @@ def test_autocast_of_the_caller_stays_that_of_an_eager_part():
     runner = runner_of(lambda x: part(x) + 1, GraphPool("cpu"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         runner.capture()
-        found = runner(Batch(4, 4, 1), x=rows(0))
-    assert found.dtype is torch.bfloat16
+        output = runner(Batch(4, 4, 1), x=rows(0))
+    assert output.dtype is torch.bfloat16
 
 
 def test_autocast_is_as_before_after_a_call_that_fails():

@@ -61,10 +61,10 @@ class Starts:
     def run(self, *several: dict[str, Any]) -> list[dict[str, Any]]:
         assert self._server.stdin is not None and self._server.stdout is not None
         print(json.dumps(several), file=self._server.stdin, flush=True)
-        found: list[dict[str, Any]] = json.loads(self._server.stdout.readline())
-        for each in found:
+        record: list[dict[str, Any]] = json.loads(self._server.stdout.readline())
+        for each in record:
             assert "error" not in each, each["error"]
-        return found
+        return record
 
     def given(self, program: str, directory: Path, cache: Path, **more: Any) -> dict[str, Any]:
         return {
@@ -90,9 +90,9 @@ class Starts:
         """The sources of a program, and a copy of the cache of its first start."""
         directory, kept = self.written(program), self.root / program / "kept"
         if program not in self._first:
-            (found,) = self.run(self.given(program, directory, kept))
-            self._first[program] = found
-            assert found["right"] and found["compiled"] and not found["loaded"], found
+            (record,) = self.run(self.given(program, directory, kept))
+            self._first[program] = record
+            assert record["right"] and record["compiled"] and not record["loaded"], record
         cache = self.root / program / "cache"
         shutil.rmtree(cache, ignore_errors=True)
         if kept.exists():
@@ -111,7 +111,7 @@ class Starts:
             assert old in text, edit
             (directory / name).write_text(text.replace(old, new) if old else new)
         more: dict[str, Any] = {"around": edit.around} if edit.around else {}
-        (found,) = self.run(
+        (record,) = self.run(
             self.given(
                 edit.program,
                 directory,
@@ -123,15 +123,15 @@ class Starts:
                 **more,
             )
         )
-        return found
+        return record
 
 
-def outcome(found: dict[str, Any]) -> str:
-    if "refused" in found:
+def outcome(record: dict[str, Any]) -> str:
+    if "refused" in record:
         return "refused"
-    if found["compiled"] and found["loaded"]:
+    if record["compiled"] and record["loaded"]:
         return "part"
-    return MISS if found["compiled"] else HIT
+    return MISS if record["compiled"] else HIT
 
 
 @pytest.fixture(scope="module", params=COMPILERS)
@@ -149,11 +149,11 @@ def starts(
     ids=lambda edit: edit.name,
 )
 def test_the_second_start_after(starts: Starts, edit: Edit):
-    found = starts.second(edit)
+    record = starts.second(edit)
     # Inductor saves no code that calls such functions, which is a warning at every start.
     unsaved = starts.compiler == "inductor" and edit.program == "allowed"
     must = MISS if unsaved else edit.must
-    assert (outcome(found), found.get("right")) == (must, True), found
+    assert (outcome(record), record.get("right")) == (must, True), record
 
 
 # What has become of the cache itself -----------------------------------------------------------
@@ -162,13 +162,13 @@ PROGRAM = "plain"
 
 
 def found_in(starts: Starts, cache: Path, **more: Any) -> dict[str, Any]:
-    (found,) = starts.run(starts.given(PROGRAM, starts.written(PROGRAM), cache, **more))
-    assert found["right"], found
-    return found
+    (record,) = starts.run(starts.given(PROGRAM, starts.written(PROGRAM), cache, **more))
+    assert record["right"], record
+    return record
 
 
-def told(found: dict[str, Any]) -> str:
-    return "\n".join(found["told"])
+def told(record: dict[str, Any]) -> str:
+    return "\n".join(record["told"])
 
 
 def test_a_cache_that_was_moved_hits(starts: Starts, tmp_path: Path):
@@ -181,16 +181,16 @@ def test_a_cache_that_was_moved_hits(starts: Starts, tmp_path: Path):
 def test_a_cache_of_another_owner_is_a_miss(starts: Starts):
     _, cache = starts.first(PROGRAM)
     os.chown(cache, 12345, -1)
-    found = found_in(starts, cache)
-    assert outcome(found) == MISS and "belongs to user 12345" in told(found)
+    record = found_in(starts, cache)
+    assert outcome(record) == MISS and "belongs to user 12345" in told(record)
 
 
 def test_a_truncated_piece_is_a_miss_and_mended(starts: Starts):
     _, cache = starts.first(PROGRAM)
     largest = max(cache.rglob("*.piece"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    found = found_in(starts, cache)
-    assert outcome(found) == MISS and "compiled again" in told(found)
+    record = found_in(starts, cache)
+    assert outcome(record) == MISS and "compiled again" in told(record)
     assert outcome(found_in(starts, cache)) == HIT
 
 
@@ -202,8 +202,8 @@ def test_a_full_disk_is_a_miss_that_keeps_nothing(starts: Starts, tmp_path: Path
     if starts.compiler == "inductor":
         pytest.skip("Inductor itself needs the disk")
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({bytes_left}, {bytes_left}))"
-    found = found_in(starts, tmp_path / "cache", setup_after=FULL + limit)
-    assert outcome(found) == MISS and "cannot be written" in told(found)
+    record = found_in(starts, tmp_path / "cache", setup_after=FULL + limit)
+    assert outcome(record) == MISS and "cannot be written" in told(record)
     assert not list((tmp_path / "cache").rglob("*.piece"))
     assert outcome(found_in(starts, tmp_path / "cache")) == MISS
     assert outcome(found_in(starts, tmp_path / "cache")) == HIT
@@ -226,18 +226,18 @@ def test_a_read_only_cache_hits_and_takes_nothing_new(starts: Starts, readable: 
     shutil.copytree(starts.written(PROGRAM), readable / "source")
     (readable / "inductor").mkdir()
     (readable / "inductor").chmod(0o777)
-    given = starts.given(
+    request = starts.given(
         PROGRAM,
         readable / "source",
         readable / "cache",
         setup_after=NOBODY,
         environment={"TORCHINDUCTOR_CACHE_DIR": str(readable / "inductor")},
     )
-    (found,) = starts.run(given)
-    assert (outcome(found), found["right"]) == (HIT, True), found
-    (found,) = starts.run({**given, "options": {"autotune": False}})
-    assert (outcome(found), found["right"]) == (MISS, True), found
-    assert "cannot be written" in told(found)
+    (record,) = starts.run(request)
+    assert (outcome(record), record["right"]) == (HIT, True), record
+    (record,) = starts.run({**request, "options": {"autotune": False}})
+    assert (outcome(record), record["right"]) == (MISS, True), record
+    assert "cannot be written" in told(record)
 
 
 @pytest.fixture
@@ -249,10 +249,10 @@ def readable() -> Iterator[Path]:
 
 
 def test_of_two_processes_at_once_both_are_right_and_a_third_hits(starts: Starts, tmp_path: Path):
-    given = starts.given(PROGRAM, starts.written(PROGRAM), tmp_path / "cache")
-    found = starts.run(given, given)
-    assert all(each["right"] for each in found), found
-    assert MISS in map(outcome, found)
+    request = starts.given(PROGRAM, starts.written(PROGRAM), tmp_path / "cache")
+    records = starts.run(request, request)
+    assert all(each["right"] for each in records), records
+    assert MISS in map(outcome, records)
     assert outcome(found_in(starts, tmp_path / "cache")) == HIT
 
 
@@ -260,6 +260,6 @@ def test_a_key_that_cannot_be_whole_keeps_nothing(starts: Starts, tmp_path: Path
     """A source that is gone is a miss at every start, not only at the first."""
     for _ in range(2):
         gone = "import helpers, os; os.remove(helpers.__file__)"
-        found = found_in(starts, tmp_path / "cache", setup_after=gone)
-        assert outcome(found) == MISS and "cannot be read" in told(found)
+        record = found_in(starts, tmp_path / "cache", setup_after=gone)
+        assert outcome(record) == MISS and "cannot be read" in told(record)
     assert not (tmp_path / "cache").exists()

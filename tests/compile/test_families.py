@@ -159,8 +159,8 @@ def test_full_piecewise_and_none_come_from_the_same_pieces(name):
             runner.capture()
             for size in SIZES:
                 batch = Batch(size, 1, None) if size > 1 else Batch(1, 1, 1)
-                found = runner(batch, input_ids=ids(size))
-                assert torch.equal(found, expected[size]), (mode, size)
+                output = runner(batch, input_ids=ids(size))
+                assert torch.equal(output, expected[size]), (mode, size)
             hits = runner.report().reasons
             assert mode == "NONE" or hits[graphrt.Reason.HIT] == len(SIZES)
     assert compiled.figures.pieces == LAYERS + 1
@@ -182,8 +182,8 @@ class WithStaticCache(nn.Module):
         )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        found = self.model(input_ids[:, None], past_key_values=self.cache, use_cache=True)
-        return found.logits[:, -1]
+        outputs = self.model(input_ids[:, None], past_key_values=self.cache, use_cache=True)
+        return outputs.logits[:, -1]
 
 
 def test_a_static_cache_of_one_batch_size_is_served():

@@ -29,8 +29,8 @@ def halved(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def options(tmp_path: Any, **more: Any) -> CompileOptions:
-    given: dict[str, Any] = {"backend": "inductor", "cache_dir": str(tmp_path / "kept"), **more}
-    return CompileOptions(**given)
+    keywords: dict[str, Any] = {"backend": "inductor", "cache_dir": str(tmp_path / "kept"), **more}
+    return CompileOptions(**keywords)
 
 
 def symbolic(size: int) -> tuple[torch.Tensor, torch.SymInt]:
@@ -64,8 +64,8 @@ def test_pieces_through_inductor(tmp_path, monkeypatch):
             with torch.no_grad():
                 eager = original(**inputs)
             for batch in (Batch(size, size, 1), Batch(size, size)):
-                found = runner.verify(batch, **inputs)
-                torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
+                output = runner.verify(batch, **inputs)
+                torch.testing.assert_close(output, eager, rtol=1e-4, atol=1e-5)
         assert runner.last_dispatch.mode is GraphMode.NONE
 
     for name in ("computation_graph.py", "transformed_code.py"):
@@ -86,8 +86,8 @@ def test_a_size_of_its_own_through_inductor(tmp_path, monkeypatch):
     def forward(x):
         return (x.view(x.shape[0] * 2, 2) * 3).relu()
 
-    given = options(tmp_path, compile_sizes=(4,), autotune=False)
-    compiled = compile_module(forward, ["x"], options=given, capture_sizes=[2, 4])
+    compile_options = options(tmp_path, compile_sizes=(4,), autotune=False)
+    compiled = compile_module(forward, ["x"], options=compile_options, capture_sizes=[2, 4])
     for size in (4, 2, 1):
         x = torch.randn(size, 4)
         torch.testing.assert_close(compiled(x), forward(x))
@@ -108,9 +108,9 @@ def test_the_old_value_of_an_input_that_is_written_is_kept(tmp_path, caplog):
         return y + 1
 
     compiled = compile_module(forward, ["x", "y"], options=options(tmp_path))
-    found, expected = ([torch.arange(8.0).view(2, 4), torch.ones(2, 4)] for _ in "ab")
-    assert torch.equal(compiled(*found), forward(*expected))
-    assert all(map(torch.equal, found, expected))
+    actual, expected = ([torch.arange(8.0).view(2, 4), torch.ones(2, 4)] for _ in "ab")
+    assert torch.equal(compiled(*actual), forward(*expected))
+    assert all(map(torch.equal, actual, expected))
     assert "runs uncompiled" in caplog.text
 
 
@@ -125,9 +125,9 @@ def test_a_number_that_a_piece_reads_from_a_tensor_is_passed_on(tmp_path, caplog
     compiled = compile_module(forward, ["x"], options=options(tmp_path))
     for value in (2.5, 3.0):
         tensors = torch.randn(3, 4), torch.tensor(value)
-        found, number = compiled(*tensors)
+        output, number = compiled(*tensors)
         expected, _ = forward(*tensors)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(output, expected)
         assert number == value
     assert "piece_0 passes on numbers of tensors: it runs uncompiled" in caplog.text
 
@@ -155,21 +155,21 @@ def test_writes_to_views_of_an_argument_are_right_at_other_sizes(tmp_path, made)
     compiled = compile_module(forward, ["x", "y"], options=options(tmp_path))
     compiled.ensure_compiled(*arguments(4))
     for size in (5, 2, 7):
-        found = arguments(size)
-        expected = [each.clone() for each in found]
-        compiled(*found)
+        actual = arguments(size)
+        expected = [each.clone() for each in actual]
+        compiled(*actual)
         forward(*expected)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_what_a_compiler_takes_for_granted_of_sizes_is_found():
     (fake, rows) = symbolic(4)
-    with size_conditions([fake]) as found:
+    with size_conditions([fake]) as conditions:
         assert rows >= 2 and rows < 100 and rows * 2 != 1
-    assert [str(each).partition(" ")[2] for each in found] == ["< 100"]
+    assert [str(each).partition(" ")[2] for each in conditions] == ["< 100"]
     with size_conditions([fake]) as later:
         assert rows < 200
-    assert later == found, "what is decided once is known to the next piece"
+    assert later == conditions, "what is decided once is known to the next piece"
 
 
 def test_a_size_that_a_compiler_takes_for_a_constant_is_refused_by_name():
@@ -241,8 +241,8 @@ def test_batch_norm_that_trains_takes_the_number_of_rows_of_each_call(tmp_path, 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     torch.manual_seed(0)
     model = Normed().train()
-    given = options(tmp_path, splitting_ops=[])
-    compiled = compile_module(copy.deepcopy(model), ["x"], options=given, in_place=False)
+    compile_options = options(tmp_path, splitting_ops=[])
+    compiled = compile_module(copy.deepcopy(model), ["x"], options=compile_options, in_place=False)
     with torch.no_grad():
         for rows in (4, 7, 16, 2):
             x = torch.randn(rows, 8)

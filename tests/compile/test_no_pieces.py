@@ -56,9 +56,9 @@ def test_what_a_splitting_operator_reads_in_python_is_that_of_the_step():
         runner.capture()
         for times in (3, 10):
             factor[0] = times
-            found = runner(x=torch.ones(4, 4))
+            output = runner(x=torch.ones(4, 4))
             assert runner.last_dispatch.reason is Reason.HIT
-            assert torch.equal(found, torch.full((4, 4), float(times)))
+            assert torch.equal(output, torch.full((4, 4), float(times)))
     factor[0] = 3
 
 
@@ -75,9 +75,9 @@ def test_an_eager_part_that_was_traced_is_an_error_in_pieces_and_none_in_full(po
         return doubled(x + 1) + 1
 
     for mode in ("PIECEWISE", "FULL"):
-        given = GraphPool("cpu")
-        compiled = compile_module(forward, ["x"], pool=given if pool else None)
-        with GraphRunner(compiled, mode=mode, sizes=[4], pool=given, **specs) as runner:
+        announced_pool = GraphPool("cpu")
+        compiled = compile_module(forward, ["x"], pool=announced_pool if pool else None)
+        with GraphRunner(compiled, mode=mode, sizes=[4], pool=announced_pool, **specs) as runner:
             if mode == "PIECEWISE":
                 with pytest.raises(MissedBreakError, match="opaque"):
                     runner.capture()
@@ -106,7 +106,7 @@ def test_steps_without_compute_pieces_are_right(mode, kind):
         assert model.total == 0, "a warm-up is undone"
         for rows in (3, 4, 1, 4, 2):
             x = torch.randn(rows, 4)
-            found = runner(Batch(rows, rows), x=x)
+            output = runner(Batch(rows, rows), x=x)
             assert runner.last_dispatch.mode is GraphMode.PIECEWISE
-            assert torch.equal(found, reference(x))
+            assert torch.equal(output, reference(x))
             torch.testing.assert_close(model.total, reference.total)

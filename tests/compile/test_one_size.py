@@ -77,9 +77,9 @@ def test_one_size_has_pieces_and_graphs_of_exactly_that_size(tmp_path, backend):
             for rows in (3, ROWS, 1, ROWS):
                 x = torch.randn(rows, 4)
                 whole = torch.cat([x, torch.zeros(ROWS - rows, 4)])
-                found = runner(x=x)
+                output = runner(x=x)
                 assert runner.last_dispatch.mode is GraphMode[mode]
-                torch.testing.assert_close(found, Cached()(whole)[:rows])
+                torch.testing.assert_close(output, Cached()(whole)[:rows])
             runner.verify(Batch(ROWS, ROWS, 1), x=torch.randn(ROWS, 4))
 
 

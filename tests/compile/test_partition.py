@@ -44,8 +44,8 @@ def runner(
     def run(x: torch.Tensor) -> torch.Tensor:
         (y,) = first([x])
         z = between(y)
-        (found,) = last([z, *more()])
-        return after(found, z)
+        (output,) = last([z, *more()])
+        return after(output, z)
 
     pool = GraphPool("cpu")
     code = Partitioned(run, [first, last])
@@ -154,7 +154,7 @@ def test_partitions_of_other_threads_are_not_taken():
 
     hook: Any = utils._unstable_customized_partition_wrapper
     assert hook.wrapper is None
-    with collecting(["ns::op"]) as found:
+    with collecting(["ns::op"]) as partitions_here:
         ours = hook.wrapper(add_one, SimpleNamespace(partition_index=0))
         others: list[Any] = []
         thread = threading.Thread(
@@ -162,7 +162,7 @@ def test_partitions_of_other_threads_are_not_taken():
         )
         thread.start()
         thread.join()
-        assert found == [ours] and others == [add_one]
+        assert partitions_here == [ours] and others == [add_one]
     assert hook.wrapper is None
 
 

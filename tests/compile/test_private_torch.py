@@ -28,14 +28,14 @@ RUNNING = ".".join(torch.__version__.split(".")[:2])
 def private_names(source: str) -> Iterator[str]:
     """What `source` takes of torch by a name with an underscore, at any depth: "torch._ops"."""
     for node in ast.walk(ast.parse(source)):
-        found: list[str] = []
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
-            found = [ast.unparse(node)]
-        for name in found:
+            names = [ast.unparse(node)]
+        for name in names:
             top, *parts = name.split(".")
             if top == "torch" and any(p[0] == "_" and not p.startswith("__") for p in parts):
                 yield name
@@ -78,8 +78,8 @@ def test_importing_looks_nothing_up():
         "import sys, torch; before = set(sys.modules); import graphrt.compile;"
         "print(sorted(n for n in set(sys.modules) - before if n.split('.')[0] == 'torch'))"
     )
-    found = starts.run("-c", code, check=True)
-    assert found.stdout.strip() == "[]"
+    process = starts.run("-c", code, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 def test_an_attribute_that_is_missing_is_named():

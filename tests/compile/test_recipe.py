@@ -67,10 +67,10 @@ class Twin:
     @torch.no_grad()
     def logits(self) -> torch.Tensor:
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)
-        found = self.model(
+        outputs = self.model(
             self.said, attention_mask=self.mask, position_ids=positions, use_cache=False
         )
-        return found.logits[:, -1]
+        return outputs.logits[:, -1]
 
     def say(self, tokens: torch.Tensor) -> None:
         self.said = torch.cat([self.said, tokens[:, None]], 1)
@@ -137,11 +137,11 @@ def test_the_recipe_decodes_on_a_gpu(recipe, name, mode, padding):
     check_decode(recipe, name, mode, padding, "cuda")
 
 
-def attend_with(recipe: Any, **given: Any) -> Any:
+def attend_with(recipe: Any, **keywords: Any) -> Any:
     module = types.SimpleNamespace(is_causal=True)
     query = torch.randn(1, 2, 3, 4)
     mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
-    arguments: Mapping[str, Any] = {"attention_mask": mask, **given}
+    arguments: Mapping[str, Any] = {"attention_mask": mask, **keywords}
     return recipe.attention(module, query, query, query, **arguments)
 
 

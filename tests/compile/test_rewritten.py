@@ -139,14 +139,14 @@ class Whisper(nn.Module):
         self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        found = self.model(
+        outputs = self.model(
             encoder_outputs=(self.heard,),
             decoder_input_ids=input_ids[:, None],
             decoder_position_ids=self.position[None],
             past_key_values=self.cache,
         )
         self.position.add_(1)
-        return found.logits[:, -1]
+        return outputs.logits[:, -1]
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])

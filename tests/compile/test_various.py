@@ -20,27 +20,27 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def same(found: Any, expected: Any, exact: bool) -> bool:
+def same(actual: Any, expected: Any, exact: bool) -> bool:
     """Whether two results are alike, in their containers too."""
     if isinstance(expected, torch.Tensor):
-        if not isinstance(found, torch.Tensor) or found.dtype is not expected.dtype:
+        if not isinstance(actual, torch.Tensor) or actual.dtype is not expected.dtype:
             return False
         if exact or not expected.is_floating_point():
-            return found.shape == expected.shape and torch.equal(
-                found.nan_to_num(), expected.nan_to_num()
+            return actual.shape == expected.shape and torch.equal(
+                actual.nan_to_num(), expected.nan_to_num()
             )
-        return torch.allclose(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
-    if type(found) is not type(expected):
+        return torch.allclose(actual, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    if type(actual) is not type(expected):
         return False
     if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(
-            same(found[key], expected[key], exact) for key in expected
+        return actual.keys() == expected.keys() and all(
+            same(actual[key], expected[key], exact) for key in expected
         )
     if isinstance(expected, (list, tuple)):
-        return len(found) == len(expected) and all(
-            same(*each, exact) for each in zip(found, expected, strict=True)
+        return len(actual) == len(expected) and all(
+            same(*each, exact) for each in zip(actual, expected, strict=True)
         )
-    return bool(found == expected)
+    return bool(actual == expected)
 
 
 def inputs_of(case: Case, rows_: int) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def check(case: Case, backend: str, cache_dir: Path) -> None:
                 with pytest.raises(GraphRTError):
                     called(compiled, mine)
                 continue
-            expected, found = called(eager, theirs), called(compiled, mine)
+            expected, actual = called(eager, theirs), called(compiled, mine)
         exact = backend == "eager"
-        assert same(found, expected, exact), f"{size} rows: {found} is not {expected}"
+        assert same(actual, expected, exact), f"{size} rows: {actual} is not {expected}"
         assert same(mine, theirs, exact), f"{size} rows: arguments are {mine}, not {theirs}"
         assert same(state_of(ours), state_of(eager), exact), f"{size} rows: other buffers"
     assert compiled.figures.compilations <= 3

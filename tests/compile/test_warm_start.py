@@ -86,7 +86,7 @@ def compiles(program: list[str]) -> bool:
     return name in COMPILERS and "--version" not in program and "-Wno-psabi" not in program
 
 
-def start(given: dict[str, Any]) -> dict[str, Any]:
+def start(request: dict[str, Any]) -> dict[str, Any]:
     """Compile the layers or load them, and call them at a general and a static size."""
     from tests.models.llama import Llama, step_inputs
 
@@ -94,14 +94,16 @@ def start(given: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     options = CompileOptions(
         backend="inductor",
-        cache_dir=given["cache"],
-        save_format=given["save_format"],
+        cache_dir=request["cache"],
+        save_format=request["save_format"],
         compile_sizes=(4,),
     )
-    compiled = compile_module(Llama(layers=given["layers"]).to(given["device"]), options=options)
+    compiled = compile_module(
+        Llama(layers=request["layers"]).to(request["device"]), options=options
+    )
     results = []
     for size in (3, 4):
-        inputs = {name: each.to(given["device"]) for name, each in step_inputs(size).items()}
+        inputs = {name: each.to(request["device"]) for name, each in step_inputs(size).items()}
         results.append(compiled(**inputs).tolist())
     figures = compiled.figures
     return {
@@ -123,14 +125,14 @@ def started(
     """What `start` tells of a new process, whose compilers have cached nothing."""
     compilers = directory / "compilers"
     shutil.rmtree(compilers, ignore_errors=True)
-    given = {
+    arguments = {
         "cache": str(directory / "kept"),
         "save_format": save_format,
         "device": device,
         "layers": LAYERS[device],
     }
     done = subprocess.run(
-        [sys.executable, __file__, json.dumps(given)],
+        [sys.executable, __file__, json.dumps(arguments)],
         cwd=Path(__file__).parent,
         env={
             **os.environ,
@@ -147,9 +149,9 @@ def started(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert "CompileCacheWarning" not in done.stderr
-    return found
+    return record
 
 
 def check_starts(tmp_path: Path, save_format: str, device: str, **environment: str) -> Counter[str]:

@@ -542,7 +542,7 @@ def a_weight_that_is_computed() -> Any:
 @case(dims={"input": 0})
 def hooks() -> Any:
     layer = nn.Linear(4, 4)
-    layer.register_forward_hook(lambda module, arguments, found: found * 2)
+    layer.register_forward_hook(lambda module, arguments, output: output * 2)
     layer.register_forward_pre_hook(lambda module, arguments: (arguments[0] + 1,))
     return nn.Sequential(layer, nn.ReLU())
 

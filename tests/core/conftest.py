@@ -23,5 +23,5 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("native")
     # Beside what it is asked for: see `make test-sanitized`.
     flags = f"{os.environ.get('CFLAGS', '')} -Wall -Werror"
-    (found,) = build(folder, {"GRAPHRT_NATIVE": "1", "CFLAGS": flags})
-    return found
+    (library,) = build(folder, {"GRAPHRT_NATIVE": "1", "CFLAGS": flags})
+    return library

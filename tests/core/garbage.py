@@ -82,10 +82,10 @@ class Endless:
 
 
 def nested(depth: int) -> list[Any]:
-    found: list[Any] = []
+    nest: list[Any] = []
     for _ in range(depth):
-        found = [found]
-    return found
+        nest = [nest]
+    return nest
 
 
 GARBAGE: dict[str, Callable[[], Any]] = {
@@ -184,9 +184,9 @@ def of_runner(name: str, /, **right: Any) -> Target:
 
 
 def dispatcher() -> GraphDispatcher:
-    found = GraphDispatcher("FULL")
-    found.publish("FULL", D)
-    return found
+    target = GraphDispatcher("FULL")
+    target.publish("FULL", D)
+    return target
 
 
 def of_dispatcher(name: str, /, **right: Any) -> Target:
@@ -232,9 +232,9 @@ def wrapped_step(
 
 
 def keyed() -> KeyedGraphs:
-    found = KeyedGraphs(GraphPool("cpu"))
-    found.capture("one", lambda: torch.ones(2) + 1)
-    return found
+    graphs = KeyedGraphs(GraphPool("cpu"))
+    graphs.capture("one", lambda: torch.ones(2) + 1)
+    return graphs
 
 
 def of_keyed(name: str, /, *, own: tuple[type[Exception], ...] = (), **right: Any) -> Target:
@@ -457,12 +457,12 @@ TARGETS: dict[str, Target] = {
 }
 
 
-def _kept(found: KeyedGraphs) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _kept(graphs: KeyedGraphs) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The graph's method, which keeps its graphs by this closure alone."""
-    graph = found["one"]
+    graph = graphs["one"]
 
     def replay(updates: Any = None) -> Any:
-        assert found is not None
+        assert graphs is not None
         return graph.replay(updates)
 
     return replay, {}
@@ -470,13 +470,13 @@ def _kept(found: KeyedGraphs) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 def parameters(call: Callable[..., Any], right: dict[str, Any]) -> list[str]:
     """The names of a call's parameters; of `**keywords` those that are right."""
-    found: list[str] = []
+    names: list[str] = []
     for name, parameter in inspect.signature(call).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            found += [key for key in right if key not in found]
+            names += [key for key in right if key not in names]
         elif parameter.kind is not parameter.VAR_POSITIONAL:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 __all__ = ["GARBAGE", "TARGETS", "UNCHANGED", "Reason", "Refuses", "Target", "parameters"]

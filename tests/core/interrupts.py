@@ -66,24 +66,24 @@ class Places:
 @functools.cache
 def _checked(code: CodeType) -> frozenset[int]:
     """Offsets of the instructions that come after CPython has looked for signals."""
-    found, before = set(), ""
+    offsets, before = set(), ""
     for instruction in dis.get_instructions(code):
         if before.startswith(_CHECKED_BEFORE):
-            found.add(instruction.offset)
+            offsets.add(instruction.offset)
         before = instruction.opname
-    return frozenset(found)
+    return frozenset(offsets)
 
 
 @functools.cache
 def _never(code: CodeType) -> frozenset[int]:
     """Offsets of lines at which nothing can be raised: the word `try`, which no handler covers, and
     where a `with` is left, which of a lock is one instruction: `__exit__` is given three None."""
-    found = list(dis.get_instructions(code))
-    left = {each.offset for each in found if each.opname == "NOP"}
-    for place, first in enumerate(found[:-2]):
-        if all(_loads_none(each) for each in found[place : place + 3]):
+    instructions = list(dis.get_instructions(code))
+    left = {each.offset for each in instructions if each.opname == "NOP"}
+    for place, first in enumerate(instructions[:-2]):
+        if all(_loads_none(each) for each in instructions[place : place + 3]):
             # A result that is returned lies on top of `__exit__`.
-            before = found[place - 1]
+            before = instructions[place - 1]
             left |= {first.offset, before.offset if before.opname == "SWAP" else first.offset}
     return frozenset(left)
 

@@ -131,12 +131,12 @@ def use(*, native: bool) -> None:
 
 def specs_of(rng: random.Random) -> dict[str, InputSpec]:
     dtypes = torch.int64, torch.int32, torch.float32
-    found = {"x": InputSpec(torch.float32, ("tokens", 2))}
+    specs = {"x": InputSpec(torch.float32, ("tokens", 2))}
     for number in range(rng.randint(0, 3)):
         axis = rng.choice(("tokens", "reqs", "reqs+1"))
         pad = "repeat" if rng.random() < 0.4 else rng.randint(0, 9)
-        found[f"y{number}"] = InputSpec(rng.choice(dtypes), (axis,), pad=pad)
-    return found
+        specs[f"y{number}"] = InputSpec(rng.choice(dtypes), (axis,), pad=pad)
+    return specs
 
 
 class Weighted(torch.nn.Module):
@@ -159,7 +159,7 @@ def runners_of(rng: random.Random, specs: dict[str, InputSpec]) -> tuple[GraphRu
     Device.pool = pool
     if rng.random() < 0.3:
         pool.elsewhere, pool.on_device = lambda: Device.elsewhere, on_device
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "inputs": specs,
         "outputs": (rng.choice(("tokens", "reqs")),),
         "sizes": [2, 4, 8],
@@ -171,7 +171,7 @@ def runners_of(rng: random.Random, specs: dict[str, InputSpec]) -> tuple[GraphRu
             lazy=rng.random() < 0.3,
         ),
     }
-    runner = GraphRunner(Weighted(), mode="FULL", **given)
+    runner = GraphRunner(Weighted(), mode="FULL", **inputs)
     if rng.random() < 0.5:
         pool.read_stream_id, pool.stream_id = lambda: Device.stream, 0
 
@@ -179,7 +179,7 @@ def runners_of(rng: random.Random, specs: dict[str, InputSpec]) -> tuple[GraphRu
             pool.stream_id = Device.stream
 
         pool.follow_stream = follow
-    other = GraphRunner(Weighted(), mode="PIECEWISE", **given)
+    other = GraphRunner(Weighted(), mode="PIECEWISE", **inputs)
     for each in runner, other:
         if not each.options.lazy:
             each.capture()
@@ -264,16 +264,16 @@ def program(seed: int, *, native: bool) -> list[Any]:
         if fault == "busy":
             pool.owner = "another step"
         Device.fault = fault
-        found: Any
+        outcome: Any
         graded = False
         try:
             inference = torch.inference_mode() if rng.random() < 0.1 else nullcontext()
             with inference, around("cpu"):
                 out = done(runner, rng, batch, values, old)
-            found, graded = out.detach().clone(), out.requires_grad
+            outcome, graded = out.detach().clone(), out.requires_grad
             kept.append(HANDS[hand](out))
         except (GraphRTError, RuntimeError, LookupError, KeyboardInterrupt) as error:
-            found = type(error), str(error).partition(" in thread ")[0]
+            outcome = type(error), str(error).partition(" in thread ")[0]
         out = None
         kept = kept[-rng.randint(1, 3) :]
         if fault == "busy":
@@ -286,7 +286,7 @@ def program(seed: int, *, native: bool) -> list[Any]:
         device = Device.marked, Device.entered
         told = runner.last_dispatch, runner.dispatcher.counts(), runner.report().live_tokens
         tried = [record.status for record in runner.graphs.checks.records.values()]
-        seen.append((found, state, steps, device, told, tried, graded))
+        seen.append((outcome, state, steps, device, told, tried, graded))
     kept.clear()
     runner.close()
     other.close()

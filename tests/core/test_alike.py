@@ -37,7 +37,7 @@ BATCH = Batch(3, 3, 1)
 def runner_of(specs: dict[str, InputSpec] = SPECS, **settings: Any) -> GraphRunner:
     """A runner whose output is all that its forward reads, padding and all."""
     runner = GraphRunner(
-        lambda **given: torch.cat([value.double().flatten() for value in given.values()]),
+        lambda **inputs: torch.cat([value.double().flatten() for value in inputs.values()]),
         inputs=specs,
         outputs=(None,),
         mode="FULL",
@@ -70,11 +70,11 @@ def runner_of_four_tokens(forward: Callable[..., torch.Tensor], inputs: Any) -> 
 
 def kind_of_three(kind: int, value: int) -> dict[str, torch.Tensor]:
     """Inputs of one value, of which the bits of `kind` say which were made in inference mode."""
-    given = {}
+    inputs = {}
     for number, name in enumerate("abc"):
         with torch.inference_mode(bool(kind >> number & 1)):
-            given[name] = torch.full((3,), value + number)
-    return given
+            inputs[name] = torch.full((3,), value + number)
+    return inputs
 
 
 def values(rows: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -86,88 +86,88 @@ def values(rows: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def padded(given: dict[str, torch.Tensor], size: int) -> torch.Tensor:
+def padded(inputs: dict[str, torch.Tensor], size: int) -> torch.Tensor:
     """What the forward of `runner_of` sees of these rows."""
-    ids, table, starts = given["ids"], given["table"], given["starts"]
+    ids, table, starts = inputs["ids"], inputs["table"], inputs["starts"]
     rest = size - len(ids)
     parts = [ids, torch.full((rest,), -7), table, torch.full((rest, 3), -1)]
     parts += [starts, starts[-1:].repeat(rest)]
     return torch.cat([part.double().flatten() for part in parts])
 
 
-def check(runner: GraphRunner, given: dict[str, torch.Tensor], size: int = 4) -> None:
-    rows = len(given["ids"])
-    assert torch.equal(runner(Batch(rows, rows, 1), **given), padded(given, size))
+def check(runner: GraphRunner, inputs: dict[str, torch.Tensor], size: int = 4) -> None:
+    rows = len(inputs["ids"])
+    assert torch.equal(runner(Batch(rows, rows, 1), **inputs), padded(inputs, size))
 
 
 @pytest.fixture
 def warm() -> tuple[GraphRunner, dict[str, torch.Tensor]]:
     """A runner that has seen these very tensors in several steps."""
-    runner, given = runner_of(), values()
+    runner, inputs = runner_of(), values()
     for _ in range(4):
-        check(runner, given)
-    return runner, given
+        check(runner, inputs)
+    return runner, inputs
 
 
 def test_new_values_in_the_same_tensors_are_seen(warm):
-    runner, given = warm
+    runner, inputs = warm
     for seed in range(1, 5):
         for name, value in values(3, seed).items():
-            given[name].copy_(value)
-        check(runner, given)
+            inputs[name].copy_(value)
+        check(runner, inputs)
 
 
 def test_a_tensor_resized_in_place_is_refused_and_served_as_another_batch(warm):
-    runner, given = warm
-    given["ids"].resize_(4)
+    runner, inputs = warm
+    inputs["ids"].resize_(4)
     with pytest.raises(InvalidInputError, match=r"'ids' has the wrong shape"):
-        runner(BATCH, **given)
+        runner(BATCH, **inputs)
     for name, value in values(4, 3).items():
-        given[name].resize_(value.shape).copy_(value)
-    check(runner, given)
+        inputs[name].resize_(value.shape).copy_(value)
+    check(runner, inputs)
 
 
 def test_a_tensor_given_another_dtype_is_refused(warm):
-    runner, given = warm
-    given["ids"].data = given["ids"].to(torch.int32)
+    runner, inputs = warm
+    inputs["ids"].data = inputs["ids"].to(torch.int32)
     with pytest.raises(InvalidInputError, match=r"'ids' has the wrong dtype"):
-        runner(BATCH, **given)
+        runner(BATCH, **inputs)
 
 
 @pytest.mark.parametrize("how", ["data", "set_"])
 def test_a_tensor_given_another_storage_is_read_there(warm, how):
-    runner, given = warm
+    runner, inputs = warm
     other = values(3, 9)["ids"] + 1000
     if how == "data":
-        given["ids"].data = other
+        inputs["ids"].data = other
     else:
-        given["ids"].set_(other.untyped_storage(), 0, (3,), (1,))
-    check(runner, given)
-    assert int(runner(BATCH, **given)[0]) >= 1000
+        inputs["ids"].set_(other.untyped_storage(), 0, (3,), (1,))
+    check(runner, inputs)
+    assert int(runner(BATCH, **inputs)[0]) >= 1000
 
 
 def test_another_tensor_at_the_same_place_in_python_is_read_itself(warm):
-    runner, given = warm
+    runner, inputs = warm
     for seed in range(20):
         # The object before is freed first, so its `id` is given again.
-        del given["ids"]
-        given["ids"] = torch.full((3,), seed)
-        check(runner, given)
+        del inputs["ids"]
+        inputs["ids"] = torch.full((3,), seed)
+        check(runner, inputs)
 
 
 def test_views_with_gaps_are_read_as_their_values(warm):
-    runner, given = warm
-    check(runner, {**given, "ids": torch.arange(100, 106)[::2]})
-    check(runner, {**given, "table": torch.arange(9, dtype=torch.int32).view(3, 3).t()})
-    check(runner, {**given, "ids": torch.tensor(5).expand(3)})
-    check(runner, given)
+    runner, inputs = warm
+    check(runner, {**inputs, "ids": torch.arange(100, 106)[::2]})
+    check(runner, {**inputs, "table": torch.arange(9, dtype=torch.int32).view(3, 3).t()})
+    check(runner, {**inputs, "ids": torch.tensor(5).expand(3)})
+    check(runner, inputs)
 
 
 def test_a_tensor_whose_memory_was_given_back_is_named(warm):
-    runner, given = warm
-    given["table"].untyped_storage().resize_(0)
+    runner, inputs = warm
+    inputs["table"].untyped_storage().resize_(0)
     with pytest.raises(InvalidInputError, match="no rows in memory"):
-        runner(BATCH, **given)
+        runner(BATCH, **inputs)
     check(runner, values())
 
 
@@ -230,32 +230,32 @@ def test_a_batch_of_a_class_that_equals_everything_is_not_taken_for_the_last_one
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda given: given.pop("ids"), "not the declared ones"),
-        (lambda given: given.update(other=torch.zeros(3)), "not the declared ones"),
-        (lambda given: given.update(other=given.pop("ids")), "not the declared ones"),
-        (lambda given: given.update(ids=[1, 2, 3]), "'ids' is no tensor"),
-        (lambda given: given.update(ids=given["ids"].to("meta")), "no rows in memory"),
-        (lambda given: given.update(ids=given["ids"].to_sparse()), "no rows in memory"),
-        (lambda given: given.update(ids=given["ids"][:2]), "wrong shape"),
+        (lambda inputs: inputs.pop("ids"), "not the declared ones"),
+        (lambda inputs: inputs.update(other=torch.zeros(3)), "not the declared ones"),
+        (lambda inputs: inputs.update(other=inputs.pop("ids")), "not the declared ones"),
+        (lambda inputs: inputs.update(ids=[1, 2, 3]), "'ids' is no tensor"),
+        (lambda inputs: inputs.update(ids=inputs["ids"].to("meta")), "no rows in memory"),
+        (lambda inputs: inputs.update(ids=inputs["ids"].to_sparse()), "no rows in memory"),
+        (lambda inputs: inputs.update(ids=inputs["ids"][:2]), "wrong shape"),
     ],
 )
 def test_what_was_refused_at_the_first_step_is_refused_at_a_later_one(warm, change, word):
-    runner, given = warm
-    wrong = dict(given)
+    runner, inputs = warm
+    wrong = dict(inputs)
     change(wrong)
     ring = runner.inputs.ring
     before = ring.count
     with pytest.raises(InvalidInputError, match=word):
         runner(BATCH, **wrong)
     assert ring.count == before
-    check(runner, given)
+    check(runner, inputs)
 
 
 def test_nested_inputs_are_told_by_their_names():
     runner = runner_of_four_tokens(lambda outer: outer["ids"] + 1, {"outer": SPECS})
     for seed in range(5):
-        given = values(3, seed)
-        assert torch.equal(runner(BATCH, outer=given), given["ids"] + 1)
+        inputs = values(3, seed)
+        assert torch.equal(runner(BATCH, outer=inputs), inputs["ids"] + 1)
 
 
 def moves_of(runner: GraphRunner) -> Any:
@@ -264,25 +264,25 @@ def moves_of(runner: GraphRunner) -> Any:
 
 @compiled
 def test_a_host_that_enters_inference_mode_is_known_again(warm):
-    runner, given = warm
+    runner, inputs = warm
     before = len(moves_of(runner).prepared.writers)
     with torch.inference_mode():
         for _ in range(3):
-            check(runner, given)
+            check(runner, inputs)
         assert len(moves_of(runner).prepared.writers) == before + 1
-        assert moves_of(runner).alike(given, runner.inputs.layout(4, 4).fetch, False)
+        assert moves_of(runner).alike(inputs, runner.inputs.layout(4, 4).fetch, False)
 
 
 @compiled
 def test_kinds_that_take_turns_are_all_known(warm):
-    runner, given = warm
+    runner, inputs = warm
     with torch.inference_mode():
         inside = values()
     in_place = {
-        name: view[: len(given[name])] for name, view in runner.inputs.layout(4, 4).views.items()
+        name: view[: len(inputs[name])] for name, view in runner.inputs.layout(4, 4).views.items()
     }
     for turn in range(10):
-        for kind in (given, inside, in_place):
+        for kind in (inputs, inside, in_place):
             if kind is in_place:
                 for name, value in values(3, turn).items():
                     kind[name].copy_(value)
@@ -291,7 +291,7 @@ def test_kinds_that_take_turns_are_all_known(warm):
         if turn == 1:
             known = list(moves_of(runner).prepared.writers)
     assert moves_of(runner).prepared.writers == known and 2 <= len(known) < MOST_KINDS
-    for kind, writer in ((given, known[0]), (inside, known[1])):
+    for kind, writer in ((inputs, known[0]), (inside, known[1])):
         with torch.inference_mode(kind is inside):
             check(runner, kind)
         assert moves_of(runner).alike is writer
@@ -301,9 +301,9 @@ def test_empty_inputs_leave_no_kinds_behind():
     specs = {**SPECS, "none": InputSpec(torch.float32, ("tokens", 0))}
     runner = runner_of(specs)
     for seed in range(8):
-        given = values(3, seed)
-        out = runner(BATCH, **given, none=torch.empty(3, 0))
-        assert torch.equal(out, padded(given, 4))
+        inputs = values(3, seed)
+        out = runner(BATCH, **inputs, none=torch.empty(3, 0))
+        assert torch.equal(out, padded(inputs, 4))
     assert moves_of(runner).prepared.writers == []
 
 
@@ -316,10 +316,10 @@ class Anything:
 
 @pytest.mark.parametrize("field", ["bounds", "variant", "exclude"])
 def test_what_only_says_that_it_equals_the_last_batch_is_looked_at(warm, field):
-    runner, given = warm
+    runner, inputs = warm
     with pytest.raises((InvalidBatchError, InvalidModeError)):
-        runner(BATCH._replace(**{field: Anything()}), **given)
-    check(runner, given)
+        runner(BATCH._replace(**{field: Anything()}), **inputs)
+    check(runner, inputs)
 
 
 @compiled
@@ -327,8 +327,8 @@ def test_kinds_that_were_seen_first_make_room_for_others():
     runner = runner_of_four_tokens(lambda a, b, c: a + b + c, THREE)
     made = set()
     for turn in range(100):
-        given = kind_of_three(min(turn, 7), turn)
-        assert runner(BATCH, **given).tolist() == [3 * turn + 3] * 3
+        inputs = kind_of_three(min(turn, 7), turn)
+        assert runner(BATCH, **inputs).tolist() == [3 * turn + 3] * 3
         made.add(moves_of(runner).prepared.made)
         if turn == MOST_KINDS - 1:
             first = list(moves_of(runner).prepared.writers)
@@ -393,10 +393,10 @@ def test_more_padding_than_a_slot_has_moves_for_is_written_by_the_host():
 
 
 def test_an_equal_batch_is_counted_as_one_of_its_graph(warm):
-    runner, given = warm
+    runner, inputs = warm
     counts = runner.dispatcher.counts()[Reason.HIT]
     for step in range(1, 6):
-        runner(Batch(3, 3, 1), **given)
+        runner(Batch(3, 3, 1), **inputs)
         assert runner.dispatcher.counts()[Reason.HIT] == counts + step
         assert runner.last_dispatch is not None
         assert runner.last_dispatch.descriptor.num_tokens == 4
@@ -404,16 +404,16 @@ def test_an_equal_batch_is_counted_as_one_of_its_graph(warm):
 
 
 def test_a_graph_that_is_withdrawn_serves_no_equal_batch(warm):
-    runner, given = warm
-    found = runner.dispatcher.dispatch(BATCH)
-    runner.dispatcher.withdraw(found.mode, found.descriptor)
-    check(runner, given, size=8)
-    runner.dispatcher.publish(found.mode, found.descriptor)
-    check(runner, given, size=4)
+    runner, inputs = warm
+    dispatch = runner.dispatcher.dispatch(BATCH)
+    runner.dispatcher.withdraw(dispatch.mode, dispatch.descriptor)
+    check(runner, inputs, size=8)
+    runner.dispatcher.publish(dispatch.mode, dispatch.descriptor)
+    check(runner, inputs, size=4)
     runner.release()
-    assert torch.equal(runner(BATCH, **given), padded(given, 3))
+    assert torch.equal(runner(BATCH, **inputs), padded(inputs, 3))
     runner.capture()
-    check(runner, given, size=4)
+    check(runner, inputs, size=4)
 
 
 def test_between_equal_batches_every_other_one_is_dispatched(warm):
@@ -423,16 +423,16 @@ def test_between_equal_batches_every_other_one_is_dispatched(warm):
 
 
 def test_what_only_compares_like_the_last_batch_is_looked_at(warm):
-    runner, given = warm
+    runner, inputs = warm
     for wrong in (
         tuple(BATCH),
         BATCH._replace(variant=[1]),
     ):
         with pytest.raises(InvalidBatchError):
-            runner(wrong, **given)
-        check(runner, given)
+            runner(wrong, **inputs)
+        check(runner, inputs)
     left_out = BATCH._replace(exclude=frozenset({GraphMode.FULL}))
-    assert torch.equal(runner(left_out, **given), padded(given, 3))
+    assert torch.equal(runner(left_out, **inputs), padded(inputs, 3))
 
 
 class Odd:
@@ -446,21 +446,21 @@ class Odd:
 
 
 def test_a_variant_that_cannot_be_compared_is_no_equal_batch(warm):
-    runner, given = warm
+    runner, inputs = warm
     odd = BATCH._replace(variant=Odd())
-    assert torch.equal(runner(odd, **given), padded(given, 3))
-    check(runner, given)
+    assert torch.equal(runner(odd, **inputs), padded(inputs, 3))
+    check(runner, inputs)
 
 
 def test_what_ranks_agree_on_is_dispatched_at_every_step(warm):
-    runner, given = warm
-    named = [found.descriptor for found in runner.dispatcher.published]
+    runner, inputs = warm
+    named = [graph.descriptor for graph in runner.dispatcher.published]
     eight = next(each for each in named if each.num_tokens == 8)
     for _ in range(3):
-        assert torch.equal(runner(BATCH, **given), padded(given, 4))
-        assert torch.equal(runner(BATCH, **given, agreed=eight), padded(given, 8))
-        eager = runner(BATCH, **given, agreed=eight._replace(num_tokens=7, num_reqs=7))
-        assert torch.equal(eager, padded(given, 3))
+        assert torch.equal(runner(BATCH, **inputs), padded(inputs, 4))
+        assert torch.equal(runner(BATCH, **inputs, agreed=eight), padded(inputs, 8))
+        eager = runner(BATCH, **inputs, agreed=eight._replace(num_tokens=7, num_reqs=7))
+        assert torch.equal(eager, padded(inputs, 3))
 
 
 def test_steps_of_two_threads_never_see_the_other_ones_rows():
@@ -470,9 +470,9 @@ def test_steps_of_two_threads_never_see_the_other_ones_rows():
 
     def steps(number: int, rows: int) -> None:
         for seed in range(400):
-            given = values(rows, seed + 1000 * number)
+            inputs = values(rows, seed + 1000 * number)
             try:
-                seen = runner(Batch(rows, rows, 1), **given).clone()
+                seen = runner(Batch(rows, rows, 1), **inputs).clone()
             except PoolBusyError:
                 # The other one's trial takes longer than all these steps, refused at once, do.
                 time.sleep(0.0002)
@@ -486,7 +486,7 @@ def test_steps_of_two_threads_never_see_the_other_ones_rows():
             done[number] += 1
             # Or it has written the memory since, with all of its rows.
             size = {2: 2, 3: 4}[rows]
-            if seen.numel() != padded(given, size).numel():
+            if seen.numel() != padded(inputs, size).numel():
                 wrong.append((rows, seen))
 
     threads = [threading.Thread(target=steps, args=(n, rows)) for n, rows in enumerate((2, 3))]
@@ -499,31 +499,31 @@ def test_steps_of_two_threads_never_see_the_other_ones_rows():
     check(runner, values(3))
 
 
-def slot_of(runner: GraphRunner, given: dict[str, torch.Tensor]) -> Any:
-    rows = len(given["ids"])
+def slot_of(runner: GraphRunner, inputs: dict[str, torch.Tensor]) -> Any:
+    rows = len(inputs["ids"])
     slot = runner.slot(Batch(rows, rows, 1))
-    for name, value in given.items():
+    for name, value in inputs.items():
         slot[name].copy_(value)
     return slot
 
 
 def test_slots_of_equal_batches_are_counted_and_dispatched_anew_when_graphs_change(warm):
-    runner, given = warm
-    found = runner.dispatcher.dispatch(BATCH)
+    runner, inputs = warm
+    dispatch = runner.dispatcher.dispatch(BATCH)
     counts = runner.dispatcher.counts()[Reason.HIT]
     for step in range(1, 4):
-        assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
+        assert torch.equal(runner(slot_of(runner, inputs)), padded(inputs, 4))
         assert runner.dispatcher.counts()[Reason.HIT] == counts + step
-    runner.dispatcher.withdraw(found.mode, found.descriptor)
-    assert torch.equal(runner(slot_of(runner, given)), padded(given, 8))
-    runner.dispatcher.publish(found.mode, found.descriptor)
-    assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
+    runner.dispatcher.withdraw(dispatch.mode, dispatch.descriptor)
+    assert torch.equal(runner(slot_of(runner, inputs)), padded(inputs, 8))
+    runner.dispatcher.publish(dispatch.mode, dispatch.descriptor)
+    assert torch.equal(runner(slot_of(runner, inputs)), padded(inputs, 4))
     runner.recapture()
-    assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
+    assert torch.equal(runner(slot_of(runner, inputs)), padded(inputs, 4))
     # Made for the graph of before, and served as its values.
-    slot = slot_of(runner, given)
+    slot = slot_of(runner, inputs)
     runner.release()
-    assert torch.equal(runner(slot), padded(given, 3))
+    assert torch.equal(runner(slot), padded(inputs, 3))
     with pytest.raises(InvalidBatchError):
         runner.slot(BATCH._replace(num_tokens=3.0))
 
@@ -531,16 +531,16 @@ def test_slots_of_equal_batches_are_counted_and_dispatched_anew_when_graphs_chan
 def test_slots_and_calls_take_turns_with_the_same_batch(warm):
     runner, _ = warm
     for seed in range(20):
-        given = values(3 + seed % 2, seed)
+        inputs = values(3 + seed % 2, seed)
         if seed % 3:
-            assert torch.equal(runner(slot_of(runner, given)), padded(given, 4))
+            assert torch.equal(runner(slot_of(runner, inputs)), padded(inputs, 4))
         else:
-            check(runner, given)
+            check(runner, inputs)
 
 
 @pytest.mark.parametrize("by_slot", [False, True])
 def test_bounds_that_are_changed_in_place_are_looked_at(by_slot):
-    runner, given = runner_of(bounds=[(4,), (100,)]), values()
+    runner, inputs = runner_of(bounds=[(4,), (100,)]), values()
     needed: Any = [3]
     batch = Batch(3, 3, 1, bounds=needed)
     for bound, reason in ((3, Reason.HIT), (50, Reason.HIT), (500, Reason.NO_GRAPH)):
@@ -548,12 +548,12 @@ def test_bounds_that_are_changed_in_place_are_looked_at(by_slot):
         for _ in range(3):
             if by_slot:
                 slot = runner.slot(batch)
-                for name, value in given.items():
+                for name, value in inputs.items():
                     slot[name].copy_(value)
                 runner(slot)
             else:
-                runner(batch, **given)
-            found = runner.last_dispatch
-            assert found is not None
-            assert found.reason is reason
-            assert reason is not Reason.HIT or found.descriptor.bounds[0] >= bound
+                runner(batch, **inputs)
+            dispatch = runner.last_dispatch
+            assert dispatch is not None
+            assert dispatch.reason is reason
+            assert reason is not Reason.HIT or dispatch.descriptor.bounds[0] >= bound

@@ -34,8 +34,8 @@ def pieces_take(streams: int, full: int = 1) -> dict[GraphMode, GraphCost]:
 
 
 def keys_of(mode: GraphMode, *sizes: int, reqs: int = 8) -> tuple[CaptureKey, ...]:
-    found = capture_sizes(max_num_reqs=reqs, max_num_tokens=8192, sizes=sorted(sizes))
-    return descriptors_for(mode, found)
+    fitted = capture_sizes(max_num_reqs=reqs, max_num_tokens=8192, sizes=sorted(sizes))
+    return descriptors_for(mode, fitted)
 
 
 def plan(
@@ -54,26 +54,26 @@ def asked_for(mode: GraphMode | str) -> ModeResolution:
     return ModeResolution(GraphMode.parse(mode), GraphMode.parse(mode))
 
 
-def tokens(found: Fitted, mode: GraphMode) -> list[int]:
-    return [each.descriptor.num_tokens for each in found.captured if each.mode is mode]
+def tokens(fitted: Fitted, mode: GraphMode) -> list[int]:
+    return [each.descriptor.num_tokens for each in fitted.captured if each.mode is mode]
 
 
 def test_without_limits_everything_is_captured_in_the_order_given() -> None:
     keys = keys_of(BOTH, 1, 2, 4, 8)
-    found = plan(keys, Budget(), pieces_take(5), mode=BOTH)
-    assert (found.keys, found.left_out, found.resolution.mode) == (keys, (), BOTH)
-    assert found.total == GraphCost(4 * 5 + 4, 4 * 5 + 4, 48 * MIB, 3.0)
+    fitted = plan(keys, Budget(), pieces_take(5), mode=BOTH)
+    assert (fitted.keys, fitted.left_out, fitted.resolution.mode) == (keys, (), BOTH)
+    assert fitted.total == GraphCost(4 * 5 + 4, 4 * 5 + 4, 48 * MIB, 3.0)
 
 
 def test_full_graphs_come_first_and_pieces_take_the_rest() -> None:
-    found = plan(keys_of(BOTH, 1, 2, 4, 8), Budget(streams=15), pieces_take(5), mode=BOTH)
-    assert tokens(found, FULL) == [8, 4, 2, 1]
-    assert tokens(found, PIECEWISE) == [8, 1]
-    assert [(each.descriptor.num_tokens, each.padded_to) for each in found.left_out] == [
+    fitted = plan(keys_of(BOTH, 1, 2, 4, 8), Budget(streams=15), pieces_take(5), mode=BOTH)
+    assert tokens(fitted, FULL) == [8, 4, 2, 1]
+    assert tokens(fitted, PIECEWISE) == [8, 1]
+    assert [(each.descriptor.num_tokens, each.padded_to) for each in fitted.left_out] == [
         (4, 8),
         (2, 8),
     ]
-    assert found.left_out[0].why == "needs 5 streams; free: 1 of 15 streams"
+    assert fitted.left_out[0].why == "needs 5 streams; free: 1 of 15 streams"
 
 
 @pytest.mark.parametrize(
@@ -86,65 +86,67 @@ def test_full_graphs_come_first_and_pieces_take_the_rest() -> None:
     ],
 )
 def test_every_resource_counts(budget: Budget, kept: list[int]) -> None:
-    found = plan(keys_of(PIECEWISE, 1, 2, 4, 8), budget, pieces_take(5), mode=PIECEWISE)
-    assert tokens(found, PIECEWISE) == kept
-    assert found.resolution.mode is PIECEWISE
+    fitted = plan(keys_of(PIECEWISE, 1, 2, 4, 8), budget, pieces_take(5), mode=PIECEWISE)
+    assert tokens(fitted, PIECEWISE) == kept
+    assert fitted.resolution.mode is PIECEWISE
 
 
 def test_too_few_piecewise_sizes_are_one_more_step() -> None:
     resolution = resolve_mode("FULL")
     assert resolution.steps == ()
     resolution = resolve_mode("FULL_AND_PIECEWISE")
-    found = plan(keys_of(BOTH, 1, 2, 4, 8), Budget(streams=8), pieces_take(5), mode=resolution)
-    assert found.resolution.mode is GraphMode.FULL_DECODE_ONLY
-    step = found.resolution.steps[-1]
-    assert (step.rule, step.before, step.after) == ("budget", BOTH, found.resolution.mode)
+    fitted = plan(keys_of(BOTH, 1, 2, 4, 8), Budget(streams=8), pieces_take(5), mode=resolution)
+    assert fitted.resolution.mode is GraphMode.FULL_DECODE_ONLY
+    step = fitted.resolution.steps[-1]
+    assert (step.rule, step.before, step.after) == ("budget", BOTH, fitted.resolution.mode)
     assert "0 of 4 piecewise sizes" in step.why
-    assert tokens(found, FULL) == [8, 4, 2, 1] and tokens(found, PIECEWISE) == []
-    assert "captures no PIECEWISE graphs" in found.left_out[0].why
+    assert tokens(fitted, FULL) == [8, 4, 2, 1] and tokens(fitted, PIECEWISE) == []
+    assert "captures no PIECEWISE graphs" in fitted.left_out[0].why
 
 
 @pytest.mark.parametrize(("fewest", "mode"), [(2, BOTH), (3, GraphMode.FULL_DECODE_ONLY)])
 def test_how_few_is_too_few_is_a_parameter(fewest: int, mode: GraphMode) -> None:
     keys, budget = keys_of(BOTH, 1, 2, 4, 8), Budget(streams=15)
-    found = plan(keys, budget, pieces_take(5), mode=BOTH, min_piecewise=fewest)
-    assert found.resolution.mode is mode
+    fitted = plan(keys, budget, pieces_take(5), mode=BOTH, min_piecewise=fewest)
+    assert fitted.resolution.mode is mode
 
 
 def test_a_host_that_asks_for_one_piecewise_size_gets_it() -> None:
-    found = plan(keys_of(BOTH, 4), Budget(streams=20), pieces_take(5), mode=BOTH)
-    assert (found.resolution.mode, tokens(found, PIECEWISE)) == (BOTH, [4])
+    fitted = plan(keys_of(BOTH, 4), Budget(streams=20), pieces_take(5), mode=BOTH)
+    assert (fitted.resolution.mode, tokens(fitted, PIECEWISE)) == (BOTH, [4])
 
 
 def test_the_room_of_dropped_pieces_goes_to_full_graphs() -> None:
-    found = plan(keys_of(BOTH, 1, 8), Budget(streams=9), pieces_take(3, full=4), mode=BOTH)
-    assert tokens(found, FULL) == [8, 1]
+    fitted = plan(keys_of(BOTH, 1, 8), Budget(streams=9), pieces_take(3, full=4), mode=BOTH)
+    assert tokens(fitted, FULL) == [8, 1]
 
 
 def test_a_budget_for_nothing_ends_in_eager_mode() -> None:
-    found = plan(keys_of(FULL, 1, 8), Budget(streams=0), pieces_take(5), mode=FULL)
-    assert (found.resolution.mode, found.keys) == (GraphMode.NONE, ())
-    assert "no graph at all" in "\n".join(found.resolution.lines())
-    assert found.left_out[0].padded_to is None
+    fitted = plan(keys_of(FULL, 1, 8), Budget(streams=0), pieces_take(5), mode=FULL)
+    assert (fitted.resolution.mode, fitted.keys) == (GraphMode.NONE, ())
+    assert "no graph at all" in "\n".join(fitted.resolution.lines())
+    assert fitted.left_out[0].padded_to is None
 
 
 def test_strict_refuses_the_step() -> None:
-    found = plan(keys_of(BOTH, 1, 8), Budget(streams=4), pieces_take(5), mode=BOTH)
+    fitted = plan(keys_of(BOTH, 1, 8), Budget(streams=4), pieces_take(5), mode=BOTH)
     with pytest.raises(ModeNotSupportedError, match="piecewise sizes"):
-        found.resolution.refuse_steps()
+        fitted.resolution.refuse_steps()
 
 
 def test_no_keys_are_no_failure() -> None:
-    found = plan((), Budget(streams=0), pieces_take(5), mode="none")
-    assert (found.resolution.mode, found.keys, found.total.graphs) == (GraphMode.NONE, (), 0)
+    fitted = plan((), Budget(streams=0), pieces_take(5), mode="none")
+    assert (fitted.resolution.mode, fitted.keys, fitted.total.graphs) == (GraphMode.NONE, (), 0)
 
 
 def test_kinds_of_graphs_share_the_budget() -> None:
     sizes = capture_sizes(max_num_reqs=64, max_num_tokens=8192, query_lens=(1, 4))
     keys = descriptors_for("FULL_DECODE_ONLY", sizes)
-    found = plan(keys, Budget(streams=6), pieces_take(5), mode="FULL_DECODE_ONLY")
+    fitted = plan(keys, Budget(streams=6), pieces_take(5), mode="FULL_DECODE_ONLY")
     by_length = {
-        q: [each.descriptor.num_tokens for each in found.captured if each.descriptor.query_len == q]
+        q: [
+            each.descriptor.num_tokens for each in fitted.captured if each.descriptor.query_len == q
+        ]
         for q in (1, 4)
     }
     assert by_length[4][0] == 256 and by_length[4][-1] == 4
@@ -154,8 +156,8 @@ def test_kinds_of_graphs_share_the_budget() -> None:
 
 def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
     limits = Budget(streams=15, device_bytes=100 * MIB)
-    found = plan(keys_of(BOTH, 1, 2, 4, 8), limits, pieces_take(5), mode=BOTH)
-    text = "\n".join(found.lines())
+    fitted = plan(keys_of(BOTH, 1, 2, 4, 8), limits, pieces_take(5), mode=BOTH)
+    text = "\n".join(fitted.lines())
     assert "PIECEWISE [8 tokens]: 5 streams, 8.0 MiB, 0.50 s" in text
     assert "FULL [1 tokens 1 reqs uniform q=1]: 1 stream, 4.0 MiB, 0.25 s" in text
     assert "in all: 6 of 8 sizes, 14 of 15 streams, 32.0 of 100.0 MiB" in text
@@ -163,8 +165,8 @@ def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
 
 
 def test_a_plan_without_limits_counts_graphs() -> None:
-    found = plan(keys_of(FULL, 8), Budget(), {}, mode=FULL)
-    assert found.lines() == [
+    fitted = plan(keys_of(FULL, 8), Budget(), {}, mode=FULL)
+    assert fitted.lines() == [
         "FULL [8 tokens 8 reqs]: 1 graph",
         "in all: 1 of 1 sizes, 1 graph",
     ]
@@ -309,9 +311,9 @@ def test_of_long_requests_the_sizes_by_traffic_are_whole_requests() -> None:
 def test_mixed_batches_are_not_eager_for_the_sake_of_a_few_sizes_of_decode() -> None:
     keys = keys_of(BOTH, *SIZES, reqs=256)
     for graphs, mode in ((3, "FULL_DECODE_ONLY"), (4, BOTH.name), (30, BOTH.name), (70, BOTH.name)):
-        found = fit(keys, Budget(graphs=graphs), mode=asked_for(BOTH))
-        assert (found.resolution.mode.name, len(found.keys)) == (mode, graphs)
+        fitted = fit(keys, Budget(graphs=graphs), mode=asked_for(BOTH))
+        assert (fitted.resolution.mode.name, len(fitted.keys)) == (mode, graphs)
     # An NPU's pieces, of 35 streams each: not for half of the sizes of decode.
     for streams, mode in ((80, "FULL_DECODE_ONLY"), (140, BOTH.name)):
-        found = plan(keys, Budget(streams=streams), pieces_take(35), mode=BOTH)
-        assert (found.resolution.mode.name, len(tokens(found, FULL))) == (mode, 35)
+        fitted = plan(keys, Budget(streams=streams), pieces_take(35), mode=BOTH)
+        assert (fitted.resolution.mode.name, len(tokens(fitted, FULL))) == (mode, 35)

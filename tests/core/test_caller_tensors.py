@@ -12,20 +12,20 @@ ADD, VIEW = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
 
 
 def test_a_tensor_of_the_host_is_not_read_by_a_graph_of_a_device():
-    given, other = torch.ones(4), torch.ones(4)
-    watched = CallerTensors((given,), "cuda")
+    tensor, other = torch.ones(4), torch.ones(4)
+    watched = CallerTensors((tensor,), "cuda")
     watched.check(ADD, (other, other), {})
-    watched.check(VIEW, (given, [2, 2]), {})
+    watched.check(VIEW, (tensor, [2, 2]), {})
     with pytest.raises(RefusedOpError, match="lies on the host"):
-        watched.check(ADD, (other, given.view(2, 2)[0]), {})
+        watched.check(ADD, (other, tensor.view(2, 2)[0]), {})
 
 
 def test_a_host_that_tells_them_apart_has_numbers_of_the_capture():
-    given = torch.ones(4)
-    watched = CallerTensors((given,), "cuda", bake=True)
-    watched.check(ADD, (given, given), {})
+    tensor = torch.ones(4)
+    watched = CallerTensors((tensor,), "cuda", bake=True)
+    watched.check(ADD, (tensor, tensor), {})
     watched.begin()
-    given.unsqueeze_(0)
+    tensor.unsqueeze_(0)
     with pytest.raises(RefusedOpError, match="another shape"):
         watched.end()
 
@@ -37,10 +37,10 @@ def test_an_empty_tensor_of_the_host_has_nothing_to_read():
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_new_shape_is_refused_unless_the_tensor_was_made_for_the_call(own):
-    given = torch.ones(4)
-    watched = CallerTensors((given,), "cuda", owned=own)
+    tensor = torch.ones(4)
+    watched = CallerTensors((tensor,), "cuda", owned=own)
     watched.begin()
-    given.unsqueeze_(0)
+    tensor.unsqueeze_(0)
     if own:
         watched.end()
     else:

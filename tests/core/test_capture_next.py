@@ -97,10 +97,10 @@ def test_batches_are_served_by_what_is_there_or_eagerly():
         progress = run.capture_next()
         for batch in (Batch(1, 1, 1), Batch(3, 3, 1), Batch(3, 2)):
             assert torch.equal(run(batch, x=rows(batch.num_tokens)), rows(batch.num_tokens, 2.0))
-            found = run.last_dispatch
+            dispatch = run.last_dispatch
             published = {(each.mode, each.descriptor) for each in run.dispatcher.published}
-            assert found.slot < 0 or (found.mode, found.descriptor) in published
-            seen.append(found.reason)
+            assert dispatch.slot < 0 or (dispatch.mode, dispatch.descriptor) in published
+            seen.append(dispatch.reason)
         if not progress.left:
             break
     assert set(seen) <= {Reason.HIT, Reason.NOT_CAPTURED}
@@ -174,7 +174,7 @@ def test_at_the_end_the_same_graphs_are_to_be_tried_as_after_capture(check):
     at_once.capture()
     checks = [run.graphs.checks for run in (apart, at_once)]
     assert checks[0].pending == checks[1].pending or check == "first"
-    tried = [{found.descriptor for found in each.to_try()} for each in checks]
+    tried = [{graph.descriptor for graph in each.to_try()} for each in checks]
     assert tried[0] == tried[1]
 
 

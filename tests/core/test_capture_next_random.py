@@ -112,7 +112,7 @@ class World:
         self.value = 0.0
 
     def published(self) -> set[tuple[GraphMode, Any]]:
-        return {(found.mode, found.descriptor) for found in self.run.dispatcher.published}
+        return {(graph.mode, graph.descriptor) for graph in self.run.dispatcher.published}
 
     def same_state(self) -> None:
         assert torch.equal(self.model.count, self.twin.count)
@@ -138,14 +138,14 @@ class World:
             self.twin.load_state_dict(self.model.state_dict())
             return
         assert torch.equal(out, self.twin(**values))
-        found = self.run.last_dispatch
-        assert found is not None
+        dispatch = self.run.last_dispatch
+        assert dispatch is not None
         known = self.published()
         assert known >= before and (self.lazy or known == before)
-        if found.reason is Reason.HIT:
-            assert (found.mode, found.descriptor) in known
+        if dispatch.reason is Reason.HIT:
+            assert (dispatch.mode, dispatch.descriptor) in known
         else:
-            assert found.mode is GraphMode.NONE
+            assert dispatch.mode is GraphMode.NONE
 
     def next(self) -> None:
         before = self.published()

@@ -65,8 +65,8 @@ class Devices(CpuPlatform):
         super().release_memory(memory)
 
     def noted(self) -> set[int]:
-        found, self.calls = {index for _, index in self.calls}, []
-        return found
+        devices, self.calls = {index for _, index in self.calls}, []
+        return devices
 
 
 def test_everything_of_a_runner_is_done_on_its_device():

@@ -28,8 +28,8 @@ def ladder(*sizes: int, **options: Any) -> GraphDispatcher:
 
 
 def test_a_graph_that_ranks_agreed_on_and_that_is_missing_is_not_replaced_by_a_larger_one():
-    found = ladder(4, 16).dispatch(Batch(3), agreed=BatchDescriptor(8))
-    assert (found.mode, found.reason, found.slot) == (NONE, Reason.RANKS_DISAGREE, -1)
+    dispatch = ladder(4, 16).dispatch(Batch(3), agreed=BatchDescriptor(8))
+    assert (dispatch.mode, dispatch.reason, dispatch.slot) == (NONE, Reason.RANKS_DISAGREE, -1)
 
 
 def test_a_step_takes_the_agreed_graph_or_runs_eagerly():
@@ -45,9 +45,9 @@ def test_a_step_takes_the_agreed_graph_or_runs_eagerly():
     for size, reason in ((16, Reason.HIT), (8, Reason.RANKS_DISAGREE)):
         agreed = next(
             (
-                found.descriptor
-                for found in runner.dispatcher.published
-                if found.descriptor.num_tokens == size
+                graph.descriptor
+                for graph in runner.dispatcher.published
+                if graph.descriptor.num_tokens == size
             ),
             BatchDescriptor(size, size, uniform=True, query_len=1),
         )
@@ -66,8 +66,8 @@ def test_what_a_rank_was_told_names_its_mode_too():
         assert dispatcher.dispatch(Batch(3), agreed=told) == told
         assert dispatcher.dispatch(Batch(3), agreed=told.descriptor).mode is FULL
         batch = Batch(3, exclude=frozenset({PIECEWISE}))
-        found = dispatcher.dispatch(batch, agreed=told)
-        assert found.reason is Reason.RANKS_DISAGREE
+        dispatch = dispatcher.dispatch(batch, agreed=told)
+        assert dispatch.reason is Reason.RANKS_DISAGREE
 
 
 def test_none_is_always_a_common_answer():

@@ -100,8 +100,8 @@ def test_another_batch_of_a_known_kind_takes_few_calls_the_first_time(sizes, ask
 def test_a_hit_keeps_nothing(asked):
     batch, limits, _ = ASKED[asked]
     dispatcher = ladder(10)
-    found = {id(dispatcher.dispatch(batch, **limits)) for _ in range(300)}
-    assert len(found) == 1
+    identities = {id(dispatcher.dispatch(batch, **limits)) for _ in range(300)}
+    assert len(identities) == 1
     gc.collect()
     tracemalloc.start()
     try:

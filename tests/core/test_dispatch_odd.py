@@ -28,10 +28,10 @@ def test_integers_of_numpy_and_tensors_are_served_as_ints_are(integer, counts):
     odd = Batch(*(None if count is None else integer(count) for count in counts))
     dispatcher = ladder()
     for _ in range(2):
-        found = dispatcher.dispatch(odd)
-        assert found == dispatcher.dispatch(Batch(*counts))
-        assert type(found.descriptor.num_tokens) is int
-        assert dispatcher.step(odd).slot == found.slot
+        dispatch = dispatcher.dispatch(odd)
+        assert dispatch == dispatcher.dispatch(Batch(*counts))
+        assert type(dispatch.descriptor.num_tokens) is int
+        assert dispatcher.step(odd).slot == dispatch.slot
     assert BatchDescriptor(integer(4), integer(4)) == BatchDescriptor(4, 4)
 
 

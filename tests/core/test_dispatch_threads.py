@@ -114,8 +114,8 @@ def test_threads_dispatch_what_is_published_while_another_changes_it(
             seen(dispatcher.dispatch(Batch(size, exclude=exclude)), size, {best(after, size)})
         done.set()
 
-    def seen(found: Any, tokens: int, allowed: set[int | None]) -> None:
-        size = found.descriptor.num_tokens if found.reason is Reason.HIT else None
+    def seen(chosen: Any, tokens: int, allowed: set[int | None]) -> None:
+        size = chosen.descriptor.num_tokens if chosen.reason is Reason.HIT else None
         if size not in allowed:
             wrong.append((tokens, size, allowed))
 
@@ -124,9 +124,9 @@ def test_threads_dispatch_what_is_published_while_another_changes_it(
         while not done.is_set():
             tokens = drawn.choice(SIZES)
             changes, sure, perhaps = known.changes, known.sure, known.perhaps
-            found = dispatcher.dispatch(Batch(tokens, exclude=exclude))
+            chosen = dispatcher.dispatch(Batch(tokens, exclude=exclude))
             if changes == known.changes and not changes % 2:
-                seen(found, tokens, {best(sure, tokens), best(perhaps, tokens)})
+                seen(chosen, tokens, {best(sure, tokens), best(perhaps, tokens)})
 
     def guarded(target: Any, *args: Any) -> None:
         try:

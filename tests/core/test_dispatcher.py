@@ -58,25 +58,29 @@ def test_dispatch_finds_what_brute_force_finds_and_says_why(
         ):
             case = case._replace(exclude=case.exclude | given_limits.exclude)
             given_limits = given_limits._replace(exclude=frozenset(), max_padding=max_padding)
-            found = dispatcher.peek(case, agreed=given_limits.agreed)
-            assert dispatcher.dispatch(case, agreed=given_limits.agreed) == found
-            assert found.reason is reason_of(keys, planned, case, given_limits)
-            told[found.reason] += 1
+            dispatch = dispatcher.peek(case, agreed=given_limits.agreed)
+            assert dispatcher.dispatch(case, agreed=given_limits.agreed) == dispatch
+            assert dispatch.reason is reason_of(keys, planned, case, given_limits)
+            told[dispatch.reason] += 1
             best = brute_force(keys, case, given_limits)
             if best is None:
-                assert found.mode is NONE and found.slot == -1
-                assert found.descriptor == unpadded(case)
+                assert dispatch.mode is NONE and dispatch.slot == -1
+                assert dispatch.descriptor == unpadded(case)
             else:
-                assert preference(found.mode, found.descriptor) == best
+                assert preference(dispatch.mode, dispatch.descriptor) == best
             wanted = dispatcher.planned_for(case, agreed=given_limits.agreed)
             best = brute_force(planned, case, given_limits)
             assert best == (wanted and preference(wanted.mode, wanted.descriptor))
             # A step looks by itself, and knows a batch that it is given again: it finds the same,
             # and counts it once.
-            found, steps = dispatcher.dispatch(case), [dispatcher.step(case) for _ in range(3)]
+            dispatch, steps = dispatcher.dispatch(case), [dispatcher.step(case) for _ in range(3)]
             for step in steps:
-                assert (step.mode, step.descriptor, step.slot) == (found[0], found[1], found[3])
-            told[found.reason] += 4
+                assert (step.mode, step.descriptor, step.slot) == (
+                    dispatch[0],
+                    dispatch[1],
+                    dispatch[3],
+                )
+            told[dispatch.reason] += 4
     assert +Counter(dispatcher.counts()) == told
 
 
@@ -114,12 +118,12 @@ def test_requests_decide_among_many_graphs_of_one_kind():
         for _ in range(100):
             batch = Batch(drawn.randint(1, 210), drawn.randint(1, 210))
             limits = Limits(drawn.choice([frozenset(), frozenset({FULL})]))
-            found = dispatcher.dispatch(batch._replace(exclude=limits.exclude))
+            dispatch = dispatcher.dispatch(batch._replace(exclude=limits.exclude))
             best = brute_force(keys, batch, limits)
             if best is None:
-                assert found.reason is reason_of(keys, set(), batch, limits)
+                assert dispatch.reason is reason_of(keys, set(), batch, limits)
             else:
-                assert preference(found.mode, found.descriptor) == best
+                assert preference(dispatch.mode, dispatch.descriptor) == best
 
 
 def ladder() -> GraphDispatcher:
@@ -175,8 +179,8 @@ def test_the_callers_sets_are_left_alone():
     ],
 )
 def test_every_result_carries_its_reason(batch, limits, mode, reason):
-    found = ladder().dispatch(batch, **limits)
-    assert (found.mode, found.reason) == (mode, reason)
+    dispatch = ladder().dispatch(batch, **limits)
+    assert (dispatch.mode, dispatch.reason) == (mode, reason)
 
 
 @pytest.mark.parametrize(("ratio", "reason"), [(1.5, Reason.PADDING), (1.6, Reason.HIT)])
@@ -251,9 +255,9 @@ def test_a_thousand_answers_are_kept_and_those_after_them_are_right():
     dispatcher = ladder()
     for _ in range(2):
         for tokens in range(1, 3 * REMEMBERED):
-            found = dispatcher.dispatch(Batch(tokens, tokens, 1))
-            assert (found.mode is FULL) is (tokens <= 8)
-            assert found.mode is FULL or found.descriptor.num_tokens == tokens
+            dispatch = dispatcher.dispatch(Batch(tokens, tokens, 1))
+            assert (dispatch.mode is FULL) is (tokens <= 8)
+            assert dispatch.mode is FULL or dispatch.descriptor.num_tokens == tokens
             assert len(dispatcher.version.answers) <= REMEMBERED
     assert dispatcher.counts()[Reason.TOO_LARGE] == 2 * (3 * REMEMBERED - 9)
 
@@ -268,7 +272,7 @@ def test_the_same_batch_is_dispatched_anew_when_graphs_or_limits_have_changed():
             change(*drawn.choice(keys))
         elif drawn.random() < 0.3:
             dispatcher.max_padding = drawn.choice([None, 1.0, 1.2, 2.0])
-        published = {(found.mode, found.descriptor) for found in dispatcher.published}
+        published = {(graph.mode, graph.descriptor) for graph in dispatcher.published}
         best = brute_force(published, batch, Limits(max_padding=dispatcher.max_padding))
         for _ in range(3):
             step = dispatcher.step(batch)
@@ -362,8 +366,8 @@ def test_the_largest_of_several_decode_query_lengths_is_not_missed():
         dispatcher.publish(
             FULL, BatchDescriptor(reqs * query_len, reqs, uniform=True, query_len=query_len)
         )
-    found = dispatcher.dispatch(Batch(12, 4, 3))
-    assert (found.mode, found.descriptor.num_tokens) == (FULL, 18)
+    dispatch = dispatcher.dispatch(Batch(12, 4, 3))
+    assert (dispatch.mode, dispatch.descriptor.num_tokens) == (FULL, 18)
 
 
 def test_dispatch_unpacks_as_documented():

@@ -48,9 +48,9 @@ def advice_of(call: Callable[..., Any], *args: Any, **keywords: Any) -> str:
 
 
 def captured(*args: Any, **keywords: Any) -> GraphRunner:
-    found = runner(*args, **keywords)
-    found.capture()
-    return found
+    run = runner(*args, **keywords)
+    run.capture()
+    return run
 
 
 # Captures ---------------------------------------------------------------------------------------
@@ -282,9 +282,9 @@ def test_a_moved_argument_names_its_wrapper():
     )
     x, descriptor = rows(2), BatchDescriptor(2, 2)
 
-    def step(given: torch.Tensor) -> torch.Tensor:
+    def step(value: torch.Tensor) -> torch.Tensor:
         with forward_context("FULL", descriptor):
-            return wrapper(given)
+            return wrapper(value)
 
     step(x)
     advice = advice_of(step, rows(2, 5.0))

@@ -28,17 +28,17 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def named(name: str, target: Target, call: Callable[..., Any], right: dict[str, Any]) -> list[str]:
-    found = parameters(call, right)
+    names = parameters(call, right)
     if name in ("Plan", "Plan.replace", "GraphRunner"):
-        found += [each for each in OF_PLANS if each not in found]
-    return [each for each in found if each not in target.skipped]
+        names += [each for each in OF_PLANS if each not in names]
+    return [each for each in names if each not in target.skipped]
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_garbage_is_named_and_the_next_right_call_works(name: str) -> None:
     target = TARGETS[name]
     call, right = target.make()
-    found: list[str] = []
+    faults: list[str] = []
     for parameter in named(name, target, call, right):
         for kind, make in GARBAGE.items():
             if not target.shared:
@@ -48,15 +48,15 @@ def test_garbage_is_named_and_the_next_right_call_works(name: str) -> None:
             except (GraphRTError, *target.own):
                 pass
             except Exception as error:
-                found.append(f"{parameter}={kind}: {type(error).__name__}: {text(error)}")
+                faults.append(f"{parameter}={kind}: {type(error).__name__}: {text(error)}")
             if not target.shared:
                 call, right = target.make()
             try:
                 call(**right)
             except Exception as error:
-                found.append(f"after {parameter}={kind}: {type(error).__name__}: {text(error)}")
+                faults.append(f"after {parameter}={kind}: {type(error).__name__}: {text(error)}")
                 break
-    assert not found, "\n".join(found)
+    assert not faults, "\n".join(faults)
 
 
 def text(error: Exception) -> str:

@@ -68,8 +68,8 @@ def test_values_that_do_not_fit_are_named_errors(arg, value):
 )
 def test_padding_tokens_of_a_uniform_graph_are_spread_evenly(query_len, tokens, value, expected):
     arg = HostArg("reqs" if len(expected) == tokens // query_len else "reqs+1", "cumulative")
-    found = arg.fitted("lengths", value, tokens, tokens // query_len, query_len=query_len)
-    assert found == expected
+    lengths = arg.fitted("lengths", value, tokens, tokens // query_len, query_len=query_len)
+    assert lengths == expected
 
 
 def test_padding_requests_of_a_uniform_graph_have_its_query_length():
@@ -216,8 +216,8 @@ def test_tasks_of_several_declarations_keep_their_order():
 
     def resolved(updates):
         context = ForwardContext(GraphMode.FULL, BatchDescriptor(2, 2), updates=updates)
-        found = table.values(context, all_known=True)
-        return None if found is None else [values["n"] for values in found]
+        by_task = table.values(context, all_known=True)
+        return None if by_task is None else [values["n"] for values in by_task]
 
     assert resolved({"a": {"n": 1}, "b": {"n": 2}}) == [1, 2, 1, 2]
     assert resolved({"a": {"n": 0}, "b": {"n": 2}, "layer.3": {"n": 4}}) == [0, 2, 0, 4]

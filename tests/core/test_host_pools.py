@@ -188,10 +188,10 @@ def test_a_context_that_is_kept_is_found_by_a_number_that_announces_nothing():
     for wrapper in (one, other):
         with pytest.raises(CaptureSealedError):
             wrapper(x)
-    given = ForwardContext(FULL, BatchDescriptor(4), slot=3)
-    given.begin_step()
-    given.begin_step()
-    assert (given.slot, given.numbered) == (3, False)
+    kept = ForwardContext(FULL, BatchDescriptor(4), slot=3)
+    kept.begin_step()
+    kept.begin_step()
+    assert (kept.slot, kept.numbered) == (3, False)
 
 
 def test_begin_step_inside_of_an_entered_context_is_refused():
@@ -211,9 +211,9 @@ def test_lists_that_replays_return_are_the_callers_own():
     x = torch.zeros(4)
     for _ in range(3):
         host.begin(4)
-        found = wrapper(x)
-        assert [found[0].tolist(), found[1][0].tolist(), found[1][1]] == [[1] * 4, [2] * 4, 3]
-        found.clear()
+        output = wrapper(x)
+        assert [output[0].tolist(), output[1][0].tolist(), output[1][1]] == [[1] * 4, [2] * 4, 3]
+        output.clear()
         other = nested(x)
         assert other["a"].pop().tolist() == [1] * 4
         other.clear()

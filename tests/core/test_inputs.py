@@ -11,7 +11,7 @@ from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.device.registry import get_platform
 from graphrt.core.inputs.buffers import StaticInputs, batch_of
-from graphrt.core.inputs.transport import StagedCopy, Staging, Window
+from graphrt.core.inputs.transport import ByteViews, StagedCopy, Staging
 from graphrt.cpu.platform import CpuPlatform
 
 SPECS = {
@@ -124,16 +124,16 @@ def test_a_value_that_lies_in_the_buffers_at_another_place_is_copied_whole(stage
     inputs.fill(step, inputs.layout(32, 32), 32, 32)
     # "b" and "c" of this size lie where "a" and "b" of the larger one will be written.
     inputs.fill({**step, "b": small["b"], "c": small["c"]}, inputs.layout(64, 64), 32, 32)
-    found = inputs.layout(64, 64).views
+    views = inputs.layout(64, 64).views
     for name, value in step.items():
-        assert torch.equal(found[name][:32], value)
-        assert not found[name][32:].any()
+        assert torch.equal(views[name][:32], value)
+        assert not views[name][32:].any()
 
 
 def test_the_host_waits_for_a_staging_slot_only_when_all_are_under_way():
     platform = StagingPlatform()
     staging = Staging(platform, 64, max_slots=3)
-    slab = Window(torch.zeros(64, dtype=torch.uint8))
+    slab = ByteViews(torch.zeros(64, dtype=torch.uint8))
 
     def step() -> int:
         slot = staging.take()
@@ -153,7 +153,7 @@ def test_a_slot_that_is_free_again_is_used_before_a_new_one_is_made():
     platform = StagingPlatform()
     staging = Staging(platform, 64)
     for _ in range(5):
-        staging.take().copy_to(Window(torch.zeros(64, dtype=torch.uint8)), [(0, 64)], None)
+        staging.take().copy_to(ByteViews(torch.zeros(64, dtype=torch.uint8)), [(0, 64)], None)
         platform.events[0].passed = True
     assert len(platform.events) == 1
 

@@ -80,9 +80,11 @@ class Served:
             for value, factor in ((1.0, 3.0), (-2.0, 0.5)):
                 out = self.step(count, value, factor)
                 assert torch.equal(out, rows(count, (value * 2 + 1) * factor + value))
-                found = self.run.last_dispatch
-                assert found is not None
-                assert found.reason is (Reason.TOO_LARGE if count == 9 else Reason.HIT) or not hits
+                dispatch = self.run.last_dispatch
+                assert dispatch is not None
+                assert (
+                    dispatch.reason is (Reason.TOO_LARGE if count == 9 else Reason.HIT) or not hits
+                )
         keys = [(each.mode, each.descriptor) for each in self.run.graphs.records]
         assert len(keys) == len(set(keys))
         assert set(keys) == {(each.mode, each.descriptor) for each in self.run.dispatcher.published}

@@ -102,8 +102,8 @@ def test_a_capture_that_waits_for_another_one_gets_its_own_forward():
             graphs.capture(key, made(value))
 
     assert not in_threads(lambda: graphs.capture("one", slow), others)
-    found = {key: graphs.replay(key).tolist()[0] for key in graphs}
-    assert found == {"one": 1, "two": 2, "three": 3, "four": 4}
+    outputs = {key: graphs.replay(key).tolist()[0] for key in graphs}
+    assert outputs == {"one": 1, "two": 2, "three": 3, "four": 4}
 
 
 def test_three_threads_that_capture_and_drop_leave_each_key_its_own_graph():

@@ -106,11 +106,11 @@ def test_what_is_planned_for_a_batch_is_what_dispatch_would_find_were_it_capture
     best = brute_force(planned - published, batch, limits)
     wanted = dispatcher.planned_for(batch, agreed=agreed)
     assert (None if wanted is None else preference(*wanted[:2])) == best
-    found = dispatcher.dispatch(batch, agreed=agreed)
+    dispatch = dispatcher.dispatch(batch, agreed=agreed)
     if wanted is None:
-        assert found.reason is not Reason.NOT_CAPTURED
+        assert dispatch.reason is not Reason.NOT_CAPTURED
         return
-    better = found.reason is not Reason.HIT or preferred(wanted, found)
+    better = dispatch.reason is not Reason.HIT or preferred(wanted, dispatch)
     dispatcher.publish(wanted.mode, wanted.descriptor)
     again = dispatcher.dispatch(batch, agreed=agreed)
     assert (again.slot == wanted.slot) is better or preference(*again[:2]) == best

@@ -98,8 +98,8 @@ def test_a_context_of_the_hosts_own_is_counted_too(slot, descriptor):
 
 def test_a_host_that_builds_its_context_can_name_the_dispatcher():
     dispatcher = published()
-    found = dispatcher.dispatch(Batch(3, 3, 1))
-    context = forward_context(found.mode, D4, slot=found.slot, dispatcher=dispatcher)
+    dispatch = dispatcher.dispatch(Batch(3, 3, 1))
+    context = forward_context(dispatch.mode, D4, slot=dispatch.slot, dispatcher=dispatcher)
     with context:
         wrapper()(torch.ones(4))
     assert dispatcher.counts()[Reason.MISSING_GRAPH] == 1

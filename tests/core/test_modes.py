@@ -40,33 +40,33 @@ CASES = [
 
 @pytest.mark.parametrize(("support", "query_len", "requested", "pieces", "expected"), CASES)
 def test_resolution_follows_the_table(support, query_len, requested, pieces, expected):
-    found = resolve_mode(
+    resolution = resolve_mode(
         requested,
         attention=AttentionSupport[support],
         query_lens=(1, query_len),
         pieces=pieces,
     )
-    assert found.mode.name == expected
-    chain = [found.requested, *(step.after for step in found.steps)]
-    assert [step.before for step in found.steps] == chain[:-1]
-    assert chain[-1] is found.mode
+    assert resolution.mode.name == expected
+    chain = [resolution.requested, *(step.after for step in resolution.steps)]
+    assert [step.before for step in resolution.steps] == chain[:-1]
+    assert chain[-1] is resolution.mode
 
 
 @pytest.mark.parametrize(("support", "query_len", "requested", "pieces", "expected"), CASES)
 def test_strict_refuses_exactly_where_there_would_be_a_step(
     support, query_len, requested, pieces, expected
 ):
-    found = resolve_mode(
+    resolution = resolve_mode(
         requested,
         attention=AttentionSupport[support],
         query_lens=(query_len,),
         pieces=pieces,
     )
     if requested == expected:
-        found.refuse_steps()
+        resolution.refuse_steps()
     else:
         with pytest.raises(ModeNotSupportedError, match=requested):
-            found.refuse_steps()
+            resolution.refuse_steps()
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_strict_refuses_exactly_where_there_would_be_a_step(
     ],
 )
 def test_a_pass_that_sees_the_whole_graph_turns_pieces_off(requested, support, expected):
-    found = resolve_mode(requested, attention=AttentionSupport[support], whole_graph_pass=True)
-    assert found.mode.name == expected
+    resolution = resolve_mode(requested, attention=AttentionSupport[support], whole_graph_pass=True)
+    assert resolution.mode.name == expected
 
 
 @pytest.mark.parametrize(("pieces", "expected"), [("breakable", FAP), (None, N), ("fx", FAP)])

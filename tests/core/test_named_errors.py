@@ -425,10 +425,10 @@ def test_breaks_in_a_marked_function_are_not_disturbed():
 
 
 def test_errors_are_named_by_the_module_that_hosts_import_them_from():
-    with pytest.raises(errors.GraphRTError) as found:
+    with pytest.raises(errors.GraphRTError) as raised:
         GraphMode.parse("FULLY")
-    assert type(found.value).__module__ == "graphrt.errors"
-    assert type(pickle.loads(pickle.dumps(found.value))) is errors.InvalidModeError
+    assert type(raised.value).__module__ == "graphrt.errors"
+    assert type(pickle.loads(pickle.dumps(raised.value))) is errors.InvalidModeError
 
 
 @pytest.mark.parametrize("argument", ["strict", "bind", "size"])
@@ -442,15 +442,15 @@ def test_an_argument_in_the_wrong_place_is_told_where_those_are(argument):
     [("full_decode", "FULL_DECODE_ONLY"), ("FUL", "FULL"), (3, "FULL")],
 )
 def test_the_mode_that_was_meant_is_advised(given, advice):
-    with pytest.raises(errors.InvalidModeError) as found:
+    with pytest.raises(errors.InvalidModeError) as raised:
         GraphMode.parse(given)
-    assert found.value.advice == f"mode={advice!r}"
+    assert raised.value.advice == f"mode={advice!r}"
 
 
 def test_a_query_length_is_no_name_of_an_argument():
-    with pytest.raises(errors.InvalidSizesError) as found:
+    with pytest.raises(errors.InvalidSizesError) as raised:
         Plan(sizes=[1], query_lens=[0])
-    assert found.value.advice == "1"
+    assert raised.value.advice == "1"
 
 
 def test_a_pool_of_another_kind_is_named():

@@ -61,8 +61,8 @@ def test_it_is_built_by_default_and_not_where_it_is_switched_off(
 
 def test_without_a_compiler_it_is_left_out_with_a_line(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
-    found, said = built_by(tmp_path, {"CC": str(tmp_path / "no-compiler")})
-    assert found == []
+    libraries, said = built_by(tmp_path, {"CC": str(tmp_path / "no-compiler")})
+    assert libraries == []
     assert [line for line in said.splitlines() if "_native" in line and "failed" in line]
 
 
@@ -100,8 +100,8 @@ def test_a_build_of_other_sources_is_left_out(
 
 
 def test_what_it_was_made_from_is_there() -> None:
-    found = fingerprints(ROOT / "graphrt")
-    assert {*found} == {"TWINS", "SOURCES"}
+    names = fingerprints(ROOT / "graphrt")
+    assert {*names} == {"TWINS", "SOURCES"}
 
 
 RANDOM_STEPS = f"""{LOAD}

@@ -14,8 +14,8 @@ native_replays.main()
 
 def test_random_steps_and_faults_leave_the_same_with_it_and_without(built: Path) -> None:
     for each in run(STEPS, built).rpartition("fast: ")[2].split(" and "):
-        fast, _, given = each.split()
-        assert int(fast) > int(given) / 5, each
+        fast, _, steps = each.split()
+        assert int(fast) > int(steps) / 5, each
 
 
 GRADED = f"""{LOAD}

@@ -15,9 +15,9 @@ X = InputSpec(torch.float32, ("tokens", 4))
 
 
 def captured(forward: Any, sizes: list[int], **options: Any) -> GraphRunner:
-    found = runner(forward, sizes=sizes, **{"outputs": None, **options})
-    found.capture()
-    return found
+    run = runner(forward, sizes=sizes, **{"outputs": None, **options})
+    run.capture()
+    return run
 
 
 def rounded_up(x: torch.Tensor) -> torch.Tensor:

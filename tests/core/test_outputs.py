@@ -30,9 +30,9 @@ marks = pytest.mark.skipif(
 copies = pytest.mark.skipif(can_mark_unreadable, reason="this torch can mark a storage")
 
 
-def runner(forward, **given):
+def runner(forward, **keywords):
     defaults = {"mode": "FULL", "sizes": [2, 4, 8], "inputs": X}
-    made = GraphRunner(forward, **{**defaults, **given})
+    made = GraphRunner(forward, **{**defaults, **keywords})
     made.capture()
     return made
 
@@ -80,9 +80,9 @@ def test_a_tensor_that_the_forward_owns_keeps_its_shape_whatever_is_done_to_the_
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_an_output_that_is_an_input_is_not_the_callers_own(count, outputs):
     run = runner(lambda x: x, options=GraphOptions(outputs=outputs))
-    given = rows(count)
-    run(x=given).add_(1)
-    assert torch.equal(given, rows(count))
+    argument = rows(count)
+    run(x=argument).add_(1)
+    assert torch.equal(argument, rows(count))
 
 
 def test_an_input_that_an_eager_step_hands_out_outlives_the_next_step():
@@ -95,9 +95,9 @@ def test_an_input_that_an_eager_step_hands_out_outlives_the_next_step():
 @pytest.mark.parametrize("count", [2, 3, 9])
 def test_an_input_that_the_forward_edits_stays_as_the_caller_has_it(count):
     run = runner(lambda x: x.add_(1))
-    given = rows(count)
-    assert torch.equal(run(x=given), rows(count, 2))
-    assert torch.equal(given, rows(count))
+    argument = rows(count)
+    assert torch.equal(run(x=argument), rows(count, 2))
+    assert torch.equal(argument, rows(count))
 
 
 def test_an_eager_step_of_more_rows_than_the_buffers_checks_its_inputs():
@@ -130,11 +130,11 @@ def test_an_output_of_the_step_before_can_be_the_next_input():
 def test_a_conjugate_is_handed_out_as_one(mode):
     spec = {"x": InputSpec(torch.complex64, ("tokens",))}
     run = runner(lambda x: {"c": x.mul(2).conj(), "i": x.conj().imag}, mode=mode, inputs=spec)
-    given = torch.tensor([1 + 2j, 3 - 1j, 2j], dtype=torch.complex64)
+    argument = torch.tensor([1 + 2j, 3 - 1j, 2j], dtype=torch.complex64)
     for count in (3, 2):
-        out = run(x=given[:count])
-        assert torch.equal(out["c"].resolve_conj(), (given[:count] * 2).conj().resolve_conj())
-        assert torch.equal(out["i"].resolve_neg(), given[:count].conj().imag.resolve_neg())
+        out = run(x=argument[:count])
+        assert torch.equal(out["c"].resolve_conj(), (argument[:count] * 2).conj().resolve_conj())
+        assert torch.equal(out["i"].resolve_neg(), argument[:count].conj().imag.resolve_neg())
 
 
 @pytest.mark.parametrize("lazy", [torch.Tensor.conj, torch._neg_view], ids=["conj", "neg"])
@@ -367,10 +367,10 @@ def test_what_was_done_to_an_output_is_not_seen_by_the_next_step(monkeypatch, ch
 # Stale outputs -----------------------------------------------------------------------------------
 
 
-def stale(outputs="pool", **given):
+def stale(outputs="pool", **keywords):
     # What a step hands out that is tried is no graph's.
     options = GraphOptions(outputs=outputs, check="off")
-    run = runner(lambda x: {"y": x * 2}, options=options, **given)
+    run = runner(lambda x: {"y": x * 2}, options=options, **keywords)
     return run, run(x=rows(3))["y"]
 
 
@@ -681,8 +681,8 @@ Pair = collections.namedtuple("Pair", ["first", "second"])
 def test_known_containers_come_back_as_they_are(make):
     run = runner(make)
     for count in (2, 3, 9):
-        given = torch.rand(count, WIDTH)
-        out, expected = run(x=given), make(given)
+        argument = torch.rand(count, WIDTH)
+        out, expected = run(x=argument), make(argument)
         assert type(out) is type(expected)
         torch.testing.assert_close(_plain(out), _plain(expected), rtol=0, atol=0)
 

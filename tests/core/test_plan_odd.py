@@ -111,10 +111,10 @@ def test_integers_of_numpy_and_tensors_are_ints(
     def odd(value: Any) -> Any:
         return list(map(odd, value)) if isinstance(value, list) else integer(value)
 
-    found = plan(**{name: odd(values)})
-    assert found.as_dict() == plan(**{name: values}).as_dict()
-    found.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json", platform="cpu").keys == found.keys
+    subject = plan(**{name: odd(values)})
+    assert subject.as_dict() == plan(**{name: values}).as_dict()
+    subject.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json", platform="cpu").keys == subject.keys
 
 
 @pytest.mark.parametrize("array", [numpy.array, torch.tensor])
@@ -265,9 +265,11 @@ def test_the_order_by_worth_is_the_definition(
 
 def test_a_plan_of_many_sizes_takes_no_time_that_is_quadratic_in_them() -> None:
     started = time.process_time()
-    found = plan(max_num_tokens=10**6, max_num_reqs=99, max_size=300_000, budget=Budget(graphs=500))
-    assert len(found.keys) == 500 and len(found.left_out) > 18_000
-    assert found.differences(found) == []
+    subject = plan(
+        max_num_tokens=10**6, max_num_reqs=99, max_size=300_000, budget=Budget(graphs=500)
+    )
+    assert len(subject.keys) == 500 and len(subject.left_out) > 18_000
+    assert subject.differences(subject) == []
     assert time.process_time() - started < 20
 
 
@@ -382,8 +384,8 @@ def test_what_is_no_path_is_a_named_error(path: Any) -> None:
 # Notes -------------------------------------------------------------------------------------------
 
 
-def eager_notes(found: Plan) -> list[str]:
-    return [line for line in found.lines() if "will run eagerly" in line]
+def eager_notes(subject: Plan) -> list[str]:
+    return [line for line in subject.lines() if "will run eagerly" in line]
 
 
 @settings(max_examples=150, deadline=None)
@@ -404,13 +406,15 @@ def test_a_note_of_eager_decode_is_true(reqs, tokens, query_lens, own, max_size,
         "max_size": max_size,
     }
     try:
-        found = plan(mode, **arguments)
+        subject = plan(mode, **arguments)
     except InvalidSizesError:
         return
-    dispatcher = GraphDispatcher(found.mode)
-    for key in found.keys:
+    dispatcher = GraphDispatcher(subject.mode)
+    for key in subject.keys:
         dispatcher.publish(*key)
-    notes = {int(note.split("query length ")[1].split(")")[0]): note for note in eager_notes(found)}
+    notes = {
+        int(note.split("query length ")[1].split(")")[0]): note for note in eager_notes(subject)
+    }
     for q in query_lens:
         eager = [
             n * q
@@ -423,8 +427,8 @@ def test_a_note_of_eager_decode_is_true(reqs, tokens, query_lens, own, max_size,
 
 
 def test_a_note_of_one_query_length_is_not_silenced_by_the_graphs_of_another():
-    found = plan(
+    subject = plan(
         "FULL_DECODE_ONLY", max_num_reqs=200, max_num_tokens=8192, query_lens=(1, 4), max_size=256
     )
-    (note,) = eager_notes(found)
+    (note,) = eager_notes(subject)
     assert "of 260 to 800 tokens (query length 4)" in note

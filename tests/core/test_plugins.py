@@ -127,22 +127,22 @@ def test_a_stand_in_is_taken_by_name_only_and_started_then(
     for each in (stand_in, real, cpu):
         monkeypatch.setattr(each, "start", lambda name=each.name: started.append(name))
     assert registry(stand_in, cpu).current() is cpu
-    found = registry([stand_in, real], cpu)
-    assert found.get("npu-sim", must_be_available=False) is stand_in
+    known_platforms = registry([stand_in, real], cpu)
+    assert known_platforms.get("npu-sim", must_be_available=False) is stand_in
     assert (stand_in.asked, started) == (0, ["cpu"])
-    assert found.get("npu-sim") is stand_in
+    assert known_platforms.get("npu-sim") is stand_in
     # It makes the platform of the real device look available, which it is not.
-    assert found.current() is cpu
-    assert found.current({"GRAPHRT_PLATFORM": "npu-sim"}) is stand_in
+    assert known_platforms.current() is cpu
+    assert known_platforms.current({"GRAPHRT_PLATFORM": "npu-sim"}) is stand_in
     assert started == ["cpu", "npu-sim", "cpu", "npu-sim"]
     assert resolve_platform(stand_in) is stand_in and started[4:] == ["npu-sim"]
 
 
 def test_environment_forces_one_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = registry([StubPlatform("one"), StubPlatform("two")])
+    known_platforms = registry([StubPlatform("one"), StubPlatform("two")])
     monkeypatch.setenv("GRAPHRT_PLATFORM", "two")
-    assert found.current().name == "two"
-    assert found.current({"GRAPHRT_PLATFORM": "one"}).name == "one"
+    assert known_platforms.current().name == "two"
+    assert known_platforms.current({"GRAPHRT_PLATFORM": "one"}).name == "one"
 
 
 def test_empty_environment_forces_nothing() -> None:
@@ -150,39 +150,39 @@ def test_empty_environment_forces_nothing() -> None:
 
 
 def test_unknown_forced_platform_lists_the_known_ones() -> None:
-    found = registry([StubPlatform("one"), StubPlatform("two", available=False)])
+    known_platforms = registry([StubPlatform("one"), StubPlatform("two", available=False)])
     with pytest.raises(UnknownPlatformError, match=r"'three'\n.*one, two"):
-        found.current({"GRAPHRT_PLATFORM": "three"})
+        known_platforms.current({"GRAPHRT_PLATFORM": "three"})
 
 
 def test_unavailable_forced_platform_says_why() -> None:
-    found = registry([StubPlatform("off", False, "driver too old"), StubPlatform("on")])
+    known_platforms = registry([StubPlatform("off", False, "driver too old"), StubPlatform("on")])
     with pytest.raises(PlatformUnavailableError, match="driver too old") as caught:
-        found.current({"GRAPHRT_PLATFORM": "off"})
+        known_platforms.current({"GRAPHRT_PLATFORM": "off"})
     assert "doctor" in str(caught.value.advice)
-    assert found.get("off", must_be_available=False).name == "off"
+    assert known_platforms.get("off", must_be_available=False).name == "off"
 
 
 def test_two_available_out_of_tree_platforms_conflict() -> None:
-    found = registry(StubPlatform("one"), StubPlatform("two"))
+    known_platforms = registry(StubPlatform("one"), StubPlatform("two"))
     with pytest.raises(PlatformConflictError) as caught:
-        found.current({})
+        known_platforms.current({})
     message = str(caught.value)
     assert "'one' of plugin0" in message and "'two' of plugin1" in message
     assert "set GRAPHRT_PLATFORM=one" in message
-    assert found.get("two").name == "two"
+    assert known_platforms.get("two").name == "two"
 
 
 def test_two_platforms_of_one_name_conflict_even_if_unavailable() -> None:
-    found = registry(
+    known_platforms = registry(
         StubPlatform("same", False), StubPlatform("same", False), StubPlatform("other")
     )
-    for ask in (lambda: found.current({}), lambda: found.get("same")):
+    for ask in (lambda: known_platforms.current({}), lambda: known_platforms.get("same")):
         with pytest.raises(PlatformConflictError, match=r"plugin0 and .* plugin1"):
             ask()
-    assert found.get("other").name == "other"
-    assert found.current({"GRAPHRT_PLATFORM": "other"}).name == "other"
-    assert len(found.platforms()) == 3
+    assert known_platforms.get("other").name == "other"
+    assert known_platforms.current({"GRAPHRT_PLATFORM": "other"}).name == "other"
+    assert len(known_platforms.platforms()) == 3
 
 
 @pytest.mark.usefixtures("built_ins")
@@ -200,8 +200,8 @@ def test_nothing_available() -> None:
 
 def test_availability_is_asked_once() -> None:
     stub = StubPlatform("one")
-    found = registry(stub)
-    assert found.current({}) is found.current({}) is stub
+    known_platforms = registry(stub)
+    assert known_platforms.current({}) is known_platforms.current({}) is stub
     assert stub.asked == 1
 
 
@@ -215,29 +215,29 @@ def test_registries_do_not_see_each_other() -> None:
 
 
 def test_a_plugin_can_come_after_the_first_look() -> None:
-    found = registry()
-    assert found.platforms() == ()
+    known_platforms = registry()
+    assert known_platforms.platforms() == ()
     plugin = Plugin(iter([StubPlatform("late"), StubPlatform("later", False)]))
-    found.register(plugin)
-    assert [each.name for each in found.platforms()] == ["late", "later"]
-    assert found.current({}).name == "late" and plugin.calls == 1
+    known_platforms.register(plugin)
+    assert [each.name for each in known_platforms.platforms()] == ["late", "later"]
+    assert known_platforms.current({}).name == "late" and plugin.calls == 1
 
 
 def test_registering_twice() -> None:
-    found = registry(StubPlatform("one"))
+    known_platforms = registry(StubPlatform("one"))
     with pytest.raises(ValueError, match="plugin0"):
-        found.register(Plugin(StubPlatform("two")), "plugin0")
+        known_platforms.register(Plugin(StubPlatform("two")), "plugin0")
     twice = Plugin(StubPlatform("two"))
-    found.register(twice)
+    known_platforms.register(twice)
     with pytest.raises(ValueError, match="under a different name"):
-        found.register(twice, "another")
+        known_platforms.register(twice, "another")
 
 
 def test_registering_something_without_the_hook() -> None:
-    found = registry()
+    known_platforms = registry()
     with pytest.raises(PlatformError, match="no graphrt hook"):
-        found.register(types.ModuleType("empty"))
-    assert found.platforms() == ()
+        known_platforms.register(types.ModuleType("empty"))
+    assert known_platforms.platforms() == ()
 
 
 def test_registering_a_hook_of_the_wrong_signature() -> None:
@@ -256,24 +256,24 @@ def test_registering_a_hook_of_the_wrong_signature() -> None:
     "result", [RuntimeError("broken hook"), StubPlatform, [StubPlatform("ok"), 3], 3]
 )
 def test_a_broken_hook_is_recorded_warned_about_and_skipped(result: object) -> None:
-    found = registry(result, StubPlatform("good"))
+    known_platforms = registry(result, StubPlatform("good"))
     with pytest.warns(PluginWarning, match="plugin0"):
-        listed = found.platforms()
+        listed = known_platforms.platforms()
     broken = next(each for each in listed if each.plugin == "plugin0")
     assert broken.error is not None and "Traceback" in broken.error
     assert not broken.availability.available and broken.availability.reason
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert found.current({}).name == "good"
+        assert known_platforms.current({}).name == "good"
 
 
 def test_a_broken_plugin_is_named_where_its_platform_is_missed() -> None:
-    found = registry(RuntimeError("broken hook"), StubPlatform("good"))
+    known_platforms = registry(RuntimeError("broken hook"), StubPlatform("good"))
     with (
         pytest.warns(PluginWarning),
         pytest.raises(UnknownPlatformError, match="plugin0 is broken"),
     ):
-        found.get("bad")
+        known_platforms.get("bad")
 
 
 def test_availability_that_raises_is_recorded() -> None:
@@ -281,13 +281,13 @@ def test_availability_that_raises_is_recorded() -> None:
         def availability(self) -> Availability:
             raise OSError("libdevice.so")
 
-    found = registry(Raises("bad"), StubPlatform("good"))
+    known_platforms = registry(Raises("bad"), StubPlatform("good"))
     with pytest.warns(PluginWarning, match=r"libdevice\.so"):
-        assert found.current({}).name == "good"
-    bad = found.platforms()[0]
+        assert known_platforms.current({}).name == "good"
+    bad = known_platforms.platforms()[0]
     assert bad.error is not None and "Traceback" in bad.error
     with pytest.raises(PlatformUnavailableError, match=r"libdevice\.so"):
-        found.get("bad")
+        known_platforms.get("bad")
 
 
 def entry(name: str, value: str) -> EntryPoint:
@@ -311,13 +311,13 @@ def test_entry_points_are_loaded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
         return EntryPoints(listed)
 
     monkeypatch.setattr(plugins, "entry_points", scan)
-    found = PlatformRegistry({})
+    known_platforms = PlatformRegistry({})
     assert scans == []
     with pytest.warns(PluginWarning) as warned:
-        assert found.current({}).name == "mine"
-    found.platforms()
+        assert known_platforms.current({}).name == "mine"
+    known_platforms.platforms()
     assert scans == ["graphrt"] and len(warned) == 2
-    errors = {each.plugin: each.error for each in found.platforms()}
+    errors = {each.plugin: each.error for each in known_platforms.platforms()}
     assert errors["good"] is None
     assert "no_such_module_at_all" in str(errors["broken"])
     assert "no graphrt hook" in str(errors["empty"])
@@ -333,10 +333,10 @@ def test_built_ins_without_a_module_are_left_out() -> None:
 
 def test_broken_built_in_is_recorded(built_ins: types.ModuleType) -> None:
     del built_ins.Gpu
-    found = registry(built_ins=table("gpu", "cpu"))
+    known_platforms = registry(built_ins=table("gpu", "cpu"))
     with pytest.warns(PluginWarning, match="'gpu'"):
-        assert found.current({}).name == "cpu"
-    broken = found.platforms()[0]
+        assert known_platforms.current({}).name == "cpu"
+    broken = known_platforms.platforms()[0]
     assert (broken.name, broken.platform) == ("gpu", None)
     assert "AttributeError" in str(broken.error)
 
@@ -349,8 +349,8 @@ def test_broken_import_inside_a_built_in_is_not_taken_for_absence(
     (package / "__init__.py").write_text("import a_library_that_is_missing\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.warns(PluginWarning, match="a_library_that_is_missing"):
-        (found,) = registry(built_ins={"x": "half_there.platform:X"}).platforms()
-    assert found.name == "x"
+        (platform,) = registry(built_ins={"x": "half_there.platform:X"}).platforms()
+    assert platform.name == "x"
 
 
 def test_default_registry_knows_where_built_ins_are() -> None:
@@ -407,9 +407,9 @@ def raising_entry_point(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_plugin_that_exits_when_it_is_imported_is_left_out(raising_entry_point: Any) -> None:
-    found = raising_entry_point(SystemExit("no driver"))
+    known_platforms = raising_entry_point(SystemExit("no driver"))
     with pytest.warns(PluginWarning, match="no driver"):
-        (broken,) = found.platforms()
+        (broken,) = known_platforms.platforms()
     assert broken.platform is None and "SystemExit" in broken.error
 
 
@@ -423,10 +423,10 @@ def test_a_plugin_that_exits_when_it_is_asked_is_left_out() -> None:
         def availability(self) -> Availability:
             raise SystemExit(1)
 
-    found = registry(Stops("stops"), StubPlatform("cpu"))
-    found.register(Exits(None), "exits")
+    known_platforms = registry(Stops("stops"), StubPlatform("cpu"))
+    known_platforms.register(Exits(None), "exits")
     with pytest.warns(PluginWarning) as warned:
-        assert found.current().name == "cpu"
+        assert known_platforms.current().name == "cpu"
     assert len(warned) == 2
 
 
@@ -445,9 +445,9 @@ def test_a_built_in_that_exits_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_interrupt_while_plugins_are_found_is_the_users(raising_entry_point: Any) -> None:
-    found = raising_entry_point(KeyboardInterrupt())
+    known_platforms = raising_entry_point(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        found.platforms()
+        known_platforms.platforms()
 
     class Interrupts(StubPlatform):
         def availability(self) -> Availability:
@@ -464,11 +464,11 @@ def test_an_interrupt_while_plugins_are_found_is_the_users(raising_entry_point: 
 def test_availability_of_another_type_is_recorded(answer: Any) -> None:
     wrong = StubPlatform("wrong")
     wrong._answer = answer
-    found = registry(wrong, StubPlatform("good"))
+    known_platforms = registry(wrong, StubPlatform("good"))
     with pytest.warns(PluginWarning, match="'wrong' of plugin0 failed availability"):
-        assert found.current({}).name == "good"
+        assert known_platforms.current({}).name == "good"
     with pytest.raises(PlatformUnavailableError, match="available"):
-        found.get("wrong")
+        known_platforms.get("wrong")
 
 
 @pytest.mark.usefixtures("built_ins")
@@ -484,12 +484,12 @@ def test_who_asks_for_a_built_in_by_name_imports_no_plugin(
 
     monkeypatch.setattr(EntryPoint, "load", load)
     monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints([entry("a", "b")]))
-    found = PlatformRegistry(table("gpu", "cpu"))
-    platform = found.get("cpu") if forced is None else found.current(forced)
+    known_platforms = PlatformRegistry(table("gpu", "cpu"))
+    platform = known_platforms.get("cpu") if forced is None else known_platforms.current(forced)
     assert (platform.name, loaded) == ("cpu", [])
     with pytest.warns(PluginWarning, match="hangs"):
-        assert found.current({}).name == "gpu"
-    assert loaded == ["a"] and found.get("cpu") is platform
+        assert known_platforms.current({}).name == "gpu"
+    assert loaded == ["a"] and known_platforms.get("cpu") is platform
 
 
 def test_importing_graphrt_raises_for_no_value_of_its_variables() -> None:

@@ -312,7 +312,7 @@ def test_a_capture_that_fails_half_way_keeps_what_it_has_and_goes_on_later():
     captured = runner(forward, options=GraphOptions(warmups=0))
     with pytest.raises(ValueError, match="small batches fail"):
         captured.capture()
-    assert [found.descriptor.num_tokens for found in captured.dispatcher.published] == [4]
+    assert [graph.descriptor.num_tokens for graph in captured.dispatcher.published] == [4]
     assert torch.equal(captured(x=rows(3)), rows(3, 2.0))
     broken[0] = False
     captured.capture()
@@ -378,7 +378,7 @@ def test_graphs_that_do_not_fit_are_dropped_and_what_is_captured_stays(strict):
     )
     with told:
         captured.capture()
-    assert [found.descriptor.num_tokens for found in captured.dispatcher.published] == [4]
+    assert [graph.descriptor.num_tokens for graph in captured.dispatcher.published] == [4]
     (dropped,) = captured.report().dropped
     assert (dropped.mode, dropped.descriptor.num_tokens) == (GraphMode.FULL, 2)
     assert "1048576" in dropped.reason
@@ -507,9 +507,9 @@ def test_a_capture_draws_no_random_numbers_of_the_host(lazy, warmups):
     torch.manual_seed(1)
     if not lazy:
         captured.capture()
-    found = [captured(x=rows(2)).clone() for _ in range(3)]
+    outputs = [captured(x=rows(2)).clone() for _ in range(3)]
     torch.manual_seed(1)
-    assert all(torch.equal(each, drop(rows(2))) for each in found)
+    assert all(torch.equal(each, drop(rows(2))) for each in outputs)
     assert captured.last_dispatch.reason is Reason.HIT
 
 

@@ -47,33 +47,33 @@ from graphrt.cpu import CPUGraphWrapper, CpuPlatform
 
 def in_thread(call: Any) -> Any:
     """What `call` raised in another thread, or what it returned."""
-    found: list[Any] = []
+    results: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def interrupted(meanwhile: Any) -> tuple[Any, list[Any]]:
     """A PIECEWISE runner that calls `meanwhile` in the middle of a step with metadata "go"."""
-    found: list[Any] = []
+    results: list[Any] = []
 
     @eager_break
     def middle(hidden):
         if current_context().metadata == "go":
-            found.append(meanwhile())
+            results.append(meanwhile())
         return hidden * 1
 
     captured = runner(lambda x: middle(x + 1) + x, mode="PIECEWISE")
     captured.capture()
-    return captured, found
+    return captured, results
 
 
 @pytest.mark.parametrize("what", ["unpadded", "capture", "release", "close"])
@@ -86,23 +86,23 @@ def test_nothing_else_gets_into_a_step_under_way(what):
         "release": lambda: captured.release(),
         "close": lambda: captured.close(),
     }
-    captured, found = interrupted(lambda: in_thread(calls[what]))
+    captured, results = interrupted(lambda: in_thread(calls[what]))
     assert torch.equal(captured(x=rows(2), metadata="go"), rows(2, 3.0))
-    assert isinstance(found[0], PoolBusyError)
+    assert isinstance(results[0], PoolBusyError)
     assert torch.equal(captured(x=rows(2)), rows(2, 3.0))
 
 
 def test_nothing_fills_the_buffers_between_a_steps_own_fill_and_its_replay():
-    found = []
+    results = []
 
     def bind(buffers, descriptor, phase):
         if buffers["x"][0, 0] == 1 and phase == "replay":
-            found.append(in_thread(lambda: captured(x=rows(2, 100.0))))
+            results.append(in_thread(lambda: captured(x=rows(2, 100.0))))
 
     captured = runner(host=Host(bind=bind))
     captured.capture()
     assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
-    assert isinstance(found[0], PoolBusyError)
+    assert isinstance(results[0], PoolBusyError)
 
 
 def test_a_carried_function_can_run_in_several_threads_at_once():
@@ -114,13 +114,13 @@ def test_a_carried_function_can_run_in_several_threads_at_once():
 
     with forward_context("NONE", metadata="step"):
         carried = carry_context(work)
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(carried())) for _ in range(2)]
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(carried())) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == ["step", "step"]
+    assert results == ["step", "step"]
 
 
 def test_a_draft_inside_a_step_of_its_target_needs_a_pool_of_its_own():
@@ -378,8 +378,8 @@ def test_an_output_that_is_not_there_is_a_named_error():
 def test_lazy_capture_keeps_to_what_ranks_have_agreed_on():
     lazy = runner(mode="FULL_AND_PIECEWISE", options=GraphOptions(lazy=True), sizes=[2, 4])
     lazy(Batch(2, 2, 1), x=rows(2), agreed=BatchDescriptor(4))
-    found = lazy.last_dispatch
-    assert (found.mode, found.descriptor.num_tokens) == (GraphMode.PIECEWISE, 4)
+    dispatch = lazy.last_dispatch
+    assert (dispatch.mode, dispatch.descriptor.num_tokens) == (GraphMode.PIECEWISE, 4)
     assert len(lazy.report().graphs) == 1
 
 

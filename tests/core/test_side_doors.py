@@ -401,8 +401,8 @@ def test_a_container_of_numbers_that_an_eager_part_changes_is_given_to_it_as_it_
         return x * max(len(box), 1)
 
     x = torch.ones(4)
-    given = {"box": []} if by_name else {}
-    wrapper = capture(lambda x: part(x + 1, *([] if given else [[]]), **given) + 1, x)
+    keywords = {"box": []} if by_name else {}
+    wrapper = capture(lambda x: part(x + 1, *([] if keywords else [[]]), **keywords) + 1, x)
     changes[0] = True
     for value in (1.0, 2.0, 3.0):
         x.fill_(value)

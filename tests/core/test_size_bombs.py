@@ -39,8 +39,8 @@ def _soon() -> Iterator[None]:
 
 def runner(spec: InputSpec | None = None, **arguments: Any) -> GraphRunner:
     spec = spec or InputSpec(torch.float32, ("tokens", 4))
-    given = {"mode": "FULL", "sizes": [4], **arguments}
-    return GraphRunner(torch.relu, inputs={"input": spec}, platform="cpu", **given)
+    keywords = {"mode": "FULL", "sizes": [4], **arguments}
+    return GraphRunner(torch.relu, inputs={"input": spec}, platform="cpu", **keywords)
 
 
 @pytest.mark.parametrize("number", [LONG, BEYOND])
@@ -71,9 +71,9 @@ def test_an_input_in_too_many_pieces_is_refused():
 def test_a_number_that_no_int64_holds_is_no_number_of_a_plan(argument):
     lists = argument in ("sizes", "query_lens", "loras")
     for number in (BEYOND, UNPRINTABLE):
-        given = {"sizes": [4], argument: [number] if lists else number}
+        keywords = {"sizes": [4], argument: [number] if lists else number}
         with pytest.raises(GraphRTError, match=r"larger|4") as caught:
-            Plan("FULL", platform="cpu", **given)
+            Plan("FULL", platform="cpu", **keywords)
         assert len(str(caught.value)) < 1000
 
 
@@ -156,10 +156,10 @@ def test_a_file_that_is_too_large_is_not_read_to_its_end(tmp_path):
 
 
 def nested(depth: int) -> Any:
-    found: Any = 1
+    nest: Any = 1
     for _ in range(depth):
-        found = [found]
-    return found
+        nest = [nest]
+    return nest
 
 
 def forged(path: Path, top: dict[str, Any], arguments: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""Capture-size lists, ladders and keys (DESIGN section 5)."""
+"""Capture-size lists, ladders and keys (docs/concepts/sizes.md)."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def forward(
     }
 
 
-def rows_alone(**given: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"rows": forward(**given)["rows"]}
+def rows_alone(**inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"rows": forward(**inputs)["rows"]}
 
 
 def runner_of(platform: Any, **settings: Any) -> GraphRunner:
@@ -80,8 +80,8 @@ def values(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def written(slot: InputSlot, given: dict[str, torch.Tensor]) -> InputSlot:
-    for name, value in given.items():
+def written(slot: InputSlot, inputs: dict[str, torch.Tensor]) -> InputSlot:
+    for name, value in inputs.items():
         slot[name].copy_(value)
     return slot
 
@@ -90,16 +90,16 @@ def written(slot: InputSlot, given: dict[str, torch.Tensor]) -> InputSlot:
 def test_a_step_of_a_slot_is_the_step_of_its_values(platform, rows):
     by_slot, by_value = runner_of(platform), runner_of(platform)
     for seed in range(3):
-        given, batch = values(rows, seed), Batch(rows, rows, 1)
+        inputs, batch = values(rows, seed), Batch(rows, rows, 1)
         if rows > 8:
             # More rows than there are buffers for.
-            found = by_slot(written(by_slot.slot(batch), given))
-            expected = forward(**given)
+            output = by_slot(written(by_slot.slot(batch), inputs))
+            expected = forward(**inputs)
         else:
-            found = by_slot(written(by_slot.slot(batch), given))
-            expected = by_value(batch, **given)
-        assert torch.equal(found["rows"], expected["rows"])
-        assert torch.equal(found["seen"], expected["seen"])
+            output = by_slot(written(by_slot.slot(batch), inputs))
+            expected = by_value(batch, **inputs)
+        assert torch.equal(output["rows"], expected["rows"])
+        assert torch.equal(output["seen"], expected["seen"])
         assert by_slot.last_dispatch.reason is (Reason.HIT if rows <= 8 else Reason.TOO_LARGE)
 
 
@@ -124,13 +124,13 @@ def test_a_slot_is_written_and_run_again_and_values_beside_it_come_first(platfor
     runner, other = runner_of(platform), runner_of(platform)
     slot = runner.slot(Batch(3, 3, 1))
     for seed in range(5):
-        given = values(3, seed)
-        written(slot, given)
-        assert torch.equal(runner(slot)["rows"], forward(**given)["rows"])
-        assert torch.equal(other(slot)["rows"], forward(**given)["rows"])
-        more = {**given, "ids": given["ids"] + 7}
+        inputs = values(3, seed)
+        written(slot, inputs)
+        assert torch.equal(runner(slot)["rows"], forward(**inputs)["rows"])
+        assert torch.equal(other(slot)["rows"], forward(**inputs)["rows"])
+        more = {**inputs, "ids": inputs["ids"] + 7}
         assert torch.equal(runner(slot, ids=more["ids"])["rows"], forward(**more)["rows"])
-        assert torch.equal(slot["ids"], given["ids"])
+        assert torch.equal(slot["ids"], inputs["ids"])
     with pytest.raises(InvalidBatchError, match="before there are inputs"):
         runner.slot(Batch(3))
 
@@ -138,21 +138,21 @@ def test_a_slot_is_written_and_run_again_and_values_beside_it_come_first(platfor
 def test_padding_is_written_at_every_use_of_a_slot(platform):
     runner = runner_of(platform)
     for rows in (8, 5, 8, 6, 7, 5) * 15:
-        given = values(rows, rows)
-        seen = runner(written(runner.slot(Batch(rows, rows, 1)), given))["seen"]
+        inputs = values(rows, rows)
+        seen = runner(written(runner.slot(Batch(rows, rows, 1)), inputs))["seen"]
         size = 8
-        ids = torch.cat([given["ids"], torch.zeros(size - rows, dtype=torch.int64)])
-        table = torch.cat([given["table"], torch.full((2, size - rows), -1)], 1)
-        starts = torch.cat([given["starts"], given["starts"][-1:].repeat(size - rows)])
+        ids = torch.cat([inputs["ids"], torch.zeros(size - rows, dtype=torch.int64)])
+        table = torch.cat([inputs["table"], torch.full((2, size - rows), -1)], 1)
+        starts = torch.cat([inputs["starts"], inputs["starts"][-1:].repeat(size - rows)])
         expected = torch.cat([ids.double(), table.double().flatten(), starts.double()])
         assert torch.equal(seen, expected)
 
 
 def test_a_slot_outlives_a_release_as_its_values(platform):
-    runner, given = runner_of(platform), values(3)
-    slot = written(runner.slot(Batch(3, 3, 1)), given)
+    runner, inputs = runner_of(platform), values(3)
+    slot = written(runner.slot(Batch(3, 3, 1)), inputs)
     runner.release()
-    assert torch.equal(runner(slot)["rows"], forward(**given)["rows"])
+    assert torch.equal(runner(slot)["rows"], forward(**inputs)["rows"])
 
 
 def runner_of_rows(platform, **options):
@@ -172,18 +172,18 @@ def test_the_first_steps_of_slots_are_tried(platform):
     runner = runner_of_rows(platform, strict=True)
     runner.capture()
     for rows in (8, 2, 5, 3, 8):
-        given = values(rows, rows)
-        found = runner(written(runner.slot(Batch(rows, rows, 1)), given))
-        assert torch.equal(found["rows"], forward(**given)["rows"])
+        inputs = values(rows, rows)
+        output = runner(written(runner.slot(Batch(rows, rows, 1)), inputs))
+        assert torch.equal(output["rows"], forward(**inputs)["rows"])
     assert {each.status for each in runner.report().trust.trials} == {"tried", "untried"}
 
 
 def test_lazy_captures_take_the_values_of_their_slot(platform):
     runner = runner_of_rows(platform, lazy=True)
     for rows in (3, 8, 1, 3, 5):
-        given = values(rows, rows)
-        found = runner(written(runner.slot(Batch(rows, rows, 1)), given))
-        assert torch.equal(found["rows"], forward(**given)["rows"])
+        inputs = values(rows, rows)
+        output = runner(written(runner.slot(Batch(rows, rows, 1)), inputs))
+        assert torch.equal(output["rows"], forward(**inputs)["rows"])
     assert runner.report().reasons[Reason.HIT] > 0
 
 

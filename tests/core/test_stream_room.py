@@ -115,9 +115,9 @@ def test_at_any_count_of_streams_what_fits_serves_and_all_come_back(mode, more, 
     for free in (0, 1, 2, 4, 5, 9, 14, 17, 31, 44):
         device = CountingPlatform(free, min(3, free // 4), more=more, told=told)
         with runner(device, mode) as run:
-            found = captured(run)
+            descriptors = captured(run)
             report = run.report()
-            assert len(found) + len(report.dropped) == len(run.plan.keys)
+            assert len(descriptors) + len(report.dropped) == len(run.plan.keys)
             assert sum(each.streams for each in report.graphs) == free - device.free
             assert device.free >= device.reserve
             serves_every_batch(run)
@@ -250,11 +250,11 @@ def test_tasks_and_breaks_are_counted_and_only_while_counting():
             task(x, out)
         between(torch.sigmoid(x))
 
-    found = count(work, ("aten::sigmoid",))
-    assert (found.tasks, found.breaks, sum(found.operators.values())) == (1, 2, 3)
-    assert (found.graphs, GraphWork(breaks=2, in_pieces=True).graphs) == (1, 3)
+    counts = count(work, ("aten::sigmoid",))
+    assert (counts.tasks, counts.breaks, sum(counts.operators.values())) == (1, 2, 3)
+    assert (counts.graphs, GraphWork(breaks=2, in_pieces=True).graphs) == (1, 3)
     work()
-    assert (found.tasks, found.breaks) == (1, 2)
+    assert (counts.tasks, counts.breaks) == (1, 2)
 
 
 def test_a_count_that_fails_leaves_nothing_behind():

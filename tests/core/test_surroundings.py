@@ -172,8 +172,8 @@ def test_every_tensor_made_inside_names_its_device_and_its_dtype():
             module, _, name = ast.unparse(node.func).rpartition(".")
             if module != "torch" or name not in MADE:
                 continue
-            given = {keyword.arg for keyword in node.keywords}
+            arguments = {keyword.arg for keyword in node.keywords}
             wanted = {"device", "dtype"} if name in MADE_BY_SHAPE else {"device"}
-            if None not in given and not wanted <= given:
-                unnamed.append(f"{file.relative_to(package)}:{node.lineno}: {wanted - given}")
+            if None not in arguments and not wanted <= arguments:
+                unnamed.append(f"{file.relative_to(package)}:{node.lineno}: {wanted - arguments}")
     assert unnamed == []

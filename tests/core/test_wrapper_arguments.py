@@ -268,9 +268,9 @@ def test_the_first_replay_can_repeat_the_host_arguments_of_the_capturing_step():
 
 
 def test_a_list_of_arguments_that_the_runnable_clears_is_compared_as_it_was_given():
-    def run(given):
-        (x,) = given
-        given.clear()
+    def run(arguments):
+        (x,) = arguments
+        arguments.clear()
         return x + 1
 
     made, x = wrapper(run), torch.zeros(4)

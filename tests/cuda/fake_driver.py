@@ -35,14 +35,14 @@ def read(kind: int, reference: Any) -> Image:
     """What a driver finds behind `reference`."""
     if kind != KERNEL:
         return image_of(kind, (), [bytes(reference)])
-    found = reference._obj
-    pointers = ctypes.cast(found.arguments, ctypes.POINTER(ctypes.c_void_p))
-    variant, function = divmod(found.kernel, _VARIANT)
+    parameters = reference._obj
+    pointers = ctypes.cast(parameters.arguments, ctypes.POINTER(ctypes.c_void_p))
+    variant, function = divmod(parameters.kernel, _VARIANT)
     sizes = _FUNCTIONS[function]
     return kernel(
         *(ctypes.string_at(pointers[place], size) for place, size in enumerate(sizes)),
-        grid=found.grid[0],
-        variant=variant or found.function or 0,
+        grid=parameters.grid[0],
+        variant=variant or parameters.function or 0,
     )
 
 
@@ -148,12 +148,12 @@ class FakeRecorder:
         self.base: Images = ()
 
     def handle(self, tasks: GraphTasks, nodes: list[int]) -> TaskHandle:
-        found = []
+        task_nodes = []
         for node, image in zip(nodes, self.base, strict=True):
-            found.append(TaskNode(node, image.kind))
+            task_nodes.append(TaskNode(node, image.kind))
             for state in (self.calls.executable, self.calls.template):
                 state[node] = image
-        handle = TaskHandle(tasks, found, [None] * len(found))
+        handle = TaskHandle(tasks, task_nodes, [None] * len(task_nodes))
         handle.captured_as(self.base)
         return handle
 

@@ -50,13 +50,13 @@ class FakeNodes:
         context._obj.value = 1
         return _OK
 
-    def cuGraphGetNodes(self, graph: Any, found: Any, count: Any) -> int:
+    def cuGraphGetNodes(self, graph: Any, out: Any, count: Any) -> int:
         if graph.value not in self.graphs:
             return _INVALID_VALUE
         nodes = self.graphs[graph.value]
         count._obj.value = len(nodes)
-        for place in range(len(nodes) if found is not None else 0):
-            found[place] = 10 * graph.value + place
+        for place in range(len(nodes) if out is not None else 0):
+            out[place] = 10 * graph.value + place
         return _OK
 
     def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:
@@ -64,25 +64,25 @@ class FakeNodes:
         return _OK
 
     def cuGraphKernelNodeGetParams_v2(self, node: Any, parameters: Any) -> int:
-        asked, found = self._node(node), parameters._obj
-        assert isinstance(found, KernelParameters)
+        asked, out = self._node(node), parameters._obj
+        assert isinstance(out, KernelParameters)
         if asked.refused:
             return _INVALID_VALUE
         if asked.function > _OF_LIBRARY:
-            found.kernel = asked.function
+            out.kernel = asked.function
         else:
-            found.function = asked.function
+            out.function = asked.function
         if asked.packed:
             data = ctypes.create_string_buffer(b"".join(asked.arguments))
             size = ctypes.c_size_t(len(data) - 1)
             extra = (ctypes.c_uint64 * 5)(1, ctypes.addressof(data), 2, ctypes.addressof(size), 0)
             asked.kept += [data, size, extra]
-            found.extra = ctypes.addressof(extra)
+            out.extra = ctypes.addressof(extra)
             return _OK
         buffers = [ctypes.create_string_buffer(each, len(each)) for each in asked.arguments]
         places = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
         asked.kept += [buffers, places]
-        found.arguments = ctypes.addressof(places)
+        out.arguments = ctypes.addressof(places)
         return _OK
 
     def cuKernelGetFunction(self, function: Any, kernel: Any) -> int:
@@ -91,21 +91,21 @@ class FakeNodes:
 
     def cuFuncGetParamInfo(self, function: Any, place: Any, offset: Any, size: Any) -> int:
         self.asked_sizes += place.value == 0
-        found = (
+        sizes = (
             node.arguments
             for nodes in self.graphs.values()
             for node in nodes
             if node.kind == KERNEL and node.function % _OF_LIBRARY == function.value
         )
-        arguments = next(found)
+        arguments = next(sizes)
         if place.value >= len(arguments):
             return _INVALID_VALUE
         size._obj.value = len(arguments[place.value])
         return _OK
 
-    def cuGraphMemcpyNodeGetParams(self, node: Any, found: Any) -> int:
+    def cuGraphMemcpyNodeGetParams(self, node: Any, out: Any) -> int:
         (parameters,) = self._node(node).arguments
-        found[: len(parameters)] = parameters
+        out[: len(parameters)] = parameters
         return _OK
 
     cuGraphMemsetNodeGetParams = cuGraphMemcpyNodeGetParams

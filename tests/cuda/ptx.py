@@ -38,19 +38,19 @@ class Kernel:
         self, blocks: Sequence[int], count: int, threads: int, values: Sequence[int]
     ) -> None:
         """Run `blocks` of a grid of `count`, in that order, each to its end."""
-        given = dict(zip(self.parameters, values, strict=True))
+        parameters = dict(zip(self.parameters, values, strict=True))
         for block in blocks:
             shared = bytearray(2048)
             special = {"%ctaid.x": block, "%nctaid.x": count}
             running = [
-                self._thread({**special, "%tid.x": number}, given, shared)
+                self._thread({**special, "%tid.x": number}, parameters, shared)
                 for number in range(threads)
             ]
             while running:
                 running = [thread for thread in running if next(thread, None) is not None]
 
     def _thread(
-        self, special: dict[str, int], given: dict[str, int], shared: bytearray
+        self, special: dict[str, int], parameters: dict[str, int], shared: bytearray
     ) -> Iterator[bool]:
         registers: dict[str, int] = {"head": _SHARED_BASE}
         at = 0
@@ -88,22 +88,22 @@ class Kernel:
             elif kind == "membar":
                 pass
             elif kind == "ld" and parts[0] == "param":
-                registers[args[0]] = given[args[1].strip("[]")]
+                registers[args[0]] = parameters[args[1].strip("[]")]
             elif kind in ("ld", "st"):
                 many = args[:-1] if kind == "ld" else args[1:]
                 place = args[-1] if kind == "ld" else args[0]
-                found = memory(place, size * len(many))
+                span = memory(place, size * len(many))
                 for number, register in enumerate(many):
                     part = slice(number * size, (number + 1) * size)
                     if kind == "ld":
-                        registers[register] = int.from_bytes(bytes(found[part]), "little")
+                        registers[register] = int.from_bytes(bytes(span[part]), "little")
                     else:
-                        found[part] = list(value(register, mask).to_bytes(size, "little"))
+                        span[part] = list(value(register, mask).to_bytes(size, "little"))
             elif kind == "atom":
-                found = memory(args[1], size)
-                before = int.from_bytes(bytes(found), "little")
+                span = memory(args[1], size)
+                before = int.from_bytes(bytes(span), "little")
                 registers[args[0]] = before
-                found[:] = list((before + value(args[2], mask)).to_bytes(size, "little"))
+                span[:] = list((before + value(args[2], mask)).to_bytes(size, "little"))
             elif kind == "setp":
                 a, b = (value(each, mask) for each in args[1:])
                 if parts[-1].startswith("s"):

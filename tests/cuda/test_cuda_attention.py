@@ -87,8 +87,8 @@ def test_500_steps_in_flight_with_random_lengths_equal_eager(shape: Any, splits:
         assert runner.last_dispatch is not None and runner.last_dispatch.mode is GraphMode.FULL
         steps.append((batch, inputs, updates, out))
     for batch, inputs, updates, out in steps:
-        found = runner.dispatcher.dispatch(batch)
-        expected = runner.run_padded_eagerly(batch, found, inputs, updates)
+        dispatch = runner.dispatcher.dispatch(batch)
+        expected = runner.run_padded_eagerly(batch, dispatch, inputs, updates)
         assert torch.equal(out, expected)
     if splits == "task":
         figures = runner.pool.update_figures()

@@ -19,9 +19,9 @@ SCRIPT = ROOT / "examples" / "all_reduce.py"
 
 @pytest.fixture
 def two_gpus() -> None:
-    found = torch.cuda.device_count()
-    if found < 2:
-        pytest.skip(f"needs 2 GPUs, found {found}")
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip(f"needs 2 GPUs, found {count}")
     if not torch.distributed.is_nccl_available():
         pytest.skip("needs a torch that was built with NCCL")
 

@@ -108,16 +108,16 @@ def test_a_capture_on_one_device_keeps_no_step_and_no_capture_on_the_other_waiti
     served.runner.capture()
     begun, done = threading.Event(), threading.Event()
     x = torch.ones(4, device="cuda:0")
-    found: list[Any] = []
+    results: list[Any] = []
 
     def forward() -> torch.Tensor:
         y = x + 1
         begun.set()
-        found.append(done.wait(60))
+        results.append(done.wait(60))
         return y
 
     def capture() -> None:
-        found.append(KeyedGraphs(GraphPool(device="cuda:0")).capture("key", forward))
+        results.append(KeyedGraphs(GraphPool(device="cuda:0")).capture("key", forward))
 
     x.add_(0)
     torch.cuda.synchronize(0)
@@ -132,8 +132,8 @@ def test_a_capture_on_one_device_keeps_no_step_and_no_capture_on_the_other_waiti
     served.runner.release()
     done.set()
     thread.join()
-    assert found[0] is True, "the other device waited for this capture"
-    assert found[1].replay().tolist() == [2.0] * 4
+    assert results[0] is True, "the other device waited for this capture"
+    assert results[1].replay().tolist() == [2.0] * 4
     served.runner.close()
 
 

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.cuda
 WIDTH = 1 << 18
 
 
-def runner(**given):
+def runner(**keywords):
     """A forward that takes a GPU a while, so that an unordered step is a wrong one."""
     state = torch.zeros(WIDTH, device="cuda")
 
@@ -23,13 +23,13 @@ def runner(**given):
 
     run = GraphRunner(
         forward,
-        mode=given.pop("mode", "FULL"),
+        mode=keywords.pop("mode", "FULL"),
         sizes=[4],
         inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
         outputs=("tokens", WIDTH),
         host=Host(state=[state]),
         platform="cuda",
-        **given,
+        **keywords,
     )
     return run, forward, state
 
@@ -51,9 +51,9 @@ def test_first_steps_are_right_on_any_stream_without_waiting(mode, kind, same_st
         if kind == "recapture":
             run.recapture()
         with torch.cuda.stream(stream):
-            found = run(x=x).clone()
+            output = run(x=x).clone()
         torch.cuda.current_stream().wait_stream(stream)
-        assert torch.equal(found, expected), (found - expected).abs().max()
+        assert torch.equal(output, expected), (output - expected).abs().max()
 
 
 def test_a_nested_runner_becomes_part_of_the_outer_graph():

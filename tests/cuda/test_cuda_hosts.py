@@ -50,8 +50,8 @@ def workspaces(pool: GraphPool | None = None) -> set[int]:
     }
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def matrix() -> torch.Tensor:

@@ -60,9 +60,9 @@ class Served:
             for value in (1.0, -2.0):
                 out = self.step(count, value).cpu()
                 assert torch.equal(out, torch.full((count, WIDTH), (value * 2 + 1) * 3 + value))
-                found = self.run.last_dispatch
-                assert found is not None
-                assert found.reason is (Reason.TOO_LARGE if count == 9 else Reason.HIT)
+                dispatch = self.run.last_dispatch
+                assert dispatch is not None
+                assert dispatch.reason is (Reason.TOO_LARGE if count == 9 else Reason.HIT)
 
 
 def check_nothing_is_left(pool: Any) -> None:

@@ -12,11 +12,11 @@ WIDTH = 8
 X = {"x": InputSpec(torch.float32, ("tokens", WIDTH))}
 
 
-def runner(forward=lambda x: x * 2, **given):
+def runner(forward=lambda x: x * 2, **keywords):
     defaults = {"mode": "FULL", "sizes": [2, 4, 8], "inputs": X, "platform": "cuda"}
     # What a trial hands out is a copy.
-    options = given.pop("options", GraphOptions()).merged({"check": "off"})
-    made = GraphRunner(forward, options=options, **{**defaults, **given})
+    options = keywords.pop("options", GraphOptions()).merged({"check": "off"})
+    made = GraphRunner(forward, options=options, **{**defaults, **keywords})
     made.capture()
     return made
 
@@ -110,13 +110,13 @@ def test_undeclared_axes_are_found_by_comparing_sizes(sizes):
 
 def test_an_eager_step_of_more_rows_takes_inputs_from_the_host():
     run = runner(lambda x: x.add_(1))
-    given = rows(9)
-    assert torch.equal(run(x=given).cpu(), rows(9, 2)) and torch.equal(given, rows(9))
+    argument = rows(9)
+    assert torch.equal(run(x=argument).cpu(), rows(9, 2)) and torch.equal(argument, rows(9))
 
 
 def test_a_conjugate_is_handed_out_as_one():
     run = runner(lambda x: x.mul(2).conj(), inputs={"x": InputSpec(torch.complex64, ("tokens",))})
-    given = torch.tensor([1 + 2j, 3 - 1j, 2j], dtype=torch.complex64)
+    argument = torch.tensor([1 + 2j, 3 - 1j, 2j], dtype=torch.complex64)
     for count in (3, 2):
-        out = run(x=given[:count])
-        assert torch.equal(out.cpu().resolve_conj(), (given[:count] * 2).conj().resolve_conj())
+        out = run(x=argument[:count])
+        assert torch.equal(out.cpu().resolve_conj(), (argument[:count] * 2).conj().resolve_conj())

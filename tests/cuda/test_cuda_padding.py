@@ -71,17 +71,17 @@ def test_padding_rows_are_padding_at_every_step(mode: str, source: str) -> None:
         runner.capture()
         for _ in range(60):
             tokens = rng.randint(1, 8)
-            given = values(rng, tokens, reqs=rng.randint(1, tokens))
+            inputs = values(rng, tokens, reqs=rng.randint(1, tokens))
             on_device = {"host": (), "device": tuple(SPECS), "mixed": rng.sample(list(SPECS), 4)}
             sent = {
                 name: value.to(DEVICE) if name in on_device[source] else value
-                for name, value in given.items()
+                for name, value in inputs.items()
             }
             seen = runner(**sent)
-            found = runner.last_dispatch
-            plan = runner.graphs.steps[found.slot]
+            dispatch = runner.last_dispatch
+            plan = runner.graphs.steps[dispatch.slot]
             rows = {"tokens": plan.tokens, "reqs": plan.reqs, "reqs+1": plan.reqs + 1}
             for name, spec in SPECS.items():
                 axis = next(size for size in spec.shape if isinstance(size, str))
-                expected = padded(given[name], spec, rows[axis])
-                assert torch.equal(seen[name].cpu(), expected), f"{name} at {found.descriptor}"
+                expected = padded(inputs[name], spec, rows[axis])
+                assert torch.equal(seen[name].cpu(), expected), f"{name} at {dispatch.descriptor}"

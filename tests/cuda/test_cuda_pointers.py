@@ -66,9 +66,9 @@ def captured_runner(forward, dtype=torch.float32, **options):
 
 
 def unknown_of(runner):
-    found = runner.graphs.unknown_memory()
-    print(f"{len(found.blocks)} unknown blocks, {found.unread} unread nodes", *found.blocks)
-    return found
+    unknown = runner.graphs.unknown_memory()
+    print(f"{len(unknown.blocks)} unknown blocks, {unknown.unread} unread nodes", *unknown.blocks)
+    return unknown
 
 
 def captured(work):
@@ -96,13 +96,13 @@ def kinds_of(graph):
 
 def test_a_tensor_that_only_a_raw_kernel_reads_is_found_and_named(table):
     with captured_runner(with_table) as runner:
-        found = unknown_of(runner)
-        assert [block.address for block in found.blocks] == [table.untyped_storage().data_ptr()]
-        assert found.blocks[0].bytes == table.untyped_storage().nbytes()
+        unknown = unknown_of(runner)
+        assert [block.address for block in unknown.blocks] == [table.untyped_storage().data_ptr()]
+        assert unknown.blocks[0].bytes == table.untyped_storage().nbytes()
         # One kernel in each of three graphs.
-        assert found.blocks[0].nodes == 3
-        assert "TABLE" in found.blocks[0].name
-        assert found.unread == 0
+        assert unknown.blocks[0].nodes == 3
+        assert "TABLE" in unknown.blocks[0].name
+        assert unknown.unread == 0
 
 
 def test_a_view_into_a_larger_tensor_is_found_by_its_block(monkeypatch):
@@ -160,8 +160,8 @@ def test_a_clean_model_touches_nothing_unknown(model, dtype):
     others = [torch.randn(WIDTH, 4096, device="cuda") for _ in range(8)]
     net = model().to("cuda", dtype).eval().requires_grad_(False)
     with captured_runner(net, dtype) as runner:
-        found = unknown_of(runner)
-        assert found.blocks == () and found.unread == 0 and others
+        unknown = unknown_of(runner)
+        assert unknown.blocks == () and unknown.unread == 0 and others
 
 
 def test_the_workspace_of_cublas_is_told_by_its_size():
@@ -191,8 +191,8 @@ def test_a_copy_and_a_fill_are_read():
     assert {MEMCPY, MEMSET} <= kinds_of(graph)
     assert words_of(graph) >= {each.data_ptr() for each in (source, target, filled)}
     known = [target.data_ptr()]
-    found = unknown_memory(get_platform("cuda"), [graph], known)
-    assert {each.address for each in found.blocks} == {source.data_ptr(), filled.data_ptr()}
+    unknown = unknown_memory(get_platform("cuda"), [graph], known)
+    assert {each.address for each in unknown.blocks} == {source.data_ptr(), filled.data_ptr()}
 
 
 class Template:

@@ -96,9 +96,9 @@ def test_every_step_has_its_own_arguments_while_earlier_ones_are_under_way(issue
             steps.append((tokens, x, updates, out))
         for tokens, x, updates, out in steps:
             batch = Batch(tokens, tokens, 1)
-            found = updated.dispatcher.dispatch(batch)
-            assert found.slot >= 0
-            eager = updated.run_padded_eagerly(batch, found, {"x": x}, updates)
+            dispatch = updated.dispatcher.dispatch(batch)
+            assert dispatch.slot >= 0
+            eager = updated.run_padded_eagerly(batch, dispatch, {"x": x}, updates)
             assert torch.equal(out, eager), updates
 
 
@@ -201,8 +201,8 @@ def test_a_task_that_raises_launches_nothing_and_the_next_step_is_right():
         for row in (3, 4):
             out = updated(x=x, updates={"mix": {"row": row}}).clone()
             batch = Batch(4, 4, 1)
-            found = updated.dispatcher.dispatch(batch)
-            eager = updated.run_padded_eagerly(batch, found, {"x": x}, {"mix": {"row": row}})
+            dispatch = updated.dispatcher.dispatch(batch)
+            eager = updated.run_padded_eagerly(batch, dispatch, {"x": x}, {"mix": {"row": row}})
             assert torch.equal(out, eager)
 
 

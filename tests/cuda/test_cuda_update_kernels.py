@@ -85,8 +85,8 @@ def test_two_kernels_of_each_layer_are_patched_from_one():
             )
             steps.append((x, updates, runner(batch, x=x, updates=updates).clone()))
         for x, updates, out in steps:
-            found = runner.dispatcher.dispatch(batch)
-            assert torch.equal(out, runner.run_padded_eagerly(batch, found, {"x": x}, updates))
+            dispatch = runner.dispatcher.dispatch(batch)
+            assert torch.equal(out, runner.run_padded_eagerly(batch, dispatch, {"x": x}, updates))
         figures = runner.pool.update_figures()
         print(figures)
         assert (figures.self_checks, figures.self_check_failures) == (2, 0)

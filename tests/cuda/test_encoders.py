@@ -116,8 +116,8 @@ def every_step_replays(name, device, mode, check):
     torch.manual_seed(0)
     model = build().to(device=device, dtype=torch.float32).eval()
 
-    def forward(**given):
-        return model(**given).last_hidden_state
+    def forward(**tensors):
+        return model(**tensors).last_hidden_state
 
     generator = torch.Generator().manual_seed(1)
     with warnings.catch_warnings(), torch.no_grad():
@@ -132,10 +132,10 @@ def every_step_replays(name, device, mode, check):
         )
         runner.capture()
         for rows in (4, 3, 2, 1, 1, 2, 3, 4):
-            given = values(inputs, rows, generator)
-            out = runner(**given)
+            tensors = values(inputs, rows, generator)
+            out = runner(**tensors)
             assert runner.last_dispatch.reason.name == "HIT"
-            right = forward(**{key: value.to(device) for key, value in given.items()})
+            right = forward(**{key: value.to(device) for key, value in tensors.items()})
             # Of two ways and several sizes; TF32 on a GPU.
             torch.testing.assert_close(out, right, rtol=0, atol=1e-2 if device == "cuda" else 1e-4)
     trials = runner.report().trust.trials

@@ -78,15 +78,15 @@ def signed(word: int) -> int:
 @st.composite
 def fills(draw, unit: int = 1) -> list[int]:
     """Spans that lie apart from each other, and their patterns."""
-    found, at = [], 0
+    words, at = [], 0
     for _ in range(draw(st.integers(0, MOVES))):
         at += draw(st.integers(0, 40)) * unit
         size = draw(st.one_of(st.integers(1, 30), st.just(300))) * unit
         if at + size > NBYTES:
             break
-        found += [at, draw(st.integers(0, (1 << 64) - 1)), size, RingFormat.FILL]
+        words += [at, draw(st.integers(0, (1 << 64) - 1)), size, RingFormat.FILL]
         at += size
-    return found
+    return words
 
 
 @settings(max_examples=15)
@@ -111,7 +111,7 @@ def test_a_whole_payload_is_brought_and_what_is_padding_filled(nbytes, blocks, m
 @st.composite
 def any_moves(draw, source: int) -> list[int]:
     """Moves of every kind and alignment, `source` being memory that any may read."""
-    found, at = [], 0
+    words, at = [], 0
     for _ in range(draw(st.integers(0, MOVES))):
         unit = draw(st.sampled_from([1, 2, 4, 8, 16]))
         at = -(-at // unit) * unit + draw(st.integers(0, 8)) * unit
@@ -123,12 +123,12 @@ def any_moves(draw, source: int) -> list[int]:
         start = draw(st.integers(0, 16)) * unit
         period = draw(st.sampled_from([size, unit, 2 * unit, 3 * unit]))
         if kind == RingFormat.FILL:
-            found += [at, draw(st.integers(0, (1 << 64) - 1)), size, kind]
+            words += [at, draw(st.integers(0, (1 << 64) - 1)), size, kind]
         else:
             begin = source + start if kind == RingFormat.COPY else start
-            found += [at, begin, size, kind | period << 8]
+            words += [at, begin, size, kind | period << 8]
         at += size
-    return found
+    return words
 
 
 SOURCE = aligned(4096).random_(256)

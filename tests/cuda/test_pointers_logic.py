@@ -206,8 +206,8 @@ def test_tensors_are_only_looked_for_where_it_matters():
         raise AssertionError("asked")
 
     blocks = [block(0), block(1, may_be_internal=True), block(2, may_be_internal=True)]
-    found = unknown_blocks([(AT, AT + 1024)], blocks, known=[AT + 1024], tensors=tensors)
-    assert found == (UnknownBlock(AT, 1000, 1),)
+    unknown = unknown_blocks([(AT, AT + 1024)], blocks, known=[AT + 1024], tensors=tensors)
+    assert unknown == (UnknownBlock(AT, 1000, 1),)
 
 
 def test_all_tensors_of_python_are_found_and_what_has_no_memory_is_passed_over():
@@ -312,10 +312,10 @@ def test_what_warm_ups_used_and_inputs_are_known_and_the_rest_is_named():
         runner.capture()
         runner.platform.tensors = [model.linear.weight, model.linear.bias, TABLE, stranger]
         runner.platform.tensors += runner.inputs.buffers.values()
-        found = {each.address: each for each in unknown_of(runner).blocks}
-        assert found.keys() == {TABLE.data_ptr(), stranger.data_ptr()}
-        assert "TABLE" in found[TABLE.data_ptr()].name
-        assert found[stranger.data_ptr()][1:] == (28, 2, "")
+        unknown = {each.address: each for each in unknown_of(runner).blocks}
+        assert unknown.keys() == {TABLE.data_ptr(), stranger.data_ptr()}
+        assert "TABLE" in unknown[TABLE.data_ptr()].name
+        assert unknown[stranger.data_ptr()][1:] == (28, 2, "")
         largest = [runner.graphs.records[0].descriptor]
         some = runner.graphs.unknown_memory(largest)
         assert {each.nodes for each in some.blocks} == {1}

@@ -346,8 +346,8 @@ def homes_of(*tensors):
 def test_an_address_may_move_within_its_block_or_the_captured_tensors(old, new, strange):
     homes = homes_of((ADDRESS + 512, ADDRESS + 640))
     before, now = (kernel(b"abcd", struct.pack("<iiQ", 1, 2, each)) for each in (old, new))
-    found = strange_address(homes, (before,), (now,))
-    assert found == (new if strange else None)
+    strange_one = strange_address(homes, (before,), (now,))
+    assert strange_one == (new if strange else None)
 
 
 def test_contract_errors_name_the_task():

@@ -22,14 +22,14 @@ def segment(stream: int, *blocks: tuple[str, int]) -> dict[str, Any]:
 
 
 def test_streams_of_blocks_in_use_that_have_the_size_of_a_workspace():
-    found = workspaces.streams_with_workspaces(
+    streams = workspaces.streams_with_workspaces(
         [
             segment(1, ("active_allocated", 512), ("active_allocated", SIZE)),
             segment(2, ("inactive", SIZE), ("active_allocated", SIZE + 512)),
             segment(3, ("active_pending_free", SIZE)),
         ]
     )
-    assert found == {1}
+    assert streams == {1}
 
 
 class Stream:

@@ -221,8 +221,8 @@ class Decoder:
                 torch.npu.graph_task_update_begin(stream, handle)
                 self.before_update(layer)
                 metadata = context.attn_metadata[name]
-                given = None if self.gives_none else workspace
-                self.operate(query, *self.caches[layer], metadata, out, given)
+                passed = None if self.gives_none else workspace
+                self.operate(query, *self.caches[layer], metadata, out, passed)
                 torch.npu.graph_task_update_end(stream)
                 event.record(stream)
 

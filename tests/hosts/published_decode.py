@@ -157,11 +157,11 @@ def decode(engine: Engine, steps: int) -> list[int]:
         left = [cache.cpu() for cache in engine.caches()]
         for cache, old in zip(engine.caches(), before, strict=True):
             cache.copy_(old)
-        found = engine.call(size, padded, full).cpu()
+        output = engine.call(size, padded, full).cpu()
         same = all(torch.equal(a.cpu(), b) for a, b in zip(engine.caches(), left, strict=True))
-        if not (same and torch.equal(found, expected)):
+        if not (same and torch.equal(output, expected)):
             wrong.append(step)
-        tokens[:live] = found[:live].float().argmax(-1).tolist()
+        tokens[:live] = output[:live].float().argmax(-1).tolist()
     return wrong
 
 

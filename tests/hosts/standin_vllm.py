@@ -104,14 +104,18 @@ def _forward_context(made: Modules) -> ModuleType:
     module.BatchDescriptor = BatchDescriptor
 
     @contextmanager
-    def set_forward_context(attn_metadata, vllm_config, num_tokens=None, **given):
-        given = {"cudagraph_runtime_mode": CUDAGraphMode.NONE, "batch_descriptor": None, **given}
+    def set_forward_context(attn_metadata, vllm_config, num_tokens=None, **keywords):
+        keywords = {
+            "cudagraph_runtime_mode": CUDAGraphMode.NONE,
+            "batch_descriptor": None,
+            **keywords,
+        }
         platform = made["vllm.platforms"].current_platform
         extra = platform.set_additional_forward_context(
-            attn_metadata=attn_metadata, num_tokens=num_tokens, **given
+            attn_metadata=attn_metadata, num_tokens=num_tokens, **keywords
         )
         outer = module._forward_context
-        module._forward_context = SimpleNamespace(additional_kwargs=extra, **given)
+        module._forward_context = SimpleNamespace(additional_kwargs=extra, **keywords)
         try:
             yield
         finally:

@@ -12,14 +12,13 @@ import torch
 
 from graphrt import CompileOptions
 from tests.models.families import SHARED, WINDOW
-from tests.models.generating import new_model, random_tokens
+from tests.models.generating import DEVICES, generate, new_model, random_tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from graphrt.hosts.transformers import graphs_of, with_graphs  # noqa: E402
 from graphrt.hosts.transformers.caches import StepCache  # noqa: E402
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 SLIDING = (
     "mistral",
     "gemma2",
@@ -35,11 +34,6 @@ def sliding_model(name: str, device: str = "cpu") -> Any:
     if name == "qwen2":
         more = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     return new_model(name, device, **more)
-
-
-def generate(model: Any, tokens: torch.Tensor, new: int = 20, **more: Any) -> Any:
-    call = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0}
-    return model.generate(tokens, max_new_tokens=new, **{**call, **more})
 
 
 def padded_mask(tokens: torch.Tensor) -> torch.Tensor:

@@ -35,24 +35,24 @@ def vllm(request, monkeypatch):
             monkeypatch.setitem(sys.modules, name, module)
     for cached in (wrapper.wrapper_type, breakable.breakable_type, platform_type):
         cached.cache_clear()
-    found = host.load()
-    for module in (found.v1, found.v2):
+    engine = host.load()
+    for module in (engine.v1, engine.v2):
         monkeypatch.setattr(module, "is_global_first_rank", lambda: False, raising=False)
     rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-    monkeypatch.setattr(found.v2, "get_pp_group", lambda: rank, raising=False)
-    found.Own = found.wrappers.CUDAGraphWrapper
-    found.mode = found.config.CUDAGraphMode
-    found.Key = found.contexts.BatchDescriptor
-    found.counter = found.counting.compilation_counter
-    found.platform = found.platforms.current_platform
+    monkeypatch.setattr(engine.v2, "get_pp_group", lambda: rank, raising=False)
+    engine.Own = engine.wrappers.CUDAGraphWrapper
+    engine.mode = engine.config.CUDAGraphMode
+    engine.Key = engine.contexts.BatchDescriptor
+    engine.counter = engine.counting.compilation_counter
+    engine.platform = engine.platforms.current_platform
     install()
-    yield found
+    yield engine
     uninstall()
-    found.Own._all_instances.clear()
+    engine.Own._all_instances.clear()
     _state.state.pools.clear()
     _state.state.eager.counts.clear()
     _state.state.eager.reasons.clear()
-    found.platform.__class__._global_graph_pool = None
+    engine.platform.__class__._global_graph_pool = None
 
 
 class Forward:
@@ -124,8 +124,8 @@ def test_a_wrapper_captures_in_a_session_and_replays_each_descriptor(vllm, name)
     for key in keys * 2:
         buffer.normal_()
         with step(vllm, config, mode, key):
-            found = wrapper(buffer[: key.num_tokens])
-        assert torch.equal(found, forward.of(buffer[: key.num_tokens]))
+            output = wrapper(buffer[: key.num_tokens])
+        assert torch.equal(output, forward.of(buffer[: key.num_tokens]))
     assert forward.calls == len(keys)
 
 
@@ -135,9 +135,9 @@ def test_where_graphs_are_tried_a_changed_number_is_found(vllm, name, monkeypatc
     config, buffer, key = host.config([2], name), torch.zeros(2, 4), vllm.Key(2)
     scale = SimpleNamespace(value=1.0)
 
-    def partition(given):
-        (x,) = given
-        given.clear()
+    def partition(arguments):
+        (x,) = arguments
+        arguments.clear()
         return (x * scale.value,)
 
     mode = vllm.mode[name]
@@ -164,9 +164,9 @@ def test_where_graphs_are_tried_a_changed_number_is_found(vllm, name, monkeypatc
 def test_a_partition_of_inductor_may_clear_its_list_of_arguments(vllm):
     config, buffer, key = host.config([2], "PIECEWISE"), torch.zeros(2, 4), vllm.Key(2)
 
-    def partition(given):
-        (x,) = given
-        given.clear()
+    def partition(arguments):
+        (x,) = arguments
+        arguments.clear()
         return (x + 1,)
 
     wrapper = vllm.v1.CUDAGraphWrapper(partition, config, runtime_mode=vllm.mode.PIECEWISE)
@@ -200,11 +200,11 @@ def test_pieces_of_one_forward_are_one_step(vllm):
         for _ in range(count):
             buffer.normal_()
             with step(vllm, config, vllm.mode.PIECEWISE, key):
-                found = model(buffer)
+                output = model(buffer)
             expected = buffer
             for piece in pieces:
                 expected = piece.runnable.of(expected)
-            assert torch.equal(found, expected)
+            assert torch.equal(output, expected)
         assert _state.state.pools.steps == before + count
 
 
@@ -488,8 +488,8 @@ def test_breakable_graphs_break_where_vllm_marked_it(vllm, marked):
         buffer.normal_()
         with step(vllm, config, vllm.mode[mode], key):
             # Left out where vLLM captures.
-            found = wrapper(buffer[: key.num_tokens], inputs_embeds=None)
-        assert torch.equal(found, (buffer[: key.num_tokens] + 1) * 2 - 3)
+            output = wrapper(buffer[: key.num_tokens], inputs_embeds=None)
+        assert torch.equal(output, (buffer[: key.num_tokens] + 1) * 2 - 3)
     assert lengths == [4, 2], "a FULL graph has no breaks"
     real, other = wrapper.graph_pool, vllm.platform.graph_pool_handle()
     wrapper.clear_graphs()

@@ -83,9 +83,9 @@ class Runner:
             lens = self.fill(key.num_tokens)
             table = self.table[: key.num_tokens].clone() if rebinds else None
             expected = self.eager(key, lens, table)
-            found = self.replay(key, lens, table, first=first)
+            output = self.replay(key, lens, table, first=first)
             del table
-            if not torch.equal(found.cpu(), expected):
+            if not torch.equal(output.cpu(), expected):
                 wrong.append(step)
         return wrong
 
@@ -215,9 +215,9 @@ def test_scratch_memory_belongs_to_the_graph_after_its_capture(monkeypatch):
     scratch = host.scratch
 
     def noted():
-        found = scratch()
-        asked.append(weakref.ref(found))
-        return found
+        memory = scratch()
+        asked.append(weakref.ref(memory))
+        return memory
 
     monkeypatch.setattr(host, "scratch", noted)
     made.capture()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from tests.models.families import SHARED, VOCAB, Family
@@ -37,6 +38,7 @@ ENCODER_DECODERS = {
     "m2m_100": Family("M2M100Config", "M2M100ForConditionalGeneration", _TEXT),
 }
 GENERATING = {**DECODERS, **ENCODER_DECODERS}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 NEW = 14
 """Tokens of a greedy call: the window of sliding models is 8."""
 
@@ -55,6 +57,12 @@ def new_model(name: str, device: str = "cpu", **config: Any) -> Any:
 def random_tokens(rows: int, length: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (rows, length), generator=generator).to(device)
+
+
+def generate(model: Any, tokens: torch.Tensor, new: int = 20, **more: Any) -> Any:
+    """Greedy tokens of prompts without padding, unless `more` says otherwise."""
+    call = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0}
+    return model.generate(tokens, max_new_tokens=new, **{**call, **more})
 
 
 def prompt(name: str, rows: int, device: str = "cpu", *, padded: bool = False) -> dict[str, Any]:

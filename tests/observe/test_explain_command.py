@@ -69,12 +69,12 @@ def test_nothing_stands_in_the_way():
 def test_the_code_that_it_shows_runs():
     for forward, mode in ((plain, "FULL"), (with_three_obstacles, "PIECEWISE")):
         inputs = {"x": InputSpec(torch.float32, ("tokens", 8))}
-        found = explain(forward, inputs, platform="cpu")
+        explanation = explain(forward, inputs, platform="cpu")
         names = {"forward": forward, "torch": torch}
-        exec(found.code, names)
+        exec(explanation.code, names)
         x = torch.randn(5, 8)
         assert torch.equal(names["runner"](x=x), forward(x))
-        assert found.mode == names["runner"].mode.name == mode
+        assert explanation.mode == names["runner"].mode.name == mode
 
 
 @pytest.mark.parametrize(("target", "more"), [("plain", ()), ("made", ("--made",))])
@@ -88,15 +88,15 @@ def test_the_printed_code_runs_as_it_stands(target, more):
 
 def test_every_operator_is_named_with_its_line():
     inputs = {"x": InputSpec(torch.float32, ("tokens", 8))}
-    found = explain(with_three_obstacles, inputs, platform="cpu")
+    explanation = explain(with_three_obstacles, inputs, platform="cpu")
     # Each operator once: the pieces around the first one are those around the others, too.
-    assert [each.op for each in found.obstacles] == [
+    assert [each.op for each in explanation.obstacles] == [
         "aten.nonzero.default",
         "aten.masked_select.default",
     ]
-    assert all("test_explain_command.py:" in (each.source or "") for each in found.obstacles)
-    assert found.breaks == ("aten::nonzero", "aten::masked_select")
-    assert (found.graphs, found.eager_parts, found.trial) == (4, 3, None)
+    assert all("test_explain_command.py:" in (each.source or "") for each in explanation.obstacles)
+    assert explanation.breaks == ("aten::nonzero", "aten::masked_select")
+    assert (explanation.graphs, explanation.eager_parts, explanation.trial) == (4, 3, None)
 
 
 @pytest.mark.parametrize(
@@ -147,5 +147,5 @@ def test_inputs_have_the_rows_of_their_axes():
         "lengths": InputSpec(torch.int64, ("reqs",)),
         "starts": InputSpec(torch.int64, ("reqs+1",)),
     }
-    found = explain(summed, inputs, tokens=4, platform="cpu")
-    assert (found.mode, found.trial, found.obstacles) == ("FULL", None, ())
+    explanation = explain(summed, inputs, tokens=4, platform="cpu")
+    assert (explanation.mode, explanation.trial, explanation.obstacles) == ("FULL", None, ())

@@ -178,15 +178,15 @@ def test_a_number_that_python_counts_is_named_with_its_operator():
 
 def test_integers_are_not_all_alike_so_that_mixed_rows_show():
     # Of zeros alone every row would equal its padding, and their mean too.
-    found = explained(mixes_rows, {"ids": InputSpec(torch.int64, ("rows", 3))})
-    assert "the first operator that mixes rows" in (found.trial or "")
+    explanation = explained(mixes_rows, {"ids": InputSpec(torch.int64, ("rows", 3))})
+    assert "the first operator that mixes rows" in (explanation.trial or "")
 
 
 def test_the_code_keeps_how_inputs_are_padded():
     def shifted(x, slots, starts):
         return x * (slots + starts[1:]).unsqueeze(1)
 
-    found = explained(
+    explanation = explained(
         shifted,
         X
         | {
@@ -194,9 +194,9 @@ def test_the_code_keeps_how_inputs_are_padded():
             "starts": InputSpec(torch.int64, ("reqs+1",), pad="repeat"),
         },
     )
-    assert "InputSpec(torch.int64, ('reqs',), pad=-1, index=True)" in found.code
-    assert "InputSpec(torch.int64, ('reqs+1',), pad='repeat')" in found.code
-    assert runner_of(found, shifted).plan.sizes.mixed == (4,)
+    assert "InputSpec(torch.int64, ('reqs',), pad=-1, index=True)" in explanation.code
+    assert "InputSpec(torch.int64, ('reqs+1',), pad='repeat')" in explanation.code
+    assert runner_of(explanation, shifted).plan.sizes.mixed == (4,)
 
 
 def runner_of(explanation: Explanation, forward: Callable[..., Any]) -> Any:

@@ -19,25 +19,25 @@ from tests.observe.planted import MIXED, PADDED, TOO_LARGE, planted_runner, run_
 
 def slices_of(path: Path, pid: int = 1) -> dict[str, list[dict[str, Any]]]:
     events = json.loads(path.read_text())["traceEvents"]
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in TRACKS}
+    slices: dict[str, list[dict[str, Any]]] = {name: [] for name in TRACKS}
     for event in events:
         if event["ph"] == "X" and event["pid"] == pid:
-            found[TRACKS[event["tid"]]].append(event)
-    return found
+            slices[TRACKS[event["tid"]]].append(event)
+    return slices
 
 
 def test_each_planted_fault_is_in_the_trace_alone(tmp_path: Path):
     runner = planted_runner()
     with trace(tmp_path / "trace.json", runner):
         run_planted(runner)
-    found = slices_of(tmp_path / "trace.json")
-    names = [event["name"] for event in found["findings"]]
+    slices = slices_of(tmp_path / "trace.json")
+    names = [event["name"] for event in slices["findings"]]
     assert [name.partition(":")[0] for name in names] == ["error", "warning", "warning"]
     assert "quarantine" in names[0] and "TOO_LARGE" in names[1] and "50% padding" in names[2]
-    assert all(event["args"]["try"] for event in found["findings"])
-    eager = [event["args"]["reason"] for event in found["eager steps"]]
+    assert all(event["args"]["try"] for event in slices["findings"])
+    eager = [event["args"]["reason"] for event in slices["eager steps"]]
     assert eager == ["TOO_LARGE"] * TOO_LARGE + ["QUARANTINED"] * MIXED
-    steps = found["steps by graphs"]
+    steps = slices["steps by graphs"]
     padded = [event for event in steps if event["args"]["live_tokens"] == 8]
     assert len(steps) == 4 + PADDED and len(padded) == PADDED
     assert {event["name"] for event in padded} == {"FULL [16 tokens 16 reqs], 8 live"}
@@ -49,19 +49,19 @@ def test_captures_and_trials_lie_inside_of_their_steps_and_in_order(tmp_path: Pa
         step(runner, 2)
         runner.recapture()
         step(runner, 2)
-    found = slices_of(tmp_path / "trace.json")
-    names = [event["name"].split()[0] for event in found["captures and trials"]]
+    slices = slices_of(tmp_path / "trace.json")
+    names = [event["name"].split()[0] for event in slices["captures and trials"]]
     # The captures before the trace are gone with their graphs.
     assert (names.count("capture"), names.count("warm-up"), names.count("trial")) == (6, 6, 2)
     for trial, its_step in zip(
-        [e for e in found["captures and trials"] if e["name"].startswith("trial")],
-        found["steps by graphs"],
+        [e for e in slices["captures and trials"] if e["name"].startswith("trial")],
+        slices["steps by graphs"],
         strict=True,
     ):
         assert its_step["ts"] <= trial["ts"]
         assert trial["ts"] + trial["dur"] <= its_step["ts"] + its_step["dur"]
         assert its_step["args"]["trial"]
-    assert all(event["ts"] >= 0 for track in found.values() for event in track)
+    assert all(event["ts"] >= 0 for track in slices.values() for event in track)
 
 
 def test_graphs_that_were_captured_before_lie_just_before_the_first_step(tmp_path: Path):
@@ -69,10 +69,10 @@ def test_graphs_that_were_captured_before_lie_just_before_the_first_step(tmp_pat
     time.sleep(0.5)
     with trace(tmp_path / "trace.json", runner):
         step(runner, 2)
-    found = slices_of(tmp_path / "trace.json")
-    spans = [e for e in found["captures and trials"] if not e["name"].startswith("trial")]
+    slices = slices_of(tmp_path / "trace.json")
+    spans = [e for e in slices["captures and trials"] if not e["name"].startswith("trial")]
     assert sum(event["name"].startswith("capture") for event in spans) == 6
-    ended, (first,) = max(e["ts"] + e["dur"] for e in spans), found["steps by graphs"]
+    ended, (first,) = max(e["ts"] + e["dur"] for e in spans), slices["steps by graphs"]
     assert 0 <= first["ts"] - ended < 250_000
     assert ended == pytest.approx(1e6 * runner.report().capture_s, rel=0.5)
 
@@ -116,10 +116,10 @@ def test_a_step_that_raises_is_on_the_timeline(tmp_path: Path):
         step(runner, 2)
         with pytest.raises(InvalidInputError):
             runner(x=torch.zeros(2, 3))
-    found = slices_of(tmp_path / "trace.json")
-    (failed,) = found["eager steps"]
+    slices = slices_of(tmp_path / "trace.json")
+    (failed,) = slices["eager steps"]
     assert failed["args"]["error"] == "InvalidInputError"
-    assert len(found["steps by graphs"]) == 1
+    assert len(slices["steps by graphs"]) == 1
 
 
 def test_a_trace_is_written_after_an_error_too(tmp_path: Path):
@@ -135,9 +135,9 @@ def test_the_last_steps_are_kept_and_the_others_counted(tmp_path: Path):
     with trace(tmp_path / "trace.json", runner, most_steps=3):
         for tokens in (2, 4, 4, 8, 16):
             step(runner, tokens)
-    found = slices_of(tmp_path / "trace.json")
-    assert [event["args"]["live_tokens"] for event in found["steps by graphs"]] == [4, 8, 16]
-    assert any("2 earlier steps" in event["name"] for event in found["findings"])
+    slices = slices_of(tmp_path / "trace.json")
+    assert [event["args"]["live_tokens"] for event in slices["steps by graphs"]] == [4, 8, 16]
+    assert any("2 earlier steps" in event["name"] for event in slices["findings"])
 
 
 def test_the_profiler_sees_steps_and_captures_while_they_are_observed(tmp_path: Path):
@@ -200,6 +200,6 @@ def test_nvtx_ranges_and_the_trace_of_a_gpu(tmp_path: Path):
         for _ in range(3):
             x = torch.ones(3, 8)
             assert torch.equal(runner(x=x).cpu(), x * 2)
-    found = slices_of(tmp_path / "trace.json")
-    assert len(found["steps by graphs"]) == 3
-    assert sum(e["name"].startswith("capture") for e in found["captures and trials"]) == 2
+    slices = slices_of(tmp_path / "trace.json")
+    assert len(slices["steps by graphs"]) == 3
+    assert sum(e["name"].startswith("capture") for e in slices["captures and trials"]) == 2

@@ -154,7 +154,7 @@ class TritonAttention(AttentionBackend):
         room = self._rooms[step.query_len]
         if self.splits == "task" and self._updatable():
             return step
-        if step.max_context <= max(SHORT, room.least(reqs)):
+        if step.max_context <= max(SHORT, room.shortest_span(reqs)):
             return replace(step, prepared=Splits(1))
         if self.splits != "fixed":
             step = replace(step, prepared=scheduled_splits(reqs, room, step.max_context))

@@ -95,7 +95,7 @@ def schedule(
         reqs,
         room.limit(reqs, longest),
         room.coarse(reqs),
-        room.least(reqs),
+        room.shortest_span(reqs),
         AIM=AIM,
         UNIT=UNIT,
         REQS=padded,

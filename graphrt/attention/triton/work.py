@@ -64,15 +64,16 @@ class Room:
         """Spans beyond one a request in two waves; 0 if the requests alone fill them."""
         return max(0, int(2 * self.wave) - reqs)
 
-    def least(self, reqs: int) -> int:
-        """Tokens of the shortest span that is worth its merging."""
+    def shortest_span(self, reqs: int) -> int:
+        """Tokens of the shortest span of `reqs` requests. Below it, to write and merge a span takes
+        more than a fifth (`_MERGE_SHARE`) of the time in which its keys are read."""
         return int(UNIT * max(1.0, self.merge_tokens / _MERGE_SHARE * reqs / self.wave))
 
     def chunk(self, total: int, reqs: int) -> int:
         """Tokens of a span, by the rule, for `total` tokens of `reqs` requests."""
         coarse = self.coarse(reqs)
         two_waves = min(AIM, -(-total // coarse)) if coarse else AIM
-        return max(two_waves, -(-total // (self.limit(reqs) - reqs)), self.least(reqs))
+        return max(two_waves, -(-total // (self.limit(reqs) - reqs)), self.shortest_span(reqs))
 
 
 def scheduled_splits(reqs: int, room: Room, longest: int) -> Splits:

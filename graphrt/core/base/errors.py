@@ -247,7 +247,7 @@ class CaptureSealedError(CaptureError):
 
 
 class OutputError(CaptureError):
-    """What a forward returns cannot be handed out, or not be cut to the live rows."""
+    """An output has no structure that a graph can hand out, or no known batch axis to cut."""
 
 
 class MissingGraphError(CaptureError):

@@ -8,9 +8,11 @@ from pathlib import Path
 
 
 def read_bounded(path: Path, most_bytes: int) -> str:
-    """The text of a file of at most so many bytes; raises `OSError` where there is none, or what is
-    there is no file (a pipe, a device without an end), and `ValueError` for one that is larger or
-    no UTF-8."""
+    """The text of a regular file of at most `most_bytes` bytes.
+
+    Raises `OSError` if the path is missing, or leads to a pipe or device: reading `/dev/zero`
+    would not end. Raises `ValueError` if the file is larger, or not UTF-8.
+    """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "no regular file")
     with path.open("rb") as file:

@@ -37,9 +37,9 @@ TWINS = (
 def fingerprints(package: Path) -> dict[str, str]:
     """By name, the hash of the modules of a `graphrt` folder, and of the C files beside it; without
     these, as in an installed wheel, there is no hash of them."""
-    found = {"TWINS": _hash(package / name for name in TWINS)}
+    digests = {"TWINS": _hash(package / name for name in TWINS)}
     c_files = sorted((package.parent / "native").glob("*.[ch]"))
-    return found | ({"SOURCES": _hash(c_files)} if c_files else {})
+    return digests | ({"SOURCES": _hash(c_files)} if c_files else {})
 
 
 def _hash(files: Iterable[Path]) -> str:

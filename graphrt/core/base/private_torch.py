@@ -37,21 +37,21 @@ class PrivateName:
 
     def find(self) -> Any:
         """The object, importing what it is in; raises `MissingTorchNameError`."""
-        found, path = None, ""
+        value, path = None, ""
         for part in self.path.split("."):
             path = f"{path}.{part}".lstrip(".")
             # A module goes before a function of its name: torch._inductor has one of each.
-            is_package = found is None or "__path__" in getattr(found, "__dict__", ())
+            is_package = value is None or "__path__" in getattr(value, "__dict__", ())
             module = _imported(path) if is_package else None
-            found = module or getattr(found, part, _NOTHING)
-            if found is _NOTHING:
+            value = module or getattr(value, part, _NOTHING)
+            if value is _NOTHING:
                 raise MissingTorchNameError(
                     f"this torch has no {self.path}",
                     got=f"torch {torch.__version__}",
                     expected=f"torch {', '.join(self.seen)}",
                     advice=f"without it {self.without}",
                 )
-        return found
+        return value
 
     def __bool__(self) -> bool:
         """Whether this torch has it."""

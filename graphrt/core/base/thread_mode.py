@@ -158,18 +158,18 @@ def _cast_inside(func: Any) -> dict[str, bool]:
     name = func.name()
     if func.namespace in _BUILT_IN and name not in _CALLED_BY:
         return {}
-    found = {}
+    by_kind = {}
     for key, kind in _AUTOCAST.items():
         passed_by = {not has_kernel(each, key) for each in _CALLED_BY.get(name, (name,))}
         if True in passed_by:
-            found[kind] = len(passed_by) == 1
-    return found
+            by_kind[kind] = len(passed_by) == 1
+    return by_kind
 
 
 def _autocast_where_it_was_called(func: Any, inside: dict[str, bool]) -> list[str]:
     with as_it_was_called():
-        found = [kind for kind in inside if torch.is_autocast_enabled(kind)]
-    for kind in found:
+        kinds = [kind for kind in inside if torch.is_autocast_enabled(kind)]
+    for kind in kinds:
         if not inside[kind]:
             raise RefusedOpError(
                 f"under autocast for {kind} nobody can tell what {func} computes in: that depends "
@@ -177,7 +177,7 @@ def _autocast_where_it_was_called(func: Any, inside: dict[str, bool]) -> list[st
                 op=str(func),
                 advice=f"call it inside of torch.autocast({kind!r}, enabled=False)",
             )
-    return found
+    return kinds
 
 
 def without_gradients(function: Callable[[], T]) -> T:
@@ -197,8 +197,8 @@ def without_gradients(function: Callable[[], T]) -> T:
 
 @undoing
 def where_asked(function: Callable[[], T], undo: Undo, gradients: bool, inference: bool) -> T:
-    """Call `function`, which finds `gradients` and `inference` mode on or off where it asks, and
-    makes no graph of gradients."""
+    """Call `function`, to which torch reports `gradients` and `inference` mode as on or off. No
+    graph of gradients is made either way."""
     undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
     if inference is not torch.is_inference_mode_enabled():
         undo.enter(inference_guard(inference))

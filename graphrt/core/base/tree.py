@@ -96,17 +96,17 @@ def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
     below = _children(tree)
     if below is None:
         return [(path, tree)]
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for step, node in below:
-        found += leaves(node, path + step)
-    return found
+        pairs += leaves(node, path + step)
+    return pairs
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Every tensor of the tree in the order of `leaves`."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    found: list[torch.Tensor] = []
+    below: list[torch.Tensor] = []
     # Watches ask for every operator of a run, mostly of tuples and dicts of tensors and numbers.
     if isinstance(tree, dict):
         nodes: Iterable[Any] = tree.values()
@@ -116,10 +116,10 @@ def tensors(tree: Any) -> list[torch.Tensor]:
         nodes = [value for _, value in _children(tree) or ()]
     for node in nodes:
         if isinstance(node, torch.Tensor):
-            found.append(node)
+            below.append(node)
         elif type(node) not in _ATOMS:
-            found += tensors(node)
-    return found
+            below += tensors(node)
+    return below
 
 
 def octets(tensor: torch.Tensor) -> torch.Tensor:

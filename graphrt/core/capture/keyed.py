@@ -189,7 +189,7 @@ class KeyedGraph:
             )
         if not self.alive:
             _destroyed()
-        # With graphs off, without updates, the host arguments are those of the step before.
+        # A graph keeps its host arguments. With graphs off a step without updates repeats the last.
         updates = self._updates if updates is None else updates
         with ForwardContext(GraphMode.FULL, self.descriptor, 0, updates=updates):
             outputs = self._wrapper()

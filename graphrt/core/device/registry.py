@@ -159,14 +159,14 @@ class PlatformRegistry:
         with self._lock:
             if self._broken is None:
                 self._broken = self._load_installed()
-            found = list(self._broken)
+            records = list(self._broken)
             # Each plugin is asked by itself: pluggy stops calling the others when one raises.
             for hook in self._plugins.hook.graphrt_platforms.get_hookimpls():
                 plugin = FoundPlatform(hook.plugin_name, "plugin")
-                found += self._load(plugin, partial(_platforms_of, hook))
+                records += self._load(plugin, partial(_platforms_of, hook))
             for name in self._built_ins:
-                found += self._built_in(name)
-            return tuple(found)
+                records += self._built_in(name)
+            return tuple(records)
 
     def get(self, name: str, *, must_be_available: bool = True) -> Platform:
         """The platform of that name. For one of graphrt's own no plugin is imported: one that hangs
@@ -237,7 +237,7 @@ class PlatformRegistry:
         return [each for each in self.platforms() if each.platform is not None]
 
     def _load_installed(self) -> list[FoundPlatform]:
-        """Import the plugins that are installed; gives those that cannot be."""
+        """Import and register the installed plugins; returns a record of each that failed."""
         broken = []
         for entry_point in [] if self._group is None else entry_points(group=self._group):
             distribution = "" if entry_point.dist is None else f"{entry_point.dist.name}:"
@@ -248,8 +248,8 @@ class PlatformRegistry:
                 if not self._plugins.is_registered(plugin):
                     self.register(plugin, name)
             except FAILURES as error:
-                found = FoundPlatform(name, "plugin")
-                broken.append(found.failed("could not be imported", error))
+                record = FoundPlatform(name, "plugin")
+                broken.append(record.failed("could not be imported", error))
         return broken
 
     def _load(
@@ -348,8 +348,8 @@ def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
             raise _conflict(what, [first, each], advice)
 
 
-def _conflict(what: str, found: list[FoundPlatform], advice: str) -> PlatformConflictError:
-    got = " and ".join(f"{each.name!r} of {each.plugin}" for each in found)
+def _conflict(what: str, platforms: list[FoundPlatform], advice: str) -> PlatformConflictError:
+    got = " and ".join(f"{each.name!r} of {each.plugin}" for each in platforms)
     return PlatformConflictError(what, got=got, expected="one", advice=advice)
 
 

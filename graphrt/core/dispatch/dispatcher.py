@@ -80,7 +80,7 @@ class _Version:
 
 @public("graphrt")
 class GraphDispatcher(Uncopied):
-    """Finds the best captured graph for a batch, where best is least in the order of DESIGN 6:
+    """Finds the best captured graph for a batch. Best is the least in this order:
     FULL before PIECEWISE, tokens, active LoRAs, uniform before general, bounds, requests.
 
     Graphs are reserved when they are planned and published when all their wrappers have captured.

@@ -1,4 +1,4 @@
-"""The best graph for a batch, among graphs by their kinds (DESIGN 6)."""
+"""The best graph for a batch, among graphs by their kinds (docs/concepts/sizes.md)."""
 
 from __future__ import annotations
 

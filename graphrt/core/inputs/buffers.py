@@ -80,9 +80,9 @@ class StaticInputs:
         flat = dict(flat_of(values)) if self.declared.nested else values
         required = []
         for name in self.graded:
-            given = flat.get(name)
-            if isinstance(given, torch.Tensor) and given.requires_grad:
-                required.append(given)
+            value = flat.get(name)
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                required.append(value)
         return required
 
     @property

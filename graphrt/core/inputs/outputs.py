@@ -276,7 +276,8 @@ def _fits(column: Sequence[int], seen: Sequence[Seen]) -> list[Axis | None]:
 
 
 def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None) -> BatchDims:
-    """The batch axes of a tensor, by its declaration and what was seen of it."""
+    """The dimensions of the output at `path` that are batch axes: as `outputs=` declares them,
+    behind these by how they grew with the batch in the runs that were `seen`."""
     axes = declared or ()
     dims = [(dim, axis) for dim, axis in enumerate(axes) if isinstance(axis, Axis)]
     for dim, column in [*enumerate(_columns(path, seen))][len(axes) :]:
@@ -421,7 +422,7 @@ def check_containers(outputs: Any) -> None:
 
 
 def name_of_axis(axis: int | Axis | None) -> str:
-    """As in `outputs=`."""
+    """As `outputs=` writes it: `"tokens"`, the size of a fixed dimension, or None."""
     return f'"{axis}"' if isinstance(axis, Axis) else str(axis)
 
 

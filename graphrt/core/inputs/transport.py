@@ -29,8 +29,9 @@ _CACHED_VIEWS = 1024
 _Tensor = torch.Tensor
 
 
-class Window:
-    """A flat uint8 tensor and those spans of it that were used."""
+class ByteViews:
+    """A flat uint8 tensor, and the views of it that steps have taken: to slice it again at each
+    step would cost more than a small copy."""
 
     __slots__ = ("_views", "buffer")
 
@@ -54,7 +55,7 @@ class Slab:
     def __init__(self, buffer: torch.Tensor, nbytes: int, fields: int) -> None:
         """`nbytes` are those of the largest size, and so many inputs are packed."""
         self.buffer = buffer
-        self.window = Window(buffer)
+        self.views = ByteViews(buffer)
         self.nbytes = nbytes
         self.fields = fields
         self.device = buffer.device
@@ -229,7 +230,7 @@ class StagedCopy(InputTransport):
             slot = self.staging.take()
             copy_rows(moves, sources, slot.address)
             moves.pad_at(slot.address)
-            slot.copy_to(self.slab.window, spans, stream)
+            slot.copy_to(self.slab.views, spans, stream)
         if "d" in kinds or (moves.padded and not from_host):
             self._write_on_device(moves, sources)
 
@@ -255,12 +256,12 @@ class StagedCopy(InputTransport):
 class StagingSlot:
     """Host memory for the inputs of one step, and the event that says they are copied."""
 
-    __slots__ = ("_event", "_in_use", "_window", "address", "buffer")
+    __slots__ = ("_event", "_in_use", "_views", "address", "buffer")
 
     def __init__(self, buffer: torch.Tensor, event: DeviceEvent | None) -> None:
         self.address = buffer.data_ptr()
         self.buffer = buffer
-        self._window = Window(buffer)
+        self._views = ByteViews(buffer)
         self._event = event
         self._in_use = False
 
@@ -274,14 +275,14 @@ class StagingSlot:
         if self._event is not None:
             self._event.synchronize()
 
-    def copy_to(self, slab: Window, spans: Iterable[tuple[int, int]], stream: Any) -> None:
+    def copy_to(self, slab: ByteViews, spans: Iterable[tuple[int, int]], stream: Any) -> None:
         """Copy the bytes of `spans` to the same places of `slab`, on the current stream, which is
         `stream`."""
         # Without an event nobody could tell when the host may write the memory again.
         asynchronous = self._event is not None
         try:
             for span in spans:
-                slab.view(span).copy_(self._window.view(span), non_blocking=asynchronous)
+                slab.view(span).copy_(self._views.view(span), non_blocking=asynchronous)
         finally:
             if self._event is not None:
                 self._event.record(stream)

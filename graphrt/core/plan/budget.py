@@ -224,8 +224,8 @@ def fit(
 def by_priority(
     keys: Iterable[CaptureKey], traffic: Traffic | None, landmarks: Collection[int]
 ) -> list[CaptureKey]:
-    """All keys, those first that are kept last when the budget shrinks: FULL before PIECEWISE, and
-    one size of each kind in turn, or one query length would starve the others."""
+    """The keys in the order in which a budget takes them: FULL before PIECEWISE, the best size of
+    each kind, then the second best of each. Else one query length could take all the room."""
     turn: dict[CaptureKey, int] = {}
     for alike in _by_kind(keys).values():
         worth = by_worth(map(_tokens, alike), traffic, landmarks)

@@ -1,4 +1,4 @@
-"""How a requested mode becomes the one that runs, step by step (DESIGN section 4).
+"""How a requested mode becomes the one that runs, step by step (docs/concepts/modes.md).
 
 Attention may support less than was asked for, nothing may provide pieces, a compiled module of the
 forward may be without graphs, and `GRAPHRT_MODE=NONE` turns all of them off.
@@ -92,8 +92,8 @@ def resolve_mode(
     pieces: PieceProvider | str | None = PieceProvider.BREAKABLE,
     whole_graph_pass: bool = False,
 ) -> ModeResolution:
-    """The mode that a model can run in, by the table of DESIGN section 4; `requested` None stands
-    for FULL_AND_PIECEWISE with pieces, else NONE.
+    """The mode that a model can run in, by the table of docs/concepts/modes.md. Without a
+    `requested` mode it is FULL_AND_PIECEWISE with pieces, else NONE.
 
     `attention` is the model's support, or the support of each of its backends by name, of which
     the lowest decides. `query_lens` are the decode query lengths (the largest matters).

@@ -28,7 +28,8 @@ class CaptureSizes:
     """The sizes that can be captured for one host.
 
     `mixed` are the PIECEWISE sizes, `general` those of FULL graphs that serve any batch, and
-    `decode` the ladder of uniform FULL sizes for each query length. `limit` is M of DESIGN 5.
+    `decode` the ladder of uniform FULL sizes for each query length. `limit` is M of
+    docs/concepts/sizes.md.
     """
 
     max_num_reqs: int

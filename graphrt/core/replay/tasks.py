@@ -120,7 +120,7 @@ class HostArg:
         needed = None
         if live is not None:
             needed = live.num_tokens if axis.counts == "tokens" else live.num_reqs
-        fault = self._fault(axis, values, missing, needed)
+        fault = self._broken_rule(axis, values, missing, needed)
         if fault is None and self.pad == "cumulative":
             fault = _uneven(values, missing, tokens, query_len)
             if fault is None and live and needed and values[needed - 1] != live.num_tokens:
@@ -143,10 +143,12 @@ class HostArg:
             return values + values[-1:] * (missing - 1) + [tokens] * (missing > 0)
         return values + [min(tokens, values[-1] + query_len * (i + 1)) for i in range(missing)]
 
-    def _fault(
+    def _broken_rule(
         self, axis: Axis, values: list[int], missing: int, needed: int | None
     ) -> tuple[str, str] | None:
-        """What is wrong with values, and what would be right; None if nothing is."""
+        """The first rule that `values` break, and what it expects, for `InvalidUpdateError`; None
+        if they break none. They are `missing` values shorter than the graph's list; `needed` are
+        live."""
         least, most = self.least, self.most
         if not values or missing < 0:
             return "has the wrong length", f"1 to {len(values) + missing} ({axis} of the graph)"
@@ -421,7 +423,8 @@ class TaskTable:
     def values(self, context: ForwardContext, *, all_known: bool) -> list[HostValues] | None:
         """The validated host values of every task, in order; None if all are what they were.
 
-        With `all_known` these are all tasks of the step, and other names in the updates are errors.
+        `all_known` says that the step has no tasks but these: another name in the updates is then
+        an error, not a task of another piece.
         Raises `MissingUpdateError` or `InvalidUpdateError`; nothing was launched then.
         """
         updates = context.updates
@@ -464,16 +467,16 @@ class _Layers:
     def resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues]:
         first = self.tasks[0]
         if updates.keys().isdisjoint(self.names):
-            given = self.spec._given(first.name, updates)
-            return [self._fitted(first, given, context)] * len(self.tasks)
+            host_values = self.spec._given(first.name, updates)
+            return [self._fitted(first, host_values, context)] * len(self.tasks)
         # Values that layers share are fitted, and compared, only once.
         shared: dict[int, tuple[HostValues, HostValues]] = {}
         values = []
         for task in self.tasks:
-            given = self.spec._given(task.name, updates)
-            if id(given) not in shared:
-                shared[id(given)] = given, self._fitted(task, given, context)
-            values.append(shared[id(given)][1])
+            host_values = self.spec._given(task.name, updates)
+            if id(host_values) not in shared:
+                shared[id(host_values)] = host_values, self._fitted(task, host_values, context)
+            values.append(shared[id(host_values)][1])
         return values
 
     def unchanged(self, values: Sequence[HostValues]) -> bool:

@@ -234,7 +234,8 @@ class EagerForward:
 
     @undoing
     def where(self, undo: Undo, gradients: bool, inference: bool, run: Callable[[], Any]) -> Any:
-        """Call `run`, in which the forward finds these on or off; graphrt around it does not."""
+        """Call `run`. In it torch tells the forward that gradients and inference mode are on or
+        off as asked here, and graphrt, which runs around the forward, keeps its own modes."""
         undo.later(partial(setattr, self, "_asked", None))
         self._asked = gradients, inference
         return run()

@@ -93,7 +93,8 @@ class TriedStep(Protocol):
         """The forward on the padded inputs, under `watch`."""
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
-        """`eager`, but that the forward finds these on or off where it asks."""
+        """`eager`, where torch reports `gradients` and `inference` mode as on or off: a forward may
+        branch on them, and a graph has one branch."""
 
     def of_padding(self, watch: Watch) -> Any:
         """The forward with nothing but padding rows, as in a warm-up."""
