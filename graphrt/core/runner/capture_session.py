@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -190,7 +190,8 @@ class CaptureSession:
 
     1. Compiled modules that are not compiled yet run once, and compile.
     2. Each graph: the forward is warmed up on padding (the first of its
-       kind is watched), captured in a transaction, and the graph is published.
+       kind is watched) unless a graph of another mode has run it on the same
+       inputs, captured in a transaction, and the graph is published.
     3. The batch axes of outputs are found, if need be by eager runs at other sizes; then the
        tensors that graphs read, and the steps to check.
 
@@ -217,6 +218,8 @@ class CaptureSession:
             has_parts=setup.plan.mode.has_piecewise,
         )
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
+        # The work of warm-ups that graphs of another mode need not run again, by their inputs.
+        self._warm: dict[Hashable, GraphWork | None] = {}
         self._doors = SideDoors()
         # Whether a PIECEWISE capture is still to come: only those ask what eager parts have made,
         # and watching for that takes longer than small operators do.
@@ -334,7 +337,14 @@ class CaptureSession:
 
     def _warm_up(self, graph: PlannedGraph) -> tuple[float, GraphWork | None]:
         """Run the forward as often as the options say; returns the seconds it took, and the work
-        that the last run issued where the device asks for it."""
+        that the last run issued where the device asks for it. A graph of another mode may have run
+        it on the same inputs already."""
+        prepared, state, host = graph.prepared, self._state, self._setup.host
+        inputs = graph.descriptor.serves, prepared.tokens, prepared.reqs
+        if inputs in self._warm and state.is_known(graph.descriptor.kind, prepared.tokens):
+            work = self._warm[inputs]
+            in_pieces = graph.mode is GraphMode.PIECEWISE
+            return 0.0, None if work is None else replace(work, in_pieces=in_pieces)
         began, work = time.perf_counter(), None
         try:
             for _ in range(self._setup.options.warmups):
@@ -348,6 +358,10 @@ class CaptureSession:
                 if isinstance(explained, ResourceExhaustedError):
                     raise explained from error
             raise
+        # Hooks are told the descriptor, and may choose kernels by it. What one size alone writes is
+        # saved until the next one runs.
+        if host.bind is None and host.metadata is None and not state.saves_size:
+            self._warm[inputs] = work
         return time.perf_counter() - began, work
 
     def _attempt(self, graph: PlannedGraph) -> None:
