@@ -1137,7 +1137,7 @@ def outcome(each: Change, backend: str, *, sealed: bool = False) -> str:
         if sealed:
             compiled.seal()
         given = next(steps)
-        make = given if callable(given) else lambda: tree.map_tensors(_copied, given)
+        make = given if callable(given) else lambda: tree.map_leaves(_copied, given)
         got: Any = _what_changed(compiled) if sealed else None
         got = got or _result(compiled, make)
         expected = _result(forward, make)

@@ -22,12 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
 from graphrt.core.base.errors import GraphRTError
-from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.guard import CallerTensors, CaptureGuard, check_break
+from graphrt.core.capture.guard import CallerTensors, CaptureGuard, check_break, refuse_transform
 from graphrt.core.capture.refusals import (
     NESTED_CAPTURE,
     NOT_STRIDED,
@@ -51,7 +50,7 @@ from graphrt.core.replay.entry import (
     under_settings,
 )
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.recording import active, enter_under_way
+from graphrt.core.replay.recording import active, enter_under_way, freeze_garbage, thaw_garbage
 from graphrt.core.replay.tasks import CapturedTask
 
 
@@ -93,7 +92,7 @@ class Bridges:
                     buffer = self.buffer((site, len(fixed)), leaf)
                 buffer.copy_(leaf)
                 fixed[id(leaf)] = buffer
-        return tree.map_tensors(lambda leaf: fixed[id(leaf)], result), frozenset(unmoved)
+        return tree.map_leaves(lambda leaf: fixed[id(leaf)], result), frozenset(unmoved)
 
     def buffer(self, key: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
         """The buffer of `key` with the shape of `like`; grows if it is too small.
@@ -105,18 +104,17 @@ class Bridges:
         if not like.is_contiguous():
             last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
             need = like.element_size() * (1 + last)
-        flat = self._buffers.get(key)
-        if flat is None or flat.numel() < need or flat.device != like.device:
-            if flat is not None:
-                # Graphs that were captured with it write and read it still.
-                self._outgrown.append(flat)
-            flat = unseen(lambda: torch.empty(need, dtype=torch.uint8, device=like.device))
-            self._buffers[key] = flat
-        storage = flat.untyped_storage()
 
         def placed() -> torch.Tensor:
+            flat = self._buffers.get(key)
+            if flat is None or flat.numel() < need or flat.device != like.device:
+                if flat is not None:
+                    # Graphs that were captured with it write and read it still.
+                    self._outgrown.append(flat)
+                flat = torch.empty(need, dtype=torch.uint8, device=like.device)
+                self._buffers[key] = flat
             typed = torch.empty(0, dtype=like.dtype, device=like.device)
-            return typed.set_(storage, 0, shape, strides)
+            return typed.set_(flat.untyped_storage(), 0, shape, strides)
 
         # Nothing of this may be recorded, and replays write outside of inference mode too.
         return unseen(placed)
@@ -181,7 +179,7 @@ class Recorder:
         caller = CallerTensors(call, pool.platform.device_type, owned=owned, bake=bake)
         caller.lift(None if constants is None else constants.take, later=pins and not lifts)
         self._guard = CaptureGuard(self, context, listed, caller, constants, pool._owns)
-        self.give(tree.tensors(call) if owned else ())
+        self.give(tree.tensors(*call) if owned else ())
 
     @property
     def segment_open(self) -> bool:
@@ -247,14 +245,16 @@ class Recorder:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """End the segment, run `function`, begin the next segment; returns what readers capture."""
+        # Tensors inside of a transform have no memory to be looked at.
+        refuse_transform(function)
         self._end()
         name, call = name_of(function), (args, kwargs)
-        tensors = tree.tensors(call)
+        tensors = tree.tensors(*call)
         self.check_read(tensors, f"eager break {name} is given")
         places = [(each, tree.identity(each)) for each in tensors]
         # Replays call it with the tensors of the capture.
-        kept = tree.map_tensors(self.captured_ref, call)
-        outside = set(map(id, tree.tensors(kept)))
+        kept = tree.map_leaves(self.captured_ref, call)
+        outside = set(map(id, tree.tensors(*kept)))
         self._given += [place for place in places if id(place[0]) in outside]
         called = under_settings(
             on_copies(function) if can_change(args, kwargs) else function, self._around
@@ -301,7 +301,7 @@ class Recorder:
 
         readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
-        return readable, aliased, tree.map_tensors(self._kept_apart, readable)
+        return readable, aliased, tree.map_leaves(self._kept_apart, readable)
 
     def bracketed(self, issue: Callable[[], object]) -> Any:
         """Issue the operators of one task inside of its bracket; returns its handle."""
@@ -334,8 +334,9 @@ class Recorder:
 
     def check_read(self, values: Any, what: str) -> None:
         """See `Recording.check_read`."""
-        if self.breakable:
-            self._guard.doors.check(values, what)
+        doors = self._guard.doors
+        if self.breakable and doors.made:
+            doors.check(tree.tensors(values), what)
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""

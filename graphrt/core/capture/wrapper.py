@@ -384,7 +384,7 @@ class GraphWrapper(Uncopied):
         undo.after_error(take_back)
         pool.pieces.check_held((args, kwargs), context)
         result = recorder.record(partial(self._run, args, kwargs, recorder))
-        outputs = tree.map_tensors(recorder.captured_ref, result)
+        outputs = tree.map_leaves(recorder.captured_ref, result)
         entry = self.entry_class(descriptor, tuple(recorder.parts), outputs, bound, context.token)
         if self.options.outputs != "static":
             pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)

@@ -404,7 +404,7 @@ def check_containers(outputs: Any) -> None:
     if isinstance(outputs, dict):
         if type(outputs) is not dict and hasattr(outputs, "__dict__"):
             owned = {id(each) for each in vars(outputs).values() if isinstance(each, torch.Tensor)}
-            copied = tree.map_tensors(torch.Tensor.detach, outputs) if owned else outputs
+            copied = tree.map_leaves(torch.Tensor.detach, outputs) if owned else outputs
             if owned & {id(each) for each in vars(copied).values()}:
                 raise OutputError(
                     "the forward returns a dict whose attributes are tensors, and stay what they "

@@ -172,12 +172,13 @@ def settings_now() -> dict[str, Any]:
     """
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    accelerator = torch.accelerator.current_accelerator()
     settings: dict[str, Any] = {
         # What autocast casts to; None where it is off.
         f"{_AUTOCAST}{kind}": torch.get_autocast_dtype(kind)
         if torch.is_autocast_enabled(kind)
         else None
-        for kind in _kinds()
+        for kind in ("cpu", *(() if accelerator is None else (accelerator.type,)))
     }
     settings |= {
         "default device": torch.get_default_device(),
@@ -239,11 +240,6 @@ def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> C
             return function(*args, **kwargs)
 
     return called
-
-
-def _kinds() -> list[str]:
-    device = torch.accelerator.current_accelerator()
-    return ["cpu"] if device is None else ["cpu", device.type]
 
 
 def bound_arguments(

@@ -329,7 +329,7 @@ class LiveOutputs:
             for (hand_out, _, _), shape in zip(prepared.outputs, shapes, strict=True)
         ]
         at_places = iter(fresh)
-        return tree.map_tensors(lambda _: next(at_places), outputs)
+        return tree.map_leaves(lambda _: next(at_places), outputs)
 
     def _prepare_again(self, outputs: Any, pool: OwnsOutputs) -> _Prepared:
         """What hands out outputs that no graph returns, but an eager part or a piece does: often

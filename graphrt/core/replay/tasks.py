@@ -266,7 +266,7 @@ class UpdatableTask:
             kwargs = {**kwargs, **self.workspace(*args, **kwargs, **worst)}
         capture.check_read((args, kwargs), f"task {name!r} is given")
         handle = capture.bracketed(partial(self.issue, *args, **kwargs, **values))
-        args, kwargs = tree.map_tensors(capture.captured_ref, (args, kwargs))
+        args, kwargs = tree.map_leaves(capture.captured_ref, (args, kwargs))
         capture.add_task(CapturedTask(self, name, handle, args, kwargs, values))
 
     @undoing
@@ -386,7 +386,7 @@ class CapturedTask:
 
     def tensors(self) -> list[torch.Tensor]:
         """See `TaskUpdate`."""
-        return tree.tensors((self.args, self.kwargs))
+        return tree.tensors(self.args, self.kwargs)
 
 
 def _trait(leaf: Any) -> Hashable:

@@ -24,7 +24,6 @@ from graphrt.core.base.errors import (
     ResourceExhaustedError,
     StreamBudgetError,
 )
-from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.batch.context import ForwardContext
@@ -37,7 +36,7 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.ladders import preferred
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.replay.recording import enter_under_way, warming_up
+from graphrt.core.replay.recording import enter_under_way, freeze_garbage, thaw_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner.graph_table import (
     GraphRecord,
@@ -95,7 +94,7 @@ class CaptureScheduler:
             if progress is not None:
                 progress(done, len(keys), key[1])
 
-        self._session().run(keys, tell)
+        CaptureSession(graphs, self).run(keys, tell)
         if keys:
             tell(len(keys), keys[-1])
         self._finish()
@@ -111,14 +110,15 @@ class CaptureScheduler:
             # Before the graph is tried, it is not to blame.
             tried: list[CaptureKey] = []
             try:
-                self._session().run(left[:1], lambda _, key: tried.append(key), more=True)
+                session = CaptureSession(graphs, self)
+                session.run(left[:1], lambda _, key: tried.append(key), more=True)
             except Exception:
                 self._leave_out(graphs.missing(tried))
                 raise
             left = self._left()
         elif not self._setup.plan.keys and not graphs.sealing.closed:
             # Modules that compile themselves have to, and are sealed.
-            self._session().run(())
+            CaptureSession(graphs, self).run(())
         captured = tuple(graphs.records[before:])
         if not left and (captured or not graphs.sealing.closed):
             graphs.checks.captured(graphs.dispatcher.published)
@@ -149,7 +149,7 @@ class CaptureScheduler:
         self._setup.pool.follow_stream()
         values = tree.cloned(dict(values))
         try:
-            self._session().run([(wanted.mode, wanted.descriptor)])
+            CaptureSession(graphs, self).run([(wanted.mode, wanted.descriptor)])
         except Exception:
             self._leave_out([(wanted.mode, wanted.descriptor)])
             raise
@@ -161,9 +161,6 @@ class CaptureScheduler:
         if ranks is not None:
             wanted = [f"{mode.name} [{descriptor}]" for mode, descriptor in keys]
             ranks.agree_on_captures(self._graphs, wanted)
-
-    def _session(self) -> CaptureSession:
-        return CaptureSession(self._graphs, self)
 
     def _finish(self) -> None:
         """Seal the graphs, as complete as they get, and try them."""
@@ -424,7 +421,7 @@ class CaptureSession:
 
         with context:
             if transaction is None:
-                outputs = state.run(kind, prepared.tokens, prepared.storages(), calls)
+                outputs = state.run(kind, prepared.tokens, graph.transaction.fixed, calls)
                 prepared.check_written(state.inputs_written)
             else:
                 outputs = state.capture(
