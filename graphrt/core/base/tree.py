@@ -74,9 +74,8 @@ def _can_change(tree: Any) -> bool:
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """The items of a container, each with its part of a path (`[0]`, `.name`); None for a leaf."""
-    if isinstance(node, torch.Tensor):
-        return None
+    """The items of a container, each with its part of a path (`[0]`, `.name`); None for a leaf that
+    is no tensor."""
     if isinstance(node, dict):
         return [(f"[{key!r}]", value) for key, value in node.items()]
     if isinstance(node, tuple | list):
@@ -88,15 +87,12 @@ def _children(node: Any) -> list[tuple[str, Any]] | None:
 
 def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
     """Every leaf with its path, such as `["hidden"][0]` or `.logits`, in a fixed order."""
-    below = _children(tree)
+    below = None if isinstance(tree, torch.Tensor) else _children(tree)
     if below is None:
         return [(path, tree)]
     found: list[tuple[str, Any]] = []
     for step, node in below:
-        if isinstance(node, torch.Tensor):
-            found.append((path + step, node))
-        else:
-            found += leaves(node, path + step)
+        found += leaves(node, path + step)
     return found
 
 

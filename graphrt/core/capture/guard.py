@@ -460,10 +460,13 @@ class _PartWatch(ThreadMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.doors = doors
         self._part = part
-        # What it may read without a look, held so that nothing else comes by its names meanwhile.
-        self._given = {name: each.untyped_storage() for name, each in given.items()}
-        self._addresses = {storage.data_ptr() for storage in self._given.values()}
         self._guard = guard
+        # What it may read without a look, held so that nothing else comes by its names meanwhile.
+        self._given: dict[int, torch.UntypedStorage] = {}
+        self._addresses: set[int] = set()
+        for name, each in given.items() if guard is not None else ():
+            storage = self._given[name] = each.untyped_storage()
+            self._addresses.add(storage.data_ptr())
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         guard, makes_nothing = self._guard, facts_of(func).makes_nothing

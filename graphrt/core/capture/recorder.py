@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -264,21 +263,15 @@ class Recorder:
         self._check_places(places)
         strided(result, f"eager break {name}")
         readable, aliased, recorded = unseen(partial(self._readable, result, memory))
-        self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
+        self.give([leaf for path, leaf in tree.leaves(readable) if path not in aliased])
         self.parts.append(EagerPart(called, kept, recorded, aliased))
-        pairs = zip(tree.tensors(result), tree.tensors(readable), strict=True)
-        moved = [
-            (StorageWeakRef(tensor.untyped_storage()), copy)  # type: ignore[no-untyped-call]
-            for tensor, copy in pairs
-            if tensor is not copy
-        ]
-        # Its own references to what was copied would look like another way out.
-        del result, pairs
-        uses = Counter(storage.cdata for storage, _ in moved)
-        for storage, copy in moved:
-            is_held = not storage.expired()  # type: ignore[no-untyped-call]
-            if is_held or uses[storage.cdata] > 1:
-                self._guard.note_copy(name, copy)
+        copies = _copies(result, readable)
+        # A reference to what was copied would look like another way out.
+        del result
+        for storage, others in copies.items():
+            if len(others) > 1 or not storage.expired():  # type: ignore[no-untyped-call]
+                for copy in others:
+                    self._guard.note_copy(name, copy)
         self._guard.doors.settle()
         self._begin()
         return readable
@@ -428,6 +421,16 @@ class Recorder:
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.pool._reset_graphs(captured)
         self.parts.clear()
+
+
+def _copies(result: Any, readable: Any) -> dict[StorageWeakRef, list[torch.Tensor]]:
+    """The copies of tensors in a result, by the memory that was copied."""
+    copies: dict[StorageWeakRef, list[torch.Tensor]] = {}
+    for tensor, copy in zip(tree.tensors(result), tree.tensors(readable), strict=True):
+        if tensor is not copy:
+            memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            copies.setdefault(memory, []).append(copy)
+    return copies
 
 
 def strided(result: Any, what: str = "the forward") -> Any:

@@ -216,14 +216,14 @@ def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> C
 
     Raises `CaptureError` for any other setting, which a replay does not enter.
     """
-    name, casts = name_of(function), {}
+    casts = {}
     for each, value in settings_now().items():
         if value == around[each]:
             continue
         if not each.startswith(_AUTOCAST):
             raise CaptureError(
-                f"the forward enters another setting around eager break {name}, which a replay "
-                "calls by itself",
+                f"the forward enters another setting around eager break {name_of(function)}, which "
+                "a replay calls by itself",
                 got=f"{each}: {value}",
                 expected=f"{around[each]}, as around the forward",
                 advice="enter it inside of the eager part, or around the whole forward",
