@@ -6,7 +6,6 @@ What a replay calls is bound here once, so that it costs what the bare call does
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -169,7 +168,7 @@ _UNSEEN = "a capture does not notice a forward's calls of Inductor's code withou
 _inductor_code = NAMES.declare(f"{_INDUCTOR}.CompiledFxGraph", without=_UNSEEN)
 _NO_AOTI = "a capture does not notice a forward's calls of code that AOTInductor compiled"
 _aoti_code = [
-    NAMES.declare(f"torch._C._aoti.{kind}", without=_NO_AOTI)
+    NAMES.take(f"torch._C._aoti.{kind}", without=_NO_AOTI)
     for kind in ("AOTIModelPackageLoader", "AOTIModelContainerRunnerCpu")
 ]
 
@@ -191,9 +190,7 @@ def hook_compiled_code(before: Callable[[], None], restores: list[Callable[[], o
             kinds.append(_inductor_code.find())
         except MissingTorchNameError:
             return
-    for name in _aoti_code:
-        with contextlib.suppress(MissingTorchNameError):
-            kinds.append(name.find())
+    kinds += filter(None, _aoti_code)
     for kind in kinds:
         for method in ("__call__",) if kind.__module__ == _INDUCTOR else ("run", "boxed_run"):
             original = getattr(kind, method, None)

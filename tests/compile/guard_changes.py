@@ -1137,7 +1137,7 @@ def outcome(each: Change, backend: str, *, sealed: bool = False) -> str:
         if sealed:
             compiled.seal()
         step = next(steps)
-        make = step if callable(step) else lambda: tree.map_tensors(_copied, step)
+        make = step if callable(step) else lambda: tree.map_leaves(_copied, step)
         got: Any = _what_changed(compiled) if sealed else None
         got = got or _result(compiled, make)
         expected = _result(forward, make)

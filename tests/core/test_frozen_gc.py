@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from graphrt.core.base.garbage import frozen_gc
+from graphrt.core.replay.recording import frozen_gc
 
 
 def test_nested_freezes_end_with_the_outermost():

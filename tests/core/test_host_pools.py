@@ -21,7 +21,7 @@ from graphrt import (
     KeyedGraphs,
     Reason,
 )
-from graphrt.core.base import garbage
+from graphrt.core.replay import recording
 from graphrt.core.replay.pool import PoolOwner
 from graphrt.errors import (
     CaptureError,
@@ -275,15 +275,15 @@ def counted_gc(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             counted.append(name)
             return getattr(gc, name)
 
-    monkeypatch.setattr(garbage, "gc", Watched())
+    monkeypatch.setattr(recording, "gc", Watched())
     return counted
 
 
 @pytest.mark.parametrize("frozen_by_host", [False, True])
 def test_captures_in_a_session_look_at_no_frozen_heap(frozen_by_host, monkeypatch):
-    by_nobody = garbage._FROZEN_BY_NOBODY  # fewer than a heap has
+    by_nobody = recording._FROZEN_BY_NOBODY  # fewer than a heap has
     counted = counted_gc(monkeypatch)
-    monkeypatch.setattr(garbage, "_FROZEN_BY_NOBODY", 0 if frozen_by_host else 10**9)
+    monkeypatch.setattr(recording, "_FROZEN_BY_NOBODY", 0 if frozen_by_host else 10**9)
     host, pool = Host(FULL), GraphPool("cpu")
     with pool.capture_session():
         wrappers = [host.wrap(lambda x: x + 1, pool) for _ in range(5)]

@@ -465,7 +465,17 @@ def test_bad_steps_are_named_errors_and_the_next_step_works(arguments, error, te
     assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
 
 
-def test_every_graph_is_warmed_up():
+@pytest.mark.parametrize(
+    ("host", "runs"),
+    [
+        # One for each size, and one for the first FULL graph.
+        (None, 3),
+        # What hooks do with the descriptor is another run for another mode.
+        (Host(bind=lambda buffers, descriptor, phase: None), 4),
+        (Host(metadata=lambda descriptor: descriptor.query_len), 4),
+    ],
+)
+def test_graphs_of_two_modes_share_the_warm_up_of_a_size_but_the_first(host, runs):
     modes: list[GraphMode] = []
 
     def forward(x):
@@ -476,11 +486,27 @@ def test_every_graph_is_warmed_up():
         forward,
         mode="FULL_AND_PIECEWISE",
         sizes=[2, 4],
+        host=host,
         options=GraphOptions(check="off"),
     )
     captured.capture()
     assert len(captured.report().graphs) == 4
-    assert modes.count(GraphMode.NONE) == 4
+    assert modes.count(GraphMode.NONE) == runs
+    unwarmed = [graph for graph in captured.report().graphs if not graph.warm_up_s]
+    assert len(unwarmed) == 4 - runs
+
+
+def test_state_that_one_size_alone_writes_is_put_back_after_the_graphs_of_both_modes():
+    counts = {size: torch.zeros(1) for size in (2, 3, 4)}
+
+    def forward(x):
+        counts[x.shape[0]].add_(1)
+        return x + 1
+
+    captured = runner(forward, mode="FULL_AND_PIECEWISE", sizes=list(counts))
+    captured.capture()
+    assert len(captured.report().graphs) == 6
+    assert [count.item() for count in counts.values()] == [0, 0, 0]
 
 
 def test_a_budget_limits_what_is_captured_and_the_mode_may_step_down():

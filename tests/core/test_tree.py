@@ -39,8 +39,8 @@ def test_order_and_paths_are_those_of_reading() -> None:
 
 def test_only_tensors_are_mapped_where_that_is_asked_for() -> None:
     nested = Pair(torch.ones(1), Hidden(["text"], 2))
-    assert tree.map_tensors(id, nested) == Pair(id(nested.first), nested.second)
-    assert tree.map_leaves(type, nested) == Pair(torch.Tensor, Hidden([str], int))
+    assert tree.map_leaves(id, nested) == Pair(id(nested.first), nested.second)
+    assert tree.map_leaves(type, nested, object) == Pair(torch.Tensor, Hidden([str], int))
 
 
 @pytest.mark.parametrize("walk", [tree.leaves, tree.tensors, lambda x: tree.map_leaves(id, x)])

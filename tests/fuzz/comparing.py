@@ -77,12 +77,12 @@ def cut(result: Any, like: Any) -> Any:
                 tensor = tensor.narrow(dim, 0, size)
         return tensor
 
-    return tree.map_tensors(narrowed, result)
+    return tree.map_leaves(narrowed, result)
 
 
 def copied(result: Any) -> Any:
     """A result with tensors of its own."""
-    return tree.map_tensors(lambda tensor: tensor.detach().clone(), result)
+    return tree.map_leaves(lambda tensor: tensor.detach().clone(), result)
 
 
 def _shown(tensor: torch.Tensor) -> str:

@@ -19,7 +19,7 @@ class Buffers:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._storages_of: dict[int, torch.UntypedStorage] = {}
         self._made: dict[int, torch.Tensor] = {}
-        args, kwargs = tree.map_tensors(self._buffer, first)
+        args, kwargs = tree.map_leaves(self._buffer, first)
         self.values: Values = (args, kwargs)
         self._tensors = tree.tensors(self.values)
 
@@ -94,7 +94,7 @@ def rolled(values: Values, shift: int) -> Values:
             memory[storage._cdata] = whole.roll(shift).untyped_storage()
         return _over(memory[storage._cdata], tensor)
 
-    args, kwargs = tree.map_tensors(roll, values)
+    args, kwargs = tree.map_leaves(roll, values)
     return args, kwargs
 
 

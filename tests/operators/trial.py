@@ -177,7 +177,7 @@ class Sample:
             args, kwargs = self._buffers.values
             with torch.device(self._case.device):  # such as of arange
                 made = self._case.op(*args, **kwargs)
-            self._outs = tree.map_tensors(torch.empty_like, made)
+            self._outs = tree.map_leaves(torch.empty_like, made)
             self._out_layouts = [(t.size(), t.stride()) for t in tree.tensors(self._outs)]
 
     def _call(self, function: Callable[..., Any], draw: int) -> Result:
@@ -209,7 +209,7 @@ class Sample:
 
         def grown(*args: Any, **kwargs: Any) -> Any:
             like = op(*args, **kwargs)
-            outs = tree.map_tensors(lambda t: t.new_empty(0), like)
+            outs = tree.map_leaves(lambda t: t.new_empty(0), like)
             return op(*args, **kwargs, out=outs)
 
         return grown

@@ -208,9 +208,9 @@ def test_a_kind_that_writes_nothing_is_watched_once():
     run(watched(model, known), reads_only(model), "a", 4)
     again = watched(model, known)
     run(again, reads_only(model), "a", 4)
-    assert again._watched == set()
+    assert again._kinds == set()
     run(again, reads_only(model), "a", 8)
-    assert again._watched == {"a"}
+    assert again._kinds == {"a"}
 
 
 def test_too_much_state_is_an_error_before_it_is_written():

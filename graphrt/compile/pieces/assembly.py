@@ -33,10 +33,10 @@ from graphrt.compile.trace.call import TracedCall, trace_call
 from graphrt.compile.trace.check import CallChecker, Overlaps, Small
 from graphrt.compile.trace.outside import Outside
 from graphrt.compile.trace.subject import Subject
-from graphrt.core.base.garbage import frozen_gc
 from graphrt.core.base.log import logger
 from graphrt.core.capture.guard import eager_break
 from graphrt.core.capture.wrapper import GraphWrapper
+from graphrt.core.replay.recording import frozen_gc
 
 
 @dataclass(frozen=True)

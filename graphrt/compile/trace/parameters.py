@@ -117,7 +117,7 @@ def substitute(
     for name, argument in bound.arguments.items():
         values = [replacements.get(path, leaf) for path, leaf in tree.leaves(argument, name)]
         in_order = iter(values)
-        copied.arguments[name] = tree.map_leaves(partial(_next, in_order), argument)
+        copied.arguments[name] = tree.map_leaves(partial(_next, in_order), argument, object)
     return copied
 
 

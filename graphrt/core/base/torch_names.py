@@ -156,20 +156,16 @@ _FUNCTION_MODES: Any = {
     "without": "a torch function mode around an eager part is not on in it at replay",
     "seen": ("2.11", "2.13"),
 }
-_function_modes: Any = NAMES.take(
-    "torch.overrides._get_current_function_mode_stack", **_FUNCTION_MODES
+all_function_modes: Callable[[], list[Any]] = (
+    NAMES.take("torch.overrides._get_current_function_mode_stack", **_FUNCTION_MODES) or list
 )
+"""The torch function modes of this thread."""
 function_mode_is_on: Any = NAMES.take(
     "torch._C._is_torch_function_mode_enabled",
     without="a torch function mode around a step is not on in it",
     seen=("2.11", "2.13"),
 )
 _DEFAULT_DEVICE = NAMES.declare("torch.utils._device.DeviceContext", **_FUNCTION_MODES)
-
-
-def all_function_modes() -> list[Any]:
-    """The torch function modes of this thread."""
-    return _function_modes() if _function_modes else []
 
 
 def function_modes() -> list[Any]:

@@ -16,9 +16,9 @@ _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 """Types that hold nothing, mostly."""
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any, of: type = object) -> Any:
+def map_leaves(function: Callable[[Any], Any], tree: Any, of: type = torch.Tensor) -> Any:
     """A tree of the same structure with `function` applied to everything that is no container, and
-    is an `of`."""
+    is an `of`: to its tensors, or with `object` to every leaf."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, dict):
@@ -41,19 +41,14 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, of: type = object) -> 
     return function(tree) if isinstance(tree, of) else tree
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """A tree of the same structure with `function` applied to every tensor."""
-    return map_leaves(function, tree, torch.Tensor)
-
-
 def copied(tree: Any) -> Any:
     """A tree of the same structure with the same leaves."""
-    return map_leaves(lambda leaf: leaf, tree)
+    return map_leaves(lambda leaf: leaf, tree, object)
 
 
 def cloned(tree: Any) -> Any:
     """A tree of the same structure, each tensor in memory of its own."""
-    return map_tensors(torch.Tensor.clone, tree)
+    return map_leaves(torch.Tensor.clone, tree)
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -79,9 +74,8 @@ def _can_change(tree: Any) -> bool:
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """The items of a container, each with its part of a path (`[0]`, `.name`); None for a leaf."""
-    if isinstance(node, torch.Tensor):
-        return None
+    """The items of a container, each with its part of a path (`[0]`, `.name`); None for a leaf that
+    is no tensor."""
     if isinstance(node, dict):
         return [(f"[{key!r}]", value) for key, value in node.items()]
     if isinstance(node, tuple | list):
@@ -93,7 +87,7 @@ def _children(node: Any) -> list[tuple[str, Any]] | None:
 
 def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
     """Every leaf with its path, such as `["hidden"][0]` or `.logits`, in a fixed order."""
-    below = _children(tree)
+    below = None if isinstance(tree, torch.Tensor) else _children(tree)
     if below is None:
         return [(path, tree)]
     pairs: list[tuple[str, Any]] = []
@@ -102,23 +96,26 @@ def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
     return pairs
 
 
-def tensors(tree: Any) -> list[torch.Tensor]:
-    """Every tensor of the tree in the order of `leaves`."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
+def tensors(*trees: Any) -> list[torch.Tensor]:
+    """Every tensor of the trees in the order of `leaves`."""
     below: list[torch.Tensor] = []
-    # Watches ask for every operator of a run, mostly of tuples and dicts of tensors and numbers.
-    if isinstance(tree, dict):
-        nodes: Iterable[Any] = tree.values()
-    elif isinstance(tree, tuple | list):
-        nodes = tree
-    else:
-        nodes = [value for _, value in _children(tree) or ()]
-    for node in nodes:
-        if isinstance(node, torch.Tensor):
-            below.append(node)
-        elif type(node) not in _ATOMS:
-            below += tensors(node)
+    for tree in trees:
+        # Watches ask for every operator of a run, mostly of its arguments and keywords: a tuple and
+        # a dict of tensors and numbers.
+        if isinstance(tree, torch.Tensor):
+            below.append(tree)
+            continue
+        if isinstance(tree, dict):
+            nodes: Iterable[Any] = tree.values()
+        elif isinstance(tree, tuple | list):
+            nodes = tree
+        else:
+            nodes = [value for _, value in _children(tree) or ()]
+        for node in nodes:
+            if isinstance(node, torch.Tensor):
+                below.append(node)
+            elif type(node) not in _ATOMS:
+                below += tensors(node)
     return below
 
 

@@ -140,7 +140,7 @@ class Constants:
                 and value.is_cpu
                 and not value.dim()
                 # Beside others on the device its value is an argument of the kernel.
-                and not all(each.is_cpu for each in tree.tensors((args, kwargs)))
+                and not all(each.is_cpu for each in tree.tensors(args, kwargs))
             ):
                 self._arrays |= dict.fromkeys(self._arrays_behind(value))
         if func is _READ and _is_of_host(args[0]):
@@ -171,7 +171,7 @@ class Constants:
             shared = [each for each in results.values() if not each.untyped_storage().resizable()]
             arrays = [_Array(each, user_source()) for each in shared]
         else:
-            operands = [each for each in tree.tensors((args, kwargs)) if _is_of_host(each)]
+            operands = [each for each in tree.tensors(args, kwargs) if _is_of_host(each)]
             others = tuple(each for each in operands if not self._is_constant(each))
             constants = [self._made[_name(each)] for each in operands if self._is_constant(each)]
             arrays = (array for constant in constants for array in constant.arrays)
@@ -237,7 +237,7 @@ class Constants:
 
     def _mixed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operator that moves arguments to the device of the others, below all modes."""
-        devices = [each.device for each in tree.tensors((args, kwargs)) if not each.is_cpu]
+        devices = [each.device for each in tree.tensors(args, kwargs) if not each.is_cpu]
         if not devices:
             return self._as_it_is(func, args, kwargs)
 
@@ -246,7 +246,7 @@ class Constants:
                 return tensor
             return self._on_device(func, tensor, devices[0], tensor.dtype)
 
-        args, kwargs = tree.map_tensors(moved, (args, kwargs))
+        args, kwargs = tree.map_leaves(moved, (args, kwargs))
         return func(*args, **kwargs)
 
     def _as_it_is(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -95,7 +95,7 @@ class CaptureGuard(ThreadMode):
         self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
         self.doors.begin_capture()
         # Copies that graphs read in place of memory which eager parts returned and did not make.
-        self._copies: dict[StorageWeakRef, str] = {}
+        self.copies: dict[StorageWeakRef, str] = {}
         self._entered = self._handling = False
 
     def begin(self, graph: DeviceGraph) -> None:
@@ -104,7 +104,7 @@ class CaptureGuard(ThreadMode):
         if self.constants is not None:
             self.constants.begin(graph)
         self._caller.begin()
-        in_pieces = self._in_pieces and (self._breaks or self.doors.made or self._copies)
+        in_pieces = self._in_pieces and (self._breaks or self.doors.made or self.copies)
         wanted = in_pieces or self._caller.on_device or self.constants is not None
         wanted = wanted or self.issued is not None
         # While an operator is being handled torch has taken this mode off its stack already.
@@ -140,8 +140,8 @@ class CaptureGuard(ThreadMode):
         if self.issued is not None:
             self.issued.append(func)
         if self._in_pieces and self.doors.made:
-            self.doors.check((args, kwargs), "the graph reads", func)
-        if self._copies:
+            self.doors.check(tree.tensors(args, kwargs), "the graph reads", func)
+        if self.copies:
             self.check_written(func, args, kwargs)
         if self._caller.on_device:
             self._caller.check(func, args, kwargs)
@@ -168,14 +168,14 @@ class CaptureGuard(ThreadMode):
     def note_copy(self, part: str, copy: torch.Tensor) -> None:
         """Note a copy of what an eager part returned and others hold too: a write would reach the
         copy alone."""
-        self._copies[StorageWeakRef(copy.untyped_storage())] = part  # type: ignore[no-untyped-call]
+        self.copies[StorageWeakRef(copy.untyped_storage())] = part  # type: ignore[no-untyped-call]
 
     def check_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `BreakError` if an operator is about to write such a copy."""
-        for tensor in written(facts_of(func), args, kwargs) if self._copies else ():
+        for tensor in written(facts_of(func), args, kwargs):
             if tensor.layout is torch.strided:
                 ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-                part = self._copies.get(ref)
+                part = self.copies.get(ref)
                 if part is not None:
                     at = user_source() or "some line"
                     raise WRITTEN_COPY(f"{func} of {described(tensor)}, at {at}", part=part)
@@ -204,7 +204,7 @@ class CallerTensors:
     def __init__(
         self, values: Any, device_type: str, *, owned: bool = False, bake: bool = False
     ) -> None:
-        tensors = [t for t in tree.tensors(values) if t.layout is torch.strided]
+        tensors = [t for t in tree.tensors(*values) if t.layout is torch.strided]
         self.on_device = device_type != "cpu"
         self._kept = [] if owned else tensors
         refuses = self.on_device and not bake
@@ -243,7 +243,7 @@ class CallerTensors:
             raise HOST_DRAW(op=func)
         if not self._hosts or facts_of(func).is_view:
             return
-        for tensor in tree.tensors((args, kwargs)):
+        for tensor in tree.tensors(args, kwargs):
             on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
             if not on_host or _address(tensor) not in self._hosts:
                 continue
@@ -260,7 +260,7 @@ def _draws_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """Whether an operator draws from the host's generator, and not from a device's."""
     if not facts_of(func).draws:
         return False
-    of_tensors = [tensor.device.type for tensor in tree.tensors((args, kwargs))]
+    of_tensors = [tensor.device.type for tensor in tree.tensors(args, kwargs)]
     asked = kwargs.get("device")
     devices = of_tensors or ["cpu" if asked is None else torch.device(asked).type]
     return "cpu" in devices
@@ -389,8 +389,9 @@ class SideDoors:
         for mode in dispatch_modes():
             if isinstance(mode, _PartWatch) and mode.doors is self:
                 return function(*args, **kwargs)
-        refuse_transform(function)
-        given = _memory_of(tree.tensors((args, kwargs)))
+        if guard is None:  # else the capture has looked
+            refuse_transform(function)
+        given = _memory_of(tree.tensors(args, kwargs))
         watch = _PartWatch(self, name_of(function), given, guard)
         undo.set(in_eager_part, frozenset(given))
         # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
@@ -416,11 +417,9 @@ class SideDoors:
                 if read is not None:
                     raise made.refusal(read, " again at every step")
 
-    def check(self, values: Any, what: str, op: object = None) -> None:
-        """Raise `SideDoorError` if the open capture may not read a tensor of `values`."""
-        if not self.made:
-            return
-        for name, tensor in _memory_of(tree.tensors(values)).items():
+    def check(self, tensors: Iterable[torch.Tensor], what: str, op: object = None) -> None:
+        """Raise `SideDoorError` if the open capture may not read one of these."""
+        for name, tensor in _memory_of(tensors).items():
             # Of an empty one nothing can be read.
             _, made = self.made.get(name, (None, None)) if tensor.numel() else (None, None)
             if made is not None:
@@ -461,23 +460,27 @@ class _PartWatch(ThreadMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.doors = doors
         self._part = part
-        # What it may read without a look, held so that nothing else comes by its names meanwhile.
-        self._given = {name: each.untyped_storage() for name, each in given.items()}
-        self._addresses = {storage.data_ptr() for storage in self._given.values()}
         self._guard = guard
+        # What it may read without a look, held so that nothing else comes by its names meanwhile.
+        self._given: dict[int, torch.UntypedStorage] = {}
+        self._addresses: set[int] = set()
+        for name, each in given.items() if guard is not None else ():
+            storage = self._given[name] = each.untyped_storage()
+            self._addresses.add(storage.data_ptr())
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         guard, makes_nothing = self._guard, facts_of(func).makes_nothing
         if guard is None and makes_nothing:
             return func(*args, **kwargs)
-        tensors = tree.tensors((*args, *kwargs.values()))
+        tensors = tree.tensors(args, kwargs)
         if guard is not None:
             if guard.issued is not None:
                 guard.issued.append(func)
             for name, tensor in _memory_of(tensors).items():
                 if name not in self._given:
                     self._check_read(guard, tensor, func)
-            guard.check_written(func, args, kwargs)
+            if guard.copies:
+                guard.check_written(func, args, kwargs)
         result = func(*args, **kwargs)
         if not makes_nothing:
             # What is made of Python data is memory that it was given.
@@ -510,7 +513,7 @@ def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     memory: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         # Parts see each operator: most have plain tensors alone.
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        plain = type(tensor) in tree.BARE and tensor.layout is torch.strided
         for part in (tensor,) if plain else _parts_of(tensor):
             name = part.untyped_storage()._cdata
             if name not in memory or not memory[name].numel():
@@ -545,7 +548,6 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         capture = current_capture()
         if capture is not None and capture.breakable:
-            refuse_transform(function)
             return cast(R, capture.run_eagerly(function, args, kwargs))
         if capture is not None and capture.must_break:
             got = f"{name_of(function)} in a PIECEWISE wrapper that does not break"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -22,12 +21,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
 from graphrt.core.base.errors import GraphRTError
-from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.guard import CallerTensors, CaptureGuard, check_break
+from graphrt.core.capture.guard import CallerTensors, CaptureGuard, check_break, refuse_transform
 from graphrt.core.capture.refusals import (
     NESTED_CAPTURE,
     NOT_STRIDED,
@@ -51,7 +49,7 @@ from graphrt.core.replay.entry import (
     under_settings,
 )
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.recording import active, enter_under_way
+from graphrt.core.replay.recording import active, enter_under_way, freeze_garbage, thaw_garbage
 from graphrt.core.replay.tasks import CapturedTask
 
 
@@ -93,7 +91,7 @@ class Bridges:
                     buffer = self.buffer((site, len(fixed)), leaf)
                 buffer.copy_(leaf)
                 fixed[id(leaf)] = buffer
-        return tree.map_tensors(lambda leaf: fixed[id(leaf)], result), frozenset(unmoved)
+        return tree.map_leaves(lambda leaf: fixed[id(leaf)], result), frozenset(unmoved)
 
     def buffer(self, key: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
         """The buffer of `key` with the shape of `like`; grows if it is too small.
@@ -105,18 +103,17 @@ class Bridges:
         if not like.is_contiguous():
             last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
             need = like.element_size() * (1 + last)
-        flat = self._buffers.get(key)
-        if flat is None or flat.numel() < need or flat.device != like.device:
-            if flat is not None:
-                # Graphs that were captured with it write and read it still.
-                self._outgrown.append(flat)
-            flat = unseen(lambda: torch.empty(need, dtype=torch.uint8, device=like.device))
-            self._buffers[key] = flat
-        storage = flat.untyped_storage()
 
         def placed() -> torch.Tensor:
+            flat = self._buffers.get(key)
+            if flat is None or flat.numel() < need or flat.device != like.device:
+                if flat is not None:
+                    # Graphs that were captured with it write and read it still.
+                    self._outgrown.append(flat)
+                flat = torch.empty(need, dtype=torch.uint8, device=like.device)
+                self._buffers[key] = flat
             typed = torch.empty(0, dtype=like.dtype, device=like.device)
-            return typed.set_(storage, 0, shape, strides)
+            return typed.set_(flat.untyped_storage(), 0, shape, strides)
 
         # Nothing of this may be recorded, and replays write outside of inference mode too.
         return unseen(placed)
@@ -181,7 +178,7 @@ class Recorder:
         caller = CallerTensors(call, pool.platform.device_type, owned=owned, bake=bake)
         caller.lift(None if constants is None else constants.take, later=pins and not lifts)
         self._guard = CaptureGuard(self, context, listed, caller, constants, pool._owns)
-        self.give(tree.tensors(call) if owned else ())
+        self.give(tree.tensors(*call) if owned else ())
 
     @property
     def segment_open(self) -> bool:
@@ -247,14 +244,16 @@ class Recorder:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """End the segment, run `function`, begin the next segment; returns what readers capture."""
+        # Tensors inside of a transform have no memory to be looked at.
+        refuse_transform(function)
         self._end()
         name, call = name_of(function), (args, kwargs)
-        tensors = tree.tensors(call)
+        tensors = tree.tensors(*call)
         self.check_read(tensors, f"eager break {name} is given")
         places = [(each, tree.identity(each)) for each in tensors]
         # Replays call it with the tensors of the capture.
-        kept = tree.map_tensors(self.captured_ref, call)
-        outside = set(map(id, tree.tensors(kept)))
+        kept = tree.map_leaves(self.captured_ref, call)
+        outside = set(map(id, tree.tensors(*kept)))
         self._given += [place for place in places if id(place[0]) in outside]
         called = under_settings(
             on_copies(function) if can_change(args, kwargs) else function, self._around
@@ -264,21 +263,15 @@ class Recorder:
         self._check_places(places)
         strided(result, f"eager break {name}")
         readable, aliased, recorded = unseen(partial(self._readable, result, memory))
-        self.give(leaf for path, leaf in tree.leaves(readable) if path not in aliased)
+        self.give([leaf for path, leaf in tree.leaves(readable) if path not in aliased])
         self.parts.append(EagerPart(called, kept, recorded, aliased))
-        pairs = zip(tree.tensors(result), tree.tensors(readable), strict=True)
-        moved = [
-            (StorageWeakRef(tensor.untyped_storage()), copy)  # type: ignore[no-untyped-call]
-            for tensor, copy in pairs
-            if tensor is not copy
-        ]
-        # Its own references to what was copied would look like another way out.
-        del result, pairs
-        uses = Counter(storage.cdata for storage, _ in moved)
-        for storage, copy in moved:
-            is_held = not storage.expired()  # type: ignore[no-untyped-call]
-            if is_held or uses[storage.cdata] > 1:
-                self._guard.note_copy(name, copy)
+        copies = _copies(result, readable)
+        # A reference to what was copied would look like another way out.
+        del result
+        for storage, others in copies.items():
+            if len(others) > 1 or not storage.expired():  # type: ignore[no-untyped-call]
+                for copy in others:
+                    self._guard.note_copy(name, copy)
         self._guard.doors.settle()
         self._begin()
         return readable
@@ -301,7 +294,7 @@ class Recorder:
 
         readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
-        return readable, aliased, tree.map_tensors(self._kept_apart, readable)
+        return readable, aliased, tree.map_leaves(self._kept_apart, readable)
 
     def bracketed(self, issue: Callable[[], object]) -> Any:
         """Issue the operators of one task inside of its bracket; returns its handle."""
@@ -334,8 +327,9 @@ class Recorder:
 
     def check_read(self, values: Any, what: str) -> None:
         """See `Recording.check_read`."""
-        if self.breakable:
-            self._guard.doors.check(values, what)
+        doors = self._guard.doors
+        if self.breakable and doors.made:
+            doors.check(tree.tensors(values), what)
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
@@ -427,6 +421,16 @@ class Recorder:
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.pool._reset_graphs(captured)
         self.parts.clear()
+
+
+def _copies(result: Any, readable: Any) -> dict[StorageWeakRef, list[torch.Tensor]]:
+    """The copies of tensors in a result, by the memory that was copied."""
+    copies: dict[StorageWeakRef, list[torch.Tensor]] = {}
+    for tensor, copy in zip(tree.tensors(result), tree.tensors(readable), strict=True):
+        if tensor is not copy:
+            memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            copies.setdefault(memory, []).append(copy)
+    return copies
 
 
 def strided(result: Any, what: str = "the forward") -> Any:

@@ -48,6 +48,8 @@ from graphrt.core.replay.pool import GraphPool, in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
 
 _FULL = GraphMode.FULL
+_STATIC = -1
+"""The site of a wrapper's static outputs among its buffers: those of eager parts begin at 0."""
 
 
 @public("graphrt.types")
@@ -89,7 +91,6 @@ class WrapperGraphs:
         self.entries: dict[BatchDescriptor, Entry] = {}
         self.by_slot: list[Entry | None] = [None]  # the slot -1 finds the last, which is None
         self.bridges = Bridges()
-        self.statics = Bridges()
         # Whether arguments are compared at an entry's first replay, and at every one.
         self.checks = options.checks("capture")
         self.always_checks = trials is not None or options.checks("sample")
@@ -97,12 +98,7 @@ class WrapperGraphs:
         self.fresh_containers = True
         self.mode = mode
         self.read_context = read_context
-        self.use(pool)
-
-    def use(self, pool: GraphPool) -> None:
-        """Capture and replay in this pool."""
         self.pool = pool
-        self.read_stream_id = pool.read_stream_id
 
     def replay(self, entry: Entry, context: ForwardContext) -> Any:
         """Replay an entry in the turn of `context`; returns its outputs. A step that waits for its
@@ -117,8 +113,8 @@ class WrapperGraphs:
                 pool._expire_outputs()
         elif pool.step is not context.token or context.token is None:
             pool._enter_step(context)
-        if self.read_stream_id is not None:
-            stream_id = self.read_stream_id()
+        if pool.read_stream_id is not None:
+            stream_id = pool.read_stream_id()
             if stream_id != pool.stream_id:
                 pool._change_stream(stream_id)
         if entry.graph is not None:
@@ -170,7 +166,6 @@ class WrapperGraphs:
         graphs had there."""
         if not self.entries:
             self.bridges.clear()
-            self.statics.clear()
 
 
 _COUNTED = (Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED)
@@ -384,7 +379,7 @@ class GraphWrapper(Uncopied):
         undo.after_error(take_back)
         pool.pieces.check_held((args, kwargs), context)
         result = recorder.record(partial(self._run, args, kwargs, recorder))
-        outputs = tree.map_tensors(recorder.captured_ref, result)
+        outputs = tree.map_leaves(recorder.captured_ref, result)
         entry = self.entry_class(descriptor, tuple(recorder.parts), outputs, bound, context.token)
         if self.options.outputs != "static":
             pairs = zip(tree.tensors(outputs), tree.tensors(result), strict=True)
@@ -409,7 +404,7 @@ class GraphWrapper(Uncopied):
             recorder.forward_returned(result)
         if self.options.outputs != "static":
             return result
-        return self._graphs.statics.fix(0, result, stays=lambda path, tensor: False)[0]
+        return self._graphs.bridges.fix(_STATIC, result, stays=lambda path, tensor: False)[0]
 
     def __getattr__(self, name: str) -> Any:
         if name == "runnable":
@@ -480,8 +475,7 @@ class GraphWrapper(Uncopied):
                 advice="call clear_graphs() before; what is captured next lies in the new pool",
             )
         self.pool._remove_holder(self)
-        self._graphs.use(pool)
-        self.pool = pool
+        self._graphs.pool = self.pool = pool
         pool._add_holder(self)
 
     def clear_graphs(self) -> None:

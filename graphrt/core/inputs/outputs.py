@@ -136,10 +136,12 @@ class OutputLayout:
         """
         failed: Exception | None = None
         seen = {(each.tokens, each.reqs) for each in self._seen}
+        unclear = self._unclear()
         for place, size in enumerate(self._other_sizes(query_len)):
-            wanted = self._unclear() or (place == 0 and self._may_bend(size[0]))
+            wanted = unclear or (place == 0 and self._may_bend(size[0]))
             if wanted and size not in seen:
                 failed = _failed(probe, size) or failed
+                unclear = self._unclear()
         return failed
 
     def _other_sizes(self, query_len: int | None) -> list[tuple[int, int]]:
@@ -405,7 +407,7 @@ def check_containers(outputs: Any) -> None:
     if isinstance(outputs, dict):
         if type(outputs) is not dict and hasattr(outputs, "__dict__"):
             owned = {id(each) for each in vars(outputs).values() if isinstance(each, torch.Tensor)}
-            copied = tree.map_tensors(torch.Tensor.detach, outputs) if owned else outputs
+            copied = tree.map_leaves(torch.Tensor.detach, outputs) if owned else outputs
             if owned & {id(each) for each in vars(copied).values()}:
                 raise OutputError(
                     "the forward returns a dict whose attributes are tensors, and stay what they "

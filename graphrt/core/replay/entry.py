@@ -172,12 +172,13 @@ def settings_now() -> dict[str, Any]:
     """
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    accelerator = torch.accelerator.current_accelerator()
     settings: dict[str, Any] = {
         # What autocast casts to; None where it is off.
         f"{_AUTOCAST}{kind}": torch.get_autocast_dtype(kind)
         if torch.is_autocast_enabled(kind)
         else None
-        for kind in _kinds()
+        for kind in ("cpu", *(() if accelerator is None else (accelerator.type,)))
     }
     settings |= {
         "default device": torch.get_default_device(),
@@ -215,14 +216,14 @@ def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> C
 
     Raises `CaptureError` for any other setting, which a replay does not enter.
     """
-    name, casts = name_of(function), {}
+    casts = {}
     for each, value in settings_now().items():
         if value == around[each]:
             continue
         if not each.startswith(_AUTOCAST):
             raise CaptureError(
-                f"the forward enters another setting around eager break {name}, which a replay "
-                "calls by itself",
+                f"the forward enters another setting around eager break {name_of(function)}, which "
+                "a replay calls by itself",
                 got=f"{each}: {value}",
                 expected=f"{around[each]}, as around the forward",
                 advice="enter it inside of the eager part, or around the whole forward",
@@ -239,11 +240,6 @@ def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> C
             return function(*args, **kwargs)
 
     return called
-
-
-def _kinds() -> list[str]:
-    device = torch.accelerator.current_accelerator()
-    return ["cpu"] if device is None else ["cpu", device.type]
 
 
 def bound_arguments(

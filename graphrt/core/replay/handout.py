@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from sys import getrefcount, is_finalizing
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary, getweakrefcount
 
 import torch
@@ -241,20 +241,18 @@ class Shell:
 _shells: WeakValueDictionary[int, Shell] = WeakValueDictionary()
 
 
-class _Prepared(NamedTuple):
-    """What hands out each tensor of some outputs, its padded shape and its batch axes."""
+_Prepared = tuple[tuple[Handout, Shape, BatchDims], ...]
+"""What hands out each tensor of some outputs, its padded shape and its batch axes."""
 
-    outputs: tuple[tuple[Handout, Shape, BatchDims], ...] = ()
 
-    def shapes(self, tokens: int, reqs: int) -> list[Shape]:
-        """The shapes of their live rows."""
-        shapes = []
-        for _, shape, dims in self.outputs:
-            live = list(shape)
-            for dim, axis in dims:
-                live[dim] = axis.size(tokens, reqs)
-            shapes.append(tuple(live))
-        return shapes
+def _live_shapes(prepared: _Prepared, tokens: int, reqs: int) -> list[Shape]:
+    shapes = []
+    for _, shape, dims in prepared:
+        live = list(shape)
+        for dim, axis in dims:
+            live[dim] = axis.size(tokens, reqs)
+        shapes.append(tuple(live))
+    return shapes
 
 
 class OwnsOutputs(Protocol):
@@ -283,11 +281,11 @@ class LiveOutputs:
         # The outputs that the graph returns at every step; what hands out their tensors; and the
         # live shapes of these, by live tokens and requests.
         self.held: Any = None
-        self._prepared = _Prepared()
+        self._prepared: _Prepared = ()
         self.shapes: dict[tuple[int, int], list[Shape]] = {}
         # The identity of what pieces returned last, and what hands it out: often they return the
         # same memory again.
-        self._last: tuple[Any, _Prepared] = None, _Prepared()
+        self._last: tuple[Any, _Prepared] = None, ()
 
     def see(self, outputs: Any) -> None:
         """Note what the forward returned at this size; raises `OutputError`."""
@@ -304,7 +302,7 @@ class LiveOutputs:
         one tensor over storages of its own; else None."""
         if type(self.held) is not torch.Tensor:
             return None
-        shell = getattr(self._prepared.outputs[0][0], "__self__", None)
+        shell = getattr(self._prepared[0][0], "__self__", None)
         if not isinstance(shell, Shell):
             return None
         looks = storage_use_count, getweakrefcount, is_inference_mode_enabled
@@ -316,20 +314,20 @@ class LiveOutputs:
             prepared = self._prepared
             shapes = self.shapes.get((tokens, reqs))
             if shapes is None:
-                shapes = prepared.shapes(tokens, reqs)
+                shapes = _live_shapes(prepared, tokens, reqs)
                 if len(self.shapes) < _CACHED_SHAPES:
                     self.shapes[tokens, reqs] = shapes
             if type(outputs) is torch.Tensor:
-                return prepared.outputs[0][0](shapes[0], pool.handed_out)
+                return prepared[0][0](shapes[0], pool.handed_out)
         else:
             prepared = self._prepare_again(outputs, pool)
-            shapes = prepared.shapes(tokens, reqs)
+            shapes = _live_shapes(prepared, tokens, reqs)
         fresh = [
             hand_out(shape, pool.handed_out)
-            for (hand_out, _, _), shape in zip(prepared.outputs, shapes, strict=True)
+            for (hand_out, _, _), shape in zip(prepared, shapes, strict=True)
         ]
         at_places = iter(fresh)
-        return tree.map_tensors(lambda _: next(at_places), outputs)
+        return tree.map_leaves(lambda _: next(at_places), outputs)
 
     def _prepare_again(self, outputs: Any, pool: OwnsOutputs) -> _Prepared:
         """What hands out outputs that no graph returns, but an eager part or a piece does: often
@@ -350,7 +348,7 @@ class LiveOutputs:
                 self._check_rows(path, leaf)
                 hand_out = handout_of(leaf, raw_storages=raw_storages)
                 prepared.append((hand_out, tuple(leaf.shape), self._axes.batch_dims(path)))
-        return _Prepared(tuple(prepared))
+        return tuple(prepared)
 
     def _check_rows(self, path: str, tensor: torch.Tensor) -> None:
         """Raise `OutputError` for a tensor without the rows that its declared axes give it."""

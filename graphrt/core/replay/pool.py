@@ -27,7 +27,6 @@ from graphrt.core.base.errors import (
     PoolLeftBehindError,
     Uncopied,
 )
-from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable
 from graphrt.core.batch.context import ForwardContext
@@ -40,6 +39,7 @@ from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.replay.handout import HandedOut, expire
+from graphrt.core.replay.recording import freeze_garbage, thaw_garbage
 
 T = TypeVar("T")
 
@@ -345,6 +345,8 @@ class GraphPool(Uncopied):
             raise _LEFT_BEHIND.refusal(self)
         self.platform = resolve_platform(platform)
         self.device = device_of(self.platform, device)
+        # Held by the thread that captures on the device.
+        self.capture_lock = capture_lock(self.device)
         # Whether another device is this thread's current one; None where there is one alone.
         self.elsewhere: Callable[[], bool] | None = None
         if self.platform.device_count() > 1:
@@ -556,11 +558,6 @@ class GraphPool(Uncopied):
         # Together: an interrupt in a call before them has the stream wait once more.
         self.last_stream = current
         self.stream_id = stream_id
-
-    @property
-    def capture_lock(self) -> AbstractContextManager[object]:
-        """Held by the thread that captures on the device."""
-        return capture_lock(self.device)
 
     def _reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         """Destroy graphs of this pool; waits for captures of other threads on the device."""

@@ -1,15 +1,18 @@
-"""The capture that is under way in this thread, as what takes part in it sees it."""
+"""The capture that is under way in this thread, as what takes part in it sees it; and the garbage
+collector, which is kept still meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from graphrt.core.base._undo import Undo
+from graphrt.core.base._undo import ProcessChange, Undo
 from graphrt.core.base.errors import NestedCaptureError
 from graphrt.core.base.homes import public
 from graphrt.core.device.figures import GraphWork
@@ -105,3 +108,49 @@ def refuse_inside_capture(what: str) -> None:
             expected="a call outside of captures, or in an eager part",
             advice="call the runner itself: it becomes part of the outer graph",
         )
+
+
+# The garbage collector ----------------------------------------------------------------------------
+
+_FROZEN_BY_NOBODY = 5000
+"""Python 3.12 has 375 objects frozen at its start: to thaw so few costs nothing."""
+
+
+def _keep_still(undo: list[Callable[[], object]]) -> None:
+    undo.append(gc.enable if gc.isenabled() else int)
+    gc.disable()
+    # What the host froze itself must not be thawed with ours. To ask takes 80 ms where half a
+    # million objects are frozen, so the first user alone does.
+    if gc.get_freeze_count() < _FROZEN_BY_NOBODY:
+        undo.append(gc.unfreeze)
+        gc.freeze()
+
+
+_still = ProcessChange(_keep_still)
+
+
+def freeze_garbage(user: object) -> None:
+    """Collect nothing until this user, and all others, have called `thaw_garbage`.
+
+    A finalizer that runs inside a capture may free device memory or unload a module, which
+    invalidates the capture. What is garbage already is frozen, so that not even an explicit
+    collection by the forward finalizes it, unless the host has frozen something itself.
+    """
+    _still.enter(user)
+
+
+def thaw_garbage(user: object) -> None:
+    """End what `freeze_garbage` began for this user, if it did; the last one restores all."""
+    _still.leave(user)
+
+
+@public("graphrt.lowlevel")
+@contextmanager
+def frozen_gc() -> Iterator[None]:
+    """No collection in the body, nor in that of any other user; see `freeze_garbage`."""
+    user = object()
+    try:
+        freeze_garbage(user)
+        yield
+    finally:
+        thaw_garbage(user)

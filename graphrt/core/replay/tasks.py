@@ -122,9 +122,7 @@ class HostArg:
             needed = live.num_tokens if axis.counts == "tokens" else live.num_reqs
         fault = self._broken_rule(axis, values, missing, needed)
         if fault is None and self.pad == "cumulative":
-            fault = _uneven(values, missing, tokens, query_len)
-            if fault is None and live and needed and values[needed - 1] != live.num_tokens:
-                fault = "does not add up to the batch", f"{live.num_tokens} at request {needed}"
+            fault = _uneven(values, missing, tokens, query_len, needed, live)
         if fault is not None:
             raise InvalidUpdateError(
                 f"host argument {key!r} {fault[0]}",
@@ -133,15 +131,18 @@ class HostArg:
                 advice="pass one value for each live request, in the order of the batch; "
                 "cumulative ones are the running sum of its query lengths",
             )
+        return values + self._padding(values[-1], missing, tokens, query_len)
+
+    def _padding(self, last: int, missing: int, tokens: int, query_len: int | None) -> list[int]:
         if self.pad == "zero":
-            return values + [0] * missing
+            return [0] * missing
         if self.pad == "query_len":
-            return values + [query_len or 0] * missing
+            return [query_len or 0] * missing
         if self.pad == "repeat":
-            return values + [values[-1]] * missing
+            return [last] * missing
         if query_len is None:
-            return values + values[-1:] * (missing - 1) + [tokens] * (missing > 0)
-        return values + [min(tokens, values[-1] + query_len * (i + 1)) for i in range(missing)]
+            return [last] * (missing - 1) + [tokens] * (missing > 0)
+        return [min(tokens, last + query_len * (i + 1)) for i in range(missing)]
 
     def _broken_rule(
         self, axis: Axis, values: list[int], missing: int, needed: int | None
@@ -184,7 +185,12 @@ def _whole(key: str, value: Any, axis: str) -> list[int]:
 
 
 def _uneven(
-    values: list[int], missing: int, tokens: int, query_len: int | None
+    values: list[int],
+    missing: int,
+    tokens: int,
+    query_len: int | None,
+    needed: int | None,
+    live: Batch | None,
 ) -> tuple[str, str] | None:
     """What is wrong with cumulative lengths, and what would be right; None if nothing is."""
     steps, spread = [b - a for a, b in pairwise([0, *values])], query_len or tokens
@@ -195,6 +201,8 @@ def _uneven(
     if tokens - values[-1] > spread * missing:
         least = f"the last one to be at least {tokens - spread * missing}"
         return "does not add up", f'{least}, or axis "reqs+1": padding tokens need a request too'
+    if live and needed and values[needed - 1] != live.num_tokens:
+        return "does not add up to the batch", f"{live.num_tokens} at request {needed}"
     return None
 
 
@@ -268,7 +276,7 @@ class UpdatableTask:
             kwargs = {**kwargs, **self.workspace(*args, **kwargs, **worst)}
         capture.check_read((args, kwargs), f"task {name!r} is given")
         handle = capture.bracketed(partial(self.issue, *args, **kwargs, **values))
-        args, kwargs = tree.map_tensors(capture.captured_ref, (args, kwargs))
+        args, kwargs = tree.map_leaves(capture.captured_ref, (args, kwargs))
         capture.add_task(CapturedTask(self, name, handle, args, kwargs, values))
 
     @undoing
@@ -388,7 +396,7 @@ class CapturedTask:
 
     def tensors(self) -> list[torch.Tensor]:
         """See `TaskUpdate`."""
-        return tree.tensors((self.args, self.kwargs))
+        return tree.tensors(self.args, self.kwargs)
 
 
 def _trait(leaf: Any) -> Hashable:

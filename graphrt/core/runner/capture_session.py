@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from graphrt.core.base.errors import (
     ResourceExhaustedError,
     StreamBudgetError,
 )
-from graphrt.core.base.garbage import freeze_garbage, thaw_garbage
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.batch.context import ForwardContext
@@ -37,7 +36,7 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.ladders import preferred
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.replay.recording import enter_under_way, warming_up
+from graphrt.core.replay.recording import enter_under_way, freeze_garbage, thaw_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner.graph_table import (
     GraphRecord,
@@ -95,7 +94,7 @@ class CaptureScheduler:
             if progress is not None:
                 progress(done, len(keys), key[1])
 
-        self._session().run(keys, tell)
+        CaptureSession(graphs, self).run(keys, tell)
         if keys:
             tell(len(keys), keys[-1])
         self._finish()
@@ -111,14 +110,15 @@ class CaptureScheduler:
             # Before the graph is tried, it is not to blame.
             tried: list[CaptureKey] = []
             try:
-                self._session().run(left[:1], lambda _, key: tried.append(key), more=True)
+                session = CaptureSession(graphs, self)
+                session.run(left[:1], lambda _, key: tried.append(key), more=True)
             except Exception:
                 self._leave_out(graphs.missing(tried))
                 raise
             left = self._left()
         elif not self._setup.plan.keys and not graphs.sealing.closed:
             # Modules that compile themselves have to, and are sealed.
-            self._session().run(())
+            CaptureSession(graphs, self).run(())
         captured = tuple(graphs.records[before:])
         if not left and (captured or not graphs.sealing.closed):
             graphs.checks.captured(graphs.dispatcher.published)
@@ -149,7 +149,7 @@ class CaptureScheduler:
         self._setup.pool.follow_stream()
         values = tree.cloned(dict(values))
         try:
-            self._session().run([(wanted.mode, wanted.descriptor)])
+            CaptureSession(graphs, self).run([(wanted.mode, wanted.descriptor)])
         except Exception:
             self._leave_out([(wanted.mode, wanted.descriptor)])
             raise
@@ -161,9 +161,6 @@ class CaptureScheduler:
         if ranks is not None:
             wanted = [f"{mode.name} [{descriptor}]" for mode, descriptor in keys]
             ranks.agree_on_captures(self._graphs, wanted)
-
-    def _session(self) -> CaptureSession:
-        return CaptureSession(self._graphs, self)
 
     def _finish(self) -> None:
         """Seal the graphs, as complete as they get, and try them."""
@@ -190,7 +187,8 @@ class CaptureSession:
 
     1. Compiled modules that are not compiled yet run once, and compile.
     2. Each graph: the forward is warmed up on padding (the first of its
-       kind is watched), captured in a transaction, and the graph is published.
+       kind is watched) unless a graph of another mode has run it on the same
+       inputs, captured in a transaction, and the graph is published.
     3. The batch axes of outputs are found, if need be by eager runs at other sizes; then the
        tensors that graphs read, and the steps to check.
 
@@ -217,6 +215,8 @@ class CaptureSession:
             has_parts=setup.plan.mode.has_piecewise,
         )
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
+        # The work of warm-ups that graphs of another mode need not run again, by their inputs.
+        self._warm: dict[Hashable, GraphWork | None] = {}
         self._doors = SideDoors()
         # Whether a PIECEWISE capture is still to come: only those ask what eager parts have made,
         # and watching for that takes longer than small operators do.
@@ -334,7 +334,14 @@ class CaptureSession:
 
     def _warm_up(self, graph: PlannedGraph) -> tuple[float, GraphWork | None]:
         """Run the forward as often as the options say; returns the seconds it took, and the work
-        that the last run issued where the device asks for it."""
+        that the last run issued where the device asks for it. A graph of another mode may have run
+        it on the same inputs already."""
+        prepared, state, host = graph.prepared, self._state, self._setup.host
+        inputs = graph.descriptor.serves, prepared.tokens, prepared.reqs
+        if inputs in self._warm and state.is_known(graph.descriptor.kind, prepared.tokens):
+            work = self._warm[inputs]
+            in_pieces = graph.mode is GraphMode.PIECEWISE
+            return 0.0, None if work is None else replace(work, in_pieces=in_pieces)
         began, work = time.perf_counter(), None
         try:
             for _ in range(self._setup.options.warmups):
@@ -348,6 +355,10 @@ class CaptureSession:
                 if isinstance(explained, ResourceExhaustedError):
                     raise explained from error
             raise
+        # Hooks are told the descriptor, and may choose kernels by it. What one size alone writes is
+        # saved until the next one runs.
+        if host.bind is None and host.metadata is None and not state.saves_size:
+            self._warm[inputs] = work
         return time.perf_counter() - began, work
 
     def _attempt(self, graph: PlannedGraph) -> None:
@@ -410,7 +421,7 @@ class CaptureSession:
 
         with context:
             if transaction is None:
-                outputs = state.run(kind, prepared.tokens, prepared.storages(), calls)
+                outputs = state.run(kind, prepared.tokens, graph.transaction.fixed, calls)
                 prepared.check_written(state.inputs_written)
             else:
                 outputs = state.capture(

@@ -213,7 +213,7 @@ class StepExecutor:
         """The outputs of a forward, as tensors of the caller's own."""
         if self._clones:
             return tree.cloned(outputs)
-        return tree.map_tensors(torch.Tensor.detach, outputs)
+        return tree.map_leaves(torch.Tensor.detach, outputs)
 
 
 def _of_outer_step(context: ForwardContext | None, name: str) -> Any:

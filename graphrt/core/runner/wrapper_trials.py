@@ -158,7 +158,7 @@ class WrapperStep:
         self.watch: Watch | None = None
         self._context, self._args, self._kwargs = context, args, kwargs
         # They may lie in the pool, where a replay makes room for its own results.
-        self._before = [(each, each.clone()) for each in tree.tensors((args, kwargs))]
+        self._before = [(each, each.clone()) for each in tree.tensors(args, kwargs)]
 
     def put_back(self) -> None:
         """Have the arguments as they were."""

@@ -38,4 +38,4 @@ def marked(outputs: Any, required: Sequence[torch.Tensor]) -> Any:
             made[id(tensor)] = ending(tensor.detach(), *required)[0]
         return made[id(tensor)]
 
-    return tree.map_tensors(mark, outputs)
+    return tree.map_leaves(mark, outputs)

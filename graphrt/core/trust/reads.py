@@ -435,7 +435,7 @@ def _modules_of(forward: Any) -> tuple[list[torch.nn.Module], bool]:
         given = tree.leaves((forward.args, forward.keywords))
         more = [value for _, value in given if isinstance(value, torch.nn.Module)]
         # A tensor in it is not looked up again: what it stands for may have been replaced.
-        return modules + more, complete and not tree.tensors((forward.args, forward.keywords))
+        return modules + more, complete and not tree.tensors(forward.args, forward.keywords)
     if inspect.ismethod(forward) and isinstance(forward.__self__, torch.nn.Module):
         return [forward.__self__], True
     # Wrappers and compiled modules.

@@ -74,7 +74,8 @@ class WatchedState:
         self._pads = pads
         self._has_parts = has_parts
         self._moves: _Moves | None = None
-        self._watched: set[Hashable] = set()
+        # The kinds whose first run was in this session, which watches it if it watches any.
+        self._kinds: set[Hashable] = set()
         # The memory that runs after the first one write.
         self._steady: set[int] = set()
         self._is_settled = False
@@ -102,6 +103,7 @@ class WatchedState:
         """
         self.inputs_written = {}
         if self._reads is None:
+            self._kinds.add(kind)
             return calls()()
         if self._is_settled and self._moves is not None:
             # This run puts other tensors in the place of those that graphs left in Python, so the
@@ -112,14 +114,26 @@ class WatchedState:
             self._begin()
         else:
             self._moves.begin()
-        known = self._warmed_up.get(kind)
-        # What a forward writes has to be saved in every session.
-        is_saved = kind in self._watched or (known is not None and not known.writes)
-        is_known = kind is not None and known is not None and known.tokens >= tokens and is_saved
-        run = self._save_writes if is_known else self._watch
+        run = self._save_writes if self.is_known(kind, tokens) else self._watch
         # Autocast would keep its cast of a weight, and the run would read that and not the weight.
         without_kept_casts(undo)
         return run(kind, tokens, own, calls)
+
+    def is_known(self, kind: Hashable, tokens: int) -> bool:
+        """Whether a run of so many tokens is not to be watched: a larger one of its kind was. Where
+        none is watched, whether one of its kind has run."""
+        if self._reads is None:
+            return kind in self._kinds
+        known = self._warmed_up.get(kind)
+        if kind is None or known is None or known.tokens < tokens:
+            return False
+        # What a forward writes has to be saved in every session.
+        return kind in self._kinds or not known.writes
+
+    @property
+    def saves_size(self) -> bool:
+        """Whether the last run wrote memory that the runs of larger sizes did not."""
+        return not self._of_size.is_empty
 
     def _begin(self) -> None:
         assert self._reads is not None
@@ -150,7 +164,7 @@ class WatchedState:
         self, kind: Hashable, tokens: int, own: frozenset[int], calls: Callable[[], Callable[[], T]]
     ) -> T:
         assert self._moves is not None and self._reads is not None
-        self._watched.add(kind)
+        self._kinds.add(kind)
         memory, run = self._snapshot.memory, partial(self._run_watched, own, calls)
         watch, result = run()
         note_operators()

@@ -118,12 +118,12 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def with_replaced(value: Any, others: dict[int, torch.Tensor]) -> Any:
     """`value` with others in place of the tensors that these have by `id`."""
-    return tree.map_tensors(lambda tensor: others.get(id(tensor), tensor), value)
+    return tree.map_leaves(lambda tensor: others.get(id(tensor), tensor), value)
 
 
-def fresh_among(tensors: list[torch.Tensor], arguments: Any) -> list[torch.Tensor]:
-    """Those of `tensors` that share no memory with the tensors in `given`."""
-    held = set(storage_ids(tree.tensors(arguments)))
+def fresh_among(tensors: list[torch.Tensor], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Those of `tensors` that share no memory with the tensors in `arguments`."""
+    held = set(storage_ids(tree.tensors(*arguments)))
     storages = storage_ids(tensors)
     return [t for t, storage in zip(tensors, storages, strict=True) if storage not in held]
 

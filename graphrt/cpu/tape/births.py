@@ -65,12 +65,12 @@ class Births:
         tensors = tree.tensors(arguments)
         return bool(tensors) and all(map(self._is_constant, tensors))
 
-    def derive(self, op: Operator, arguments: Any, result: Any) -> None:
+    def derive(self, op: Operator, arguments: tuple[Any, ...], result: Any) -> None:
         """Note what an operator has computed: constants, if all that it was given is."""
         if (
             op.repeatable
             and not op.allocates
-            and all(map(self._is_constant, tree.tensors(arguments)))
+            and all(map(self._is_constant, tree.tensors(*arguments)))
         ):
             for tensor in tree.tensors(result):
                 self._note_constant(tensor)

@@ -135,7 +135,7 @@ def _as_copy(
         return None
     if op.name in _COPIES:
         kind, source = "copy_", args[0]
-    elif outs[0].nbytes <= _BAKED_BYTES and not tree.tensors((args, kwargs)):
+    elif outs[0].nbytes <= _BAKED_BYTES and not tree.tensors(args, kwargs):
         kind, source = "constant", results[0]
     else:
         return None
@@ -303,7 +303,7 @@ def _try(
     generator = torch.Generator("cpu").manual_seed(0)
     made = {
         id(t): _random_like(t, generator)
-        for t in tree.tensors((args, kwargs))
+        for t in tree.tensors(args, kwargs)
         if t.dtype.is_floating_point or t.dtype.is_complex
     }
     args = with_replaced(args, made)

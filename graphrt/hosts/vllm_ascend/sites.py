@@ -92,7 +92,7 @@ class Sites:
         site.group = group
         if issued:
             function, args, kwargs = issued[-1]
-            args, kwargs = tree.map_tensors(self._recording.captured_ref, (args, kwargs))
+            args, kwargs = tree.map_leaves(self._recording.captured_ref, (args, kwargs))
             site.issued = Issued(function, args, kwargs)
         spec = UpdatableTask("vllm-ascend", site.issued.function if site.issued else _unknown, {})
         name = f"call {len(self.issued)} of {site.tokens} tokens"

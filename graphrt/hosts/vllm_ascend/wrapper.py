@@ -228,7 +228,7 @@ class ACLGraphWrapper:
         capture = current_capture()
         if capture is not None and self.aclgraph_options.weak_ref_output:
             # Nothing but this graph reads it, so what is captured next may use its memory.
-            output = tree.map_tensors(capture.captured_ref, output)
+            output = tree.map_leaves(capture.captured_ref, output)
         return output
 
     def _note(self, key: Any, descriptor: BatchDescriptor, args: tuple[Any, ...]) -> None:
