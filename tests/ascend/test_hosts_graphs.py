@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import types
 from typing import Any
 
 import pytest
 import torch
 
-from graphrt import GraphPool, KeyedGraphs
+from graphrt import GraphPool, KeyedGraphs, WrapperTrials
 from graphrt.core.base.errors import InvalidOptionError, PoolError
+from graphrt.errors import GraphQuarantinedWarning
 
 pytestmark = pytest.mark.npu
 
@@ -80,6 +82,27 @@ def test_a_handle_whose_graphs_are_gone_and_whose_memory_is_not_is_refused_by_na
     other = KeyedGraphs(GraphPool())
     assert other.capture("key", lambda: x + 3).replay().tolist() == [4.0] * 4
     other.pool.close()
+
+
+def test_a_changed_number_is_found_by_the_trials_of_a_key(npu):
+    x, held = torch.ones(4, device="npu"), types.SimpleNamespace(scale=2.0)
+    keyed = KeyedGraphs(GraphPool(), trials=WrapperTrials)
+    keyed.capture("key", lambda: x * held.scale)
+
+    def found(value):
+        x.fill_(value)
+        return keyed.replay("key").tolist() == [value * held.scale] * 4
+
+    assert all(found(value) for value in (1.0, 2.0, 3.0))
+    held.scale = 5.0
+    with pytest.warns(GraphQuarantinedWarning, match="scale"):
+        # On Python up to 3.11 some steps late.
+        right = [found(float(value)) for value in range(40)]
+    assert all(right[-5:]) and keyed["key"].trials.records[0].status == "quarantined"
+    keyed.drop("key")
+    keyed.capture("key", lambda: x * held.scale)
+    assert all(found(value) for value in (1.0, 2.0, 3.0))
+    keyed.pool.close()
 
 
 def test_streams_and_handles_that_are_none_are_refused(npu):

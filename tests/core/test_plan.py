@@ -290,6 +290,27 @@ def test_an_edited_file_is_another_plan_with_the_lines_that_differ(tmp_path: Pat
         assert Plan.load(path, platform="cpu").sizes.max_num_reqs == 9
 
 
+@pytest.mark.parametrize(
+    ("name", "was", "now"),
+    [
+        ("traffic", '"1": 0.5', '"1": 0.25'),
+        ("max_size", '"max_size": null', '"max_size": 100'),
+        ("max_num_reqs", '"max_num_reqs": null', '"max_num_reqs": 64'),
+        ("variants", '"None"', "\"'a'\""),
+    ],
+)
+def test_an_argument_that_somebody_edits_is_told_though_no_line_shows_it(
+    tmp_path: Path, name: str, was: str, now: str
+) -> None:
+    path = tmp_path / "plan.json"
+    Plan("FULL", sizes=[1, 8], traffic={1: 0.5, 8: 0.5}, platform="cpu").save(path)
+    before = path.read_text()
+    path.write_text(before.replace(was, now, 1))
+    assert path.read_text() != before
+    with pytest.warns(PlanChangedWarning, match=f"- {name} = "):
+        Plan.load(path, platform="cpu")
+
+
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(PlanFileError, match="missing"):
         Plan.load(tmp_path / "missing.json")

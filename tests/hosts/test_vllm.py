@@ -380,6 +380,34 @@ def test_full_graphs_of_the_v2_runner_are_graphrts(vllm):
     assert decoder.model.calls == calls
 
 
+def test_where_graphs_are_tried_a_changed_number_is_found_in_full_graphs_of_v2(vllm, monkeypatch):
+    monkeypatch.setenv("GRAPHRT_CHECK", "first")
+
+    class Scaled(Forward):
+        scale = 1.0
+
+        def __call__(self, x):
+            return super().__call__(x) * self.scale
+
+    decoder = Decoder(vllm, [2], "FULL_DECODE_ONLY", Scaled())
+    manager, model = decoder.manager, decoder.model
+    manager.capture(decoder.create)
+
+    def is_right():
+        decoder.x.normal_()
+        manager.run_fullgraph(manager.dispatch(2, 2, 1, 0))
+        return torch.equal(decoder.out[:2], model.of(decoder.x[:2]) * model.scale)
+
+    assert [is_right() for _ in range(3)] == [True] * 3
+    calls = model.calls
+    assert is_right() and model.calls == calls
+    model.scale = 3.0
+    with pytest.warns(graphrt.errors.GraphQuarantinedWarning, match="scale"):
+        # On Python up to 3.11 some steps late.
+        right = [is_right() for _ in range(400)]
+    assert all(right[-5:])
+
+
 def test_full_and_piecewise_share_a_loop_and_a_pool(vllm):
     config = host.config([2, 4], "FULL_AND_PIECEWISE")
     piece = vllm.v1.CUDAGraphWrapper(Forward(), config, runtime_mode=vllm.mode.PIECEWISE)

@@ -16,11 +16,11 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.capture.transaction import CaptureTransaction
-from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
+from graphrt.core.capture.wrapper import CallChecks, GraphWrapper, wrapper_class
 from graphrt.core.replay.entry import Entry, SegmentHooks
 from graphrt.core.replay.pool import GraphPool, in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
-from graphrt.core.replay.tasks import WORST_CASE, Updates
+from graphrt.core.replay.tasks import UNCHANGED, WORST_CASE, Updates
 
 
 @public("graphrt")
@@ -37,14 +37,20 @@ class KeyedGraphs(Uncopied):
         *,
         options: GraphOptions | None = None,
         hooks: SegmentHooks | None = None,
+        trials: Callable[[], CallChecks | None] | None = None,
     ) -> None:
-        """In `pool`, by default one of its own; `options` and `hooks` are `GraphWrapper`'s."""
+        """In `pool`, by default one of its own; `options` and `hooks` are `GraphWrapper`'s. With
+        `trials=WrapperTrials` each graph has one of its own, and is checked by it as that of a
+        wrapper is; it keeps its forward."""
         check_kind("pool", pool, GraphPool)
+        if trials is not None:
+            check_callable("trials", trials)
         self.pool = GraphPool() if pool is None else pool
         make, mode = wrapper_class(self.pool.platform), GraphMode.FULL
         self._wrap = partial(make, runtime_mode=mode, pool=self.pool, options=options, hooks=hooks)
         # What is wrong with the options is said now.
         self._wrap(_destroyed)
+        self._new_trials = trials
         self._graphs: dict[Hashable, KeyedGraph] = {}
 
     def capture(self, key: Hashable, forward: Callable[[], Any]) -> KeyedGraph:
@@ -62,7 +68,8 @@ class KeyedGraphs(Uncopied):
             raise NESTED_CAPTURE()
         # The device's, and no lock besides it: who holds that one may come to drop a graph.
         with self.pool.capture_lock:
-            wrapper = self._wrap(forward)
+            trials = None if self._new_trials is None else self._new_trials()
+            wrapper = self._wrap(forward, trials=trials)
             graph = self._captured(key, descriptor, wrapper)
         # Outside of it: what is told may wait for another thread that captures.
         if not graph.is_eager:
@@ -97,7 +104,7 @@ class KeyedGraphs(Uncopied):
         graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, is_eager=is_eager)
         return graph
 
-    def replay(self, key: Hashable, updates: Updates | None = None) -> Any:
+    def replay(self, key: Hashable, updates: Updates | Any = None) -> Any:
         """`self[key].replay(updates)`; raises `KeyError` for a key without a graph."""
         return self[key].replay(updates)
 
@@ -141,6 +148,7 @@ class KeyedGraph:
     """A graph of `KeyedGraphs`, under its `key`.
 
     With graphs off it is the forward, called at every replay, and ends with the pool as graphs do.
+    So it is in quarantine, where `trials` have put it.
     """
 
     def __init__(
@@ -150,10 +158,11 @@ class KeyedGraph:
         self.key = key
         self.descriptor = descriptor
         self.is_eager = is_eager
+        self.trials = wrapper._graphs.trials
         self._wrapper = wrapper
         self._updates: Any = WORST_CASE if is_eager else None
-        if not self.is_eager:
-            # It needs no forward any more, and keeps none alive.
+        self._keeps_forward = is_eager or self.trials is not None
+        if not self._keeps_forward:
             wrapper.runnable = _destroyed
 
     def __repr__(self) -> str:
@@ -167,14 +176,15 @@ class KeyedGraph:
     @property
     def outputs(self) -> Any:
         """What its forward returned when it was captured, in memory of the pool: what the last
-        replay left there, until the next step of the pool; with graphs off what it returned last.
+        replay left there, until the next step of the pool; with graphs off, and in quarantine, what
+        it returned last.
         Raises `KeyError` once it is destroyed.
         """
         if not self.alive:
             raise KeyError(self.key)
         return self._wrapper.entries[self.descriptor].outputs
 
-    def replay(self, updates: Updates | None = None) -> Any:
+    def replay(self, updates: Updates | Any = None) -> Any:
         """Replay it, as one step of the pool; returns what its forward returned.
 
         `updates` are the host arguments of its tasks. Raises `PoolBusyError`, `MissingGraphError`
@@ -189,13 +199,16 @@ class KeyedGraph:
             )
         if not self.alive:
             _destroyed()
-        # A graph keeps its host arguments. With graphs off a step without updates repeats the last.
-        updates = self._updates if updates is None else updates
+        # An eager run has no host arguments of the step before: these are kept for it here.
+        if self._updates is not None and (updates is None or updates is UNCHANGED):
+            updates = self._updates
         with ForwardContext(GraphMode.FULL, self.descriptor, 0, updates=updates):
             outputs = self._wrapper()
-        if self.is_eager:
-            self._wrapper.entries[self.descriptor].outputs = outputs
+        if self._keeps_forward:
             self._updates = updates
+        # It counts what ran eagerly because of a trial, and nothing else.
+        if self.is_eager or self._wrapper._eager_calls:
+            self._wrapper.entries[self.descriptor].outputs = outputs
         return outputs
 
     def destroy(self) -> None:

@@ -6,6 +6,7 @@ arguments are handed to `capture_sizes` and `descriptors_for`, which take those 
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -339,11 +340,12 @@ class Plan:
         return {"arguments": self._content()["arguments"], **saved.in_json(results)}
 
     def _content(self) -> dict[str, Any]:
-        """What a file of the plan holds."""
-        return {"arguments": saved.plain_arguments(self.arguments), "printed": self._printed()}
-
-    def _printed(self) -> list[str]:
-        return [f"Platform: {self.platform.name}", *self.lines()]
+        """What a file of the plan holds. Its arguments are printed too: of some, as of a share of
+        the traffic, no line for people may tell when somebody edits them."""
+        arguments = saved.plain_arguments(self.arguments)
+        printed = [f"Platform: {self.platform.name}", *self.lines()]
+        printed += [f"{name} = {json.dumps(value)}" for name, value in arguments.items()]
+        return {"arguments": arguments, "printed": printed}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, without its compiled modules. Raises `PlanFileError`, and
@@ -368,7 +370,7 @@ class Plan:
         plan, printed, made_with = saved.read(
             path, lambda arguments: cls(**arguments, compiled=compiled, platform=where)
         )
-        changed = saved.differences(printed, plan._printed())
+        changed = saved.differences(printed, plan._content()["printed"])
         saved.warn_changed(f"{os.fspath(path)}, made with {made_with},", changed)
         return plan
 

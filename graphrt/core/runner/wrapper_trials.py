@@ -38,7 +38,7 @@ from graphrt.core.trust.host_watch import described_changes
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.trial import Trial, TriedGraph
-from graphrt.core.trust.watching.watch import Watch
+from graphrt.core.trust.watching.watch import Trace, Watch
 
 
 @public("graphrt")
@@ -51,6 +51,8 @@ class WrapperTrials:
         self._reads: ReadSet | None = None
         # The number of each graph among the checks.
         self._slots: dict[BatchDescriptor, int] = {}
+        # Of each graph that was tried, the operators of an eager run that it has stood for.
+        self._traces: dict[int, Trace] = {}
 
     @property
     def records(self) -> tuple[TrialRecord, ...]:
@@ -88,6 +90,7 @@ class WrapperTrials:
             self._slots.pop(descriptor, None)
         if descriptor is None or not self._slots:
             self._slots.clear()
+            self._traces.clear()
             self._checks.reset()
             self._reads.forget()
 
@@ -121,6 +124,9 @@ class WrapperTrials:
         undo.later(step.put_back)
         graph = TriedGraph(
             f"{wrapper.runtime_mode.name} [{step.entry.descriptor}]",
+            # Before its first trial any run counts as one of other operators.
+            captured=self._traces.get(slot, Trace()),
+            same_size=True,
             has_parts=wrapper.runtime_mode is GraphMode.PIECEWISE,
             changed=described_changes(checks.changed(slot)),
         )
@@ -142,6 +148,8 @@ class WrapperTrials:
             reads.settle()
             checks.glances.go_round()
         checks.tried(slot, verdict, None)
+        if step.watch is not None and verdict.failure is None and not checks.changed(slot):
+            self._traces.setdefault(slot, step.watch.trace)
 
 
 class WrapperStep:

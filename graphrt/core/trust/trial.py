@@ -466,7 +466,7 @@ class Trial:
     def _guilty(self, now: Watch) -> str:
         """The first operator that this step does otherwise than the graph was captured with."""
         graph, text = self._graph, self._another_way
-        if not text and graph.captured is not None:
+        if not text and graph.captured:
             other = first_difference(now.trace, graph.captured, same_size=graph.same_size)
             text = now.trace.at_source(other)
         return text and f"\n    the first operator that is another one now is {text}"

@@ -17,7 +17,7 @@ from graphrt.core.base.option_values import shown
 from graphrt.errors import CaptureError
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.table import FullKey
-from graphrt.hosts.vllm.wrapper import check_config, offloading
+from graphrt.hosts.vllm.wrapper import check_config, offloading, trials
 
 
 class FullGraph:
@@ -37,7 +37,7 @@ class FullGraph:
         pool = state.pools.use(handle, self)
         if handle is not None:
             set_graph_pool_id(handle)
-        graphs = pool.keyed(_joined(offloading()))
+        graphs = pool.keyed(_joined(offloading()), trials)
         key = FullKey(next(_keys), descriptor)
         graph: KeyedGraph = graphs.capture(key, forward)
         weakref.finalize(self, graphs.drop, key).atexit = False

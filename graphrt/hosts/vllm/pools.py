@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from graphrt import BatchDescriptor, CaptureSession, GraphPool, KeyedGraphs, SegmentHooks
+from graphrt import (
+    BatchDescriptor,
+    CaptureSession,
+    GraphPool,
+    KeyedGraphs,
+    SegmentHooks,
+    WrapperTrials,
+)
 from graphrt.hosts.vllm.log import Captures
 from graphrt.hosts.vllm.table import Table
 
@@ -23,10 +30,14 @@ class SharedPool:
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._keyed: KeyedGraphs | None = None
 
-    def keyed(self, hooks: SegmentHooks | None) -> KeyedGraphs:
+    def keyed(
+        self,
+        hooks: SegmentHooks | None,
+        trials: Callable[[], WrapperTrials | None] | None = None,
+    ) -> KeyedGraphs:
         """Its graphs by key."""
         if self._keyed is None:
-            self._keyed = KeyedGraphs(self.graphs, hooks=hooks)
+            self._keyed = KeyedGraphs(self.graphs, hooks=hooks, trials=trials)
         return self._keyed
 
 
