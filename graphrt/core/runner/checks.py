@@ -33,6 +33,10 @@ _PASSED = 3
 """Trials with other values after which a Python value counts as harmless; a number that only the
 forward moves is moved further in one trial."""
 
+_DOUBTFUL = 8
+"""Trials that a change of the host's has to pass where eager runs issue other operators or numbers
+than the graph: one step may have no value that another bound of a `clamp()` cuts off."""
+
 
 @public("graphrt.types")
 @dataclass
@@ -99,6 +103,8 @@ class _Graph:
     to_try: bool = False
     moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     changed: Changes = field(default_factory=Changes)
+    # Trials that have passed with it, though by other operators than the graph's.
+    doubts: int = 0
     # By path, how many trials have passed with what the host had changed.
     passed: Counter[str] = field(default_factory=Counter)
 
@@ -112,6 +118,8 @@ class _Graph:
         is one that every run of the forward changes, and that makes no difference."""
         if self.passed[path] >= _PASSED or self.kind.passed[path] >= _PASSED:
             return
+        if not self.changed:
+            self.doubts = 0
         was, _ = self.changed.get(path, (was, now))
         self.changed[path] = was, now
         if not isinstance(was, Told) and same_value(was, now):
@@ -449,7 +457,9 @@ class Checks:
             )
             self._warn_once(str(error), PaddedStateWarning)
         record.status = "tried"
-        self._note_harmless(graph, verdict.harmless)
+        graph.doubts += 1
+        if not verdict.does_otherwise or graph.doubts >= _DOUBTFUL:
+            self._note_harmless(graph, verdict.harmless)
         graph.to_try = kind.untried = False
         if differing is not None and kind.awaits_padding:
             kind.tried_padded(differing)

@@ -29,7 +29,6 @@ from graphrt.core.trust.snapshot import (
     step_of,
 )
 from graphrt.core.trust.verdict import (
-    CHANGED,
     CONSTANT,
     NOT_EAGER,
     NOT_REPEATED,
@@ -234,7 +233,7 @@ class Trial:
         self._look_at_parts(eager, again, replayed)
         rounding = max(rounding, self._unsteady)
         self._judge_replay(eager, again, replayed, rounding, numbers)
-        self._judge_change(first.trace)
+        verdict.does_otherwise = self._does_otherwise(first.trace)
         if compared is not None:
             self._judge_padding(eager, compared, rounding)
         self._leave_what_was_asked(None if padding is None else padding.alone)
@@ -451,17 +450,15 @@ class Trial:
         if is_own or first_other(graph.captured or Trace(), graph.issued):
             self._another_way = now.trace.at_source(other)
 
-    def _judge_change(self, now: Trace) -> None:
-        """Fail where eager runs issue other operators than the graph since a change of the host's,
+    def _does_otherwise(self, now: Trace) -> bool:
+        """Whether after a change of the host's eager runs issue other operators than the graph has,
         or give them other numbers. Equal results are then those of these inputs alone: `clamp(max=
         self.bound)` with another bound is equal wherever no value exceeds the lower one."""
         graph = self._graph
         if not graph.changed or graph.captured is None:
-            return
+            return False
         ours, theirs = (each.captured(has_parts=graph.has_parts) for each in (now, graph.captured))
-        other = first_difference(ours, theirs, same_size=graph.same_size)
-        if other is not None:
-            self._fail(CHANGED, ours.at_source(other) or "")
+        return first_difference(ours, theirs, same_size=graph.same_size) is not None
 
     def _guilty(self, now: Watch) -> str:
         """The first operator that this step does otherwise than the graph was captured with."""

@@ -23,6 +23,9 @@ class Verdict:
     deterministic: bool = True
     asks: bool = False
     """Whether the forward does something else where gradients or inference mode are on or off."""
+    does_otherwise: bool = False
+    """Whether results are equal, but by other operators or numbers than the graph's, which the host
+    has changed: other inputs may show a difference."""
     notes: list[str] = field(default_factory=list)
     harmless: tuple[str, ...] = ()
     """Python numbers that were moved further, and no operator is another one then."""
@@ -69,14 +72,6 @@ NOT_EAGER = Failure(
     "forward reads was replaced",
 )
 _EVAL = ", call eval() on a model whose BatchNorm still trains"
-CHANGED = Failure(
-    PythonStateError,
-    "the host has changed Python values, and the forward does something else now; replays repeat "
-    "what it did at capture",
-    "the operators and numbers of the capture",
-    "recapture() after a change that is for good; or keep what changes in a tensor that is written "
-    "in place, or pass it as an input",
-)
 ROWS_MIXED = Failure(
     RowsMixedError,
     "{how}",
