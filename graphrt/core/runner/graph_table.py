@@ -278,9 +278,10 @@ class GraphTable:
             return None
         return self.reads.unknown_memory(*self._memory(only))
 
-    def keep_touched(self, only: Collection[BatchDescriptor]) -> None:
-        """Count memory as read that nodes of these graphs point to and the forward holds."""
-        self.reads.keep_touched(*self._memory(only))
+    def keep_touched(self, only: Collection[BatchDescriptor]) -> bool:
+        """Count memory as read that nodes of these graphs point to and the forward holds; returns
+        whether there was any."""
+        return self.reads.keep_touched(*self._memory(only))
 
     def _memory(
         self, only: Collection[BatchDescriptor] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -142,9 +143,9 @@ class StepTrials:
         """Note the verdict of a trial; strictly, raises the failure."""
         checks = self._graphs.checks
         record = checks.records[slot]
-        if verdict.failure is None and not record.steps:
-            # What their nodes point to, and no operator has shown, is read too.
-            self._graphs.keep_touched([record.descriptor])
+        is_first = verdict.failure is None and not record.steps
+        # What their nodes point to, and no operator has shown, is read too.
+        if is_first and self._graphs.keep_touched([record.descriptor]):
             checks.glances.go_round()
         checks.tried(slot, verdict, differing)
 
@@ -252,11 +253,12 @@ class _TriedParts(SideDoors):
             # A part within a part is part of it.
             return function(*args, **kwargs)
         refuse_transform(function)
-        leaves = [leaf for _, leaf in tree.leaves((args, kwargs))]
+        given = (*args, *kwargs.values())
+        leaves = [leaf for value in given for _, leaf in tree.leaves(value)]
         self._values += [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        given = tree.placed(tree.tensors(leaves), parts=True)
+        keys = map(itemgetter(1), tree.placed(leaves, parts=True))
         try:
-            in_eager_part.set(frozenset([key for _, key, _ in given if key is not None]))
+            in_eager_part.set(frozenset(keys))
             # As in a capture: graph and part each make their own casts.
             torch.clear_autocast_cache()
             result = function(*args, **kwargs)

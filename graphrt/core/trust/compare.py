@@ -54,9 +54,12 @@ def difference(got: Any, expected: Any, *, rounded: bool = False) -> Difference 
     ours, theirs = dict(tree.leaves(got)), dict(tree.leaves(expected))
     if ours.keys() != theirs.keys():
         return Difference(f"another structure: {[*ours]}, not {[*theirs]}", float("inf"))
-    differences = [_of_leaf(path, value, theirs[path], rounded) for path, value in ours.items()]
-    worst = [each for each in differences if each is not None]
-    return max(worst, key=lambda each: each.relative) if worst else None
+    worst: Difference | None = None
+    for path, value in ours.items():
+        apart = _of_leaf(path, value, theirs[path], rounded)
+        if apart is not None and (worst is None or apart.relative > worst.relative):
+            worst = apart
+    return worst
 
 
 def differs(ours: Any, theirs: Any, rounding: float, *, rounded: bool = False) -> bool:
@@ -90,18 +93,16 @@ def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | N
         # NaN is itself, though not equal to itself.
         equal = type(ours) is type(theirs) and (ours == theirs or repr(ours) == repr(theirs))
         return None if equal else _another(told(ours), told(theirs), at)
-    kinds = [f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs)]
-    if kinds[0] != kinds[1]:
-        return _another(kinds[0], kinds[1], at)
-    return _of_tensors(ours, theirs, at, rounded)
-
-
-def _of_tensors(
-    ours: torch.Tensor, theirs: torch.Tensor, at: str, rounded: bool
-) -> Difference | None:
+    if ours.dtype is not theirs.dtype or ours.shape != theirs.shape:
+        mine, other = (f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs))
+        return _another(mine, other, at)
     # As bytes, so that NaN equals itself and 0.0 does not equal -0.0.
     if torch.equal(tree.octets(ours), tree.octets(theirs)):
         return None
+    return _of_values(ours, theirs, at, rounded)
+
+
+def _of_values(ours: torch.Tensor, theirs: torch.Tensor, at: str, rounded: bool) -> Difference:
     count, largest, scale = _distance(ours, theirs)
     text = f"{count} of {ours.numel()} values, by at most {largest:.3g}{at}"
     if ours.is_floating_point() or ours.is_complex():

@@ -23,10 +23,11 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 from graphrt.core.base._native_door import NativeGlances, NativeWatch, native_state
@@ -49,8 +50,9 @@ from graphrt.core.trust.places.slots import (
     Look,
     Place,
     name_of,
+    same_items,
 )
-from graphrt.core.trust.places.walk import INNER, Kind, Places, shape_of
+from graphrt.core.trust.places.walk import INNER, Kind, Places, Shape, shape_of
 from graphrt.core.trust.snapshot import PythonState
 
 _IN_DICTS = (ITEM, DEFAULT, ODD_ITEM, CLASS_ATTRIBUTE)
@@ -73,11 +75,21 @@ Changes = dict[str, tuple[Any, Any]]
 """By path, the value before, and the value now; of what is not plain, a `Told`."""
 
 
-class HostChanges(NamedTuple):
-    """What `take` found. `is_structural`: other objects are there, so a new walk is needed."""
+@dataclass
+class HostChanges:
+    """What `HostWatch.take` has found."""
 
-    changes: Changes
-    is_structural: bool
+    changes: Changes = field(default_factory=Changes)
+    is_structural: bool = False
+    """Whether other objects are there, so that a new walk is needed."""
+    slots: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
+    """By path, the holders and keys that have changed, of what can be left out."""
+
+    def note(self, path: str, was: Any, now: Any, *slot: Any) -> None:
+        """Note a change at a path, and in which `slot` it was: a holder and a key."""
+        self.changes[path] = was, now
+        if slot:
+            self.slots.setdefault(path, []).append((slot[0], slot[1]))
 
 
 class _Owner(NamedTuple):
@@ -94,6 +106,129 @@ class _Owner(NamedTuple):
         return f"{before}{'(any)' if key is None else key}"
 
 
+class _Outline(NamedTuple):
+    """An object with attributes as it was: its class, its `__dict__`, and of a module, where nobody
+    tells of changes in that, the dicts of hooks, parameters and so on in it."""
+
+    owner: _Owner
+    value: Any
+    dict_of: Callable[[Any], dict[str, Any]]
+    was: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, place: Place, value: Any, shape: Shape, *, is_told: bool) -> _Outline:
+        assert shape.dict_of is not None
+        held = shape.dict_of(value)
+        names = () if is_told or shape.kind is not Kind.MODULE else INNER
+        was = type(value), held, *map(partial(dict.get, held), names)
+        return cls(_Owner(place, ".", False), value, shape.dict_of, was)
+
+    def holds(self) -> bool:
+        """Whether all of these are there still."""
+        of, before, *inner = self.was
+        # Of an object of another class, as `nn.LazyLinear` becomes, this may get nothing.
+        if type(self.value) is not of or (held := self.dict_of(self.value)) is not before:
+            return False
+        return not inner or all(map(is_, inner, map(partial(dict.get, held), INNER)))
+
+    def compare(self, found: HostChanges) -> None:
+        """Note what is another object now."""
+        of, before, *inner = self.was
+        if type(self.value) is not of:
+            names = Told(name_of(of)), Told(name_of(type(self.value)))
+            found.note(self.owner.path("__class__"), *names)
+            return
+        held = self.dict_of(self.value)
+        if held is not before:
+            found.note(self.owner.path("__dict__"), _told(before), _told(held))
+            return
+        for name, was in zip(INNER, inner, strict=False):
+            now = dict.get(held, name)
+            if now is not was:
+                found.note(self.owner.path(name), _told(was), _told(now))
+
+
+class _Keyed(NamedTuple):
+    """Whose a dict is, the dict, and which keys of it count; None for all of them."""
+
+    owner: _Owner
+    held: dict[Any, Any]
+    counted: frozenset[str] | None = None
+
+    def keys(self) -> list[Any]:
+        if self.counted is None:
+            return [*dict.keys(self.held)]
+        return sorted(self.counted & self.held.keys())
+
+
+_HELD = attrgetter("held")
+
+
+class _Keys:
+    """The keys of dicts, where nobody tells of new ones: looked at by the sizes of the dicts, in
+    groups that one glance sees, and compared when a size is another one or a value is gone."""
+
+    def __init__(self, groups: Iterable[Sequence[_Keyed]] = ()) -> None:
+        groups = [*groups]
+        self._were = [(each, each.keys()) for group in groups for each in group]
+        self._groups = [tuple(map(_HELD, group)) for group in groups]
+        self._sizes = self._sizes_now()
+
+    def _sizes_now(self) -> list[tuple[int, ...]]:
+        return [tuple(map(dict.__len__, each)) for each in self._groups]
+
+    def looks(self) -> Iterable[Look]:
+        """What a glance compares: see `slots.looks`."""
+        return [(held, None, sizes) for held, sizes in zip(self._groups, self._sizes, strict=True)]
+
+    def resized(self) -> bool:
+        """Whether a size is another one than when this was last asked."""
+        sizes, self._sizes = self._sizes, self._sizes_now()
+        return sizes != self._sizes
+
+    def compare(self, found: HostChanges) -> None:
+        """Note the keys that are there now and were not, or were."""
+        for each, before in self._were:
+            owner, held, _ = each
+            keys = each.keys()
+            # By identity: to compare keys may run a user's `__eq__`.
+            if same_items(keys, before):
+                continue
+            known, there = {*map(id, before)}, {*map(id, keys)}
+            added = [key for key in keys if id(key) not in known]
+            is_less = any(id(key) not in there for key in before)
+            was = Told("something else" if is_less else "nothing" if added else "another order")
+            found.is_structural = True
+            if owner.has_items or not added:
+                news = listed([_text(_told(_value_of(held, key))) for key in added])
+                now = Told(news or ("nothing" if is_less else "this one"))
+                found.note(owner.path(None), was, now, held, None)
+                continue
+            for key in added:
+                found.note(owner.path(key), Told("nothing"), _told(_value_of(held, key)), held, key)
+
+
+def _dicts_in(place: Place, value: Any, shape: Shape) -> list[_Keyed]:
+    """The dicts of which one object consists: itself, defaults of a function, its attributes, and
+    of a module what it has registered."""
+    found: list[_Keyed] = []
+    if shape.kind is Kind.DICT:
+        found.append(_Keyed(_Owner(place, "", True), value))
+    elif shape.kind is Kind.FUNCTION and type(value.__kwdefaults__) is dict:
+        found.append(_Keyed(_Owner(place, ", default ", False), value.__kwdefaults__))
+    held = None if shape.dict_of is None else shape.dict_of(value)
+    if held is not None:
+        found.append(_Keyed(_Owner(place, ".", False), held))
+    if held is not None and shape.kind is Kind.MODULE:
+        inner: list[tuple[str, Any]] = [(name, dict.get(held, name)) for name in INNER]
+        found += [
+            _Keyed(_Owner(place, f".{name}", True), each)
+            for name, each in inner
+            if issubclass(type(each), dict)
+        ]
+    return found
+
+
 class HostWatch:
     """The watch over what the graphs of one forward look up in Python."""
 
@@ -106,19 +241,9 @@ class HostWatch:
         # By the id of a dict or class: itself, and the keys that count.
         self._watched: dict[int, tuple[Any, frozenset[Any] | None]] = {}
         self._owners: dict[int, _Owner] = {}
-        # The dicts of objects: whose it is, what gets it, and which one it was. Of an object of
-        # another class than before it gets none.
-        self._dicts: list[tuple[_Owner, partial[Any], Any]] = []
-        # Where nobody tells: whose module's dict it is, this, and the dicts of hooks, parameters,
-        # buffers and submodules in it.
-        self._inner: list[tuple[_Owner, dict[str, Any], list[tuple[str, Any]]]] = []
-        # Where nobody tells: whose a dict is, the dict, which keys of it count, and those that were
-        # there; the dicts that one look sees the sizes of, and these sizes.
-        self._outlines: list[tuple[_Owner, Any, frozenset[str] | None, list[object]]] = []
-        self._sized: list[list[Any]] = []
-        self._sizes: list[tuple[int, ...]] = []
-        # The changes of the last `take`, by path.
-        self._taken: dict[str, list[tuple[Any, Any]]] = {}
+        self._outlines: list[_Outline] = []
+        self._keys = _Keys()
+        self._taken = HostChanges()
         # Slots that are left out, by `_where`, with their holders, so that the ids stay their own.
         self._ignored: dict[tuple[int, object], Any] = {}
         # Containers in which new items are left out: by id, with the keys or indices that were
@@ -156,7 +281,7 @@ class HostWatch:
             self.why_not = watch_state()
             self._native = None if self.why_not else NativeWatch(repeat(True))
         self.values = values
-        self._taken = {}
+        self._taken = HostChanges()
         self._list_dicts(places)
         if self._native is None:
             return
@@ -168,59 +293,38 @@ class HostWatch:
             self._list_dicts(places)
 
     def _list_dicts(self, places: Places) -> None:
-        self._dicts, self._outlines, self._sized, self._inner = [], [], [], []
-        watched, owners, shapes = self._watched, self._owners, places.shapes
-        watched.clear()
-        owners.clear()
-        # Dicts of which one look sees the sizes, and which of their keys count.
-        groups: list[tuple[list[tuple[_Owner, Any]], frozenset[str] | None]] = []
+        self._outlines = []
+        self._watched.clear()
+        self._owners.clear()
+        groups: list[list[_Keyed]] = []
         for place, value in places.slots:
+            shape = places.shapes[type(value)]
             if type(value) is Place or self._is_new(place):
                 continue
-            kind, dict_of, *_ = shapes[type(value)]
-            if kind is Kind.CLASS:
-                watched[id(value)] = value, None
-                owners[id(value)] = _Owner(None, f"{slots.name_of(value)}.", False)
-            elif kind is Kind.DICT:
-                groups.append(([(_Owner(place, "", True), value)], None))
-            elif kind is Kind.FUNCTION and type(value.__kwdefaults__) is dict:
-                owner = _Owner(place, ", default ", False)
-                groups.append(([(owner, value.__kwdefaults__)], None))
-            held: Any = None if dict_of is None else dict_of(value)
-            if held is None or dict_of is None:
+            if shape.kind is Kind.CLASS:
+                self._watched[id(value)] = value, None
+                self._owners[id(value)] = _Owner(None, f"{slots.name_of(value)}.", False)
                 continue
-            owner = _Owner(place, ".", False)
+            groups.append(_dicts_in(place, value, shape))
             # Of a `threading.local` each thread has another dict.
-            if not issubclass(type(value), threading.local):
-                self._dicts.append((owner, partial(_dict_of, value, type(value), dict_of), held))
-            group = [(owner, held)]
-            inner = _inner_of(held) if kind is Kind.MODULE else []
-            group += [
-                (_Owner(place, f".{name}", True), each)
-                for name, each in inner
-                if issubclass(type(each), dict)
-            ]
-            if inner and self._native is None:
-                self._inner.append((owner, held, inner))
-            groups.append((group, None))
+            if shape.dict_of is not None and not issubclass(type(value), threading.local):
+                is_told = self._native is not None
+                self._outlines.append(_Outline.of(place, value, shape, is_told=is_told))
         for name, hooks in global_hooks.items():
-            groups.append(([(_Owner(None, name, True), hooks)], None))
+            groups.append([_Keyed(_Owner(None, name, True), hooks)])
         for held, names, module in places.named.values():
-            groups.append(([(_Owner(None, f"global {module}", False), held)], frozenset(names)))
-        for group, counted in groups:
-            for owner, held in group:
-                if counted is not None or id(held) not in watched:
-                    watched[id(held)] = self._closed.get(id(held), (held, counted))
-                    owners[id(held)] = owner
-                    if self._native is None:
-                        keys = dict.keys(held) if counted is None else sorted(counted & held.keys())
-                        self._outlines.append((owner, held, counted, [*keys]))
-        if self._native is None:
-            self._sized = [[held for _, held in group] for group, _ in groups]
-        self._sizes = self._sizes_now()
-
-    def _sizes_now(self) -> list[tuple[int, ...]]:
-        return [tuple(map(dict.__len__, each)) for each in self._sized]
+            owner = _Owner(None, f"global {module}", False)
+            groups.append([_Keyed(owner, held, frozenset(names))])
+        untold: list[list[_Keyed]] = [[] for _ in groups]
+        for group, kept in zip(groups, untold, strict=True):
+            for each in group:
+                owner, held, counted = each
+                # Others hold it too, and are told of it.
+                if counted is not None or id(held) not in self._watched:
+                    self._watched[id(held)] = self._closed.get(id(held), (held, counted))
+                    self._owners[id(held)] = owner
+                    kept.append(each)
+        self._keys = _Keys(untold if self._native is None else ())
 
     def _is_new(self, place: Place | None) -> bool:
         """Whether a slot is a new item of a container in which these are left out, or below one."""
@@ -234,121 +338,92 @@ class HostWatch:
     def looks(self, ways: Iterable[tuple[Place, Any]]) -> tuple[list[Look], list[Look]]:
         """What nobody tells of, for glances: see `slots.looks`. First the `ways` to tensors, then
         the rest."""
-        values, is_told = self.values, self._native is not None
+        values = self.values
         if values is None:
             return [], []
-        leading: dict[int, tuple[Place, Any]] = {}
-        others: dict[int, tuple[Place, Any]] = {}
-        watched, ignored = self._watched, self._ignored
-        skips = bool(ignored or self._closed)
-        held = [(leading, *each) for each in ways]
-        rest = zip(repeat(others), values.slots, values.was, strict=False)
-        for kind, slot, value in (*held, *rest):
-            way = slot.way
-            if way is TUPLE_ITEM and isinstance(slot.holder, Place):
-                # A tuple stays what it is: what may change is where it lies.
-                slot, way, value = slot.holder, slot.holder.way, slot.holder.get()
-            if way in (FIXED, ARRAY, TYPE):
-                continue
-            if is_told and id(slot.holder) in watched and (way in _IN_DICTS or way is LENGTH):
-                continue
-            if not skips or not (_where(slot) in ignored or self._is_new(slot)):
-                kind[id(slot)] = slot, value
+        leading = self._untold(ways)
+        others = self._untold(zip(values.slots, values.was, strict=False))
         looks = slots.looks([each for at, each in others.items() if at not in leading])
-        looks += [
-            (get, None, was) if NativeGlances is None else (*get.args[:2], was)
-            for _, get, was in self._dicts
-        ]
-        looks += [(partial(_has_inner, held, was), None, True) for _, held, was in self._inner]
-        looks += zip(map(tuple, self._sized), repeat(None), self._sizes, strict=False)
+        for each in self._outlines:
+            # C knows a class and a dict by themselves.
+            is_plain = NativeGlances is not None and len(each.was) == 2
+            looks.append((each.value, *each.was) if is_plain else (each.holds, None, True))
+        looks += self._keys.looks()
         return slots.looks(leading.values()), looks
+
+    def _untold(self, entries: Iterable[tuple[Place, Any]]) -> dict[int, tuple[Place, Any]]:
+        """Those slots that may change and nobody tells of, by id."""
+        is_told, watched = self._native is not None, self._watched
+        skips = bool(self._ignored or self._closed)
+        untold: dict[int, tuple[Place, Any]] = {}
+        for slot, value in entries:
+            if slot.way is TUPLE_ITEM and isinstance(slot.holder, Place):
+                # A tuple stays what it is: what may change is where it lies.
+                slot, value = slot.holder, slot.holder.get()
+            way = slot.way
+            is_of_dict = way in _IN_DICTS or way is LENGTH
+            if way in (FIXED, ARRAY, TYPE) or (
+                is_told and is_of_dict and id(slot.holder) in watched
+            ):
+                continue
+            if not skips or not self._is_left_out(slot):
+                untold[id(slot)] = slot, value
+        return untold
+
+    def _is_left_out(self, slot: Place) -> bool:
+        """Whether changes of a slot make no difference, or are the forward's own."""
+        return _where(slot) in self._ignored or self._is_new(slot)
 
     # What has changed ----------------------------------------------------------------------------
 
     def take(self, read: Iterable[Place]) -> HostChanges | None:
         """The changes since the last time, or since `aim`; None if nothing at all is another
         object. At the places of tensors that are `read` somebody else looks."""
-        values, is_told = self.values, self._native is not None
+        values = self.values
         if values is None:
             return None
-        events = self._native.take() if is_told and self._native.rung else []
-        replaced = [each for each in self._dicts if each[1]() is not each[2]]
-        other_inner = [each for each in self._inner if not _has_inner(*each[1:])]
-        sizes, self._sizes = self._sizes, self._sizes_now()
+        events = self._native.take() if self.rung else []
+        others = [each for each in self._outlines if not each.holds()]
+        resized = self._keys.resized()
         was, now = values.was, values.take()
         values.was = now
-        moved = values.moved_slots(was, now)
-        # The members of a set are another object whenever they are asked for: a model with sets
-        # would be taken for a changed one at every look, and all its looks made again.
-        is_same = not moved and sizes == self._sizes
-        is_same = is_same and (
-            all(map(is_, was, now))
-            or all(
-                before is after or slot.way.anew
-                for slot, before, after in zip(values.slots, was, now, strict=True)
-            )
-        )
-        if events == [] and not replaced and not other_inner and is_same:
+        if events == [] and not others and not resized and values.are_same(was, now):
             return None
-        self._taken, changes = {}, Changes()
-        structural = events is None or bool(replaced) or bool(other_inner)
-        for owner, get, before in replaced:
-            held, of, _ = get.args
-            if type(held) is of:
-                changes[owner.path("__dict__")] = _told(before), _told(get())
-            else:
-                changes[owner.path("__class__")] = Told(name_of(of)), Told(name_of(type(held)))
-        for owner, held, inner in other_inner:
-            for (name, before), (_, after) in zip(inner, _inner_of(held), strict=True):
-                if before is not after:
-                    changes[owner.path(name)] = _told(before), _told(after)
+        found = HostChanges(is_structural=events is None or bool(others))
+        for each in others:
+            each.compare(found)
+        moved = [(values.slots[at], was[at], now[at]) for at in values.moved_slots(was, now)]
         # A key that went may have made room for another.
-        if sizes != self._sizes or any(now[at] is MISSING for at in moved):
-            structural |= self._compare_keys(changes)
-        for at in moved:
-            slot = values.slots[at]
-            if _where(slot) in self._ignored or self._is_new(slot):
-                continue
-            structural |= slot.way is LENGTH or not (_is_scalar(was[at]) and _is_scalar(now[at]))
-            changes[slot.path] = _told(was[at]), _told(now[at])
-            self._taken.setdefault(slot.path, []).append((slot.holder, slot.key))
-        compared = (
-            {_where(slot) for slot in values.slots if slot.way in _IN_DICTS} if events else set()
-        )
+        if resized or any(after is MISSING for _, _, after in moved):
+            self._keys.compare(found)
+        for slot, before, after in moved:
+            self._note_moved(found, slot, before, after)
+        self._note_events(found, events, read)
+        self._taken = found
+        return found
+
+    def _note_moved(self, found: HostChanges, slot: Place, was: Any, now: Any) -> None:
+        if self._is_left_out(slot):
+            return
+        found.is_structural |= slot.way is LENGTH or not (_is_scalar(was) and _is_scalar(now))
+        found.note(slot.path, _told(was), _told(now), slot.holder, slot.key)
+
+    def _note_events(
+        self, found: HostChanges, events: Sequence[tuple[Any, Any]] | None, read: Iterable[Place]
+    ) -> None:
+        """Note what CPython has told of and no slot has shown: what was not there, or a tensor."""
+        assert self.values is not None
+        if not events:
+            return
+        compared = {_where(slot) for slot in self.values.slots if slot.way in _IN_DICTS}
         compared |= {*map(_where, read)}
-        for holder, key in events or ():
+        for holder, key in events:
             if (id(holder), key) in compared:
                 continue
-            structural, path = True, self._owners[id(holder)].path(key)
-            # Slots with other values would have been compared.
-            changes.setdefault(path, (Told("nothing, or a tensor"), _told(_value_of(holder, key))))
-            self._taken.setdefault(path, []).append((holder, key))
-        return HostChanges(changes, structural)
-
-    def _compare_keys(self, changes: Changes) -> bool:
-        """Add the keys that dicts have now and had not, or had, where nobody tells; returns whether
-        there are any."""
-        found = False
-        for owner, held, names, before in self._outlines:
-            keys = [*dict.keys(held)] if names is None else sorted(names & held.keys())
-            # By identity: to compare keys may run a user's `__eq__`.
-            if len(keys) == len(before) and all(map(is_, keys, before)):
-                continue
-            found, known, there = True, {*map(id, before)}, {*map(id, keys)}
-            added = [key for key in keys if id(key) not in known]
-            is_less = any(id(key) not in there for key in before)
-            was = Told("something else" if is_less else "nothing" if added else "another order")
-            if owner.has_items or not added:
-                news = listed([_text(_told(_value_of(held, key))) for key in added])
-                path, now = owner.path(None), news or ("nothing" if is_less else "this one")
-                changes[path] = was, Told(now)
-                self._taken.setdefault(path, []).append((held, None))
-                continue
-            for key in added:
-                path = owner.path(key)
-                changes[path] = Told("nothing"), _told(_value_of(held, key))
-                self._taken.setdefault(path, []).append((held, key))
-        return found
+            found.is_structural = True
+            path, now = self._owners[id(holder)].path(key), _told(_value_of(holder, key))
+            known = found.changes.get(path, (Told("nothing, or a tensor"), now))
+            found.note(path, *known, holder, key)
 
     def forget(self, *, own: bool) -> bool:
         """The forward has run: what has changed since `take` it has changed itself. With `own` it
@@ -372,7 +447,7 @@ class HostWatch:
         """What the last `take` has told at a path makes no difference: leave it out."""
         values = self.values
         assert values is not None
-        for holder, key in self._taken.get(path, ()):
+        for holder, key in self._taken.slots.get(path, ()):
             owner = self._owners.get(id(holder))
             if owner is not None and owner.has_items and path == owner.path(key):
                 keys = {s.key for s in values.slots if s.holder is holder and s.way is ITEM}
@@ -410,20 +485,6 @@ def described_changes(changes: Changes) -> str:
 
 def _text(value: object) -> str:
     return value.text if isinstance(value, Told) else repr(value)
-
-
-def _dict_of(held: Any, of: type, dict_of: Callable[[Any], Any]) -> Any:
-    """The attributes of an object that is still of the class `of`, as `nn.LazyLinear` is not."""
-    return dict_of(held) if type(held) is of else MISSING
-
-
-def _inner_of(held: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What a module with these attributes has as its dicts of hooks, parameters and so on."""
-    return [(name, dict.get(held, name, MISSING)) for name in INNER]
-
-
-def _has_inner(held: dict[str, Any], was: list[tuple[str, Any]]) -> bool:
-    return all(dict.get(held, name, MISSING) is each for name, each in was)
 
 
 def _where(slot: Place) -> tuple[int, object]:

@@ -36,7 +36,7 @@ from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.host_watch import HostChanges, HostWatch
-from graphrt.core.trust.places.slots import MISSING, Place, getter
+from graphrt.core.trust.places.slots import MISSING, Place, getter, getters
 from graphrt.core.trust.places.walk import Places, Slots, places_of, where_is
 from graphrt.core.trust.snapshot import PythonState
 from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
@@ -87,20 +87,30 @@ class _Read(NamedTuple):
     was: Any
     key: int | None = None
 
-    def holds(self) -> bool:
-        """Whether it is there, and where it was."""
-        way, holder, key = self.place[2:]
-        is_there = way.get(holder, key) is self.held
-        return is_there and (self.key is None or where_is(self.held) == self.was)
 
-    def looks(self) -> Iterable[tuple[Any, Callable[[Any], object], object]]:
-        """What a glance compares of a tensor: the tensor, what gives a part of where it is, and
-        this part as it was."""
-        if type(self.held) in tree.BARE and self.was is not None:
+_Part = tuple[Any, Callable[[Any], object], object]
+"""A tensor, what gives a part of where it is, and this part as it was."""
+
+
+def _parts_of(reads: Iterable[_Read]) -> list[_Part]:
+    """What is compared of the tensors that are read."""
+    parts: list[_Part] = []
+    for _, held, was, key in reads:
+        if type(held) in tree.BARE and was is not None:
             # A transposed tensor, or one cut short, has the address that it had.
-            return zip(repeat(self.held), tree.PLACEMENT, self.was, strict=False)
-        # Of another class each part may run anything.
-        return () if self.key is None else ((self.held, where_is, self.was),)
+            parts += zip(repeat(held), tree.PLACEMENT, was, strict=False)
+        elif key is not None:
+            # Of another class each part may run anything.
+            parts.append((held, where_is, was))
+    return parts
+
+
+def _hold(parts: Iterable[_Part]) -> bool:
+    """Whether tensors are where they were."""
+    try:
+        return [get(held) for held, get, _ in parts] == [was for _, _, was in parts]
+    except RuntimeError:  # one has no memory any more that may be read
+        return False
 
 
 class ReadSet:
@@ -125,6 +135,7 @@ class ReadSet:
         # Slots on the way to what graphs read, and what they read.
         self._ways: Slots = []
         self._read: list[_Read] = []
+        self._parts: list[_Part] = []
         self.protected: list[str] = []
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
         self.remade: set[str] = set()
@@ -168,11 +179,12 @@ class ReadSet:
 
     def keep_touched(
         self, entries: Iterable[Entry], pool: GraphPool, own: Iterable[torch.Tensor]
-    ) -> None:
-        """Count as read what nodes of these graphs point to and the forward holds."""
+    ) -> bool:
+        """Count as read what nodes of these graphs point to and the forward holds; returns whether
+        there was any."""
         unknown = self.unknown_memory(entries, pool, own)
         if unknown is None or not unknown.blocks:
-            return
+            return False
         touched = {block.address for block in unknown.blocks}
         for _, tensor in self.walk().tensors:
             if where_is(tensor) is not None and address_of(tensor) in touched:
@@ -181,6 +193,7 @@ class ReadSet:
                 if known is None or known[1] is None:
                     self._held[use.ref.cdata] = tensor.untyped_storage(), use
         self.settle()
+        return True
 
     def settle(self, places: Places | None = None) -> Places:
         """Find names for what is held, and note where it is, by a walk of now; returns the walk."""
@@ -194,13 +207,14 @@ class ReadSet:
         self._ways = places.leading([(place, tensor) for place, tensor, *_ in reads])
         # Packed weights are invisible to operators, so all of them count as read.
         self._read = reads + [_Read(*each, id(each[1])) for each in places.packed]
+        self._parts = _parts_of(self._read)
         self.host.aim(places, PythonState(places, baked=True))
         return places
 
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""
         self._held.clear()
-        self._ways, self._read = [], []
+        self._ways, self._read, self._parts = [], [], []
         self.host.stop()
         self.host = HostWatch()
         self.rounds = 0
@@ -213,20 +227,19 @@ class ReadSet:
         """An endless iterator: each answer takes that of `settings`, looks at the next `LOOKS` of
         what `host` is not told of, and says whether all is what and where it was."""
         leading, others = self.host.looks(self._ways)
-        tensors = tuple(chain.from_iterable([each.looks() for each in self._read]))
-        counts = map(len, (leading, others, tensors))
+        counts = map(len, (leading, others, self._parts))
         self.rounds = max(map(_rounds, counts, LOOKS))
         if NativeGlances is not None:
             return NativeGlances(
                 leading=tuple(leading),
                 others=tuple(others),
-                tensors=tensors,
+                tensors=tuple(self._parts),
                 looks=LOOKS,
                 missing=MISSING,
                 over=settings,
             )
         # Made of iterators that run in C, as every step takes an answer.
-        parts = [(functools.partial(get, held), was) for held, get, was in tensors]
+        parts = [(functools.partial(get, held), was) for held, get, was in self._parts]
         rings = [
             _in_turn(is_, itertools.starmap(getter, leading)),
             _in_turn(is_, itertools.starmap(getter, others)),
@@ -238,8 +251,12 @@ class ReadSet:
     def take(self) -> HostChanges | None:
         """What the host has changed since the last time: see `HostWatch.take`. A tensor that is
         read and is another one, or elsewhere, is a structural change."""
-        changes = self.host.take([each.place for each in self._read])
-        if all(map(_Read.holds, self._read)):
+        places = [each.place for each in self._read]
+        changes = self.host.take(places)
+        are_there = [
+            get() is each.held for get, each in zip(getters(places), self._read, strict=True)
+        ]
+        if all(are_there) and _hold(self._parts):
             return changes
         return HostChanges({} if changes is None else changes.changes, True)
 

@@ -228,6 +228,14 @@ class PythonState:
         """What is another value now, by identity."""
         return {self.slots[at].path: (was[at], now[at]) for at in self.moved_slots(was, now)}
 
+    def are_same(self, was: Sequence[Any], now: Sequence[Any]) -> bool:
+        """Whether no slot holds another object, or has another value where it makes one whenever it
+        is asked: a model with sets would be taken for a changed one at every look."""
+        return all(map(is_, was, now)) or all(
+            before is after or (slot.way.anew and slot.way.same(before, after))
+            for slot, before, after in zip(self.slots, was, now, strict=True)
+        )
+
     def moved_slots(self, was: Sequence[Any], now: Sequence[Any]) -> list[int]:
         """The slots in which another value is now."""
         if all(map(is_, was, now)):

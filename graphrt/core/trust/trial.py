@@ -339,8 +339,10 @@ class Trial:
     def _look_at_parts(self, eager: Run, again: Run, replayed: Run) -> None:
         """Where two eager runs differ, find out whether that is because of eager parts alone, which
         read a clock at every replay too."""
+        if not self._graph.has_parts:
+            return
         spread = difference(again.outputs, eager.outputs)
-        if not self._graph.has_parts or (spread is None and not self._step.together):
+        if spread is None and not self._step.together:
             return
         furthest = 0.0 if spread is None else spread.relative
         apart = difference(replayed.outputs, again.outputs)
@@ -385,8 +387,8 @@ class Trial:
     def _judge_replay(
         self, eager: Run, again: Run, replayed: Run, rounding: float, numbers: Changes
     ) -> None:
-        """Do eager runs repeat one another, and does the replay give and leave what they do?"""
-        outputs = [eager.outputs, again.outputs, replayed.outputs]
+        """Does the replay give and leave what eager runs do, as far as these repeat one another?"""
+        outputs = [run.outputs for run in (eager, again, replayed)]
         questions = [("", "differ", outputs, max(rounding, 1e-6))]
         if eager.left.memory:
             memory: list[Any] = _memory(eager, again, replayed)

@@ -191,6 +191,8 @@ def getters(places: Iterable[Place]) -> list[Callable[[], Any]]:
             bound.append(functools.partial(namespace_of(holder).get, key, MISSING))
         elif way is FIELD and type(holder) is FunctionType:
             bound.append(functools.partial(key.__get__, holder))
+        elif way is TYPE:
+            bound.append(functools.partial(type, holder))
         else:
             bound.append(functools.partial(way.get, holder, key))
     return bound

@@ -462,6 +462,11 @@ class Walk:
         self._hops = 0
         self._queue: deque[tuple[Any, Place, Shape, int]] = deque()
         self._shapes = self.places.shapes
+        self._lists = {
+            Kind.TENSOR: self.places.tensors,
+            Kind.ARRAY: self.places.arrays,
+            Kind.PACKED: self.places.packed,
+        }
         # Names in code that was read; and by name, methods that wait until one of these is theirs.
         self._named: set[str] = set()
         self._unnamed: dict[str, Slots] = {}
@@ -497,12 +502,11 @@ class Walk:
             elif kind in _OFTEN_SKIPPED and _is_skipped(kind, value):
                 if kind is not Kind.SKIPPED and place.way is not FIXED:
                     places.code.append((place, value))
-            elif kind in _LEAVES:
-                (places.packed if kind is Kind.PACKED else places.arrays).append((place, value))
             else:
-                (places.tensors if kind is Kind.TENSOR else places.slots).append((place, value))
+                self._lists.get(kind, places.slots).append((place, value))
                 # Hardly any tensor has attributes.
-                if id(value) not in first and (type(value) not in _BARE or value.__dict__):
+                is_entered = kind not in _LEAVES and id(value) not in first
+                if is_entered and (type(value) not in _BARE or value.__dict__):
                     first[id(value)] = place
                     self._queue.append((value, place, shape, self._hops))
 

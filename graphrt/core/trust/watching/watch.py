@@ -45,8 +45,7 @@ class Use:
         self.writes: list[str] = []
         """The operators of the run that wrote it, in their order."""
         self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.shape = _shape(tensor)
-        self.stride = (tensor.storage_offset(), *_stride(tensor))
+        self.shape, _ = _extent(tensor)
         self.dtype = tensor.dtype
         self.op = op
         self.source = source or user_source()
@@ -273,10 +272,11 @@ class Watch(ThreadMode):
         from_inputs = False
         for each in given:
             whole, key, _ = each
+            extent = _extent(whole)
             if key is None or isinstance(self._memory.get(key), Kept):
-                tensors[id(whole)] = Of(_shape(whole), whole.dtype)
+                tensors[id(whole)] = Of(extent[0], whole.dtype)
             else:
-                tensors[id(whole)] = At(whole.data_ptr(), _shape(whole), _stride(whole))
+                tensors[id(whole)] = At(whole.data_ptr(), *extent)
             parts = [each] if type(whole) in tree.BARE else tree.placed([whole], parts=True)
             for part, key, address in parts:
                 known = None if key is None else self._memory.get(key)
@@ -490,16 +490,12 @@ def _described(value: Any, tensors: Mapping[int, object]) -> object:
     return value if isinstance(value, _COMPARED_AS_IS) else repr(value)
 
 
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The sizes of a tensor; a nested one that is not jagged has none, and counts by its
-    elements."""
-    if tensor.layout is torch.strided and tensor.is_nested:
-        return (tensor.numel(),)
-    return tuple(tensor.shape)
-
-
-def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    return (1,) if tensor.layout is torch.strided and tensor.is_nested else tensor.stride()
+def _extent(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sizes and strides of a tensor, without strides where it has none; a nested one that is
+    not jagged has neither, and counts by its elements."""
+    if tensor.layout is not torch.strided:
+        return tuple(tensor.shape), ()
+    return ((tensor.numel(),), (1,)) if tensor.is_nested else (tuple(tensor.shape), tensor.stride())
 
 
 def made_of_data(tensor: torch.Tensor) -> object:
