@@ -50,7 +50,6 @@ __all__ = [
     "NestedCaptureError",
     "OutputError",
     "OverwrittenOutputError",
-    "PaddedStateWarning",
     "PageableCopyError",
     "PlanChangedWarning",
     "PlanFileError",

@@ -105,12 +105,12 @@ def test_rounding_is_allowed_and_noted(forward, mode, outputs):
     notes = " ".join(note for each in trials for note in each.notes)
     assert trials and all(each.deterministic for each in trials)
     assert "takes another way while it is captured, first aten.mm" in notes
-    assert "where the capture has aten.slice" in notes and "test_another_way.py" in notes
+    assert "where the graph has aten.slice" in notes and "test_another_way.py" in notes
 
 
 def test_what_is_beyond_rounding_is_quarantined_with_the_operator():
     runner = runner_of(IsWrong())
-    with pytest.warns(GraphQuarantinedWarning, match="the capture has aten.mul"):
+    with pytest.warns(GraphQuarantinedWarning, match="the graph has aten.mul"):
         runner(x=torch.randn(4, WIDTH))
     assert runner.last_dispatch.reason.name == "QUARANTINED"
 

@@ -35,12 +35,6 @@ class StaleTensorWarning(UserWarning):
 
 
 @public("graphrt.errors")
-class PaddedStateWarning(UserWarning):
-    """Padded steps leave other Python values than steps without padding; no output depends on
-    them, but the host may read them."""
-
-
-@public("graphrt.errors")
 class GraphQuarantinedWarning(UserWarning):
     """Graphs that failed a check; their batches run eagerly from now on."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Literal
 
-from graphrt.core.base._warnings import GraphQuarantinedWarning, PaddedStateWarning, warn_caller
+from graphrt.core.base._warnings import GraphQuarantinedWarning, warn_caller
 from graphrt.core.base.errors import StateTooLargeError, VerificationError
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
@@ -446,16 +446,6 @@ class Checks:
             of_kind = [each for each in self._graphs.values() if each.kind is kind]
             self._quarantine(of_kind, verdict.failure)
             return
-        if verdict.padded_state:
-            error = VerificationError(
-                "padded steps leave other Python state than steps without padding, though no "
-                "output depends on it",
-                got=", ".join(verdict.padded_state),
-                expected="state that advances by live rows alone",
-                advice="advance it by current_context().live.num_tokens, or keep it outside of the "
-                "forward",
-            )
-            self._warn_once(str(error), PaddedStateWarning)
         record.status = "tried"
         graph.doubts += 1
         if not verdict.does_otherwise or graph.doubts >= _DOUBTFUL:
@@ -509,8 +499,8 @@ class Checks:
         for path in numbers:
             passed[path] = _PASSED
         for other in self._graphs.values():
-            passed = other.kind.passed
-            other.moved = {p: v for p, v in other.moved.items() if passed[p] < _PASSED}
+            for path in [path for path in other.moved if other.kind.passed[path] >= _PASSED]:
+                del other.moved[path]
 
     def _leave_out(self, path: str) -> None:
         """Look at changes of a value no more: three made no difference to one graph. Every other

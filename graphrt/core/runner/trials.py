@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -174,26 +173,31 @@ class StepRuns:
         self.rows, self.live_rows = prepared.tokens, step.batch.num_tokens
         self.sizes: Sequence[tuple[int, int]] = (self.rows, self.live_rows), (prepared.reqs, reqs)
         self.together = step.agreed or graphs.setup.host.ranks is not None
-        self.padded = not step.agreed and any(live < rows for rows, live in self.sizes)
+        is_less = self.live_rows < self.rows or reqs < prepared.reqs
+        self.padded = is_less and not step.agreed
         self.has_gradients = torch.is_grad_enabled()
         self._executor = executor
 
-    def eager(self, watch: Watch) -> Any:
-        return self._eager(watch)
+    def eager(self, watch: Watch, disturb: Callable[[], None] | None = None) -> Any:
+        """The forward on the padded inputs; `disturb` writes other values into padding rows."""
+        executor, step = self._executor, self._eager_step
+        around = partial(watched, watch, disturb)
+        return tree.cloned(executor.run_padded(step, step.updates, eager=True, around=around))
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         forward = self._executor.graphs.setup.run_forward
-        return forward.where(gradients, inference, partial(self._eager, watch))
+        return forward.where(gradients, inference, partial(self.eager, watch))
 
-    def of_padding(self, watch: Watch) -> Any:
-        return self._eager(watch, partial(self._executor.inputs.reset, self.prepared.layout))
+    def of_padding(self, watch: Watch) -> object:
+        return self.eager(watch, partial(self._executor.inputs.reset, self.prepared.layout))
 
     def replay(self) -> Any:
         return tree.cloned(self._executor.run_padded(self.step, self.step.updates))
 
     def disturbed(self, watch: Watch) -> Any:
         disturb = self._executor.inputs.padding.disturb
-        return self._eager(watch, partial(disturb, *self._rows()))
+        rows = (live for _, live in self.sizes)
+        return self.eager(watch, partial(disturb, self.prepared.layout, *rows))
 
     def unpadded(self, watch: Watch) -> Any:
         if not self.padded:
@@ -204,16 +208,6 @@ class StepRuns:
             partial(watched, watch, None),
         )
         return tree.cloned(self._executor.run_unpadded(step, step.updates, around))
-
-    def _rows(self) -> tuple[Any, int, int]:
-        """The layout of the graph, and the live tokens and requests in it."""
-        return self.prepared.layout, self.sizes[0][1], self.sizes[1][1]
-
-    def _eager(self, watch: Watch, disturb: Callable[[], None] | None = None) -> Any:
-        """An eager run that is watched; `disturb` writes other values into padding rows."""
-        executor, step = self._executor, self._eager_step
-        around = partial(watched, watch, disturb)
-        return tree.cloned(executor.run_padded(step, step.updates, eager=True, around=around))
 
 
 @undoing
@@ -229,18 +223,18 @@ def watched(
         disturb()
     undo.set(warming_up, True)
     # So that eager parts are known as such.
-    undo.set(side_doors, _TriedParts(watch.trace.values_of_parts))
+    undo.set(side_doors, _TriedParts(watch))
     enter_under_way(undo, watch)
     return watch.around(forward)
 
 
 class _TriedParts(SideDoors):
     """The eager parts of a run of a trial: nothing is captured there, so nobody looks at what they
-    make. `values` gets the plain values that they are given, which a replay has of its capture."""
+    make. The watch of a run that is compared with others notes what they are given."""
 
-    def __init__(self, values: list[Any]) -> None:
+    def __init__(self, watch: Watch) -> None:
         super().__init__()
-        self._values = values
+        self._watch = watch if watch.is_compared else None
 
     def watched(
         self,
@@ -253,12 +247,9 @@ class _TriedParts(SideDoors):
             # A part within a part is part of it.
             return function(*args, **kwargs)
         refuse_transform(function)
-        given = (*args, *kwargs.values())
-        leaves = [leaf for value in given for _, leaf in tree.leaves(value)]
-        self._values += [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        keys = map(itemgetter(1), tree.placed(leaves, parts=True))
         try:
-            in_eager_part.set(frozenset(keys))
+            watch = self._watch
+            in_eager_part.set(frozenset() if watch is None else watch.begin_part(args, kwargs))
             # As in a capture: graph and part each make their own casts.
             torch.clear_autocast_cache()
             result = function(*args, **kwargs)

@@ -76,12 +76,13 @@ def rounding_of(
     """How far results may be apart, over their root mean square, that `operators` have computed
     from tensors of these dtypes by other kernels, each use of float32 in its `precision`."""
     rounding, uses = 0.0, {"matmul"}
-    for dtype in set(dtypes):
+    for dtype in dtypes:
         if dtype.is_floating_point:
             rounding = max(rounding, _ROUNDING.get(dtype, 1e-1))
-    for operator in set(operators):
-        name = str(operator)
-        uses.update([use for part, use in _BY_NAME if part in name])
+    names = " ".join(map(str, {*operators}))
+    for part, use in _BY_NAME:
+        if part in names:
+            uses.add(use)
     for use in uses:
         rounding = max(rounding, _ROUNDING_OF_FLOAT32.get(precision(use), 0.0))
     return rounding or 2e-4

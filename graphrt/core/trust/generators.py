@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base.thread_mode import unseen
+from graphrt.core.trust.places.slots import call
 
 
 class Generators:
@@ -18,7 +19,8 @@ class Generators:
     and those that `note` was told of before they were used."""
 
     def __init__(self, device_type: str) -> None:
-        self._known: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
+        self._gets: list[Callable[[], Any]] = []
+        self._puts: list[Callable[[Any], object]] = []
         self._was: list[Any] = []
         self._noted: dict[int, Any] = {}
         self._keep(torch.get_rng_state, torch.set_rng_state)
@@ -53,7 +55,7 @@ class Generators:
 
     def take(self) -> list[Any]:
         """The states now."""
-        return [get() for get, _ in self._known]
+        return [*map(call, self._gets)]
 
     def have_drawn(self, states: Sequence[Any], since: Sequence[Any] | None = None) -> bool:
         """Whether a run that left these states has drawn other numbers than one that left `since`,
@@ -63,13 +65,12 @@ class Generators:
 
     def restore(self, states: Sequence[Any] | None = None) -> None:
         """Let all of them go on from where they were at first, or from what `take` returned."""
-        for (_, put), state in zip(
-            self._known, self._was if states is None else states, strict=False
-        ):
+        for put, state in zip(self._puts, self._was if states is None else states, strict=False):
             put(state)
 
     def _keep(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        self._known.append((get, put))
+        self._gets.append(get)
+        self._puts.append(put)
         self._was.append(get())
 
 

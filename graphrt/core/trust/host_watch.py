@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
+from itertools import filterfalse, repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -383,7 +383,7 @@ class HostWatch:
         if values is None:
             return None
         events = self._native.take() if self.rung else []
-        others = [each for each in self._outlines if not each.holds()]
+        others = [*filterfalse(_Outline.holds, self._outlines)]
         resized = self._keys.resized()
         was, now = values.was, values.take()
         values.was = now
@@ -478,8 +478,12 @@ def watch_state() -> str:
 
 def described_changes(changes: Changes) -> str:
     """Changes in words; empty where there are none."""
-    return listed(
-        [f"{path} = {_text(was)}, then {_text(now)}" for path, (was, now) in changes.items()]
+    return (
+        ""
+        if not changes
+        else listed(
+            [f"{path} = {_text(was)}, then {_text(now)}" for path, (was, now) in changes.items()]
+        )
     )
 
 

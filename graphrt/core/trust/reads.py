@@ -18,10 +18,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, cycle, repeat
-from operator import eq, is_
+from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -36,20 +35,11 @@ from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.host_watch import HostChanges, HostWatch
-from graphrt.core.trust.places.slots import MISSING, Place, getter, getters
+from graphrt.core.trust.places.slots import MISSING, Place, call, getter, getters
 from graphrt.core.trust.places.walk import Places, Slots, places_of, where_is
 from graphrt.core.trust.snapshot import PythonState
 from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
 from graphrt.core.trust.watching.watch import Use, Watch
-
-
-def call(function: Callable[[], object]) -> object:
-    """As `operator.call`, which Python 3.10 has not."""
-    return function()
-
-
-call = getattr(operator, "call", call)
-
 
 T = TypeVar("T")
 
@@ -105,10 +95,11 @@ def _parts_of(reads: Iterable[_Read]) -> list[_Part]:
     return parts
 
 
-def _hold(parts: Iterable[_Part]) -> bool:
+def _hold(parts: Sequence[_Part]) -> bool:
     """Whether tensors are where they were."""
     try:
-        return [get(held) for held, get, _ in parts] == [was for _, _, was in parts]
+        tensors, gets, was = zip(*parts, strict=True) if parts else ((), (), ())
+        return all(map(eq, map(call, gets, tensors), was))
     except RuntimeError:  # one has no memory any more that may be read
         return False
 
@@ -135,7 +126,6 @@ class ReadSet:
         # Slots on the way to what graphs read, and what they read.
         self._ways: Slots = []
         self._read: list[_Read] = []
-        self._parts: list[_Part] = []
         self.protected: list[str] = []
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
         self.remade: set[str] = set()
@@ -207,14 +197,13 @@ class ReadSet:
         self._ways = places.leading([(place, tensor) for place, tensor, *_ in reads])
         # Packed weights are invisible to operators, so all of them count as read.
         self._read = reads + [_Read(*each, id(each[1])) for each in places.packed]
-        self._parts = _parts_of(self._read)
         self.host.aim(places, PythonState(places, baked=True))
         return places
 
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""
         self._held.clear()
-        self._ways, self._read, self._parts = [], [], []
+        self._ways, self._read = [], []
         self.host.stop()
         self.host = HostWatch()
         self.rounds = 0
@@ -227,23 +216,24 @@ class ReadSet:
         """An endless iterator: each answer takes that of `settings`, looks at the next `LOOKS` of
         what `host` is not told of, and says whether all is what and where it was."""
         leading, others = self.host.looks(self._ways)
-        counts = map(len, (leading, others, self._parts))
+        parts = _parts_of(self._read)
+        counts = map(len, (leading, others, parts))
         self.rounds = max(map(_rounds, counts, LOOKS))
         if NativeGlances is not None:
             return NativeGlances(
                 leading=tuple(leading),
                 others=tuple(others),
-                tensors=tuple(self._parts),
+                tensors=tuple(parts),
                 looks=LOOKS,
                 missing=MISSING,
                 over=settings,
             )
         # Made of iterators that run in C, as every step takes an answer.
-        parts = [(functools.partial(get, held), was) for held, get, was in self._parts]
+        placements = [(functools.partial(get, held), was) for held, get, was in parts]
         rings = [
             _in_turn(is_, itertools.starmap(getter, leading)),
             _in_turn(is_, itertools.starmap(getter, others)),
-            _in_turn(eq, parts),
+            _in_turn(eq, placements),
         ]
         looks = [ring for ring, count in zip(rings, LOOKS, strict=True) for _ in range(count)]
         return map(all, zip(settings, *looks, strict=False))
@@ -251,12 +241,11 @@ class ReadSet:
     def take(self) -> HostChanges | None:
         """What the host has changed since the last time: see `HostWatch.take`. A tensor that is
         read and is another one, or elsewhere, is a structural change."""
-        places = [each.place for each in self._read]
+        places = [*map(attrgetter("place"), self._read)]
         changes = self.host.take(places)
-        are_there = [
-            get() is each.held for get, each in zip(getters(places), self._read, strict=True)
-        ]
-        if all(are_there) and _hold(self._parts):
+        held = map(attrgetter("held"), self._read)
+        are_there = all(map(is_, map(call, getters(places)), held))
+        if are_there and _hold(_parts_of(self._read)):
             return changes
         return HostChanges({} if changes is None else changes.changes, True)
 
@@ -406,7 +395,7 @@ def _source(use: Use) -> str:
 
 def each_call(function: Callable[[], T]) -> Iterator[T]:
     """What `function` returns, called anew for each."""
-    return map(call, repeat(function))  # type: ignore[arg-type]
+    return map(call, repeat(function))
 
 
 # Named weights -----------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ It does not see state of iterators and of C extensions, nor arrays above 1 MiB.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from operator import is_
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import is_, itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from graphrt.core.base import tree
 from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.base.option_values import told
-from graphrt.core.base.thread_mode import unseen
+from graphrt.core.base.thread_mode import outside_modes, unseen
 from graphrt.core.capture.state import State, as_states
 from graphrt.core.trust.compare import difference, listed
 from graphrt.core.trust.generators import Generators
@@ -34,6 +34,7 @@ from graphrt.core.trust.places.slots import (
     MISSING,
     Place,
     base_of,
+    call,
     entries,
     getters,
     items_of,
@@ -63,23 +64,12 @@ class StateSnapshot:
         device_type: str,
         limit_bytes: int,
         *,
-        declared: Iterable[State | torch.Tensor] = (),
+        declared: Collection[State | torch.Tensor] = (),
         sums: bool = True,
     ) -> None:
         """Raises `StateTooLargeError` if what is declared takes more than `limit_bytes`; nothing is
         saved then."""
-        states = as_states(declared)
-        total = sum(state.bytes for state in states)
-        if total > limit_bytes:
-            raise StateTooLargeError(
-                "saving the declared state takes too much memory",
-                got=f"{total} bytes",
-                expected=f"at most {limit_bytes} bytes",
-                advice="do not declare a KV cache: pad its index inputs to a dummy page. Else "
-                "declare what changes: State(tensor, rows=...) or State(save=..., restore=...), "
-                "or raise state_limit_bytes",
-            )
-        self._declared = [state.save() for state in states]
+        self._declared = _saved(declared, limit_bytes) if declared else []
         self.memory = SavedWrites(limit_bytes, sums=sums)
         self.generators = Generators(device_type)
 
@@ -113,6 +103,24 @@ class StateSnapshot:
             raise failed
 
 
+def _saved(
+    declared: Iterable[State | torch.Tensor], limit_bytes: int
+) -> list[Callable[[], object]]:
+    """What puts declared state back as it is now."""
+    states = as_states(declared)
+    total = sum(state.bytes for state in states)
+    if total > limit_bytes:
+        raise StateTooLargeError(
+            "saving the declared state takes too much memory",
+            got=f"{total} bytes",
+            expected=f"at most {limit_bytes} bytes",
+            advice="do not declare a KV cache: pad its index inputs to a dummy page. Else "
+            "declare what changes: State(tensor, rows=...) or State(save=..., restore=...), "
+            "or raise state_limit_bytes",
+        )
+    return [state.save() for state in states]
+
+
 # What it holds in Python --------------------------------------------------------------------------
 
 Changes = Mapping[str, tuple[Any, Any]]
@@ -128,6 +136,9 @@ _ROUNDED = 1e-2
 """Tensors count as the same up to this difference, relative to their root mean square."""
 
 
+_PLACE = itemgetter(0)
+
+
 class PythonState:
     """The Python values that a forward reaches: numbers, which tensor or object is where, what is
     in containers and in NumPy's arrays, and the memory of its tensors. `was` has them as at first,
@@ -136,24 +147,21 @@ class PythonState:
     def __init__(self, places: Places, *, baked: bool = False) -> None:
         """`baked`: only what a capture may have baked in, which is cheap to compare: the lengths of
         containers in place of their contents, and no tensors."""
-        most = _MOST_BAKED_BYTES if baked else _MOST_ARRAY_BYTES
-        arrays = [each for each in places.arrays if each[1].nbytes <= most]
         # Holders first: `restore` puts an old container back before what was in it.
-        slots = [place for place, _ in places.objects]
-        if baked:
-            contents = [
-                Place(place, "", LENGTH, held, base_of(held)) for place, held in places.containers
-            ]
-        else:
+        slots, contents = [*map(_PLACE, places.objects)], []
+        if not baked:
+            slots += map(_PLACE, (*places.arrays, *places.tensors))
+        for place, held in places.containers:
+            if baked or len(held) <= _MOST_ITEMS:
+                way = LENGTH if baked else CONTENTS
+                contents.append(Place(place, "", way, held, base_of(held)))
+        for place, array in places.arrays:
             # Arrays of objects are neither compared nor put back, nor are read-only ones.
-            arrays = [(p, a) for p, a in arrays if a.flags.writeable and a.dtype != object]
-            slots += [place for place, _ in (*places.arrays, *places.tensors)]
-            contents = [
-                Place(place, "", CONTENTS, held, base_of(held))
-                for place, held in places.containers
-                if len(held) <= _MOST_ITEMS
-            ]
-        contents += [Place(place, "", ARRAY, array) for place, array in arrays]
+            is_put_back = array.flags.writeable and array.dtype != object
+            if array.nbytes <= (_MOST_BAKED_BYTES if baked else _MOST_ARRAY_BYTES) and (
+                baked or is_put_back
+            ):
+                contents.append(Place(place, "", ARRAY, array))
         self.slots = (*slots, *places.numbers, *contents)
         self._getters = getters(self.slots)
         self._numbers = slice(len(slots), len(slots) + len(places.numbers))
@@ -162,15 +170,15 @@ class PythonState:
         # A subclass may have no detach() of the ordinary kind.
         plain = (torch.Tensor, torch.nn.Parameter)
         tensors = [] if baked else [each for each in places.keyed if type(each[1]) in plain]
-        self._memory = unseen(
+        self._memory = outside_modes(
             lambda: [(place, held, held.detach(), key) for place, held, key in tensors]
         )
-        self._tensors = [held for _, held, _ in tensors]
+        self._tensors = [*map(itemgetter(1), tensors)]
         self._addresses = [*map(torch.Tensor.data_ptr, self._tensors)]
 
     def take(self) -> list[Any]:
         """What is there now."""
-        return [get() for get in self._getters]
+        return [*map(call, self._getters)]
 
     def restore(self, values: Sequence[Any] | None = None, *, numbers: bool = False) -> None:
         """Put back what was there at first, or what `take` has returned; or `numbers` alone."""
@@ -186,11 +194,13 @@ class PythonState:
             for _, held, memory in self.elsewhere():
                 held.data = memory.detach()
 
-    def put(self, values: Mapping[str, Any]) -> None:
-        """Put numbers at paths."""
-        for slot in self.numbers if values else ():
-            if slot.path in values:
-                put_back(slot, values[slot.path])
+    def begin(self, values: Sequence[Any], numbers: Mapping[str, Any]) -> None:
+        """Put back what `take` has returned, and then other numbers at these paths: where one is in
+        a dict, the contents of that have been put back before."""
+        self.restore(values)
+        for slot in self.numbers if numbers else ():
+            if slot.path in numbers:
+                put_back(slot, numbers[slot.path])
 
     def much_later(self, now: Sequence[Any]) -> list[Any] | None:
         """What would be there after many more runs like the one that left `now`; None if that can
@@ -226,6 +236,8 @@ class PythonState:
 
     def changed(self, was: Sequence[Any], now: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
         """What is another value now, by identity."""
+        if all(map(is_, was, now)):
+            return {}
         return {self.slots[at].path: (was[at], now[at]) for at in self.moved_slots(was, now)}
 
     def are_same(self, was: Sequence[Any], now: Sequence[Any]) -> bool:
@@ -265,18 +277,22 @@ class PythonState:
     def rebound(self, now: Sequence[Any], used: Collection[int | None]) -> list[str]:
         """Where a run that has just ended has put another tensor in the place of one that it had
         `used`, by the keys of storages."""
-        tensors = [
-            (slot, was, value)
-            for slot, was, value in zip(self.slots, self.was, now, strict=True)
-            if isinstance(was, torch.Tensor)
+        pairs = [*zip(self.slots, self.was, now, strict=True)]
+        replaced = [
+            (slot, was)
+            for slot, was, value in pairs
+            if value is not was and isinstance(was, torch.Tensor)
         ]
-        replaced = [(slot, was) for slot, was, value in tensors if value is not was]
         replaced += [(place, memory) for place, _, memory in self.elsewhere()]
         if not replaced:
             return []
         # A slot may begin with a tensor that another slot holds too, and still holds: a normalized
         # weight with the weight itself. The run has read that one, not the replaced slot.
-        stays = {tree.storage_key(was) for _, was, value in tensors if value is was}
+        stays = {
+            tree.storage_key(was)
+            for _, was, value in pairs
+            if value is was and isinstance(was, torch.Tensor)
+        }
         keys = [(slot.path, tree.storage_key(held)) for slot, held in replaced]
         return [path for path, key in keys if key in used and key not in stays]
 
@@ -350,83 +366,47 @@ def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
     return members is not None and all(is_plain(each, depth - 1) for each in members)
 
 
-def only_tensors_differ(ours: Any, theirs: Any, rounding: float = 0.0) -> bool:
-    """Whether two values that differ are the same but for tensors, and for floats that have been
-    read from tensors of such a `rounding`, over the largest beside them."""
-    return _alike(ours, theirs, tensors=False, rounding=rounding)
+def is_rounded(ours: Any, theirs: Any, rounding: float) -> bool:
+    """Whether two numbers are floats that differ by such a `rounding` at most."""
+    return isinstance(ours, float) and abs(ours - theirs) <= rounding * max(abs(ours), abs(theirs))
 
 
-def _alike(ours: Any, theirs: Any, *, tensors: bool = True, rounding: float = 0.0) -> bool:
-    """Whether two runs have left the same; without `tensors`, but for these. Objects of which
-    nothing is known count as the same, and so do floats that differ by `rounding`, over the largest
-    of them."""
-    pairs = [*_pairs(ours, theirs, tensors)]
-    scale = max((abs(each) for pair in pairs for each in pair if type(each) is float), default=0.0)
-    return all(_same_leaf(mine, other, rounding, scale) for mine, other in pairs)
-
-
-def _pairs(
-    ours: Any, theirs: Any, tensors: bool, depth: int = _DEEPEST
-) -> Iterator[tuple[Any, Any]]:
-    """The leaves of two values that are not one object, side by side; containers as a whole where
-    they do not hold as much."""
+def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST) -> bool:
+    """Whether two runs have left the same. Objects of which nothing is known count as the same."""
     if ours is theirs or depth == 0:
-        return
-    if not tensors and isinstance(ours, torch.Tensor) and type(ours) is type(theirs):
-        return
-    inside = [_members(each, tensors) for each in (ours, theirs)]
-    mine, other = inside
-    if type(ours) is not type(theirs) or mine is None or other is None or len(mine) != len(other):
-        yield ours, theirs
-        return
-    for pair in zip(mine, other, strict=True):
-        yield from _pairs(*pair, tensors, depth - 1)
+        return True
+    mine, other = _members(ours), _members(theirs)
+    if type(ours) is not type(theirs) or mine is None or other is None:
+        return _same_leaf(ours, theirs)
+    return len(mine) == len(other) and all(
+        _alike(*pair, depth - 1) for pair in zip(mine, other, strict=True)
+    )
 
 
-def _same_leaf(ours: Any, theirs: Any, rounding: float, scale: float) -> bool:
+def _same_leaf(ours: Any, theirs: Any) -> bool:
     if type(ours) is not type(theirs):
         return False
     kind = shape_of(type(ours)).kind
     if kind is Kind.PLAIN:
-        rounded = isinstance(ours, float) and 0 < abs(ours - theirs) <= rounding * scale
-        return rounded or same_value(ours, theirs)
+        return same_value(ours, theirs)
     if kind is Kind.TENSOR:
         apart = unseen(lambda: difference(ours, theirs, rounded=True))
         return apart is None or apart.relative <= _ROUNDED
     if kind in (Kind.SET, Kind.FROZENSET):
         return len(ours) == len(theirs) and bool(ours == theirs)
-    if is_array(type(ours)):
-        return same_array(ours, theirs) or _rounded(ours, theirs, rounding)
-    return _members(ours) is None
+    return not is_array(type(ours)) or same_array(ours, theirs)
 
 
-def _rounded(ours: Any, theirs: Any, rounding: float) -> bool:
-    """Whether two arrays of floats differ by `rounding` alone."""
-    if not rounding or any(each.dtype.kind != "f" or each.itemsize > 8 for each in (ours, theirs)):
-        return False
-    apart = unseen(
-        lambda: difference(*(torch.tensor(each, device="cpu") for each in (ours, theirs)))
-    )
-    return apart is None or apart.relative <= rounding
-
-
-def _members(value: Any, tensors: bool = True) -> list[Any] | None:
-    """What a container but a set, or an object holds, of a dict and of attributes as pairs; without
-    `tensors`, neither these nor pairs with one. None for what is neither."""
+def _members(value: Any) -> list[Any] | None:
+    """What a container but a set, or an object holds, of a dict and of attributes as pairs; None
+    for what is neither."""
     shape = shape_of(type(value))
     if shape.kind is Kind.OBJECT:
         held = {} if shape.dict_of is None else dict(shape.dict_of(value))
         for name, slot in shape.slots:
             with contextlib.suppress(AttributeError):
                 held[name] = slot.__get__(value)
-        members: list[Any] = [*held.items()]
-    elif shape.kind in (Kind.LIST, Kind.DEQUE, Kind.DICT):
-        members = entries(value, items_of(value, base_of(value)))
-    elif shape.kind is Kind.TUPLE:
-        members = [*value]
-    else:
-        return None
-    if tensors:
-        return members
-    pairs = [(each, each if type(each) is tuple else (each,)) for each in members]
-    return [each for each, of in pairs if not any(isinstance(one, torch.Tensor) for one in of)]
+        return [*held.items()]
+    if shape.kind in (Kind.LIST, Kind.DEQUE, Kind.DICT):
+        return entries(value, items_of(value, base_of(value)))
+    return [*value] if shape.kind is Kind.TUPLE else None

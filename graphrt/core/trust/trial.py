@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter, eq
 from types import FrameType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -25,7 +26,7 @@ from graphrt.core.trust.snapshot import (
     StateSnapshot,
     described,
     further,
-    only_tensors_differ,
+    is_rounded,
     step_of,
 )
 from graphrt.core.trust.verdict import (
@@ -40,7 +41,13 @@ from graphrt.core.trust.verdict import (
     Failure,
     Verdict,
 )
-from graphrt.core.trust.watching.watch import Deviation, Trace, Watch, first_difference, first_other
+from graphrt.core.trust.watching.watch import (
+    Deviation,
+    Trace,
+    Watch,
+    first_difference,
+    same_but_for_size,
+)
 from graphrt.core.trust.watching.writes import still_there
 
 T = TypeVar("T")
@@ -70,6 +77,8 @@ every third run."""
 _STEPS = (1, 999_983, -999_983)
 """How far Python numbers that a run moves are moved further, in steps of that run."""
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
 _IGNORED_CALLERS = ("torch", "graphrt")
 """Packages whose questions for the gradient mode are no branch of the forward: entering `no_grad`
 asks too. Where torch's own layers branch on it, the results differ by rounding only."""
@@ -95,7 +104,7 @@ class TriedStep(Protocol):
         """`eager`, where torch reports `gradients` and `inference` mode as on or off: a forward may
         branch on them, and a graph has one branch."""
 
-    def of_padding(self, watch: Watch) -> Any:
+    def of_padding(self, watch: Watch) -> object:
         """The forward with nothing but padding rows, as in a warm-up."""
 
     def replay(self) -> Any:
@@ -198,26 +207,25 @@ class Trial:
         step, state, verdict = self._step, self._state, self._verdict
         rows = self._rows()
         first = self._watch(rows=rows, keeps_sources=True, compared=True)
-        outputs, asked = _asked_in(lambda: step.eager(first))
-        eager = Run(outputs, state.take(), first)
-        rebound = state.python.rebound(eager.left.python, first.uses)
+        outputs, asked = _asked_in(partial(step.eager, first))
+        eager, used = Run(outputs, state.take(), first), first.uses
+        rebound = state.python.rebound(eager.left.python, used)
         state.restore()
         # A run of padding comes between: if the replay needed something that the eager run left in
         # memory that is not saved, it would find the padding's instead.
-        self._outputs_of(step.of_padding)
+        step.of_padding(self._watch())
+        state.restore()
         replayed = Run(step.replay(), state.take(), first)
         state.restore()
         padding = None if rows is None else self._padding(eager, rows)
-        rounding = rounding_of(
-            [use.dtype for use in first.uses.values()],
-            [op.func for op in first.trace],
-            self._precision,
-        )
+        dtypes = map(attrgetter("dtype"), used.values())
+        rounding = rounding_of(dtypes, first.trace.overloads(), self._precision)
         verdict.asks = asked and self._depends_on_modes(eager, rounding)
         moved = state.python.changed(state.python.was, eager.left.python)
         numbers = self._numbers(moved)
-        self._judge_numbers(eager, numbers)
-        if not rebound:
+        if numbers:
+            self._judge_numbers(eager, numbers)
+        if moved and not rebound:
             # Tensors that are rebound have a name for it already.
             self._judge_values(eager, moved, numbers)
         compared = None if padding is None else padding.compared
@@ -230,9 +238,11 @@ class Trial:
         if rebound:
             self._fail(REBOUND, ", ".join(rebound))
         self._note_another_way(first)
-        self._look_at_parts(eager, again, replayed)
+        spread = difference(again.outputs, eager.outputs)
+        if self._graph.has_parts and (spread is not None or step.together):
+            self._look_at_parts(eager, again, replayed, spread)
         rounding = max(rounding, self._unsteady)
-        self._judge_replay(eager, again, replayed, rounding, numbers)
+        self._judge_replay(eager, again, replayed, spread, rounding, numbers)
         verdict.does_otherwise = self._does_otherwise(first.trace)
         if compared is not None:
             self._judge_padding(eager, compared, rounding)
@@ -269,8 +279,8 @@ class Trial:
     def _rows(self) -> tuple[int, int] | None:
         """All rows and the live ones, where they are to be compared with a run without padding."""
         rows, live_rows = self._step.rows, self._step.live_rows
-        is_full = all(live == padded for padded, live in ((rows, live_rows), *self._step.sizes))
-        return None if is_full or self._mixes_rows else (rows, live_rows)
+        left = {padded - live for padded, live in ((rows, live_rows), *self._step.sizes)}
+        return None if self._mixes_rows or left == {0} else (rows, live_rows)
 
     def _once(self, call: Callable[[Watch], Any], **more: Any) -> Run:
         """Make one run, and put the state back."""
@@ -278,12 +288,6 @@ class Trial:
         run = Run(call(watch), self._state.take(), watch)
         self._state.restore()
         return run
-
-    def _outputs_of(self, call: Callable[[Watch], Any]) -> Any:
-        """The same, where nobody asks what the run has left."""
-        outputs = call(self._watch())
-        self._state.restore()
-        return outputs
 
     def _attempt(self, how: str, call: Callable[[], T]) -> T | None:
         """Make a run that only a trial makes: where it raises it is noted `how`, and no failure."""
@@ -336,14 +340,11 @@ class Trial:
             return False
         return _differ(run, eager, rounding, rounded=True)
 
-    def _look_at_parts(self, eager: Run, again: Run, replayed: Run) -> None:
-        """Where two eager runs differ, find out whether that is because of eager parts alone, which
-        read a clock at every replay too."""
-        if not self._graph.has_parts:
-            return
-        spread = difference(again.outputs, eager.outputs)
-        if spread is None and not self._step.together:
-            return
+    def _look_at_parts(
+        self, eager: Run, again: Run, replayed: Run, spread: Difference | None
+    ) -> None:
+        """Where two eager runs differ, by `spread`, find out whether that is because of eager parts
+        alone, which read a clock at every replay too."""
         furthest = 0.0 if spread is None else spread.relative
         apart = difference(replayed.outputs, again.outputs)
         for _ in range(1 if self._step.together else _MOST_UNSTEADY):
@@ -385,17 +386,23 @@ class Trial:
             self._fail(CONSTANT, got, then=then)
 
     def _judge_replay(
-        self, eager: Run, again: Run, replayed: Run, rounding: float, numbers: Changes
+        self,
+        eager: Run,
+        again: Run,
+        replayed: Run,
+        spread: Difference | None,
+        rounding: float,
+        numbers: Changes,
     ) -> None:
-        """Does the replay give and leave what eager runs do, as far as these repeat one another?"""
-        outputs = [run.outputs for run in (eager, again, replayed)]
-        questions = [("", "differ", outputs, max(rounding, 1e-6))]
+        """Does the replay give and leave what eager runs do, as far as these repeat one another?
+        Their outputs differ by `spread`."""
+        results = again.outputs, replayed.outputs
+        questions = [("", "differ", spread, results, max(rounding, 1e-6))]
         if eager.left.memory:
-            memory: list[Any] = _memory(eager, again, replayed)
-            where = " in the state that it writes"
-            questions.append((where, "leave different state", memory, rounding))
-        for where, how, (one, two, replay), least in questions:
-            spread = difference(two, one)
+            before, two, replay = _memory(eager, again, replayed)
+            where, apart = " in the state that it writes", difference(two, before)
+            questions.append((where, "leave different state", apart, (two, replay), rounding))
+        for where, how, spread, (two, replay), least in questions:
             if spread is not None and spread.relative > least:
                 python = ", ".join(numbers) or "nothing that could be found"
                 got = f"{spread.text}; Python state that moved: {python}"
@@ -447,9 +454,9 @@ class Trial:
         graph = self._graph
         if graph.issued is None:
             return
-        other = first_other(now.trace, graph.issued)
+        other = first_difference(now.trace.overloads(), graph.issued)
         is_own = graph.same_size and not graph.changed
-        if is_own or first_other(graph.captured or Trace(), graph.issued):
+        if is_own or first_difference((graph.captured or Trace()).overloads(), graph.issued):
             self._another_way = now.trace.at_source(other)
 
     def _does_otherwise(self, now: Trace) -> bool:
@@ -460,14 +467,16 @@ class Trial:
         if not graph.changed or graph.captured is None:
             return False
         ours, theirs = (each.captured(has_parts=graph.has_parts) for each in (now, graph.captured))
-        return first_difference(ours, theirs, same_size=graph.same_size) is not None
+        return self._differs_from_capture(ours, theirs) is not None
+
+    def _differs_from_capture(self, now: Trace, then: Trace) -> tuple[int, str] | None:
+        return first_difference(now, then, eq if self._graph.same_size else same_but_for_size)
 
     def _guilty(self, now: Watch) -> str:
         """The first operator that this step does otherwise than the graph was captured with."""
         graph, text = self._graph, self._another_way
         if not text and graph.captured:
-            other = first_difference(now.trace, graph.captured, same_size=graph.same_size)
-            text = now.trace.at_source(other)
+            text = now.trace.at_source(self._differs_from_capture(now.trace, graph.captured))
         return text and f"\n    the first operator that is another one now is {text}"
 
     def _judge_padding(self, eager: Run, alone: Run, rounding: float) -> None:
@@ -493,7 +502,7 @@ class Trial:
 
     def _judge_python(self, eager: Run, replayed: Run, alone: Run, rounding: float) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure
-        where outputs depend on them, else a warning."""
+        where outputs depend on them, else a note."""
         if not self._graph.has_parts:
             return
         python, padded = self._state.python, eager.left.python
@@ -514,15 +523,10 @@ class Trial:
             got = f"{described(differing, '{path} = {0}, not {1}')}; from there {how}"
             self._fail(PYTHON_OF_PADDING, got)
             return
-        # Floats that come of live rows are rounded otherwise without padding.
-        named = [
-            path for path, both in differing.items() if not only_tensors_differ(*both, rounding)
-        ]
-        if named:
-            self._verdict.padded_state = tuple(named)
+        if differing:
             self._verdict.notes.append(
                 f"padded steps leave other Python state, on which no output depends: "
-                f"{', '.join(named)}"[:300]
+                f"{', '.join(differing)}"[:300]
             )
 
     def _reaches(
@@ -532,17 +536,18 @@ class Trial:
         from what one without padding has; None if they do not."""
         # Memory that only later runs write is left out of the comparison.
         count = len(self._state.memory.take())
-        expected, raised = self._steps_from(alone, {}, count)
+        expected, raised = self._steps_from(alone, count)
         if raised is not None:
             return None
         numbers = {
-            path: both
-            for path, both in differing.items()
-            if step_of(both[1], both[0]) is not None and not only_tensors_differ(*both, rounding)
+            path: (theirs, ours)
+            for path, (ours, theirs) in differing.items()
+            # Floats that come of live rows are rounded otherwise without padding.
+            if step_of(theirs, ours) is not None and not is_rounded(ours, theirs, rounding)
         }
         for steps in (0, *_STEPS[1:]):
-            moved = {path: further(both[1], both[0], steps) for path, both in numbers.items()}
-            got, raised = self._steps_from(padded, moved if steps else {}, count)
+            moved = {path: further(*both, steps) for path, both in numbers.items()}
+            got, raised = self._steps_from(padded, count, moved if steps else _NONE)
             if raised is not None:
                 if steps:
                     # An index out of range, say: it says nothing about other steps.
@@ -554,13 +559,13 @@ class Trial:
         return None
 
     def _steps_from(
-        self, start: Sequence[Any], moved: Mapping[str, Any], count: int
+        self, start: Sequence[Any], count: int, numbers: Mapping[str, Any] = _NONE
     ) -> tuple[list[Any], str | None]:
-        """The outputs of a few steps, one after the other, from `start` with `moved`, and the first
-        `count` pieces of memory that they write; or what they raise."""
+        """The outputs of a few steps, one after the other, where the first finds `start` in Python,
+        with other `numbers`, and the first `count` pieces of memory that they write; or what they
+        raise."""
         runs: list[Any] = []
-        self._state.python.restore(start)
-        self._state.python.put(moved)
+        self._state.python.begin(start, numbers)
         try:
             for _ in range(_STEPS_AFTER):
                 runs.append(self._step.eager(self._watch()))
@@ -590,8 +595,6 @@ class Trial:
 
     def _judge_numbers(self, eager: Run, numbers: Changes) -> None:
         """Does it do something else when the numbers that it moves have moved on?"""
-        if not numbers:
-            return
         effect = self._depends_on(numbers, eager)
         if effect is None:
             self._verdict.harmless = tuple(numbers)
@@ -608,41 +611,43 @@ class Trial:
     def _judge_values(self, eager: Run, moved: Changes, numbers: Changes) -> None:
         """Does it do something else in one of the next runs, or when lists and texts that it moves
         are much longer, or empty?"""
-        python, left = self._state.python, eager.left.python
+        left, failed = eager.left.python, self._verdict.failure is not None
         moved = {
             path: both
             for path, both in moved.items()
             if path not in numbers and not all(isinstance(each, torch.Tensor) for each in both)
         }
-        together = self._step.together
-        if not moved or (self._verdict.failure is not None and not together):
+        if not moved or (failed and not self._step.together):
             return
-        starts, effect = [left], None
-        for _ in range(_NEXT_RUNS):
-            if effect is None or together:
+        starts = [left]
+
+        def runs() -> Iterator[str | None]:
+            for _ in range(_NEXT_RUNS):
                 watch = self._watch(compared=True)
-                run = partial(self._from, starts[-1], watch, eager, starts.append)
-                effect = self._attempt("run again", run) or effect
-        later = python.much_later(left)
-        if later is not None and (effect is None or together):
-            run = partial(self._from, later, self._follow(eager), eager)
-            effect = self._attempt("much later", run) or effect
+                yield self._effect("run again", starts[-1], watch, eager, note=starts.append)
+            later = self._state.python.much_later(left)
+            if later is not None:
+                yield self._effect("much later", later, self._follow(eager), eager)
+
+        effect = self._first(runs())
         if effect is not None:
-            got = f"{described(moved)}; moved on, {effect}"
-            self._fail(NUMBER_MOVED, got, kind="value")
+            self._fail(NUMBER_MOVED, f"{described(moved)}; moved on, {effect}", kind="value")
 
     def _depends_on(self, numbers: Changes, eager: Run) -> str | None:
         """What is another result, or another operator, when `numbers` have moved on."""
-        first: str | None = None
-        for steps in _STEPS:
-            if first is not None and not self._step.together:
-                break
-            watch = self._follow(eager)
-            moved = {path: further(*both, steps) for path, both in numbers.items()}
-            run = partial(self._from, self._state.python.was, watch, eager, moved=moved)
-            effect = self._attempt(f"with {', '.join(numbers)} moved on", run)
-            if effect is not None and first is None:
-                first = effect + (f", first {watch.deviation}" if watch.deviation else "")
+        was, how = self._state.python.was, f"with {', '.join(numbers)} moved on"
+        starts = [
+            {path: further(*both, steps) for path, both in numbers.items()} for steps in _STEPS
+        ]
+        return self._first(
+            self._effect(how, was, self._follow(eager), eager, moved=each) for each in starts
+        )
+
+    def _first(self, effects: Iterator[str | None]) -> str | None:
+        """The first effect. Where ranks try a step together all of the runs are made."""
+        first = next(filter(None, effects), None)
+        for _ in effects if self._step.together else ():
+            pass
         return first
 
     def _follow(self, eager: Run) -> Watch:
@@ -651,23 +656,30 @@ class Trial:
         follows = None if self._step.together else eager.watch.trace
         return self._watch(follows, compared=True)
 
-    def _from(
+    def _effect(
         self,
+        how: str,
         start: Sequence[Any],
         watch: Watch,
         eager: Run,
-        note: Callable[[list[Any]], object] = lambda _: None,
         *,
-        moved: Mapping[str, Any] = MappingProxyType({}),
+        moved: Mapping[str, Any] = _NONE,
+        note: Callable[[list[Any]], object] = lambda _: None,
     ) -> str | None:
-        """What is otherwise where the step finds `start` in Python, with `moved`; `note` is given
-        what the run has left there."""
+        """What is otherwise where the step finds `start` in Python, with numbers that have `moved`;
+        `note` is given what the run has left there. None where nothing is, or it raises."""
+        begin = partial(self._state.python.begin, start, moved)
+        effect = self._attempt(how, lambda: self._from(begin, watch, eager, note))
+        return effect and effect + (f", first {watch.deviation}" if watch.deviation else "")
+
+    def _from(
+        self,
+        begin: Callable[[], None],
+        watch: Watch,
+        eager: Run,
+        note: Callable[[list[Any]], object],
+    ) -> str | None:
         python, memory = self._state.python, self._state.memory
-
-        def begin() -> None:
-            python.restore(start)
-            python.put(moved)
-
         try:
             begin()
             result = self._step.eager(watch)

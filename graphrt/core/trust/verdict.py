@@ -29,8 +29,6 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
     harmless: tuple[str, ...] = ()
     """Python numbers that were moved further, and no operator is another one then."""
-    padded_state: tuple[str, ...] = ()
-    """Where padded steps leave other Python values, on which no output depends."""
 
 
 class Failure(NamedTuple):

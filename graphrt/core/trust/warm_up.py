@@ -66,7 +66,7 @@ class WatchedState:
     ) -> None:
         """`has_parts` says that graphs may have eager parts, `is_in_graphs` whether a tensor lies
         in graph memory."""
-        self._snapshot = StateSnapshot(device_type, limit_bytes, declared=declared)
+        self._snapshot = StateSnapshot(device_type, limit_bytes, declared=[*declared])
         # Memory that the last run wrote which was not watched; its capture writes it too.
         self._of_size = SavedWrites(limit_bytes)
         self._reads = reads

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import sys
 import weakref
 from collections import OrderedDict, deque
@@ -20,6 +21,14 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 import torch
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """As `operator.call`, which Python 3.10 has not."""
+    return function(*args)
+
+
+call = getattr(operator, "call", call)
 
 
 class _Missing:

@@ -26,6 +26,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -342,9 +343,8 @@ def with_keys(tensors: Iterable[tuple[Place, torch.Tensor]]) -> Keyed:
     """The tensors that have memory, with their keys."""
     tensors = [*tensors]
     keyed: Keyed = []
-    for (place, held), (_, key, _) in zip(
-        tensors, tree.placed([each for _, each in tensors]), strict=True
-    ):
+    placed = tree.placed(map(itemgetter(1), tensors))
+    for (place, held), (_, key, _) in zip(tensors, placed, strict=True):
         if key is not None:
             keyed.append((place, held, key))
     return keyed
@@ -656,7 +656,7 @@ class Walk:
         # container to watch: one fixed place stands for them.
         own = self.places.first.setdefault(id(held), Place(owner, "", FIXED, held))
         self.places.first[id(own)] = own
-        self.places.slots += _fixed(owner, [own])
+        self.places.slots.append((Place(owner, "", FIXED, own), own))
         for name in sorted(names & held.keys()):
             value, key = held.get(name), (id(held), name)
             if key in self._looked_up or issubclass(type(value), types.ModuleType):
@@ -748,7 +748,10 @@ def _registered(place: Place, held: dict[str, Any]) -> Slots:
 
 
 def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
-    return [(Place(place, label, FIXED, each), each) for each in values]
+    fixed: Slots = []
+    for each in values:
+        fixed.append((Place(place, label, FIXED, each), each))
+    return fixed
 
 
 def _is_skipped(kind: Kind, value: Any) -> bool:

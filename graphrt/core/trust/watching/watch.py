@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from operator import eq, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +43,17 @@ class Use:
     overwritten = 0
     """How many elements the run wrote before it read any."""
 
-    def __init__(self, tensor: torch.Tensor, op: str, source: Source | None = None) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        op: str,
+        source: Source | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
         self.writes: list[str] = []
         """The operators of the run that wrote it, in their order."""
         self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.shape, _ = _extent(tensor)
+        self.shape = _extent(tensor)[0] if shape is None else shape
         self.dtype = tensor.dtype
         self.op = op
         self.source = source or user_source()
@@ -86,6 +94,9 @@ class Kept:
     of_data: int | None = None
 
 
+_FUNC, _KEY = itemgetter(0), itemgetter(1)
+
+
 class Deviation(Exception):
     """A run that was told what to do did something else, which was not done; `in_part` says that it
     was in an eager part."""
@@ -96,13 +107,12 @@ class Deviation(Exception):
 
 
 class _Call(NamedTuple):
-    """One call of an operator, with what it writes and the line that issued it, if it is kept."""
+    """One call of an operator, with the line that issued it, if it is kept."""
 
     func: Any
     facts: OperatorFacts
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    written: list[torch.Tensor]
     source: Source | None
 
 
@@ -149,34 +159,71 @@ class Watch(ThreadMode):
         self._follows = follows
         self._generators = generators
         self._reads_arrays = reads_arrays
-        self._compared = compared
+        self.is_compared = compared
         # What the run has made, and memory from outside: None where its uses are not noted.
         self._memory: dict[int, Kept | Use | None] = {}
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        facts, is_data = facts_of(func), func is LIFT_FRESH
-        targets, from_inputs = self._begin(func, facts, args, kwargs)
+        facts, trace, is_data = facts_of(func), self.trace, func is LIFT_FRESH
+        source = user_source() if is_data or trace.keeps_sources else None
+        call = _Call(func, facts, args, kwargs, source)
+        targets = self._before_effects(call) if facts.writes or facts.may_draw else []
+        arguments: tuple[object, ...] = ()
+        from_inputs = False
+        if is_data:
+            arguments = (unseen(lambda: made_of_data(args[0])),)
+        elif self.is_compared:
+            arguments, from_inputs = self._use(call, targets)
+        else:
+            for _, key, _ in tree.placed((*args, *kwargs.values()), parts=True):
+                if key is not None:
+                    self._memory.setdefault(key, None)
+        op = Op(func, arguments)
+        if self._follows is not None:
+            self._follow(op, args, self._follows)
+        if in_eager_part.get() is not None:
+            trace.in_parts.add(len(trace))
+        trace.append(op)
+        trace.sources.append(source)
         result = func(*args, **kwargs)
-        if self.trace.rows is not None:
-            self.trace.note_sum(None if is_data else result)
-        if targets and self._compared:
+        if trace.rows is not None:
+            trace.note_sum(None if is_data else result)
+        if targets or not facts.makes_nothing:
+            self._note_made(call, targets, result, from_inputs)
+        return result
+
+    def _note_made(
+        self, call: _Call, targets: list[torch.Tensor], result: Any, from_inputs: bool
+    ) -> None:
+        """After an operator: note what it has written, and the memory that it has made."""
+        if targets and self.is_compared:
             self._rewrite(targets, from_inputs)
-        if facts.makes_nothing:
-            return result
-        memory, own = self._memory, self._own
-        for part, key, address in tree.placed(
-            (args[0], result) if is_data else (result,), parts=True
-        ):
+        if call.facts.makes_nothing:
+            return
+        memory, own, is_data = self._memory, self._own, call.func is LIFT_FRESH
+        made = (call.args[0], result) if is_data else (result,)
+        for part, key, address in tree.placed(made, parts=True):
             if key is not None and key not in memory and address not in own:
                 memory[key] = Kept(StorageWeakRef(part.untyped_storage()), from_inputs)  # type: ignore[no-untyped-call]
         if is_data:
             self._note_data(result)
-        return result
 
     @property
     def uses(self) -> dict[int, Use]:
         """The memory from outside that the run has used."""
         return {key: use for key, use in self._memory.items() if isinstance(use, Use)}
+
+    def begin_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+        """An eager part begins: note the plain values that it is given, which a replay has of its
+        capture; returns the keys of the memory that it is given."""
+        tensors: list[torch.Tensor] = []
+        for given in (*args, *kwargs.values()):
+            for _, leaf in tree.leaves(given):
+                if isinstance(leaf, torch.Tensor):
+                    tensors.append(leaf)
+                else:
+                    self.trace.values_of_parts.append(leaf)
+        return frozenset(map(_KEY, tree.placed(tensors, parts=True)))
 
     def kept(self) -> dict[int, Kept]:
         """What the run made that is still there."""
@@ -186,38 +233,6 @@ class Watch(ThreadMode):
     def written(self) -> dict[int, Use]:
         """The memory from outside that the run has written."""
         return {key: use for key, use in self.uses.items() if use.is_written}
-
-    def _begin(
-        self, func: Any, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[torch.Tensor], bool]:
-        """Before an operator: save what it writes, and note what it is given; returns the tensors
-        that it writes, and whether some that it is given was computed from the inputs."""
-        is_data = func is LIFT_FRESH
-        targets = list(written(facts, args, kwargs)) if facts.writes else []
-        source = user_source() if is_data or self.trace.keeps_sources else None
-        call = _Call(func, facts, args, kwargs, targets, source)
-        if self._generators is not None and facts.may_draw:
-            self._generators.note_given((*args, *kwargs.values()))
-        if targets:
-            self._before_writes(call)
-        arguments: tuple[object, ...] = ()
-        from_inputs = False
-        if is_data:
-            arguments = (unseen(lambda: made_of_data(args[0])),)
-        elif self._compared:
-            arguments, from_inputs = self._use(call)
-        else:
-            for _, key, _ in tree.placed((*args, *kwargs.values()), parts=True):
-                if key is not None:
-                    self._memory.setdefault(key, None)
-        op = Op(func, arguments)
-        if self._follows is not None:
-            self._follow(op, args, self._follows)
-        if in_eager_part.get() is not None:
-            self.trace.in_parts.add(len(self.trace))
-        self.trace.append(op)
-        self.trace.sources.append(source)
-        return targets, from_inputs
 
     def _note_data(self, made: torch.Tensor) -> None:
         """The last operator has made a tensor of Python data."""
@@ -241,8 +256,18 @@ class Watch(ThreadMode):
             in_part = self._deviates_in_part and in_eager_part.get() is not None
             raise Deviation(str(op), in_part=in_part)
 
-    def _before_writes(self, call: _Call) -> None:
-        for tensor, key, address in tree.placed(call.written):
+    def _before_effects(self, call: _Call) -> list[torch.Tensor]:
+        """Before an operator: keep the generators that it draws from, and save what it writes;
+        returns the latter."""
+        if self._generators is not None and call.facts.may_draw:
+            self._generators.note_given((*call.args, *call.kwargs.values()))
+        targets = [*written(call.facts, call.args, call.kwargs)] if call.facts.writes else []
+        if targets:
+            self._before_writes(call, targets)
+        return targets
+
+    def _before_writes(self, call: _Call, targets: list[torch.Tensor]) -> None:
+        for tensor, key, address in tree.placed(targets):
             use = None if key is None else self._memory.get(key)
             if key is None or isinstance(use, Kept):
                 continue
@@ -263,11 +288,11 @@ class Watch(ThreadMode):
             if self._saves is not None:
                 self._saves.save(tensor, call.facts, call.args, use)
 
-    def _use(self, call: _Call) -> tuple[tuple[object, ...], bool]:
-        """Note what an operator uses of what it is given; returns its arguments as traces have
-        them, and whether some were computed from the inputs."""
+    def _use(self, call: _Call, targets: list[torch.Tensor]) -> tuple[tuple[object, ...], bool]:
+        """Note what an operator, which writes `targets`, uses of what it is given; returns its
+        arguments as traces have them, and whether some were computed from the inputs."""
         given = tree.placed((*call.args, *call.kwargs.values()))
-        overwritten = _overwritten(call.written, given) if call.facts.overwrites else ()
+        overwritten = _overwritten(targets, given) if call.facts.overwrites else ()
         tensors: dict[int, object] = {}
         from_inputs = False
         for each in given:
@@ -286,7 +311,8 @@ class Watch(ThreadMode):
                     from_inputs = True
                     continue
                 if known is None:
-                    known = self._memory[key] = Use(part, str(call.func), call.source)
+                    shape = extent[0] if part is whole else None
+                    known = self._memory[key] = Use(part, str(call.func), call.source, shape)
                 if isinstance(known, Use):
                     known.note(part, call.facts, fills=id(whole) in overwritten)
                 elif known.of_data is not None:
@@ -350,12 +376,18 @@ class At(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"a tensor {self.shape} at {self.address:#x}"
+
 
 class Of(NamedTuple):
     """A tensor that the run itself made."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"a tensor {self.shape} of {self.dtype}"
 
 
 class Values(NamedTuple):
@@ -403,6 +435,10 @@ class Trace(list[Op]):
         ours, theirs = (each.captured(has_parts=has_parts) for each in (self, other))
         return same_values and ours == theirs
 
+    def overloads(self) -> list[Any]:
+        """The operators, without what they are given."""
+        return [*map(_FUNC, self)]
+
     def captured(self, *, has_parts: bool) -> Trace:
         """The operators that a graph has captured: with `has_parts` not those of eager parts. A
         single graph has captured them too."""
@@ -438,8 +474,8 @@ class Trace(list[Op]):
     def first_mixed(self, alone: Trace, rounding: float) -> tuple[int, str] | None:
         """The first operator whose live rows are not what they are in a run without padding."""
         end = len(self)
-        if [op.func for op in self] != [op.func for op in alone]:
-            difference = first_difference(self, alone, same_size=False)
+        if self.overloads() != alone.overloads():
+            difference = first_difference(self, alone, same_but_for_size)
             end = end if difference is None else difference[0]
         for place, (ours, theirs) in enumerate(zip(self.sums[:end], alone.sums, strict=False)):
             if ours is None or theirs is None:
@@ -509,52 +545,33 @@ def made_of_data(tensor: torch.Tensor) -> object:
     return Values(f"{tuple(tensor.shape)} values, CRC {zlib.crc32(data):08x}")
 
 
-def first_difference(now: Trace, then: Trace, *, same_size: bool) -> tuple[int, str] | None:
-    """The first operator that a graph's run did otherwise, as its place and what differs; None.
-
-    Between runs of two sizes only what does not follow from the size is compared: operators,
-    fractions, texts, and where memory from outside is.
-    """
-    for place, (ours, theirs) in enumerate(zip(now, then, strict=False)):
-        if ours.func is not theirs.func:
-            return place, f"{ours} where the graph has {theirs}"
-        if ours.arguments == theirs.arguments:
-            continue
-        if same_size or not _alike(ours.arguments, theirs.arguments):
-            return place, f"{ours}{_text(ours, theirs, same_size)}"
-    if len(now) != len(then):
-        longer = now if len(now) > len(then) else then
-        return min(len(now), len(then)), f"{longer[min(len(now), len(then))]}: only one has it"
+def first_difference(
+    now: Sequence[Any], then: Sequence[Any], same: Callable[[Any, Any], bool] = eq
+) -> tuple[int, str] | None:
+    """The first operator that a run did otherwise than a graph's, as its place and in words; None
+    where all are the `same`. Both are traces, or overloads alone."""
+    for place, (ours, theirs) in enumerate(zip_longest(now, then)):
+        if ours is None or theirs is None:
+            return place, f"{ours or 'none'} where the graph has {theirs or 'none'}"
+        if not same(ours, theirs):
+            return place, f"{ours}{_text(ours, theirs)}"
     return None
 
 
-def first_other(now: Trace, captured: Sequence[Any]) -> tuple[int, str] | None:
-    """The first operator that a run issued otherwise than a capture, whose operators are known by
-    their overloads alone, as its place and in words; None where they are the same."""
-    for place, (ours, theirs) in enumerate(zip(now, captured, strict=False)):
-        if ours.func is not theirs:
-            return place, f"{ours} where the capture has {theirs}"
-    if len(now) == len(captured):
-        return None
-    place = min(len(now), len(captured))
-    if len(now) > place:
-        return place, f"{now[place]}, which the capture has not"
-    return place, f"none where the capture has {captured[place]}"
+def same_but_for_size(ours: Op, theirs: Op) -> bool:
+    """Whether two operators are the same but for what follows from the size of a graph: of tensors
+    their shapes, and whole numbers. Fractions, texts, and where memory from outside is do not."""
+    return ours.func is theirs.func and _alike(ours.arguments, theirs.arguments)
 
 
-def _text(ours: Op, theirs: Op, same_size: bool) -> str:
-    for mine, other in zip(ours.arguments, theirs.arguments, strict=False):
-        if mine != other and (same_size or not _alike(mine, other)):
-            return f": {_short(mine)} where the graph has {_short(other)}"
-    return ""
-
-
-def _short(value: object) -> str:
-    if isinstance(value, At):
-        return f"a tensor {value.shape} at {value.address:#x}"
-    if isinstance(value, Of):
-        return f"a tensor {value.shape} of {value.dtype}"
-    return str(value)[:80]
+def _text(ours: Any, theirs: Any) -> str:
+    if not isinstance(theirs, Op) or ours.func is not theirs.func:
+        return f" where the graph has {theirs}"
+    pairs = [*zip_longest(ours.arguments, theirs.arguments)]
+    differing = [pair for pair in pairs if not _alike(*pair)]
+    differing += [pair for pair in pairs if pair[0] != pair[1]]
+    mine, other = (str(each)[:80] for each in differing[0])
+    return f": {mine} where the graph has {other}"
 
 
 def _alike(ours: Any, theirs: Any) -> bool:
