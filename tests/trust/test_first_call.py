@@ -106,33 +106,29 @@ def a_scale(table: torch.Tensor, x: torch.Tensor) -> None:
     table.copy_(x.abs().amax(0))
 
 
+@pytest.mark.parametrize("fill", [a_table, a_scale])
 @pytest.mark.parametrize("mark", MARKS)
-def test_a_table_that_the_first_call_fills_in_place_stays_filled(mark):
-    right, ran, said, _ = served(lambda: mark(a_table))
-    assert right and set(ran) == {Reason.HIT} and not said
+def test_what_the_first_call_fills_in_place_is_refused_by_name(mark, fill):
+    with pytest.raises(PythonStateError, match="fills memory when it runs first") as raised:
+        runner_of(mark(fill))
+    assert re.search(r"got: .*table.*: .*table\.copy_\(", str(raised.value))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_so_it_does_at_every_level_and_in_every_mode(level, mode):
-    right, ran, said, _ = served(lambda: by_flag(a_table), level=level, mode=mode)
+def test_and_is_right_after_a_call_at_every_level_and_in_every_mode(level, mode):
+    right, ran, said, _ = served(lambda: called(by_flag(a_table), 3), level=level, mode=mode)
     assert right and set(ran) == {Reason.HIT} and not said
 
 
-@pytest.mark.parametrize("mark", MARKS)
-def test_a_scale_of_the_first_inputs_is_refused_by_name(mark):
-    with pytest.raises(PythonStateError, match="fills memory when it runs first") as raised:
-        runner_of(mark(a_scale))
-    assert re.search(r"got: .*table.*: .*table\.copy_\(x\.abs", str(raised.value))
+def called(forward: Forward, *counts: int) -> Forward:
+    for count in counts:
+        forward(rows(count, seed=9))
+    return forward
 
 
 def test_a_scale_of_a_batch_before_the_capture_is_right():
-    def make() -> Forward:
-        forward = by_flag(a_scale)
-        forward(rows(3, seed=9))
-        return forward
-
-    right, ran, said, _ = served(make)
+    right, ran, said, _ = served(lambda: called(by_flag(a_scale), 3))
     assert right and set(ran) == {Reason.HIT} and not said
 
 
@@ -143,51 +139,39 @@ def test_after_a_refusal_the_first_call_is_still_to_come():
     assert not forward.ready and not forward.table.any()
 
 
-def test_rows_of_a_table_that_each_size_fills_stay_filled():
-    def make() -> Forward:
-        table, seen = torch.zeros(16, 1), set()
+def rows_of_a_table() -> Forward:
+    table, seen = torch.zeros(16, 1), set()
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            if len(x) not in seen:
-                table[: len(x), 0] = torch.arange(float(len(x)))
-                seen.add(len(x))
-            return x + table[: len(x)]
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if len(x) not in seen:
+            table[: len(x), 0] = torch.arange(float(len(x)))
+            seen.add(len(x))
+        return x + table[: len(x)]
 
-        return forward
-
-    right, ran, said, _ = served(make, (4, 3, 2, 8, 5, 4, 1, 2), sizes=[1, 2, 4, 8])
-    assert right and set(ran) == {Reason.HIT} and not said
+    return forward
 
 
-def test_a_table_of_a_smaller_size_alone_stays_filled():
-    def make() -> Forward:
-        tables, done = {n: torch.zeros(1) for n in (1, 2, 4, 8)}, set()
+def a_table_of_some_sizes() -> Forward:
+    tables, done = {n: torch.zeros(1) for n in (1, 2, 4)}, set()
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            if len(x) in tables and len(x) not in done:
-                tables[len(x)].fill_(2)
-                done.add(len(x))
-            return x * tables.get(len(x), 2.0)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if len(x) in tables and len(x) not in done:
+            tables[len(x)].fill_(2)
+            done.add(len(x))
+        return x * tables.get(len(x), 2.0)
 
-        return forward
-
-    right, ran, said, _ = served(make, (4, 3, 2, 8, 5, 4, 1, 2), sizes=[1, 2, 4, 8])
-    assert right and set(ran) == {Reason.HIT} and not said
+    return forward
 
 
-def test_a_table_of_indices_that_were_anything_is_filled_before_it_is_read():
-    def make() -> Forward:
-        index, model = torch.full((WIDTH,), 1 << 40), SimpleNamespace(ready=False)
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            if not model.ready:
-                index.copy_(torch.arange(WIDTH).flip(0))
-                model.ready = True
-            return x[:, index]
-
-        return forward
-
-    right, ran, said, _ = served(make)
+@pytest.mark.parametrize("make", [rows_of_a_table, a_table_of_some_sizes])
+def test_a_table_that_each_size_fills_is_filled_before_at_each_size(make):
+    sizes = [1, 2, 4, 8]
+    for counts in ((), (8, 4, 2)):
+        with pytest.raises(PythonStateError, match="fills memory when it runs first"):
+            runner_of(called(make(), *counts), sizes=sizes)
+    right, ran, said, _ = served(
+        lambda: called(make(), *sizes), (4, 3, 2, 8, 5, 4, 1, 2), sizes=sizes
+    )
     assert right and set(ran) == {Reason.HIT} and not said
 
 
@@ -204,30 +188,11 @@ def cache_that_the_first_call_clears(was: float) -> Forward:
     return forward
 
 
-def test_a_cache_that_the_first_call_clears_is_right_if_it_is_clear():
-    right, ran, said, _ = served(lambda: cache_that_the_first_call_clears(0.0), (4, 4, 8, 8, 4))
-    assert right and set(ran) == {Reason.HIT} and not said
-
-
-def test_and_is_refused_by_name_if_it_is_not():
-    with pytest.raises(PythonStateError, match="first, and every run writes it too") as raised:
-        runner_of(cache_that_the_first_call_clears(1.0))
+@pytest.mark.parametrize("was", [0.0, 1.0])
+def test_a_cache_that_the_first_call_clears_is_refused_by_name(was):
+    with pytest.raises(PythonStateError, match="fills memory when it runs first") as raised:
+        runner_of(cache_that_the_first_call_clears(was))
     assert "model.cache" in str(raised.value)
-
-
-def test_state_beside_the_table_is_put_back():
-    model = SimpleNamespace(table=torch.zeros(WIDTH), sums=torch.zeros(1), ready=False)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        if not model.ready:
-            model.table.fill_(3.0)
-            model.ready = True
-        model.sums.add_(1)
-        return x * model.table + model.sums
-
-    runner = runner_of(forward)
-    assert model.table.tolist() == [3.0] * WIDTH and model.sums.item() == 0
-    assert torch.equal(runner(x=rows(4)), rows(4) * 3 + 1)
 
 
 def test_buffers_that_are_written_in_turn_are_put_back():

@@ -179,18 +179,7 @@ class WatchedState:
             again, result = run()
             self._reads.note(again)
             self._refuse_state_of_padding(made, again)
-            once = self._first_writes(watch, again, run)
-            both = once.keys() & again.written().keys()
-            memory.keep(left, once.keys() - both)
-            if both:
-                # Refused only if the next run leaves other values there than the first did: a cache
-                # of zeros, say, may well be zeroed at the first run.
-                self.restore()
-                run()
-                self._refuse_first_writes(
-                    {key: once[key] for key in both & memory.other_than(left)},
-                    "every run writes it too",
-                )
+            self._refuse_first_writes(watch, again, run)
             self._steady |= again.written().keys()
         self._reads.note(watch)
         if kind is not None:
@@ -273,12 +262,12 @@ class WatchedState:
                 "use a StaticCache, never a DynamicCache, and run the forward once on a real batch",
             )
 
-    def _first_writes(
+    def _refuse_first_writes(
         self, watch: Watch, again: Watch, run: Callable[[], tuple[Watch, object]]
-    ) -> dict[int, Use]:
-        """The memory that a forward writes otherwise when it runs first: a flag in Python says that
-        it did, and stays, so no later run would. Raises `PythonStateError` where only the first run
-        writes, and from the inputs."""
+    ) -> None:
+        """Raise `PythonStateError` for memory that a forward writes otherwise when it runs first: a
+        flag in Python says that it did, so no later run would, and a warm-up has only padding."""
+        assert self._reads is not None
         first, second = watch.written(), again.written()
         once = {
             key: use
@@ -287,27 +276,21 @@ class WatchedState:
         }
         if not once or second.keys() - first.keys() - watch.kept().keys():
             # All runs write the same, or each writes other memory than the one before.
-            return {}
+            return
         third = run()[0].written()
         if any(key in third and third[key].writes == use.writes for key, use in once.items()):
             # Not only the first run: every second one does.
-            return {}
-        of_inputs = {k: use for k, use in once.items() if use.from_inputs and k not in second}
-        self._refuse_first_writes(of_inputs, "a warm-up has only padding")
-        return once
-
-    def _refuse_first_writes(self, uses: dict[int, Use], why: str) -> None:
-        assert self._reads is not None
-        for key, use in uses.items():
-            tensors = self._reads.walk().keyed
-            paths = [place.path for place, _, held in tensors if held == key]
-            self._snapshot.python.restore()
-            raise PythonStateError(
-                f"the forward fills memory when it runs first, and {why}",
-                got=": ".join([*paths[:1], str(use)]),
-                expected="memory that is filled before capture()",
-                advice="run the forward once on a real batch before the capture",
-            )
+            return
+        key, use = next(iter(once.items()))
+        paths = [place.path for place, _, held in self._reads.walk().keyed if held == key]
+        self._snapshot.python.restore()
+        raise PythonStateError(
+            "the forward fills memory when it runs first, and a warm-up has only padding",
+            got=": ".join([*paths[:1], str(use)]),
+            expected="memory that is filled before capture()",
+            advice="run the forward once on a real batch before the capture; of a table that each "
+            "size fills, once at each size",
+        )
 
     def look(self) -> None:
         """Note what a run that was not watched, a capture, has moved in Python."""

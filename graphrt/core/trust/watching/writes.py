@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -164,18 +164,6 @@ class SavedWrites:
                 _write(region, value)
 
         unseen(write)
-
-    def keep(self, left: Sequence[torch.Tensor], keys: Collection[int]) -> None:
-        """From here on `restore` puts into the storages of `keys` what was `left` there by the run
-        at whose end `take` returned it."""
-        for at, (region, value) in enumerate(zip(self._regions, left, strict=False)):
-            if region.key in keys:
-                self._regions[at] = region._replace(was=value)
-
-    def other_than(self, left: Sequence[torch.Tensor]) -> set[int]:
-        """The storages that do not hold what `take` returned."""
-        pairs = zip(self._regions, left, self.take(), strict=False)
-        return unseen(lambda: {of.key for of, was, now in pairs if difference(now, was)})
 
     def spoilt(
         self,
