@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from graphrt.core.base.errors import PythonStateError, RowsMixedError, VerificationError
+from graphrt.core.capture.options import GraphOptions
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.trial import Trial, TriedGraph
 from graphrt.core.trust.verdict import Verdict
 from graphrt.core.trust.watching.watch import Watch
+from graphrt.cpu.platform import CpuPlatform
 
 ROWS, LIVE = 4, 3
 ORDER = ["eager", "of_padding", "replay", "unpadded", "eager"]
@@ -121,11 +123,10 @@ def trial_of(step: FakeStep, *, mixes_rows: bool = False, **more: Any) -> Trial:
     return Trial(
         step,
         TriedGraph("FULL [4]", **more),
+        places_of(step.model),
+        CpuPlatform(),
+        GraphOptions(state_limit_bytes=1 << 20),
         own=frozenset([step.buffer.data_ptr()]),
-        device_type="cpu",
-        limit_bytes=1 << 20,
-        places=places_of(step.model),
-        precision=lambda use: "ieee",
         mixes_rows=mixes_rows,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Literal
@@ -20,7 +20,9 @@ from graphrt.core.trust.ambient import Ambient
 from graphrt.core.trust.host_watch import Changes, Told, described_changes
 from graphrt.core.trust.places.slots import same_value
 from graphrt.core.trust.reads import ReadSet
+from graphrt.core.trust.trial import TriedGraph
 from graphrt.core.trust.verdict import Verdict
+from graphrt.core.trust.warm_up import WarmedUp
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
@@ -455,16 +457,19 @@ class Checks:
             kind.tried_padded(differing)
         self._note_pending()
 
-    def moved(self, slot: int) -> Mapping[str, tuple[Any, Any]]:
-        """The Python values that eager steps have moved since the graph was captured: the value
-        then, and the value now. Empty where steps are not checked."""
+    def graph_to_try(self, dispatch: Dispatch, warm: WarmedUp | None = None) -> TriedGraph:
+        """What a trial is told of a graph; `warm` is the warm-up of its kind."""
+        mode, descriptor, _, slot = dispatch
         graph = self._graphs.get(slot)
-        return {} if graph is None else graph.moved
-
-    def changed(self, slot: int) -> Changes:
-        """What the host has changed since the last trial of the graph, or since its capture."""
-        graph = self._graphs.get(slot)
-        return Changes() if graph is None else graph.changed
+        return TriedGraph(
+            f"{mode.name} [{descriptor}]",
+            captured=None if warm is None else warm.trace,
+            issued=None if warm is None else warm.captured.get(mode),
+            same_size=warm is not None and warm.tokens == descriptor.num_tokens,
+            has_parts=mode is GraphMode.PIECEWISE,
+            moved=None if graph is None else graph.moved,
+            changed="" if graph is None else described_changes(graph.changed),
+        )
 
     def look_after_eager_step(self) -> None:
         """An eager step is over: graphs may have baked in the Python values that it has moved, so

@@ -27,9 +27,8 @@ from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.replay.recording import enter_under_way, warming_up
 from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.host import Example, MakeExample
-from graphrt.core.trust.host_watch import described_changes
 from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.trial import Trial, TriedGraph
+from graphrt.core.trust.trial import Trial
 from graphrt.core.trust.verdict import Verdict
 from graphrt.core.trust.watching.watch import Watch
 
@@ -105,29 +104,17 @@ class StepTrials:
 
     @undoing
     def _try(self, undo: Undo, runs: StepRuns, *, undone: bool = False) -> Verdict:
-        graphs, platform = self._graphs, self._executor.pool.platform
-        dispatch, prepared, setup = runs.step.dispatch, runs.prepared, graphs.setup
-        warm = graphs.warmed_up.get(dispatch.descriptor.kind)
-        graph = TriedGraph(
-            f"{dispatch.mode.name} [{dispatch.descriptor}]",
-            captured=None if warm is None else warm.trace,
-            issued=None if warm is None else warm.captured.get(dispatch.mode),
-            same_size=warm is not None and warm.tokens == prepared.tokens,
-            has_parts=dispatch.mode is GraphMode.PIECEWISE,
-            moved=graphs.checks.moved(dispatch.slot),
-            changed=described_changes(graphs.checks.changed(dispatch.slot)),
-        )
+        graphs, setup, dispatch = self._graphs, self._graphs.setup, runs.step.dispatch
+        graph = graphs.checks.graph_to_try(dispatch, graphs.warmed_up.get(dispatch.descriptor.kind))
         trial = Trial(
             runs,
             graph,
-            own=prepared.storages(),
-            device_type=platform.device_type,
-            limit_bytes=setup.options.state_limit(platform),
-            places=places_of(setup.forward),
-            precision=platform.float32_precision,
+            places_of(setup.forward),
+            self._executor.pool.platform,
+            setup.options,
+            own=runs.prepared.storages(),
             mixes_rows=setup.host.mixes_rows,
             pads=self._executor.inputs.padding.unused_addresses(runs.step.values),
-            strict=setup.options.strict,
         )
         for span in graphs.spans:
             undo.enter(span("trial", graph.name))

@@ -27,17 +27,15 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.thread_mode import set_for_capture
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.tasks import DEFERRED
 from graphrt.core.runner.checks import Checks, TrialRecord
 from graphrt.core.runner.trials import watched
-from graphrt.core.trust.host_watch import described_changes
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.trial import Trial, TriedGraph
+from graphrt.core.trust.trial import Trial
 from graphrt.core.trust.watching.watch import Trace, Watch
 
 
@@ -111,34 +109,21 @@ class WrapperTrials:
             return True
         step = WrapperStep(wrapper, entry, context, args, kwargs)
         try:
-            self._try(step, slot)
+            self._try(step, dispatch)
         except StateTooLargeError as error:
             checks.cannot_try(slot, error)
         return checks.records[slot].failure is None
 
     @undoing
-    def _try(self, undo: Undo, step: WrapperStep, slot: int) -> None:
-        reads, checks, wrapper = self._reads, self._checks, step.wrapper
+    def _try(self, undo: Undo, step: WrapperStep, dispatch: Dispatch) -> None:
+        reads, checks, wrapper, slot = self._reads, self._checks, step.wrapper, dispatch.slot
         assert reads is not None and checks is not None
-        platform = wrapper.pool.platform
         undo.later(step.put_back)
-        graph = TriedGraph(
-            f"{wrapper.runtime_mode.name} [{step.entry.descriptor}]",
-            # Before its first trial any run counts as one of other operators.
-            captured=self._traces.get(slot, Trace()),
-            same_size=True,
-            has_parts=wrapper.runtime_mode is GraphMode.PIECEWISE,
-            changed=described_changes(checks.changed(slot)),
-        )
-        trial = Trial(
-            step,
-            graph,
-            own=frozenset(),
-            device_type=platform.device_type,
-            limit_bytes=wrapper.options.state_limit(platform),
-            places=places_of(wrapper.runnable),
-            precision=platform.float32_precision,
-        )
+        # Before its first trial any run counts as one of other operators.
+        captured = self._traces.get(slot, Trace())
+        graph = checks.graph_to_try(dispatch)._replace(captured=captured, same_size=True)
+        places = places_of(wrapper.runnable)
+        trial = Trial(step, graph, places, wrapper.pool.platform, wrapper.options)
         set_for_capture(undo)
         # Its effects are put back: the call itself comes after it.
         verdict = trial.run(undone=True)
@@ -148,7 +133,8 @@ class WrapperTrials:
             reads.settle()
             checks.glances.go_round()
         checks.tried(slot, verdict, None)
-        if step.watch is not None and verdict.failure is None and not checks.changed(slot):
+        is_settled = verdict.failure is None and not checks.graph_to_try(dispatch).changed
+        if step.watch is not None and is_settled:
             self._traces.setdefault(slot, step.watch.trace)
 
 

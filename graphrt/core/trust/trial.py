@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.capture.options import GraphOptions
+from graphrt.core.device.platform import Platform
 from graphrt.core.trust.compare import Difference, difference, differs, rounding_of
 from graphrt.core.trust.places.walk import Places
 from graphrt.core.trust.snapshot import (
@@ -154,39 +156,36 @@ class Padding(NamedTuple):
 
 
 class Trial:
-    """Tries one step of one graph.
+    """Tries one step of one graph, of a forward that holds `places`.
 
-    `own` are the addresses of the storages of the step's inputs. `precision` gives the precision of
-    float32 for each use. `mixes_rows` says that live rows may depend on padding. `pads` are rows
-    that only padding addresses, so padded and unpadded runs may leave different values there. With
-    `strict` a failed trial leaves no effects.
+    `own` are the addresses of the storages of the step's inputs. `mixes_rows` says that live rows
+    may depend on padding. `pads` are rows that only padding addresses, so padded and unpadded runs
+    may leave different values there. With strict options a failed trial leaves no effects.
     """
 
     def __init__(
         self,
         step: TriedStep,
         graph: TriedGraph,
-        *,
-        own: frozenset[int],
-        device_type: str,
-        limit_bytes: int,
         places: Places,
-        precision: Callable[[str], str],
+        platform: Platform,
+        options: GraphOptions,
+        *,
+        own: frozenset[int] = frozenset(),
         mixes_rows: bool = False,
         pads: Sequence[int] = (),
-        strict: bool = False,
     ) -> None:
         self._step = step
         self._graph = graph
-        self._own = own
-        self._reads_arrays = device_type == "cpu"
+        self._platform = platform
+        self._strict = options.strict
         # The rows that index writes save are saved anew in each run.
-        self._state = StateSnapshot(device_type, limit_bytes * _RUNS, sums=False)
+        limit_bytes = options.state_limit(platform) * _RUNS
+        self._state = StateSnapshot(platform.device_type, limit_bytes, sums=False)
         self._state.reach(places)
-        self._precision = precision
+        self._own = own
         self._mixes_rows = mixes_rows
         self._pads = pads
-        self._strict = strict
         self._verdict = Verdict()
         # How far apart results may be because of eager parts.
         self._unsteady = 0.0
@@ -219,7 +218,7 @@ class Trial:
         state.restore()
         padding = None if rows is None else self._padding(eager, rows)
         dtypes = map(attrgetter("dtype"), used.values())
-        rounding = rounding_of(dtypes, first.trace.overloads(), self._precision)
+        rounding = rounding_of(dtypes, first.trace.overloads(), self._platform.float32_precision)
         verdict.asks = asked and self._depends_on_modes(eager, rounding)
         moved = state.python.changed(state.python.was, eager.left.python)
         numbers = self._numbers(moved)
@@ -271,7 +270,7 @@ class Trial:
             self._state.memory,
             follows,
             self._state.generators,
-            reads_arrays=self._reads_arrays,
+            reads_arrays=self._platform.device_type == "cpu",
             compared=compared,
             **more,
         )
