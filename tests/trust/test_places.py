@@ -118,7 +118,13 @@ class Looked:
 
 def changed(values: PythonState) -> list[str]:
     """The paths of numbers, objects and lengths that have changed."""
-    return [*values.moved()]
+    was, values.was = values.was, values.take()
+    return [*values.changed(was, values.was)]
+
+
+def values_of(places: Places) -> list[object]:
+    """The plain values as they are now, in the order of `numbers`."""
+    return [place.get() for place in places.numbers]
 
 
 # Where a value can live: each makes a forward that holds `value`, with how a user would write the
@@ -463,10 +469,10 @@ def test_a_number_is_found_named_and_seen_to_change(live, before, after):
     places = places_of(forward)
     indices = [i for i, place in enumerate(places.numbers) if place.path == path]
     assert len(indices) == 1, [place.path for place in places.numbers]
-    values = places.values()
+    values = values_of(places)
     assert same_value(values[indices[0]], before)
     put(after)
-    now = places.values()
+    now = values_of(places)
     changed = [i for i in range(len(now)) if not same_value(values[i], now[i])]
     # Of a tuple that was replaced, its other items may have changed too.
     assert changed == indices or (indices[0] in changed and live in (in_tuple, in_named_tuple))
@@ -506,7 +512,7 @@ def test_an_item_of_a_list_that_became_shorter_is_missing():
     places = places_of(lambda x: held)
     values = PythonState(places, baked=True)
     held.pop()
-    assert places.values() == [1, MISSING]
+    assert values_of(places) == [1, MISSING]
     assert changed(values) == ["closure held[1]", "len(closure held)"]
 
 
@@ -635,11 +641,11 @@ def test_code_that_was_replaced_is_seen():
 def test_the_number_that_makes_a_sliding_cache_wrong_is_named():
     model = Model()
     places = places_of(model)
-    before = places.values()
+    before = values_of(places)
     model.layers[1].position += 1
     (moved,) = [
         place.path
-        for place, old, new in zip(places.numbers, before, places.values(), strict=True)
+        for place, old, new in zip(places.numbers, before, values_of(places), strict=True)
         if not same_value(old, new)
     ]
     assert moved == "model.layers[1].position"
@@ -650,7 +656,7 @@ def test_modules_in_training_are_numbers():
     places = places_of(model)
     index = [place.path for place in places.numbers].index("model.layers[0].linear.training")
     model.eval()
-    assert places.values()[index] is False
+    assert values_of(places)[index] is False
 
 
 def test_a_replaced_container_of_numbers_is_seen():

@@ -21,7 +21,7 @@ from torch import nn
 from graphrt.core.trust.places.slots import MISSING, same_value
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.snapshot import PythonState
-from tests.trust.test_places import Looked
+from tests.trust.test_places import Looked, values_of
 
 
 def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ def test_nothing_of_the_user_is_run(wrap):
     assert any(each is value for _, each in places.tensors)
     assert Looked(places).broken() == []
     assert all(place.get() is held for place, held in places.objects)
-    assert [each for each in places.values() if type(each) is int] == [5, 6]
+    assert [each for each in values_of(places) if type(each) is int] == [5, 6]
     for place in places.numbers:
         if place.writable:
             place.set(place.get())
@@ -144,9 +144,9 @@ def test_sets_classes_modules_and_subclasses_of_numbers_are_not_asked():
     }
     assert Looked(places).broken() == []
     assert all(place.get() is held for place, held in places.objects)
-    assert frozenset({1, 2}) in [each for each in places.values() if type(each) is frozenset]
-    before = places.values()
-    assert all(map(same_value, before, places.values()))
+    assert frozenset({1, 2}) in [each for each in values_of(places) if type(each) is frozenset]
+    before = values_of(places)
+    assert all(map(same_value, before, values_of(places)))
 
 
 def test_keys_with_their_own_hash_are_found_by_identity():
@@ -155,15 +155,15 @@ def test_keys_with_their_own_hash_are_found_by_identity():
     RefusingKey.works = False
     try:
         places = places_of(lambda x: held)
-        assert sorted(places.values()) == [7, 8]
+        assert sorted(values_of(places)) == [7, 8]
         assert len(places.tensors) == 1
         assert Looked(places).broken() == []
     finally:
         RefusingKey.works = True
     held[key] = 9
-    assert sorted(places.values()) == [8, 9]
+    assert sorted(values_of(places)) == [8, 9]
     del held[key]
-    assert MISSING in places.values()
+    assert MISSING in values_of(places)
 
 
 def test_a_tensor_of_a_subclass_that_moved_is_seen():
@@ -206,7 +206,7 @@ def test_long_containers_of_numbers_cost_nothing_and_are_known_by_their_length(h
         places = places_of(lambda x: held)
         took.append(time.perf_counter() - started)
     assert min(took) < 0.01
-    assert not places.values()
+    assert not values_of(places)
     if hasattr(held, "pop"):
         values = PythonState(places, baked=True)
         held.pop(*([] if not isinstance(held, dict) else ["0"]))
@@ -253,9 +253,9 @@ def test_what_a_cached_function_holds_is_found(size):
 def test_numbers_of_numpy_are_numbers():
     held = [np.float32(0.5), np.int64(3)]
     places = places_of(lambda x: held)
-    before = places.values()
+    before = values_of(places)
     held[:] = [np.float32(0.5), np.int64(4)]
-    assert [*map(same_value, before, places.values())] == [True, False]
+    assert [*map(same_value, before, values_of(places))] == [True, False]
 
 
 def test_locks_generators_of_torch_and_libraries_are_passed_over():
@@ -349,7 +349,7 @@ def test_a_dict_that_another_thread_changes_does_not_break_the_walk():
     try:
         for _ in range(30):
             places = places_of(lambda x: held)
-            places.values()
+            values_of(places)
             Looked(places).broken()
     finally:
         stop.set()
@@ -412,7 +412,7 @@ def test_of_random_containers_exactly_the_slot_that_changed_says_so(data):
     places = places_of(lambda x: root)
     tensors = [value for value, _ in leaves if isinstance(value, torch.Tensor)]
     assert sorted(map(id, tensors)) == sorted(id(value) for _, value in places.tensors)
-    before = places.values()
+    before = values_of(places)
     assert {*map(id, before)} >= {id(value) for value, _ in leaves if isinstance(value, tuple)}
     objects = places.objects
 
@@ -422,7 +422,7 @@ def test_of_random_containers_exactly_the_slot_that_changed_says_so(data):
     broken = [place.path for place, held in places.tensors if place.get() is not held]
     moved = [
         place.path
-        for place, old, new in zip(places.numbers, before, places.values(), strict=True)
+        for place, old, new in zip(places.numbers, before, values_of(places), strict=True)
         if not same_value(old, new)
     ]
     if isinstance(value, torch.Tensor):

@@ -92,12 +92,15 @@ class HostChanges:
             self.slots.setdefault(path, []).append((slot[0], slot[1]))
 
 
-class _Owner(NamedTuple):
-    """Whose dict is watched, and how its keys are told."""
+class _Keyed(NamedTuple):
+    """A dict, or a class whose dict it is, which of its keys count, None for all of them, and how
+    they are told."""
 
+    held: Any
+    counted: frozenset[Any] | None
     place: Place | None
     label: str
-    has_items: bool
+    has_items: bool = False
 
     def path(self, key: object) -> str:
         before = ("" if self.place is None else self.place.path) + self.label
@@ -105,12 +108,20 @@ class _Owner(NamedTuple):
             return f"{before} (keys)"
         return f"{before}{'(any)' if key is None else key}"
 
+    def keys(self) -> list[Any]:
+        if self.counted is None:
+            return [*dict.keys(self.held)]
+        return sorted(self.counted & self.held.keys())
+
+
+_HELD = attrgetter("held")
+
 
 class _Outline(NamedTuple):
     """An object with attributes as it was: its class, its `__dict__`, and of a module, where nobody
     tells of changes in that, the dicts of hooks, parameters and so on in it."""
 
-    owner: _Owner
+    place: Place
     value: Any
     dict_of: Callable[[Any], dict[str, Any]]
     was: tuple[Any, ...]
@@ -121,7 +132,7 @@ class _Outline(NamedTuple):
         held = shape.dict_of(value)
         names = () if is_told or shape.kind is not Kind.MODULE else INNER
         was = type(value), held, *map(partial(dict.get, held), names)
-        return cls(_Owner(place, ".", False), value, shape.dict_of, was)
+        return cls(place, value, shape.dict_of, was)
 
     def holds(self) -> bool:
         """Whether all of these are there still."""
@@ -136,32 +147,16 @@ class _Outline(NamedTuple):
         of, before, *inner = self.was
         if type(self.value) is not of:
             names = Told(name_of(of)), Told(name_of(type(self.value)))
-            found.note(self.owner.path("__class__"), *names)
+            found.note(f"{self.place.path}.__class__", *names)
             return
         held = self.dict_of(self.value)
         if held is not before:
-            found.note(self.owner.path("__dict__"), _told(before), _told(held))
+            found.note(f"{self.place.path}.__dict__", _told(before), _told(held))
             return
         for name, was in zip(INNER, inner, strict=False):
             now = dict.get(held, name)
             if now is not was:
-                found.note(self.owner.path(name), _told(was), _told(now))
-
-
-class _Keyed(NamedTuple):
-    """Whose a dict is, the dict, and which keys of it count; None for all of them."""
-
-    owner: _Owner
-    held: dict[Any, Any]
-    counted: frozenset[str] | None = None
-
-    def keys(self) -> list[Any]:
-        if self.counted is None:
-            return [*dict.keys(self.held)]
-        return sorted(self.counted & self.held.keys())
-
-
-_HELD = attrgetter("held")
+                found.note(f"{self.place.path}.{name}", _told(was), _told(now))
 
 
 class _Keys:
@@ -189,8 +184,7 @@ class _Keys:
     def compare(self, found: HostChanges) -> None:
         """Note the keys that are there now and were not, or were."""
         for each, before in self._were:
-            owner, held, _ = each
-            keys = each.keys()
+            held, keys = each.held, each.keys()
             # By identity: to compare keys may run a user's `__eq__`.
             if same_items(keys, before):
                 continue
@@ -199,13 +193,13 @@ class _Keys:
             is_less = any(id(key) not in there for key in before)
             was = Told("something else" if is_less else "nothing" if added else "another order")
             found.is_structural = True
-            if owner.has_items or not added:
+            if each.has_items or not added:
                 news = listed([_text(_told(_value_of(held, key))) for key in added])
                 now = Told(news or ("nothing" if is_less else "this one"))
-                found.note(owner.path(None), was, now, held, None)
+                found.note(each.path(None), was, now, held, None)
                 continue
             for key in added:
-                found.note(owner.path(key), Told("nothing"), _told(_value_of(held, key)), held, key)
+                found.note(each.path(key), Told("nothing"), _told(_value_of(held, key)), held, key)
 
 
 def _dicts_in(place: Place, value: Any, shape: Shape) -> list[_Keyed]:
@@ -213,20 +207,26 @@ def _dicts_in(place: Place, value: Any, shape: Shape) -> list[_Keyed]:
     of a module what it has registered."""
     found: list[_Keyed] = []
     if shape.kind is Kind.DICT:
-        found.append(_Keyed(_Owner(place, "", True), value))
+        found.append(_Keyed(value, None, place, "", True))
     elif shape.kind is Kind.FUNCTION and type(value.__kwdefaults__) is dict:
-        found.append(_Keyed(_Owner(place, ", default ", False), value.__kwdefaults__))
+        found.append(_Keyed(value.__kwdefaults__, None, place, ", default "))
     held = None if shape.dict_of is None else shape.dict_of(value)
-    if held is not None:
-        found.append(_Keyed(_Owner(place, ".", False), held))
-    if held is not None and shape.kind is Kind.MODULE:
-        inner: list[tuple[str, Any]] = [(name, dict.get(held, name)) for name in INNER]
-        found += [
-            _Keyed(_Owner(place, f".{name}", True), each)
-            for name, each in inner
-            if issubclass(type(each), dict)
-        ]
+    if held is None:
+        return found
+    found.append(_Keyed(held, None, place, "."))
+    for name in INNER if shape.kind is Kind.MODULE else ():
+        inner: Any = dict.get(held, name)
+        if issubclass(type(inner), dict):
+            found.append(_Keyed(inner, None, place, f".{name}", True))
     return found
+
+
+def _global_dicts(places: Places) -> Iterator[_Keyed]:
+    """Hooks of all modules, and the globals that code looks up by name."""
+    for name, hooks in global_hooks.items():
+        yield _Keyed(hooks, None, None, name, True)
+    for held, names, module in places.named.values():
+        yield _Keyed(held, frozenset(names), None, f"global {module}")
 
 
 class HostWatch:
@@ -238,9 +238,8 @@ class HostWatch:
         self._native: Any = None
         self.values: PythonState | None = None
         """Python values as of the last look; None without graphs."""
-        # By the id of a dict or class: itself, and the keys that count.
-        self._watched: dict[int, tuple[Any, frozenset[Any] | None]] = {}
-        self._owners: dict[int, _Owner] = {}
+        # By the id of a dict or class.
+        self._watched: dict[int, _Keyed] = {}
         self._outlines: list[_Outline] = []
         self._keys = _Keys()
         self._taken = HostChanges()
@@ -286,7 +285,7 @@ class HostWatch:
         if self._native is None:
             return
         try:
-            self._native.aim(self._watched)
+            self._native.aim({at: (*each[:2],) for at, each in self._watched.items()})
         except RuntimeError as error:
             # Somebody else took the last watcher since it was asked for.
             self.why_not, self._native = str(error), None
@@ -295,34 +294,28 @@ class HostWatch:
     def _list_dicts(self, places: Places) -> None:
         self._outlines = []
         self._watched.clear()
-        self._owners.clear()
         groups: list[list[_Keyed]] = []
         for place, value in places.slots:
             shape = places.shapes[type(value)]
             if type(value) is Place or self._is_new(place):
                 continue
             if shape.kind is Kind.CLASS:
-                self._watched[id(value)] = value, None
-                self._owners[id(value)] = _Owner(None, f"{slots.name_of(value)}.", False)
+                self._watched[id(value)] = _Keyed(value, None, None, f"{slots.name_of(value)}.")
                 continue
             groups.append(_dicts_in(place, value, shape))
             # Of a `threading.local` each thread has another dict.
             if shape.dict_of is not None and not issubclass(type(value), threading.local):
                 is_told = self._native is not None
                 self._outlines.append(_Outline.of(place, value, shape, is_told=is_told))
-        for name, hooks in global_hooks.items():
-            groups.append([_Keyed(_Owner(None, name, True), hooks)])
-        for held, names, module in places.named.values():
-            owner = _Owner(None, f"global {module}", False)
-            groups.append([_Keyed(owner, held, frozenset(names))])
+        groups += [[each] for each in _global_dicts(places)]
         untold: list[list[_Keyed]] = [[] for _ in groups]
         for group, kept in zip(groups, untold, strict=True):
             for each in group:
-                owner, held, counted = each
+                at, closed = id(each.held), self._closed.get(id(each.held))
                 # Others hold it too, and are told of it.
-                if counted is not None or id(held) not in self._watched:
-                    self._watched[id(held)] = self._closed.get(id(held), (held, counted))
-                    self._owners[id(held)] = owner
+                if each.counted is not None or at not in self._watched:
+                    known = each if closed is None else each._replace(counted=closed[1])
+                    self._watched[at] = known
                     kept.append(each)
         self._keys = _Keys(untold if self._native is None else ())
 
@@ -421,7 +414,7 @@ class HostWatch:
             if (id(holder), key) in compared:
                 continue
             found.is_structural = True
-            path, now = self._owners[id(holder)].path(key), _told(_value_of(holder, key))
+            path, now = self._watched[id(holder)].path(key), _told(_value_of(holder, key))
             known = found.changes.get(path, (Told("nothing, or a tensor"), now))
             found.note(path, *known, holder, key)
 
@@ -448,8 +441,8 @@ class HostWatch:
         values = self.values
         assert values is not None
         for holder, key in self._taken.slots.get(path, ()):
-            owner = self._owners.get(id(holder))
-            if owner is not None and owner.has_items and path == owner.path(key):
+            known = self._watched.get(id(holder))
+            if known is not None and known.has_items and path == known.path(key):
                 keys = {s.key for s in values.slots if s.holder is holder and s.way is ITEM}
                 self._closed.setdefault(id(holder), (holder, frozenset(keys)))
                 continue
@@ -459,7 +452,7 @@ class HostWatch:
                 # A length: what comes after the items of the last walk is left out, too.
                 count = sum(s.holder is holder and s.way is ELEMENT for s in values.slots)
                 self._closed.setdefault(id(holder), (holder, frozenset(range(count))))
-            elif self._native is not None and id(holder) in self._watched:
+            elif self._native is not None and known is not None:
                 self._native.ignore(holder, key)
 
 

@@ -258,11 +258,6 @@ class PythonState:
             if after is not before and not self.slots[at].way.same(before, after)
         ]
 
-    def moved(self) -> dict[str, tuple[Any, Any]]:
-        """What is not as it was when this was last asked."""
-        was, self.was = self.was, self.take()
-        return self.changed(was, self.was)
-
     def diff(self, ours: Sequence[Any], theirs: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
         """Where two runs have left other values, which are compared by what is in them."""
         differing: dict[str, tuple[Any, Any]] = {}

@@ -394,10 +394,6 @@ class Places:
             self._keyed = with_keys(self.tensors)
         return self._keyed
 
-    def values(self) -> list[object]:
-        """The numbers as they are now, in the order of `numbers`; compare with `same_value`."""
-        return [place.get() for place in self.numbers]
-
     @property
     def objects(self) -> Slots:
         """Everything but tensors that the forward gets at through a slot: another object may be
