@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphrt import Batch, GraphOptions, GraphRunner, InputSpec
+from graphrt import Batch, GraphOptions, GraphRunner, Host, InputSpec, current_context
 from graphrt.core.base._native_door import NativeGlances, NativeWatch, native_state
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.trust import host_watch
@@ -347,7 +347,7 @@ def test_a_graph_that_was_not_used_meanwhile_is_tried_when_it_is() -> None:
     assert steps.reason is Reason.QUARANTINED
 
 
-def test_a_bound_that_no_value_of_the_next_steps_exceeds_is_tried_at_more_of_them() -> None:
+def test_another_number_of_an_operator_is_found_where_results_are_equal() -> None:
     holder = SimpleNamespace(bound=100.0)
     # Outside of the forward, so that no step moves it.
     scale = torch.ones(())
@@ -359,32 +359,43 @@ def test_a_bound_that_no_value_of_the_next_steps_exceeds_is_tried_at_more_of_the
     steps = Steps(runner, forward)
     holder.bound = 50.0
     runner.weights_changed()
-    steps.run(3, rows=4)
-    assert steps.reason is Reason.HIT
+    steps.run(2, rows=4)
+    assert steps.reason is Reason.QUARANTINED
+    failure = next(each.failure for each in runner.report().trust.trials if each.failure)
+    assert "clamp" in failure and "50.0 where the graph has 100.0" in failure
+    assert "holder.bound = 100.0, then 50.0" in failure
     scale.fill_(1000.0)
     steps.run(2, rows=4)
-    assert steps.wrong == []
-    assert steps.reason is Reason.QUARANTINED
+    runner.recapture()
+    steps.run(4, rows=4)
+    assert (steps.wrong, steps.reason) == ([], Reason.HIT)
 
 
-def test_a_change_that_stays_equal_by_other_operators_is_tried_eight_times() -> None:
-    holder = SimpleNamespace(bound=100.0)
+def test_numbers_of_metadata_that_vary_from_step_to_step_are_no_change_of_the_hosts() -> None:
+    holder = SimpleNamespace(unused=0)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return x.clamp(max=holder.bound)
+        context = current_context()
+        assert context is not None and holder.unused < 2
+        return x.clamp(max=100.0 + context.metadata)
 
-    runner = runner_of(forward)
-    steps = Steps(runner, forward)
-
-    def tried() -> int:
-        return sum(each.steps for each in runner.report().trust.trials)
-
-    before = tried()
-    for bound in (50.0, 40.0):
-        holder.bound = bound
-        runner.weights_changed()
-        steps.run(12, rows=4)
-    assert (steps.wrong, steps.reason, tried() - before) == ([], Reason.HIT, 16)
+    runner = GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+        host=Host(metadata=lambda descriptor: 100),
+        platform="cpu",
+    )
+    runner.capture()
+    for number in range(12):
+        if number == 6:
+            holder.unused = 1
+            runner.weights_changed()
+        x = torch.rand(4, WIDTH)
+        assert torch.equal(runner(x=x, metadata=number), x)
+        assert runner.last_dispatch.reason is Reason.HIT
+    assert sum(each.steps for each in runner.report().trust.trials) == 2
 
 
 def test_a_change_that_is_undone_before_a_graph_is_used_costs_it_nothing() -> None:

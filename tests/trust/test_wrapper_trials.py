@@ -164,8 +164,7 @@ def test_what_makes_no_difference_is_tried_three_times_and_replayed() -> None:
         net.unused = number
         assert engine.wrong(2) == []
     assert engine.eager == 0
-    # Of one of the two, which was never tried, it is not known which operators it has.
-    assert engine.trial_count <= 1 + 2 * 3 + 7
+    assert engine.trial_count <= 1 + 2 * 3
 
 
 class Bounded(torch.nn.Module):
@@ -179,23 +178,17 @@ class Bounded(torch.nn.Module):
         return x.clamp(max=self.bound) + 1
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["tried", "untried"])
-def test_a_change_that_one_call_does_not_show_is_tried_at_more(at_once: bool) -> None:
+def test_another_number_of_an_operator_is_found_where_a_call_gives_equal_results() -> None:
     model = Bounded()
     engine = Engine(model)
-    if not at_once:
-        assert engine.wrong(2) == []
+    assert engine.wrong(2) == []
     model.bound = 2.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GraphQuarantinedWarning)
-        before = engine.trial_count
-        for _ in range(TOLD_AFTER + 2):
-            if engine.trial_count < before + 2:
-                small = torch.rand(4, WIDTH)
-                assert torch.equal(engine.step(small), model(small))
-        large = torch.full((4, WIDTH), 5.0)
-        assert torch.equal(engine.step(large), model(large))
-    assert engine.trials.records[0].status == "quarantined"
+    small = torch.rand(4, WIDTH)
+    with pytest.warns(GraphQuarantinedWarning, match="2.0 where the graph has 10.0"):
+        results = [engine.step(small) for _ in range(TOLD_AFTER + 2)]
+    assert all(torch.equal(each, model(small)) for each in results)
+    large = torch.full((4, WIDTH), 5.0)
+    assert torch.equal(engine.step(large), model(large))
 
 
 def test_state_that_a_call_writes_is_written_once_also_in_a_trial() -> None:

@@ -225,6 +225,7 @@ class GraphTable:
             self.reads,
             setup.pool.platform.device_type,
             inputs=frozenset() if setup.host.mixes_rows else setup.inputs.padding.with_rows,
+            has_metadata=setup.host.metadata is not None,
         )
         self.wrappers = setup.wrappers()
         self.setup = setup

@@ -119,8 +119,7 @@ class WrapperTrials:
         reads, checks, wrapper, slot = self._reads, self._checks, step.wrapper, dispatch.slot
         assert reads is not None and checks is not None
         undo.later(step.put_back)
-        # Before its first trial any run counts as one of other operators.
-        captured = self._traces.get(slot, Trace())
+        captured = self._traces.get(slot)
         graph = checks.graph_to_try(dispatch)._replace(captured=captured, same_size=True)
         places = places_of(wrapper.runnable)
         trial = Trial(step, graph, places, wrapper.pool.platform, wrapper.options)
@@ -133,9 +132,8 @@ class WrapperTrials:
             reads.settle()
             checks.glances.go_round()
         checks.tried(slot, verdict, None)
-        is_settled = verdict.failure is None and not checks.graph_to_try(dispatch).changed
-        if step.watch is not None and is_settled:
-            self._traces.setdefault(slot, step.watch.trace)
+        if step.watch is not None and verdict.failure is None and slot not in self._traces:
+            self._traces[slot] = step.watch.trace
 
 
 class WrapperStep:

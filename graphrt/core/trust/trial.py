@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, eq
 from types import FrameType, FunctionType, MappingProxyType, MethodType
@@ -32,6 +32,8 @@ from graphrt.core.trust.snapshot import (
     step_of,
 )
 from graphrt.core.trust.verdict import (
+    CHANGED,
+    COMPARED,
     CONSTANT,
     NOT_EAGER,
     NOT_REPEATED,
@@ -47,6 +49,7 @@ from graphrt.core.trust.watching.watch import (
     Deviation,
     Trace,
     Watch,
+    differences,
     first_difference,
     same_but_for_size,
 )
@@ -135,6 +138,8 @@ class TriedGraph(NamedTuple):
     """Python values that eager steps have changed since the capture: path -> (then, now)."""
     changed: str = ""
     """What the host has changed since, in words."""
+    varying: Collection[tuple[bool, int]] = ()
+    """See `Verdict`: that of the trials before, without a change of the host's."""
 
 
 class Run(NamedTuple):
@@ -242,7 +247,7 @@ class Trial:
             self._look_at_parts(eager, again, replayed, spread)
         rounding = max(rounding, self._unsteady)
         self._judge_replay(eager, again, replayed, spread, rounding, numbers)
-        verdict.does_otherwise = self._does_otherwise(first.trace)
+        self._judge_change(first.trace)
         if compared is not None:
             self._judge_padding(eager, compared, rounding)
         self._leave_what_was_asked(None if padding is None else padding.alone)
@@ -458,24 +463,37 @@ class Trial:
         if is_own or first_difference((graph.captured or Trace()).overloads(), graph.issued):
             self._another_way = now.trace.at_source(other)
 
-    def _does_otherwise(self, now: Trace) -> bool:
-        """Whether after a change of the host's eager runs issue other operators than the graph has,
+    def _judge_change(self, now: Trace) -> None:
+        """Fail where eager runs issue other operators than the graph since a change of the host's,
         or give them other numbers. Equal results are then those of these inputs alone: `clamp(max=
-        self.bound)` with another bound is equal wherever no value exceeds the lower one."""
+        self.bound)` with another bound is equal wherever no value exceeds the lower one. Numbers
+        that are others in trials without a change, such as lengths in metadata, do not count."""
         graph = self._graph
-        if not graph.changed or graph.captured is None:
-            return False
+        if graph.captured is None:
+            return
         ours, theirs = (each.captured(has_parts=graph.has_parts) for each in (now, graph.captured))
-        return self._differs_from_capture(ours, theirs) is not None
+        others = {
+            (graph.same_size, place): ours.at_source((place, text))
+            for place, text in differences(ours, theirs, self._same())
+        }
+        compared = COMPARED[not graph.same_size]
+        if not graph.changed:
+            self._verdict.varying = frozenset((compared, *others))
+        elif compared in graph.varying:
+            new = next((text for place, text in others.items() if place not in graph.varying), None)
+            if new is not None:
+                self._fail(CHANGED, new)
 
-    def _differs_from_capture(self, now: Trace, then: Trace) -> tuple[int, str] | None:
-        return first_difference(now, then, eq if self._graph.same_size else same_but_for_size)
+    def _same(self) -> Callable[[Any, Any], bool]:
+        """Whether an operator is the graph's; its warm-up may have had another size."""
+        return eq if self._graph.same_size else same_but_for_size
 
     def _guilty(self, now: Watch) -> str:
         """The first operator that this step does otherwise than the graph was captured with."""
         graph, text = self._graph, self._another_way
         if not text and graph.captured:
-            text = now.trace.at_source(self._differs_from_capture(now.trace, graph.captured))
+            other = first_difference(now.trace, graph.captured, self._same())
+            text = now.trace.at_source(other)
         return text and f"\n    the first operator that is another one now is {text}"
 
     def _judge_padding(self, eager: Run, alone: Run, rounding: float) -> None:

@@ -12,6 +12,10 @@ from graphrt.core.base.errors import (
     VerificationError,
 )
 
+COMPARED = (True, -1), (False, -1)
+"""In `Verdict.varying`: that operators were compared, by whether the graph has the size of the
+warm-up."""
+
 
 @dataclass
 class Verdict:
@@ -23,9 +27,10 @@ class Verdict:
     deterministic: bool = True
     asks: bool = False
     """Whether the forward does something else where gradients or inference mode are on or off."""
-    does_otherwise: bool = False
-    """Whether results are equal, but by other operators or numbers than the graph's, which the host
-    has changed: other inputs may show a difference."""
+    varying: frozenset[tuple[bool, int]] = frozenset()
+    """The operators that were others than the graph's, or had other numbers, though the host has
+    changed nothing: by whether the graph has the size of the warm-up, and by place. And
+    `COMPARED`."""
     notes: list[str] = field(default_factory=list)
     harmless: tuple[str, ...] = ()
     """Python numbers that were moved further, and no operator is another one then."""
@@ -70,6 +75,14 @@ NOT_EAGER = Failure(
     "forward reads was replaced",
 )
 _EVAL = ", call eval() on a model whose BatchNorm still trains"
+CHANGED = Failure(
+    PythonStateError,
+    "the host has changed Python values, and the forward does something else now; replays repeat "
+    "what it did at capture",
+    "the operators and numbers of the capture",
+    "recapture() after a change that is for good; or keep what changes in a tensor that is written "
+    "in place, or pass it as an input",
+)
 ROWS_MIXED = Failure(
     RowsMixedError,
     "{how}",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import eq, itemgetter
@@ -550,12 +550,18 @@ def first_difference(
 ) -> tuple[int, str] | None:
     """The first operator that a run did otherwise than a graph's, as its place and in words; None
     where all are the `same`. Both are traces, or overloads alone."""
+    return next(differences(now, then, same), None)
+
+
+def differences(
+    now: Sequence[Any], then: Sequence[Any], same: Callable[[Any, Any], bool]
+) -> Iterator[tuple[int, str]]:
+    """All of them."""
     for place, (ours, theirs) in enumerate(zip_longest(now, then)):
         if ours is None or theirs is None:
-            return place, f"{ours or 'none'} where the graph has {theirs or 'none'}"
-        if not same(ours, theirs):
-            return place, f"{ours}{_text(ours, theirs)}"
-    return None
+            yield place, f"{ours or 'none'} where the graph has {theirs or 'none'}"
+        elif not same(ours, theirs):
+            yield place, f"{ours}{_text(ours, theirs)}"
 
 
 def same_but_for_size(ours: Op, theirs: Op) -> bool:
