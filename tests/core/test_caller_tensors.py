@@ -59,6 +59,15 @@ def test_random_numbers_of_the_host_are_refused():
         watched.check(RAND, ([1],), {})
 
 
+def test_operators_are_looked_at_only_where_one_may_use_numbers_of_the_host():
+    given = torch.ones(4)
+    assert CallerTensors((), "cuda").looks
+    assert not CallerTensors((), "cuda", may_draw=False).looks
+    assert CallerTensors((given,), "cuda", may_draw=False).looks
+    assert not CallerTensors((given,), "cuda", bake=True, may_draw=False).looks
+    assert not CallerTensors((given,), "cpu").looks
+
+
 def test_draws_of_other_threads_are_none_of_a_captures():
     watched = CallerTensors((), "cuda")
     watched.begin()

@@ -496,6 +496,56 @@ def test_graphs_of_two_modes_share_the_warm_up_of_a_size_but_the_first(host, run
     assert len(unwarmed) == 4 - runs
 
 
+OWN = torch.Generator()
+
+
+@pytest.mark.parametrize(
+    ("draw", "options", "may_draw"),
+    [
+        (lambda rows: 0, {}, False),
+        (lambda rows: 0, {"check": "off"}, False),
+        # Nothing has shown what it does.
+        (lambda rows: 0, {"warmups": 0}, True),
+        (lambda rows: torch.rand(()).item(), {}, True),
+        (lambda rows: torch.rand(()).item(), {"check": "off"}, True),
+        (lambda rows: torch.rand((), generator=OWN).item(), {}, True),
+    ],
+)
+def test_a_capture_knows_by_its_warm_up_whether_the_forward_draws_on_the_host(
+    draw, options, may_draw
+):
+    seen = []
+
+    def forward(x):
+        context = current_context()
+        if context is not None and context.capture is not None:
+            seen.append(context.capture.may_draw)
+        elif context is not None:
+            draw(x.shape[0])
+        return x + 1
+
+    captured = runner(forward, sizes=[2, 4], options=GraphOptions(**options))
+    captured.capture()
+    assert seen == [may_draw, may_draw]
+
+
+def test_that_a_smaller_size_alone_draws_is_known_at_its_capture():
+    seen = []
+
+    def forward(x):
+        context = current_context()
+        assert context is not None
+        if context.capture is not None:
+            seen.append((x.shape[0], context.capture.may_draw))
+        elif x.shape[0] < 4:
+            torch.rand(())
+        return x + 1
+
+    captured = runner(forward, sizes=[2, 4])
+    captured.capture()
+    assert seen == [(4, False), (2, True)]
+
+
 def test_state_that_one_size_alone_writes_is_put_back_after_the_graphs_of_both_modes():
     counts = {size: torch.zeros(1) for size in (2, 3, 4)}
 

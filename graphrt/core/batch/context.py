@@ -32,6 +32,7 @@ class AllowedCapture(Protocol):
     - `tells_pool`: a wrapper tells its pool what it captured; else the maker of this object does.
     - `lifts_constants`: tensors that the forward makes on the host may be kept in page-locked
       memory, from which every replay copies them.
+    - `may_draw`: nobody has seen that the forward draws no random numbers on the host.
     - `work`: the `GraphWork` that a warm-up of the same kind issued, or None.
     """
 
@@ -41,6 +42,7 @@ class AllowedCapture(Protocol):
     metadata_is_declared: bool
     tells_pool: bool
     lifts_constants: bool
+    may_draw: bool
     work: Any
 
     def add(self, owner: Any, undo: Callable[[], None]) -> None:

@@ -105,7 +105,7 @@ class CaptureGuard(ThreadMode):
             self.constants.begin(graph)
         self._caller.begin()
         in_pieces = self._in_pieces and (self._breaks or self.doors.made or self.copies)
-        wanted = in_pieces or self._caller.on_device or self.constants is not None
+        wanted = in_pieces or self._caller.looks or self.constants is not None
         wanted = wanted or self.issued is not None
         # While an operator is being handled torch has taken this mode off its stack already.
         if not self._handling and not self._entered and wanted:
@@ -198,20 +198,33 @@ class CallerTensors:
     the numbers in those that lie on the host, and the host's generator.
 
     `owned` says that the tensors were made for the call, which may then give them any shape; `bake`
-    that numbers of the host may be those of the capture for ever.
+    that numbers of the host may be those of the capture for ever, `may_draw` that the forward may
+    draw random ones there.
     """
 
     def __init__(
-        self, values: Any, device_type: str, *, owned: bool = False, bake: bool = False
+        self,
+        values: Any,
+        device_type: str,
+        *,
+        owned: bool = False,
+        bake: bool = False,
+        may_draw: bool = True,
     ) -> None:
         tensors = [t for t in tree.tensors(*values) if t.layout is torch.strided]
         self.on_device = device_type != "cpu"
+        self._may_draw = may_draw
         self._kept = [] if owned else tensors
         refuses = self.on_device and not bake
         self._on_host = [t for t in tensors if refuses and t.device.type == "cpu" and t.numel()]
         self._hosts = set(map(_address, self._on_host))
         self._host_argument = HOST_ARGUMENT
         self._places: list[object] = []
+
+    @property
+    def looks(self) -> bool:
+        """Whether operators have to be looked at, which takes some microseconds for each."""
+        return self.on_device and (self._may_draw or bool(self._hosts))
 
     def lift(
         self, is_constant: Callable[[torch.Tensor], bool] | None, *, later: bool = False

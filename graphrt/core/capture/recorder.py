@@ -173,9 +173,11 @@ class Recorder:
         for name in listed:
             check_break(name)
         lifts = context.capture is None or context.capture.lifts_constants
+        may_draw = context.capture is None or context.capture.may_draw
         pins = pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
-        caller = CallerTensors(call, pool.platform.device_type, owned=owned, bake=bake)
+        device_type = pool.platform.device_type
+        caller = CallerTensors(call, device_type, owned=owned, bake=bake, may_draw=may_draw)
         caller.lift(None if constants is None else constants.take, later=pins and not lifts)
         self._guard = CaptureGuard(self, context, listed, caller, constants, pool._owns)
         self.give(tree.tensors(*call) if owned else ())

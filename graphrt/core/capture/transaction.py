@@ -60,6 +60,7 @@ class CaptureTransaction:
         self.metadata_is_declared = metadata_is_declared
         self.lifts_constants = lifts_constants
         self.tells_pool = tells_pool
+        self.may_draw = True
         self.task_names: set[str] = set()
         self.work: GraphWork | None = None
         # What was captured so far.

@@ -313,6 +313,7 @@ class CaptureSession:
         warm_up_s, work = self._warm_up(graph)
         is_cold = not self._setup.options.warmups
         transaction.lifts_constants |= is_cold or self._graphs.reads.are_on_host()
+        transaction.may_draw = is_cold or self._state.has_drawn
         transaction.work = work
         self._streams.check(graph, work)
         outside = pool.platform.driver_bytes()

@@ -32,6 +32,7 @@ class Generators:
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
             self._keep(numpy.get_state, numpy.set_state)
+        self._first_noted = len(self._known)
 
     def note(self, generator: Any) -> None:
         """Keep a generator of the forward's own as it is now, unless it is kept already: one of
@@ -62,6 +63,13 @@ class Generators:
         or any at all."""
         then = self._was if since is None else since
         return unseen(lambda: not all(map(_same_state, then, states)))
+
+    def torch_has_drawn(self) -> bool:
+        """Whether torch's generator of the host has drawn since, or one that was noted."""
+        places = (0, *range(self._first_noted, len(self._known)))
+        return unseen(
+            lambda: any(not _same_state(self._was[at], self._known[at][0]()) for at in places)
+        )
 
     def restore(self, states: Sequence[Any] | None = None) -> None:
         """Let all of them go on from where they were at first, or from what `take` returned."""

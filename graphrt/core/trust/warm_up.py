@@ -131,6 +131,12 @@ class WatchedState:
         return kind in self._kinds or not known.writes
 
     @property
+    def has_drawn(self) -> bool:
+        """Whether random numbers of torch may have been drawn on the host since the session began:
+        by a forward, or by another thread."""
+        return self._snapshot.generators.torch_has_drawn()
+
+    @property
     def saves_size(self) -> bool:
         """Whether the last run wrote memory that the runs of larger sizes did not."""
         return not self._of_size.is_empty

@@ -199,6 +199,24 @@ class FailureConformance(ConformanceBase):
                 self.capture(self.wrap(forward, FULL, pool), FULL, x, torch.ones(1))
         self.check_usable(pool)
 
+    @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+    @pytest.mark.parametrize("least", [2, 4])
+    def test_a_runner_whose_forward_draws_on_the_host_is_not_captured(
+        self, mode: str, least: int
+    ) -> None:
+        """Warm-ups tell, of the size at hand: operators are not looked at where none has drawn."""
+        if self.platform.device_type == "cpu":
+            pytest.skip("this platform is the host")
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rand(()).item() if len(x) <= least else x + 1
+
+        with self.runner_of(forward, mode=mode, sizes=[2, 4]) as runner:
+            with pytest.raises(RefusedOpError, match="drawn on the host"):
+                runner.capture()
+            served = [graph.descriptor.num_tokens for graph in runner.report().graphs]
+            assert served == ([] if least == 4 else [4])
+
     def test_pinned_memory_of_the_host_is_copied_at_every_replay(self, pool: GraphPool) -> None:
         if self.platform.device_type == "cpu":
             pytest.skip("this platform is the host")
