@@ -127,8 +127,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _why_missing(device: str, platform: str) -> str | None:
-    found = get_platform(platform, must_be_available=False).availability()
-    return None if found.available else f"needs {device}: {found.reason}"
+    availability = get_platform(platform, must_be_available=False).availability()
+    return None if availability.available else f"needs {device}: {availability.reason}"
 
 
 def _why_no_npu() -> str | None:

@@ -46,12 +46,12 @@ def without_advice(source: str) -> Iterator[str]:
 
 
 def test_every_error_says_one_thing_to_try() -> None:
-    found = [
+    faults = [
         f"{path.relative_to(PACKAGE)}:{line}"
         for path in sorted(PACKAGE.rglob("*.py"))
         for line in without_advice(path.read_text(encoding="utf-8"))
     ]
-    assert not found, "\n".join(found)
+    assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize("source", ["raise CopyError('x')", "raise error('x', got=1)"])

@@ -64,14 +64,14 @@ def model():
 
 def folders(tree: str) -> list[str]:
     """The folders of a map that is indented by two spaces, as paths."""
-    found, around = [], []
+    paths, around = [], []
     for line in tree.splitlines():
         name = re.match(r"( *)(\w+)/ +\S", line)
         assert name, line
         del around[len(name[1]) // 2 :]
         around.append(name[2])
-        found.append("/".join(around))
-    return found
+        paths.append("/".join(around))
+    return paths
 
 
 def test_the_map_has_every_folder_once():
@@ -149,13 +149,13 @@ def test_methods_that_the_page_names_are_there():
 
 def members(body: ast.ClassDef) -> set[str]:
     """Methods, fields, and attributes of `self`."""
-    found = set()
+    names = set()
     for node in ast.walk(body):
         if isinstance(node, ast.FunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.id if isinstance(node, ast.Name) else node.attr)
-    return found
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return names
 
 
 def test_there_are_walks():

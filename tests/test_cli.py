@@ -30,11 +30,11 @@ def run(*arguments: str) -> str:
 
 def test_doctor_lists_every_built_in_platform_and_why_one_is_missing():
     report = json.loads(run("doctor", "--json"))
-    found = {platform["name"]: platform for platform in report["platforms"]}
-    assert {"cpu", "accelerator", "cuda", "ascend"} <= found.keys()
-    assert found["cpu"]["available"]
-    assert found["cpu"]["wrapper"] == "graphrt.cpu.CPUGraphWrapper"
-    for platform in found.values():
+    platforms = {platform["name"]: platform for platform in report["platforms"]}
+    assert {"cpu", "accelerator", "cuda", "ascend"} <= platforms.keys()
+    assert platforms["cpu"]["available"]
+    assert platforms["cpu"]["wrapper"] == "graphrt.cpu.CPUGraphWrapper"
+    for platform in platforms.values():
         assert platform["available"] or platform["reason"]
     assert report["versions"]["torch"]
 

@@ -137,8 +137,8 @@ def test_a_code_line_is_no_blank_comment_or_docstring(tmp_path: Path, text: str,
 
 def test_functions_have_their_own_branches_and_all_their_lines(tree: Path):
     where = "graphrt/core/runner/engine.py"
-    found = {one.where.partition(" ")[2]: one for one in house(tree)["functions"]}
-    assert {name: (one.complexity, one.lines) for name, one in found.items()} == {
+    functions = {one.where.partition(" ")[2]: one for one in house(tree)["functions"]}
+    assert {name: (one.complexity, one.lines) for name, one in functions.items()} == {
         # for, if, and, or, comprehension, elif, assert, except, conditional expression
         "step": (10, 25),
         "inner": (2, 4),
@@ -148,14 +148,14 @@ def test_functions_have_their_own_branches_and_all_their_lines(tree: Path):
         "run": (1, 2),
         "nothing": (1, 1),
     }
-    assert found["step"].where.startswith(f"{where}:")
+    assert functions["step"].where.startswith(f"{where}:")
     most = [one.complexity for one in house(tree)["functions"]]
     assert most == sorted(most, reverse=True)
 
 
 def test_fields_are_what_a_class_of_core_names_or_its_methods_set(tree: Path):
-    found = {one.where.partition(" ")[2]: one for one in house(tree)["classes"]}
-    assert {name: (one.fields, one.methods) for name, one in found.items()} == {
+    classes = {one.where.partition(" ")[2]: one for one in house(tree)["classes"]}
+    assert {name: (one.fields, one.methods) for name, one in classes.items()} == {
         "Engine": (5, 2),  # width, given, count, others, table
         "Local": (0, 1),
     }

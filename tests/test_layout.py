@@ -87,7 +87,7 @@ def part_of(module: str) -> str:
 
 def breaches(user: str, source: str) -> list[str]:
     """What the module `user` imports and may not."""
-    return [found for found in _breaches(user, source) if found]
+    return [breach for breach in _breaches(user, source) if breach]
 
 
 def _breaches(user: str, source: str) -> Iterator[str]:
@@ -161,7 +161,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
 
     def visit(name: str) -> None:
         order[name] = low[name] = len(order)
@@ -176,12 +176,12 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
             group = stack[stack.index(name) :]
             del stack[stack.index(name) :]
             if len(group) > 1:
-                found.append(sorted(group))
+                groups.append(sorted(group))
 
     for name in sorted(edges):
         if name not in order:
             visit(name)
-    return found
+    return groups
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,13 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default:
             # Made of Python data, by no operator: a replay begins with its values.
             self.calls.append((torch.ops.aten.copy_.default, (out, out.clone()), {}, None))
-        given = {each.untyped_storage().data_ptr() for each in tensors_in((args, kwargs))}
+        storages = {each.untyped_storage().data_ptr() for each in tensors_in((args, kwargs))}
         writes = any(
             each.alias_info and each.alias_info.is_write for each in func._schema.arguments
         )
         if writes:
             self.calls.append((func, args, kwargs, None))
-        elif any(each.untyped_storage().data_ptr() not in given for each in tensors_in(out)):
+        elif any(each.untyped_storage().data_ptr() not in storages for each in tensors_in(out)):
             self.calls.append((func, args, kwargs, out))
         return out
 

@@ -31,7 +31,7 @@ _PRIVATE_PATH = re.compile(r"torch(_npu)?(\.\w+)*\._[a-zA-Z0-9]\w*(\.\w+)*")
 @cache
 def doors() -> dict[Path, dict[str, PrivateName]]:
     """What each module declares that holds a `PrivateNames`, whatever it calls it."""
-    found = {}
+    names_by_path = {}
     for path in FILES:
         if path == MECHANISM or "PrivateNames()" not in path.read_text(encoding="utf-8"):
             continue
@@ -39,8 +39,8 @@ def doors() -> dict[Path, dict[str, PrivateName]]:
         held = [
             v for v in vars(importlib.import_module(name)).values() if isinstance(v, PrivateNames)
         ]
-        found[path] = {key: name for names in held for key, name in names.declared.items()}
-    return found
+        names_by_path[path] = {key: name for names in held for key, name in names.declared.items()}
+    return names_by_path
 
 
 def table() -> Iterator[object]:
@@ -75,17 +75,17 @@ def test_a_door_says_what_happens_without_each_name(path: Path) -> None:
 
 def private_uses(source: str) -> list[str]:
     """The private names of torch and torch_npu that a module says."""
-    found = []
+    uses = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
-            found.append(ast.unparse(node))
+            uses.append(ast.unparse(node))
         elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            uses += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
+            uses += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append(node.value)
-    return [each for each in found if _PRIVATE_PATH.fullmatch(each)]
+            uses.append(node.value)
+    return [each for each in uses if _PRIVATE_PATH.fullmatch(each)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -58,8 +58,8 @@ def test_a_plugin_for_another_contract_is_left_out_and_named(version):
     registry = PlatformRegistry({}, group=None)
     registry.register(plugin_of(version), name="mine")
     with pytest.warns(PluginWarning, match="ContractVersionError"):
-        (found,) = registry.platforms()
-    assert advice in (found.error or "") and f"contract_version = {version!r}" in found.error
+        (record,) = registry.platforms()
+    assert advice in (record.error or "") and f"contract_version = {version!r}" in record.error
     with pytest.raises(UnknownPlatformError, match="mine"):
         registry.get("other")
     platform = plugin_of(version).graphrt_platforms()

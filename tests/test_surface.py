@@ -42,7 +42,7 @@ PUBLIC = (
 @cache
 def own_names() -> set[str]:
     """Classes and type aliases that any module of graphrt defines at its top."""
-    found = set()
+    capitalised = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names: list[str] = []
@@ -51,8 +51,8 @@ def own_names() -> set[str]:
             elif isinstance(node, ast.Assign):
                 names = [t.id for t in node.targets if isinstance(t, ast.Name)]
             # What has a leading underscore, or is a constant, is no type.
-            found |= {n for n in names if re.fullmatch(r"[A-Z][a-z]\w*|[A-Z]+[a-z]\w+", n)}
-    return found
+            capitalised |= {n for n in names if re.fullmatch(r"[A-Z][a-z]\w*|[A-Z]+[a-z]\w+", n)}
+    return capitalised
 
 
 SURFACE = {
@@ -107,10 +107,10 @@ def named_in(annotation: str) -> set[str]:
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_all_is_sorted_and_there(module: str) -> None:
-    found = importlib.import_module(module)
-    assert list(found.__all__) == sorted(found.__all__, key=_natural)
-    assert all(hasattr(found, name) for name in found.__all__)
-    assert found.__doc__
+    loaded = importlib.import_module(module)
+    assert list(loaded.__all__) == sorted(loaded.__all__, key=_natural)
+    assert all(hasattr(loaded, name) for name in loaded.__all__)
+    assert loaded.__doc__
 
 
 def _natural(name: str) -> tuple[int, str]:
@@ -121,11 +121,11 @@ def _natural(name: str) -> tuple[int, str]:
 @pytest.mark.parametrize(("module", "name"), OBJECTS, ids=lambda value: str(value))
 def test_what_a_signature_names_can_be_imported(module: str, name: str) -> None:
     missing = {
-        f"{getattr(member, '__qualname__', name)}: {found}"
+        f"{getattr(member, '__qualname__', name)}: {named}"
         for member in members(SURFACE[module, name])
         for annotation in annotations(member)
-        for found in named_in(annotation)
-        if found not in NAMES
+        for named in named_in(annotation)
+        if named not in NAMES
     }
     assert missing == set()
 
@@ -133,10 +133,10 @@ def test_what_a_signature_names_can_be_imported(module: str, name: str) -> None:
 @pytest.mark.parametrize(("module", "name"), OBJECTS, ids=lambda value: str(value))
 def test_what_a_docstring_names_can_be_imported(module: str, name: str) -> None:
     missing = {
-        f"{getattr(member, '__qualname__', name)}: {found}"
+        f"{getattr(member, '__qualname__', name)}: {named}"
         for member in members(SURFACE[module, name])
-        for found in re.findall(r"`(\w+)[.`(]", inspect.getdoc(member) or "")
-        if found in own_names() and found not in NAMES
+        for named in re.findall(r"`(\w+)[.`(]", inspect.getdoc(member) or "")
+        if named in own_names() and named not in NAMES
     }
     assert missing == set()
 

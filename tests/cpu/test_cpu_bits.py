@@ -154,8 +154,8 @@ def samples(info, seed):
     dtype = next((d for d in known if info.supports_dtype(d, "cpu")), None)
     if dtype is None:
         return []
-    found = list(islice(info.sample_inputs("cpu", dtype, requires_grad=False), 6))
-    return found[:: max(1, len(found) // _SAMPLES)]
+    all_samples = list(islice(info.sample_inputs("cpu", dtype, requires_grad=False), 6))
+    return all_samples[:: max(1, len(all_samples) // _SAMPLES)]
 
 
 def differs(info, one, other, inference, zeros):

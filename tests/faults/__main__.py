@@ -20,15 +20,15 @@ def main() -> int:
     print(HEAD)
     for name in arguments.only or known:
         harness = Harness(known[name], make)
-        found = []
+        findings = []
         for fault in harness.faults():
-            found.append(harness.inject(fault))
-            if found[-1].wrong:
-                print(f"{name}: {found[-1]}", flush=True)
+            findings.append(harness.inject(fault))
+            if findings[-1].wrong:
+                print(f"{name}: {findings[-1]}", flush=True)
         for kind, places in harness.baseline.seen.items():
-            print(row(name, kind, places, found), flush=True)
-        wrong += sum(bool(each.wrong) for each in found)
-        count += len(found)
+            print(row(name, kind, places, findings), flush=True)
+        wrong += sum(bool(each.wrong) for each in findings)
+        count += len(findings)
     print(f"\n{count} faults in {time.perf_counter() - started:.0f} s, {wrong} wrong")
     return bool(wrong)
 

@@ -79,10 +79,10 @@ class Harness:
 
     def sample(self, count: int) -> list[Fault]:
         """At most so many of the faults, of all kinds of actions and all errors."""
-        found = list(self.faults())
+        faults = list(self.faults())
         # A step that is no multiple of the ways, so that all of them have their turn.
-        step = max(len(found) // count, 1) | 1
-        return found[::step][:count]
+        step = max(len(faults) // count, 1) | 1
+        return faults[::step][:count]
 
     def doubled(self, count: int) -> list[Fault]:
         """As many faults, each followed by an interrupt while graphrt recovers."""

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("frozen_heap")
 def check(scenario: type[World], make: Callable[[], Platform], count: int | None) -> None:
     harness = Harness(scenario, make)
     faults = list(harness.faults()) if count is None else harness.sample(count)
-    found = [harness.inject(fault) for fault in faults]
-    assert found and not [str(each) for each in found if each.wrong]
+    findings = [harness.inject(fault) for fault in faults]
+    assert findings and not [str(each) for each in findings if each.wrong]
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -41,15 +41,15 @@ def test_a_fault_leaves_nothing_half_done(name):
 @pytest.mark.parametrize("name", ON_CPU)
 def test_an_interrupt_while_a_fault_is_undone_leaves_nothing_half_done(name):
     harness = Harness(ON_CPU[name], maker_of("cpu"))
-    found = [harness.inject(fault) for fault in harness.doubled(4)]
-    assert found and not [str(each) for each in found if each.wrong]
+    findings = [harness.inject(fault) for fault in harness.doubled(4)]
+    assert findings and not [str(each) for each in findings if each.wrong]
 
 
 def test_a_copy_without_memory_in_a_capture_leaves_state_as_it_was():
     harness = Harness(ON_CPU["CaptureFull"], maker_of("cpu"))
     for at in {fault.at for fault in harness.faults() if fault.kind == "copy"}:
-        found = harness.inject(Fault("copy", at, "memory"))
-        assert not found.wrong, str(found)
+        finding = harness.inject(Fault("copy", at, "memory"))
+        assert not finding.wrong, str(finding)
 
 
 def test_an_interrupt_while_a_restore_that_failed_is_undone_leaves_state_as_it_was():
@@ -57,8 +57,8 @@ def test_an_interrupt_while_a_restore_that_failed_is_undone_leaves_state_as_it_w
     copies = {fault.at for fault in harness.faults() if fault.kind == "copy"}
     for at in copies:
         for second in (1, 2, 3):
-            found = harness.inject(Fault("copy", at, "memory", second=second))
-            assert not found.wrong, str(found)
+            finding = harness.inject(Fault("copy", at, "memory", second=second))
+            assert not finding.wrong, str(finding)
 
 
 @pytest.mark.parametrize("name", COMPILED)

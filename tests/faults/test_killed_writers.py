@@ -46,11 +46,11 @@ def test_a_plan_is_the_one_before_or_the_new_one(tmp_path: Path):
     plans = [Plan(mode="FULL", sizes=[1, 2]), Plan(mode="FULL", sizes=list(range(1, 200)))]
     plans[0].save(target)
     rng = random.Random(0)
-    found = set()
+    counts = set()
     for _ in range(KILLS):
         kill_while(lambda: [plan.save(target) for plan in plans], rng.uniform(0.0, 0.02))
-        found.add(len(Plan.load(target).as_dict()["arguments"]["sizes"]))
-    assert found == {2, 199}
+        counts.add(len(Plan.load(target).as_dict()["arguments"]["sizes"]))
+    assert counts == {2, 199}
 
 
 def test_a_cache_entry_is_whole_or_a_miss(tmp_path: Path):

@@ -121,8 +121,12 @@ class Model:
     def state(self) -> list[torch.Tensor]:
         """All that steps advance, but for the slot that is nobody's."""
         device = self.weight.device.type
-        found = [self.weight.cpu().clone(), self.cache[1:].cpu().clone(), self.steps.cpu().clone()]
-        return found + seed_device(device)
+        tensors = [
+            self.weight.cpu().clone(),
+            self.cache[1:].cpu().clone(),
+            self.steps.cpu().clone(),
+        ]
+        return tensors + seed_device(device)
 
     def put_back(self, state: Sequence[torch.Tensor]) -> None:
         """What a host does after a step that was cut short."""
@@ -199,8 +203,8 @@ class World:
         return run
 
     def step(self, run: GraphRunner, step: Step) -> torch.Tensor:
-        found = run(step.batch, **step.values, updates=self.updates(step))
-        return found.cpu().clone()
+        output = run(step.batch, **step.values, updates=self.updates(step))
+        return output.cpu().clone()
 
     def expected(self, step: Step) -> torch.Tensor:
         """What the step gives eagerly, from the state that there is now, which stays."""
@@ -208,11 +212,11 @@ class World:
         twin, factor = self.model.twin(), step.factor
         if twin.tasks is not None:
             twin.tasks = lambda x, out: torch.mul(x, factor, out=out)
-        found = twin(**{name: each.to(self.device) for name, each in step.values.items()})
+        output = twin(**{name: each.to(self.device) for name, each in step.values.items()})
         after = twin.state()
         self.model.put_back(state)
         self._after = after
-        return found.cpu()
+        return output.cpu()
 
     def check_serves(self, sizes: Sequence[int] = (1, 2, 3, 4, 7), hits: bool = False) -> None:
         """Every runner serves these sizes, equal to eager to the bit."""
@@ -227,10 +231,10 @@ class World:
                     f"a step of {rows} rows is wrong: {got.tolist()} in place of {wanted.tolist()}"
                 )
                 assert same(self.model.state(), self._after), f"state after {rows} rows is wrong"
-                found = run.last_dispatch
-                assert found is not None
+                dispatch = run.last_dispatch
+                assert dispatch is not None
                 if hits and rows <= LARGEST:
-                    assert found.slot >= 0, f"{rows} rows: {found.reason}"
+                    assert dispatch.slot >= 0, f"{rows} rows: {dispatch.reason}"
 
     def check_idle(self) -> None:
         """Nothing of what was going on has stayed."""
@@ -253,16 +257,16 @@ class World:
         gc.collect()
         if self.device != "cpu":
             torch.get_device_module(self.device).empty_cache()
-        found = {"graphs": 0, "entries": 0, "pool bytes": 0}
+        totals = {"graphs": 0, "entries": 0, "pool bytes": 0}
         for run in self.runners:
-            found["graphs"] += len(run.graphs.records)
-            found["entries"] += sum(len(getattr(o, "entries", ())) for o in run.graphs.owners())
+            totals["graphs"] += len(run.graphs.records)
+            totals["entries"] += sum(len(getattr(o, "entries", ())) for o in run.graphs.owners())
         for pool in self.pools:
-            found["pool bytes"] += pool.bytes() or 0
+            totals["pool bytes"] += pool.bytes() or 0
             live = getattr(pool.memory, "live_bytes", None)
             if live is not None:
-                found["live bytes"] = found.get("live bytes", 0) + live
-        return found
+                totals["live bytes"] = totals.get("live bytes", 0) + live
+        return totals
 
     def close(self) -> None:
         for run in self.runners:

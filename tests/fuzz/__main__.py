@@ -33,23 +33,23 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print the program of --seed, run it")
     parser.add_argument("--save", type=Path, help="a folder for programs that fail")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if given.device == "cuda":
+    if arguments.device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    numbers = range(given.seed, given.seed + given.count)
-    if given.work:
-        work(numbers, given.device, given.mode)
+    numbers = range(arguments.seed, arguments.seed + arguments.count)
+    if arguments.work:
+        work(numbers, arguments.device, arguments.mode)
         return 0
-    if given.show:
-        program = program_of(given.seed, given.mode)
-        verdict = judge(program, given.device)
-        print(printed(program, f"{verdict.outcome} {verdict.reason}", given.device))
+    if arguments.show:
+        program = program_of(arguments.seed, arguments.mode)
+        verdict = judge(program, arguments.device)
+        print(printed(program, f"{verdict.outcome} {verdict.reason}", arguments.device))
         print(verdict.outcome, verdict.reason, verdict.detail)
         return int(verdict.is_defect)
     console = Console()
     began = time.perf_counter()
-    run = counted if given.one_process else counted_apart
+    run = counted if arguments.one_process else counted_apart
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -57,15 +57,15 @@ def main() -> int:
         TimeRemainingColumn(),
         console=console,
     ) as bar:
-        task = bar.add_task("programs", total=given.count)
+        task = bar.add_task("programs", total=arguments.count)
 
         def progress(number: int, counts: Counts) -> None:
             bar.update(task, completed=counts.total, description=_said(counts))
 
-        counts = run(numbers, given.device, given.mode, progress)
+        counts = run(numbers, arguments.device, arguments.mode, progress)
     _print_table(console, counts, time.perf_counter() - began)
     for number in list(counts.defects)[:_SHOWN]:
-        _print_defect(console, number, counts, given)
+        _print_defect(console, number, counts, arguments)
     return int(bool(counts.defects))
 
 
@@ -87,18 +87,20 @@ def _print_table(console: Console, counts: Counts, seconds: float) -> None:
     console.print(f"refused or named: {counts.refused_share:.1%}")
 
 
-def _print_defect(console: Console, number: int, counts: Counts, given: argparse.Namespace) -> None:
+def _print_defect(
+    console: Console, number: int, counts: Counts, arguments: argparse.Namespace
+) -> None:
     verdict = counts.defects[number]
     console.rule(f"program {number}: {verdict.outcome} {verdict.reason}")
     console.print(verdict.detail, markup=False, highlight=False)
-    program = program_of(number, given.mode)
+    program = program_of(number, arguments.mode)
     if verdict.outcome != "crash":
-        program = minimised(program, judged_on(given.device))
-    text = printed(program, f"{verdict.outcome}: {verdict.detail}", given.device)
+        program = minimised(program, judged_on(arguments.device))
+    text = printed(program, f"{verdict.outcome}: {verdict.detail}", arguments.device)
     console.print(text, markup=False, highlight=False)
-    if given.save is not None:
-        given.save.mkdir(parents=True, exist_ok=True)
-        (given.save / f"program_{number}.py").write_text(text)
+    if arguments.save is not None:
+        arguments.save.mkdir(parents=True, exist_ok=True)
+        (arguments.save / f"program_{number}.py").write_text(text)
 
 
 if __name__ == "__main__":

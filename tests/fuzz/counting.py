@@ -88,8 +88,8 @@ def _chunk(start: int, stop: int, device: str, mode: str | None) -> Iterator[tup
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):
-                found = json.loads(line)
-                yield found.pop("number"), Verdict(**found)
+                record = json.loads(line)
+                yield record.pop("number"), Verdict(**record)
 
 
 def work(numbers: range, device: str, mode: str | None) -> None:

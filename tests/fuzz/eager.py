@@ -47,8 +47,8 @@ class Twin:
 
     def run(self, values: Values) -> Seen:
         """Run a step on copies of these inputs."""
-        given = {name: value.clone() for name, value in values.items()}
-        outputs = self.forward(**packed(self._program, given))
+        copies = {name: value.clone() for name, value in values.items()}
+        outputs = self.forward(**packed(self._program, copies))
         return Seen(copied(outputs), saved(self.state), random_state(self._device))
 
     def tried(self, values: Values) -> Seen:

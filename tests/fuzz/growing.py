@@ -80,18 +80,18 @@ class _Growing:
     def part(self) -> Statement | None:
         """An eager part and the line that calls it."""
         rng = self._rng
-        given = [self._pick(lambda _: True) for _ in range(rng.choice((1, 1, 2)))]
-        if None in given:
+        values = [self._pick(lambda _: True) for _ in range(rng.choice((1, 1, 2)))]
+        if None in values:
             return None
         name, before = f"part{self._parts}", (self._names, self._count)
-        arguments = [f"p{self._parts}_{at}" for at in range(len(given))]
-        for argument, value in zip(arguments, given, strict=True):
+        arguments = [f"p{self._parts}_{at}" for at in range(len(values))]
+        for argument, value in zip(arguments, values, strict=True):
             self._worlds.define(f"{argument} = {value}")
         self._names = list(arguments)
         inner = [self.statement() for _ in range(rng.choice((0, 1, 1, 2, 3)))]
         lines = [line for each in inner if each is not None for line in each.lines]
         if any("slots" in line for line in lines):
-            arguments, given = [*arguments, "slots"], [*given, "slots"]
+            arguments, values = [*arguments, "slots"], [*values, "slots"]
         made = self._names[-1]
         first = arguments[0]
         form = rng.choice(("one", "one", "one", "list", "dict", "same", "argument", "view", "none"))
@@ -107,7 +107,7 @@ class _Growing:
         self._names, _ = before
         self._parts += 1
         results = [f"v{self._count + at}" for at in range(takes.count("{") - 1)]
-        call = takes.format(*results, call=f"{name}({', '.join(map(str, given))})")
+        call = takes.format(*results, call=f"{name}({', '.join(map(str, values))})")
         define = ["@eager_break", f"def {name}({', '.join(arguments)}):"]
         if any("count +=" in line for line in lines):
             return None
@@ -180,8 +180,8 @@ class _Growing:
             return rng.choice(("w0", "w0", "w1", "w2.t()", "h0", "w0.t()", "w0[:, ::2]"))
         if kind == "g" and rng.random() < 0.9:
             shape, dtype = self._shape(filled["f"]), self._dtype(filled["f"])
-            found = self._pick(lambda t: tuple(t.shape) == shape and t.dtype == dtype)
-            return found or filled["f"]
+            picked = self._pick(lambda t: tuple(t.shape) == shape and t.dtype == dtype)
+            return picked or filled["f"]
         return self._pick(_KINDS[kind])
 
     def _shape(self, name: str) -> tuple[int, ...]:

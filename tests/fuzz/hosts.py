@@ -69,14 +69,18 @@ class RunnerHost:
     def step(self, batch: Batch, values: Values) -> Any:
         """Run a step; `padded` are then the sizes it was padded to, if a graph served it."""
         outputs = self._runner(batch, **packed(self._program, values))
-        found = self._runner.last_dispatch
+        dispatch = self._runner.last_dispatch
         self.padded = None
-        if found is not None and found.reason is Reason.HIT and found.descriptor is not None:
-            tokens = found.descriptor.num_tokens
-            reqs = found.descriptor.num_reqs or min(tokens, self._runner.inputs.reqs)
+        if (
+            dispatch is not None
+            and dispatch.reason is Reason.HIT
+            and dispatch.descriptor is not None
+        ):
+            tokens = dispatch.descriptor.num_tokens
+            reqs = dispatch.descriptor.num_reqs or min(tokens, self._runner.inputs.reqs)
             self.padded = tokens, reqs
         self.tried = None
-        if self._program.setup.mixes_rows and found.reason is Reason.QUARANTINED:
+        if self._program.setup.mixes_rows and dispatch.reason is Reason.QUARANTINED:
             # The trial that failed ran with padding, which such a host allows.
             tokens = next((s for s in self._program.setup.sizes if s >= batch.num_tokens), 0)
             self.tried = (tokens, min(tokens, self._runner.inputs.reqs)) if tokens else None

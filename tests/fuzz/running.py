@@ -127,16 +127,16 @@ class _Run:
     def _step(self, number: int, step: Step, host: Any, twin: Twin, last: Any) -> Any:
         setup, specs = self.program.setup, self.program.specs()
         values = values_of(specs, step.tokens, step.reqs, step.seed, self.device)
-        given = dict(values)
+        inputs = dict(values)
         if setup.chain and last is not None:
             fed = next((t for t in last[1] if _like(t, values["x"])), None)
             if fed is not None:
-                values["x"], given["x"] = fed.clone(), fed
+                values["x"], inputs["x"] = fed.clone(), fed
         batch = Batch(step.tokens, step.reqs, 1 if step.decode else None)
         random = random_state(self.device)
         with self._modes(setup.gradients):
             try:
-                outputs = host.step(batch, given)
+                outputs = host.step(batch, inputs)
             except Exception as error:
                 if isinstance(error, GraphRTError):
                     raise
@@ -175,20 +175,20 @@ class _Run:
                     tensor.fill_(1)
 
     def _compare(self, when: str, got: Seen, expected: list[Seen]) -> None:
-        found = []
+        differences = []
         for each in expected:
             wrong = difference(got.outputs, each.outputs)
             if wrong is not None:
-                found.append(f"outputs {wrong}")
+                differences.append(f"outputs {wrong}")
                 continue
             wrong = difference(got.state, each.state)
             if wrong is not None:
-                found.append(f"state {wrong}")
+                differences.append(f"state {wrong}")
             elif not torch.equal(got.random, each.random):
-                found.append("random numbers were drawn otherwise")
+                differences.append("random numbers were drawn otherwise")
             else:
                 return
-        raise _Differs(f"{when}: {'; or '.join(found)}")
+        raise _Differs(f"{when}: {'; or '.join(differences)}")
 
     @contextlib.contextmanager
     def _modes(self, gradients: str) -> Any:

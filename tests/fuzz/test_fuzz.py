@@ -51,9 +51,9 @@ def test_a_bridge_that_is_not_filled_is_found_and_made_small(
 ) -> None:
     """That the programs can find something: replays leave results of eager parts where they are."""
     monkeypatch.setattr("graphrt.core.replay.entry._deliver_tensor", lambda *args, **kwargs: None)
-    found = counted(range(100, 120))
-    assert {verdict.outcome for verdict in found.defects.values()} == {"wrong"}
-    number = next(iter(found.defects))
+    counts = counted(range(100, 120))
+    assert {verdict.outcome for verdict in counts.defects.values()} == {"wrong"}
+    number = next(iter(counts.defects))
     small = minimised(program_of(number), judged_on("cpu"), most=80)
     assert judge(small).outcome == "wrong"
     assert len(small.body) <= len(program_of(number).body)

@@ -20,36 +20,36 @@ def values_of(
     specs: Mapping[str, InputSpec], tokens: int, reqs: int, seed: int, device: str
 ) -> Values:
     """The live rows of a step of this seed."""
-    found: Values = {}
+    values: Values = {}
     for at, (name, spec) in enumerate(specs.items()):
         shape = spec.sizes(tokens, reqs)
         if spec.index:
             order = torch.randperm(CACHE_ROWS, generator=torch.Generator().manual_seed(seed))
-            found[name] = order[:tokens].to(spec.dtype).to(device)
+            values[name] = order[:tokens].to(spec.dtype).to(device)
         else:
-            found[name] = tensor(shape, spec.dtype, 100 * seed + at, device)
-    return found
+            values[name] = tensor(shape, spec.dtype, 100 * seed + at, device)
+    return values
 
 
 def padded(
     specs: Mapping[str, InputSpec], values: Values, tokens: int, reqs: int, live: tuple[int, int]
 ) -> Values:
     """The same with padding rows behind the live ones."""
-    found: Values = {}
+    rows_padded: Values = {}
     for name, spec in specs.items():
         value, shape = values[name], spec.sizes(tokens, reqs)
         _, dim = spec.batch_axis()
         more = list(shape)
         more[dim] = shape[dim] - spec.sizes(*live)[dim]
         if more[dim] == 0:
-            found[name] = value.clone()
+            rows_padded[name] = value.clone()
             continue
         if spec.pad == "repeat":
             rows = value.narrow(dim, value.shape[dim] - 1, 1).expand(more)
         else:
             rows = value.new_full(more, spec.pad_value)
-        found[name] = torch.cat([value, rows], dim)
-    return found
+        rows_padded[name] = torch.cat([value, rows], dim)
+    return rows_padded
 
 
 def blank(specs: Mapping[str, InputSpec], tokens: int, reqs: int) -> Values:

@@ -44,14 +44,14 @@ class Small(nn.Module):
 
 def in_thread(work: Callable[[], Any]) -> Any:
     """What `work` returns or raises in a new thread."""
-    found: list[Any] = []
+    results: list[Any] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
             # Grad mode is a thread's own.
             with torch.no_grad():
-                found.append(work())
+                results.append(work())
         except Exception as error:
             errors.append(error)
 
@@ -60,7 +60,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
     thread.join()
     if errors:
         raise errors[0]
-    return found[0]
+    return results[0]
 
 
 class Beside:
@@ -119,8 +119,8 @@ class Pair(Beside):
                 with torch.no_grad():
                     expected = [self._models[at](x) for x in given]
                     started.wait(60)
-                    found = [self._retried(self._runners[at], x) for x in given]
-                for ours, theirs in zip(found, expected, strict=True):
+                    outputs = [self._retried(self._runners[at], x) for x in given]
+                for ours, theirs in zip(outputs, expected, strict=True):
                     if not torch.equal(ours, theirs):
                         wrong.append(f"runner {at} of two in threads, {len(theirs)} rows")
             except Exception as error:
@@ -144,8 +144,8 @@ class Pair(Beside):
     def _retried(self, runner: GraphRunner, x: Tensor) -> Tensor:
         while True:
             try:
-                found: Tensor = runner(x=x)
-                return found
+                output: Tensor = runner(x=x)
+                return output
             except PoolBusyError:
                 if self._pools[0] is not self._pools[1]:
                     raise
@@ -181,9 +181,9 @@ class Hosted(Beside):
         size = next(size for size in SIZES if size >= len(x))
         self._buffers[size][: len(x)] = x
         self._context = ForwardContext(GraphMode.FULL, self._descriptors[size])
-        found = self._wrapper(self._buffers[size])[: len(x)]
+        output = self._wrapper(self._buffers[size])[: len(x)]
         self._context = None
-        return [] if torch.equal(found, self._model(x)) else [f"a host's wrapper, {len(x)} rows"]
+        return [] if torch.equal(output, self._model(x)) else [f"a host's wrapper, {len(x)} rows"]
 
     def close(self) -> None:
         self._wrapper.clear_graphs()
@@ -205,8 +205,8 @@ class Compiled(Beside):
         if number.random() < 0.01:
             self._runner.recapture()
         x = self.values(number)
-        found = self._runner(x=x)
-        return [] if torch.equal(found, self._plain(x)) else [f"a compiled module, {len(x)} rows"]
+        output = self._runner(x=x)
+        return [] if torch.equal(output, self._plain(x)) else [f"a compiled module, {len(x)} rows"]
 
     def close(self) -> None:
         self._runner.close()

@@ -67,10 +67,10 @@ class Figures:
         """Count at this step; collects garbage first."""
         gc.collect()
         at = len(self.steps)
-        found = {"arena": arena_bytes, **_of_process(), **self._of_device()}
+        figures = {"arena": arena_bytes, **_of_process(), **self._of_device()}
         kinds = Counter(map(type, gc.get_objects()))
         tensors = sum(count for kind, count in kinds.items() if issubclass(kind, torch.Tensor))
-        found.update(tensors=tensors, objects=sum(kinds.values()))
+        figures.update(tensors=tensors, objects=sum(kinds.values()))
         for kind, count in kinds.items():
             name = f"{kind.__module__}.{kind.__qualname__}"
             series = self.types.setdefault(name, Series())
@@ -78,7 +78,7 @@ class Figures:
                 series.values[at] += count
             else:
                 series.add(at, count)
-        for name, value in found.items():
+        for name, value in figures.items():
             self.series.setdefault(name, Series()).add(at, value)
         for series in self.types.values():
             series.values.extend([0] * (at + 1 - len(series.values)))
@@ -88,13 +88,13 @@ class Figures:
         """Lines for the figures that rise, all of them or these alone, and the types that do."""
         if len(self.steps) < 6:
             return []
-        found = [
+        rising = [
             f"{name} rises: {', '.join(map(str, series.values))}"
             for name, series in self.series.items()
             if (not only or name in only)
             and not is_level(self.steps, series.values, BESIDES.get(name, OBJECTS_BESIDES))
         ]
-        return found if only else [*found, *self._rising_types()]
+        return rising if only else [*rising, *self._rising_types()]
 
     def rows(self) -> list[str]:
         """A table: each figure at the start, after a third, after two thirds, and at the end."""
@@ -127,13 +127,13 @@ class Figures:
 def _of_process() -> dict[str, int]:
     """What the system says, on Linux; elsewhere what Python knows."""
     process = Path("/proc/self")
-    found = {"threads": threading.active_count(), "blocks": sys.getallocatedblocks()}
+    figures = {"threads": threading.active_count(), "blocks": sys.getallocatedblocks()}
     if process.is_dir():
         pages = int((process / "statm").read_text(encoding="ascii").split()[1])
-        found["resident"] = pages * os.sysconf("SC_PAGE_SIZE")
-        found["fds"] = len(os.listdir(process / "fd"))
-        found["threads"] = len(os.listdir(process / "task"))
-    return found
+        figures["resident"] = pages * os.sysconf("SC_PAGE_SIZE")
+        figures["fds"] = len(os.listdir(process / "fd"))
+        figures["threads"] = len(os.listdir(process / "task"))
+    return figures
 
 
 def plot(figures: Figures, path: str) -> None:

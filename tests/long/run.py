@@ -154,8 +154,8 @@ class Run:
         batch, inputs = traffic.step()
         on_device = {name: value.to(self.device) for name, value in inputs.items()}
         expected = self._twin(**on_device)
-        given = on_device if traffic.chance(0.5) else inputs
-        served = partial(self._serve, step, batch, given)
+        tensors = on_device if traffic.chance(0.5) else inputs
+        served = partial(self._serve, step, batch, tensors)
         logits = in_thread(served) if traffic.chance(THREADS) else served()
         wanted = Reason.HIT if batch.num_tokens <= SIZES[-1] else Reason.TOO_LARGE
         self._saw("main", self._main, wanted, batch)
@@ -164,41 +164,43 @@ class Run:
             self.totals.findings.append(f"step {step}: the count of steps is not the twin's")
         if traffic.chance(0.9):
             expected = self._draft_twin(logits.clone())
-            found = self._small(logits=logits)
+            drafted = self._small(logits=logits)
             self._saw("draft", self._small, Reason.HIT, batch)
-            self._compare(f"draft of step {step}, {batch}", found, expected)
+            self._compare(f"draft of step {step}, {batch}", drafted, expected)
         for name, (every, other) in self._beside.items():
             if step % every == 0:
                 wrong = other.step(traffic.random)
                 self.totals.findings += [f"step {step}: {each}" for each in wrong]
                 self.totals.ran[name] += 1
 
-    def _serve(self, step: int, batch: Batch, given: dict[str, Tensor]) -> Tensor:
+    def _serve(self, step: int, batch: Batch, tensors: dict[str, Tensor]) -> Tensor:
         # Off is what it was at capture, however it is written.
         with torch.autocast(self.device, enabled=False):
             before = self._state() if step % EXACT_EVERY == 0 else None
-            logits: Tensor = self._main(batch, **given)
-            found = self._main.last_dispatch
-            if before is not None and found is not None and found.reason is Reason.HIT:
-                logits = self._compared_exactly(step, batch, found, given, logits.clone(), before)
+            logits: Tensor = self._main(batch, **tensors)
+            dispatch = self._main.last_dispatch
+            if before is not None and dispatch is not None and dispatch.reason is Reason.HIT:
+                logits = self._compared_exactly(
+                    step, batch, dispatch, tensors, logits.clone(), before
+                )
         return logits
 
     def _compared_exactly(
         self,
         step: int,
         batch: Batch,
-        found: Dispatch,
-        given: dict[str, Tensor],
+        dispatch: Dispatch,
+        tensors: dict[str, Tensor],
         logits: Tensor,
         before: list[Tensor],
     ) -> Tensor:
         """The same step eagerly, padded as its graph was, from the same state."""
         after = self._state()
         self._put_back(before)
-        again = self._main.run_padded_eagerly(batch, found, given)
+        again = self._main.run_padded_eagerly(batch, dispatch, tensors)
         pairs = zip([logits, *after], [again, *self._state()], strict=True)
         if not all(torch.equal(ours, theirs) for ours, theirs in pairs):
-            self.totals.findings.append(f"step {step}, {found}: not what eager gives")
+            self.totals.findings.append(f"step {step}, {dispatch}: not what eager gives")
         self.totals.exact += 1
         self._put_back(after)
         return logits
@@ -218,15 +220,15 @@ class Run:
             self._main.capture()
 
     def _saw(self, name: str, runner: GraphRunner, wanted: Reason, batch: Batch) -> None:
-        found = runner.last_dispatch
-        assert found is not None
-        adapters = ", adapters" if found.descriptor.has_lora else ""
-        self.totals.ran[f"{name} {found.mode.name} {found.reason.name}{adapters}"] += 1
-        if found.reason is not wanted:
-            self.totals.findings.append(f"{name}: {batch} was {found.reason.name}")
+        dispatch = runner.last_dispatch
+        assert dispatch is not None
+        adapters = ", adapters" if dispatch.descriptor.has_lora else ""
+        self.totals.ran[f"{name} {dispatch.mode.name} {dispatch.reason.name}{adapters}"] += 1
+        if dispatch.reason is not wanted:
+            self.totals.findings.append(f"{name}: {batch} was {dispatch.reason.name}")
 
-    def _compare(self, what: str, found: Tensor, expected: Tensor) -> None:
-        apart = ((found - expected).abs().max() / expected.square().mean().sqrt()).item()
+    def _compare(self, what: str, actual: Tensor, expected: Tensor) -> None:
+        apart = ((actual - expected).abs().max() / expected.square().mean().sqrt()).item()
         self.totals.worst = max(self.totals.worst, apart)
         if not apart <= TOLERANCE:
             self.totals.findings.append(f"{what}: {apart:.1e} of the rms from the twin")

@@ -43,15 +43,15 @@ EXPLAINED = Path(__file__).with_name("survivors.json")
 
 def files(folders: Iterable[str] = CHANGED) -> list[str]:
     """The files that are changed, of these folders."""
-    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    names = [str(path.relative_to(ROOT)) for path in found if path.name != "__init__.py"]
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    names = [str(path.relative_to(ROOT)) for path in paths if path.name != "__init__.py"]
     return [name for name in dict.fromkeys(names) if not name.startswith(ELSEWHERE)]
 
 
 def chosen(per_file: int, seed: int, only: Sequence[str] = ()) -> list[Mutant]:
     """So many mutants of each file, drawn at random; those drawn that have one of `only` in their
     name, or are named so, drawn or not."""
-    found = [
+    mutants_chosen = [
         mutant
         for mutant in (by_hand(ROOT) if SIMULATED else [])
         if not only or any(text in mutant.name for text in only)
@@ -63,8 +63,8 @@ def chosen(per_file: int, seed: int, only: Sequence[str] = ()) -> list[Mutant]:
             named = [mutant for mutant in of_file if mutant.name in only and mutant not in drawn]
             drawn = [mutant for mutant in drawn if any(text in mutant.name for text in only)]
             drawn += named
-        found += drawn
-    return found
+        mutants_chosen += drawn
+    return mutants_chosen
 
 
 def explained() -> dict[str, str]:

@@ -18,7 +18,7 @@ def by_hand(root: Path) -> list[Mutant]:
     Raises `ValueError` where a text is not found exactly once: the line was changed, and its mutant
     has to be too.
     """
-    found = []
+    mutants = []
     for change in json.loads(CHANGES.read_text(encoding="utf-8")):
         file, what, old, new = (change[key] for key in ("file", "what", "old", "new"))
         text = (root / file).read_text(encoding="utf-8")
@@ -27,8 +27,8 @@ def by_hand(root: Path) -> list[Mutant]:
         source = text.replace(old, new)
         ast.parse(source)
         line = text[: text.index(old)].count("\n") + 1
-        found.append(Mutant(file, line, what, _short(old), _short(new), source))
-    return found
+        mutants.append(Mutant(file, line, what, _short(old), _short(new), source))
+    return mutants
 
 
 def _short(text: str) -> str:

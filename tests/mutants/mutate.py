@@ -57,18 +57,18 @@ def mutants(root: Path, file: str) -> list[Mutant]:
     """All mutants of a file, in the order of its lines."""
     text = (root / file).read_text(encoding="utf-8")
     tree = ast.parse(text)
-    found = []
+    changes = []
     for node, function in _inside_of_functions(tree):
         for changed in _changes(node):
             old, new = _line(node), _line(changed)
             source = _replaced(text, node, changed)
-            found.append(Mutant(file, node.lineno, function, old, new, source))
-    found.sort(key=lambda mutant: mutant.line)
+            changes.append(Mutant(file, node.lineno, function, old, new, source))
+    changes.sort(key=lambda mutant: mutant.line)
     alike: Counter[str] = Counter()
-    for place, mutant in enumerate(found):
+    for place, mutant in enumerate(changes):
         alike[mutant.name] += 1
-        found[place] = replace(mutant, nth=alike[mutant.name])
-    return found
+        changes[place] = replace(mutant, nth=alike[mutant.name])
+    return changes
 
 
 def _line(node: ast.AST) -> str:

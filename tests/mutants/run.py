@@ -191,10 +191,10 @@ def folder_of(file: str) -> str:
 def asked_first(file: str) -> list[str]:
     """The tests that are asked first of a mutant in `file`."""
     patterns = CHANGED[folder_of(file)]
-    found = []
+    files = []
     for pattern in patterns:
-        found += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
-    return list(dict.fromkeys(found))
+        files += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+    return list(dict.fromkeys(files))
 
 
 def result_of(mutant: Mutant, tree: Path, *, thorough: bool, timeout_s: int) -> Result:

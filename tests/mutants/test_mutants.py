@@ -31,12 +31,12 @@ def changes(text: str, tmp_path: Path) -> dict[str, str]:
 
 
 def test_each_mutant_is_one_change_that_python_can_read(tmp_path):
-    found = changes(SMALL, tmp_path)
-    assert "size > 0 -> size >= 0" in found
-    assert "size > 0 and sizes -> size > 0 or sizes" in found
-    assert "self.asked += 1 -> pass" in found
-    assert "other >= size -> other > size" in found
-    for source in found.values():
+    texts = changes(SMALL, tmp_path)
+    assert "size > 0 -> size >= 0" in texts
+    assert "size > 0 and sizes -> size > 0 or sizes" in texts
+    assert "self.asked += 1 -> pass" in texts
+    assert "other >= size -> other > size" in texts
+    for source in texts.values():
         ast.parse(source)
         assert source != SMALL
 
@@ -90,10 +90,10 @@ def test_what_may_survive_is_still_a_line_of_the_code():
 
 
 def test_mutants_by_hand_are_changes_of_files_that_the_tests_of_ascend_are_asked_about():
-    found = by_hand(ROOT)
-    assert len({mutant.name for mutant in found}) == len(found) >= 44
-    assert {mutant.file for mutant in found} <= set(files(ASCEND_TESTS))
-    for mutant in found:
+    mutants = by_hand(ROOT)
+    assert len({mutant.name for mutant in mutants}) == len(mutants) >= 44
+    assert {mutant.file for mutant in mutants} <= set(files(ASCEND_TESTS))
+    for mutant in mutants:
         assert mutant.source != (ROOT / mutant.file).read_text()
 
 

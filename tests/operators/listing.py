@@ -48,7 +48,7 @@ def write(rows: Sequence[Row], device: str) -> None:
     refused, random = lines_of(rows)
     parts = {"refused": refused, "not deterministic in eager code": random}
     names = {row.dtype: {r.name for r in rows if r.dtype == row.dtype} for row in rows}
-    tried = {dtype: len(found) for dtype, found in names.items()}
+    tried = {dtype: len(samples) for dtype, samples in names.items()}
     head = {"torch": version(), "device": device, "operators tried": tried}
     text = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
     for name, entries in parts.items():
@@ -64,8 +64,8 @@ def version() -> str:
 
 def listed() -> dict[str, Any]:
     """What the file says."""
-    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    listing: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return listing
 
 
 def lacking(rows: Iterable[Row], device: str) -> list[str]:
@@ -81,14 +81,14 @@ def lacking(rows: Iterable[Row], device: str) -> list[str]:
     }
     rows = [row for row in rows if (row.name, row.dtype) in tried]
     before = {_key(entry): entry["samples"] for entry in known["refused"]}
-    found = []
+    lines = []
     for entry in lines_of(rows)[0]:
         samples = before.get(_key(entry), {})
         for dtype, count in entry["samples"].items():
             if _number(count) > _number(samples.get(dtype, "0 of 0")):
                 line = f"{entry['operator']} {entry['called']} {dtype}: {count}, {entry['error']}"
-                found.append(f"{line} {entry['refused']}: {entry['why']}")
-    return found
+                lines.append(f"{line} {entry['refused']}: {entry['why']}")
+    return lines
 
 
 def _key(entry: dict[str, Any]) -> tuple[str, ...]:

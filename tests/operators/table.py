@@ -44,12 +44,12 @@ def rows_of(case: Case, limit: int = SAMPLES) -> list[Row]:
     """Try an operator with one dtype in every way that it can be called."""
     samples = chosen(case, limit)
     pool = GraphPool(get_platform(case.device))
-    found = []
+    rows = []
     try:
         for variant in variants(case):
             row = Row(case.name, dtype_name(case.dtype), variant)
             row.verdicts = [Sample(case, variant, draws).run(pool) for draws in samples]
-            found.append(row)
+            rows.append(row)
     finally:
         pool.close()
-    return found
+    return rows

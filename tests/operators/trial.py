@@ -137,8 +137,8 @@ class Sample:
             named = _named(error, step)
             if how is None:
                 return named
-            found = self._wrong(f"eager code after {type(error).__name__}: {how}", 0, [])
-            return found if found.outcome == WRONG else replace(named, random=True)
+            result = self._wrong(f"eager code after {type(error).__name__}: {how}", 0, [])
+            return result if result.outcome == WRONG else replace(named, random=True)
         except Exception as error:
             return Verdict(RAW, type(error).__name__, why=f"{step}: {_line(error)}")
         finally:
@@ -218,10 +218,10 @@ class Sample:
 def variants(case: Case) -> list[str]:
     """The ways in which the operator can be called."""
     op = case.op
-    found = ["call"]
+    names = ["call"]
     if op.get_inplace() is not None:
-        found.append("in place")
-    return found + (["out=", "out= grown"] if op.supports_out else [])
+        names.append("in place")
+    return names + (["out=", "out= grown"] if op.supports_out else [])
 
 
 def _named(error: GraphRTError, step: str) -> Verdict:

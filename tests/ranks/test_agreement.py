@@ -11,15 +11,15 @@ from tests.ranks.launching import TIMEOUT_S, launch
 SIZES = [1, 2, 4, 8]
 
 
-def assert_same(found: dict[int, dict[str, Any]]) -> None:
-    for rank, seen in found.items():
+def assert_same(by_rank: dict[int, dict[str, Any]]) -> None:
+    for rank, seen in by_rank.items():
         assert "error" not in seen, (rank, seen)
         assert seen["wrong"] == [], (rank, seen["wrong"][:3])
-        assert seen["log"] == found[0]["log"], f"rank {rank} has made other collectives"
-        assert seen["collectives"] == found[0]["collectives"]
+        assert seen["log"] == by_rank[0]["log"], f"rank {rank} has made other collectives"
+        assert seen["collectives"] == by_rank[0]["collectives"]
         # A trial that fails on one rank ends as an eager step there: the log has its collectives.
         failed = {"QUARANTINED", "CHANGED"}
-        for step, first in zip(seen["steps"], found[0]["steps"], strict=True):
+        for step, first in zip(seen["steps"], by_rank[0]["steps"], strict=True):
             assert step == first or {step[2], first[2]} & failed
 
 
@@ -34,38 +34,38 @@ def assert_same(found: dict[int, dict[str, Any]]) -> None:
     ids=lambda value: ", ".join(map(str, value)) if isinstance(value, dict) else f"{value} ranks",
 )
 def test_ranks_with_other_batches_replay_the_same_graphs(ranks: int, case: dict[str, Any]) -> None:
-    found = launch({"sizes": SIZES, "steps": 100, "seed": ranks, **case}, ranks)
-    assert_same(found)
-    assert found[0]["reasons"]["HIT"] > 20
+    by_rank = launch({"sizes": SIZES, "steps": 100, "seed": ranks, **case}, ranks)
+    assert_same(by_rank)
+    assert by_rank[0]["reasons"]["HIT"] > 20
 
 
 def test_a_graph_that_one_rank_has_dropped_is_replayed_on_none() -> None:
     drop = {"fault": {"kind": "drop", "at": 10, "size": 4}}
-    found = launch({"sizes": SIZES, "steps": 100, "of_rank": {"1": drop}}, 2)
-    assert_same(found)
-    assert ["PIECEWISE", 4, "HIT"] not in found[0]["steps"][10:]
-    assert ["PIECEWISE", 8, "HIT"] in found[0]["steps"][10:]
+    by_rank = launch({"sizes": SIZES, "steps": 100, "of_rank": {"1": drop}}, 2)
+    assert_same(by_rank)
+    assert ["PIECEWISE", 4, "HIT"] not in by_rank[0]["steps"][10:]
+    assert ["PIECEWISE", 8, "HIT"] in by_rank[0]["steps"][10:]
 
 
 @pytest.mark.parametrize("check", ["capture", "always"])
 def test_a_value_that_changes_on_one_rank_alone_is_tried_by_all(check: str) -> None:
     change = {"fault": {"kind": "attribute", "name": "scale", "at": 30, "to": 3.0}}
     case = {"sizes": SIZES, "steps": 60, "check": check, "of_rank": {"1": change}}
-    found = launch(case, 2)
-    for seen in found.values():
+    by_rank = launch(case, 2)
+    for seen in by_rank.values():
         assert "error" not in seen, seen
-        assert seen["log"] == found[0]["log"]
+        assert seen["log"] == by_rank[0]["log"]
         assert seen["steps"][-1][2] == "RANKS_DISAGREE"
-    assert found[0]["wrong"] == []
+    assert by_rank[0]["wrong"] == []
 
 
 def test_a_change_on_one_rank_that_makes_no_difference_costs_no_graph() -> None:
     change = {"fault": {"kind": "attribute", "name": "unused", "at": 30, "to": 1}}
     case = {"sizes": SIZES, "steps": 80, "of_rank": {"1": change}}
-    found = launch(case, 2)
-    for seen in found.values():
+    by_rank = launch(case, 2)
+    for seen in by_rank.values():
         assert "error" not in seen, seen
-        assert seen["log"] == found[0]["log"]
+        assert seen["log"] == by_rank[0]["log"]
         assert seen["wrong"] == []
         assert {step[2] for step in seen["steps"][60:]} == {"HIT"}
         assert "QUARANTINED" not in seen["reasons"]
@@ -74,25 +74,25 @@ def test_a_change_on_one_rank_that_makes_no_difference_costs_no_graph() -> None:
 def test_ranks_on_which_a_trial_finds_other_things_make_the_same_runs() -> None:
     # Rows of zeros show nothing of what every third run does.
     case = {"sizes": [2, 4], "steps": 6, "counts": True, "of_rank": {"1": {"times": 0.0}}}
-    found = launch(case, 2)
-    for seen in found.values():
+    by_rank = launch(case, 2)
+    for seen in by_rank.values():
         assert "error" not in seen, seen
-        assert seen["log"] == found[0]["log"]
-        assert seen["collectives"] == found[0]["collectives"] > 20
-    assert found[0]["steps"][-1][2] == found[1]["steps"][-1][2] == "RANKS_DISAGREE"
+        assert seen["log"] == by_rank[0]["log"]
+        assert seen["collectives"] == by_rank[0]["collectives"] > 20
+    assert by_rank[0]["steps"][-1][2] == by_rank[1]["steps"][-1][2] == "RANKS_DISAGREE"
 
 
 def test_lazy_ranks_capture_the_graph_of_the_vote() -> None:
-    found = launch({"sizes": SIZES, "steps": 60, "idle": 0.1, "lazy": True}, 2)
-    assert_same(found)
-    assert {step[2] for step in found[0]["steps"]} == {"HIT"}
+    by_rank = launch({"sizes": SIZES, "steps": 60, "idle": 0.1, "lazy": True}, 2)
+    assert_same(by_rank)
+    assert {step[2] for step in by_rank[0]["steps"]} == {"HIT"}
 
 
 def test_ranks_capture_the_same_graphs_between_steps() -> None:
     case = {"sizes": SIZES, "steps": 20, "next": True}
-    found = launch(case, 2)
-    assert_same(found)
-    assert found[0]["steps"][-1][2] == "HIT"
+    by_rank = launch(case, 2)
+    assert_same(by_rank)
+    assert by_rank[0]["steps"][-1][2] == "HIT"
 
 
 def test_ranks_that_would_capture_others_are_named_before_they_do() -> None:
@@ -122,11 +122,11 @@ def test_a_rank_that_is_gone_is_named_on_all_others(
     mine = {str(lost): {"fault": fault}}
     case = {"sizes": SIZES, "steps": 50, "timeout_s": TIMEOUT_S, "of_rank": mine}
     is_lost = () if kind == "raise" else (lost,)
-    found = launch(case, 3, lost=is_lost, limit_s=60)
+    by_rank = launch(case, 3, lost=is_lost, limit_s=60)
     for rank in {0, 1, 2} - {lost}:
-        assert found[rank]["error"] == error, found[rank]
-        assert text in found[rank]["text"], found[rank]["text"]
-        assert found[rank]["took"] < 3 * TIMEOUT_S
+        assert by_rank[rank]["error"] == error, by_rank[rank]
+        assert text in by_rank[rank]["text"], by_rank[rank]["text"]
+        assert by_rank[rank]["took"] < 3 * TIMEOUT_S
 
 
 @pytest.mark.parametrize(
@@ -150,6 +150,6 @@ def test_a_rank_with_another_configuration_is_named_before_a_step(
 def test_a_rank_that_has_left_a_step_out_is_named() -> None:
     skip = {"fault": {"kind": "skip", "at": 6}}
     case = {"sizes": SIZES, "steps": 12, "timeout_s": TIMEOUT_S, "of_rank": {"1": skip}}
-    found = launch(case, 2)
-    assert found[0]["error"] == "RankStoppedError"
-    assert "rank 1: it has left the agreement" in found[0]["text"]
+    by_rank = launch(case, 2)
+    assert by_rank[0]["error"] == "RankStoppedError"
+    assert "rank 1: it has left the agreement" in by_rank[0]["text"]

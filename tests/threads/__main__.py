@@ -18,21 +18,21 @@ def main() -> int:
     parser.add_argument("--runners", nargs="*", choices=KINDS, default=[])
     parser.add_argument("--beside", nargs="*", choices=BESIDE, default=BESIDE)
     parser.add_argument("--switch", type=float, default=None, help="seconds a thread may run")
-    given = parser.parse_args()
-    loads = [given.runners] if given.runners else [["lazy"], ["full"], list(KINDS)]
+    arguments = parser.parse_args()
+    loads = [arguments.runners] if arguments.runners else [["lazy"], ["full"], list(KINDS)]
     wrong = 0
     for kinds in loads:
-        found = run(
-            given.steps,
+        totals = run(
+            arguments.steps,
             kinds,
-            device=given.device,
-            threads=given.threads,
-            beside=given.beside,
-            seed=given.seed,
-            switch_s=given.switch,
+            device=arguments.device,
+            threads=arguments.threads,
+            beside=arguments.beside,
+            seed=arguments.seed,
+            switch_s=arguments.switch,
         )
-        print(f"{', '.join(kinds)}: {found}", flush=True)
-        wrong += sum(found.wrong.values())
+        print(f"{', '.join(kinds)}: {totals}", flush=True)
+        wrong += sum(totals.wrong.values())
     return int(wrong > 0)
 
 

@@ -233,8 +233,8 @@ def _children_of(device: Platform) -> list[str]:
         lambda: served.runner.verify(x=inputs(2)),
         lambda: GraphPool(device),
     ]
-    found = [child_of(in_child(call)) for call in calls]
-    return [*found, RIGHT if served.is_right() else WRONG]
+    results = [child_of(in_child(call)) for call in calls]
+    return [*results, RIGHT if served.is_right() else WRONG]
 
 
 def closed_in_a_child() -> str:
@@ -253,7 +253,7 @@ def in_the_middle(seconds: float = 2.0) -> dict[str, int]:
     """Children forked at any time while threads step, capture and release without a stop."""
     served, other = Served(), Served(options=GraphOptions(lazy=True))
     served.runner.capture()
-    over, found = threading.Event(), dict[str, int]()
+    over, counts = threading.Event(), dict[str, int]()
 
     def step() -> None:
         while not over.is_set():
@@ -271,11 +271,11 @@ def in_the_middle(seconds: float = 2.0) -> dict[str, int]:
     while time.monotonic() < ends:
         for each in (served, other):
             result = child_of(each.is_right)
-            found[result] = found.get(result, 0) + 1
+            counts[result] = counts.get(result, 0) + 1
     over.set()
     for each in threads:
         each.join()
-    return found
+    return counts
 
 
 SCENARIOS: dict[str, Callable[[], object]] = {

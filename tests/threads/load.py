@@ -99,8 +99,8 @@ class Load:
             arguments: dict[str, Any] = dict(KINDS[kind])
             if device != "cpu" or torch.version.cuda is not None:
                 # The next step of the pool, which is another thread's, makes others unreadable.
-                given = arguments.get("options") or GraphOptions()
-                arguments["options"] = given.merged({"outputs": "clone"})
+                options = arguments.get("options") or GraphOptions()
+                arguments["options"] = options.merged({"outputs": "clone"})
             self.models.append(model)
             self.runners.append(
                 GraphRunner(
@@ -128,7 +128,7 @@ class Load:
     def run(self, steps: int, threads: int, beside: list[str], seed: int = 0) -> Found:
         """Run at least so many steps in so many threads, beside one that does what is named, each
         at least once."""
-        left, found, started = [steps], self.found, time.perf_counter()
+        left, totals, started = [steps], self.found, time.perf_counter()
         over = threading.Event()
         names = {
             "capture_next": self._capture_next,
@@ -141,7 +141,7 @@ class Load:
             numbers = random.Random(f"{seed} {at}")
             cases = self._cases(at)
             # Until each of `beside` had its turn: a fast machine is through with its steps before.
-            while (left[0] > 0 or set(beside) - set(found.done)) and found.wrong.total() < 1000:
+            while (left[0] > 0 or set(beside) - set(totals.done)) and totals.wrong.total() < 1000:
                 left[0] -= 1
                 self._step(*numbers.choice(cases))
                 if numbers.random() < 0.2:
@@ -155,9 +155,9 @@ class Load:
                 try:
                     with torch.no_grad():
                         names[name](numbers)
-                    found.done[name] += 1
+                    totals.done[name] += 1
                 except Exception as error:
-                    found.add(type(error).__name__, f"{name}: {error}")
+                    totals.add(type(error).__name__, f"{name}: {error}")
                 over.wait(numbers.random() * 0.01)
 
         workers = [threading.Thread(target=serve, args=(at,)) for at in range(threads)]
@@ -171,13 +171,13 @@ class Load:
             over.set()
             other.join()
         for each in told:
-            found.add(each.category.__name__, str(each.message))
+            totals.add(each.category.__name__, str(each.message))
         for runner in self.runners:
             for trial in runner.report().trust.trials:
                 if trial.status == "quarantined":
-                    found.add("quarantined", str(trial.failure))
-        found.seconds = time.perf_counter() - started
-        return found
+                    totals.add("quarantined", str(trial.failure))
+        totals.seconds = time.perf_counter() - started
+        return totals
 
     def close(self) -> None:
         """Give everything back."""
@@ -198,14 +198,14 @@ class Load:
     def _step(self, place: int, x: Tensor, expected: Tensor) -> None:
         runner = self.runners[place]
         try:
-            given = self.retried(lambda: runner(x=x))
+            output = self.retried(lambda: runner(x=x))
         except Exception as error:
             self.found.add(type(error).__name__, f"{len(x)} rows: {error}")
             return
         self.found.steps += 1
-        if given.shape != expected.shape:
-            self.found.add("wrong shape", f"{tuple(given.shape)} for {tuple(expected.shape)}")
-        elif not torch.equal(given, expected):
+        if output.shape != expected.shape:
+            self.found.add("wrong shape", f"{tuple(output.shape)} for {tuple(expected.shape)}")
+        elif not torch.equal(output, expected):
             self.found.add("wrong value", f"{len(x)} rows of runner {place}")
 
     def _one(self, numbers: random.Random) -> int:
@@ -238,12 +238,12 @@ class Load:
             # A lazy runner has the graph once a step has asked for it.
             self.retried(lambda: runner(x=x))
         try:
-            given = self.retried(lambda: runner.verify(x=x))
+            output = self.retried(lambda: runner.verify(x=x))
         except Exception as error:
             if "no graph yet" not in str(error):
                 raise
             return
-        if not torch.equal(given, expected):
+        if not torch.equal(output, expected):
             self.found.add("wrong value", f"verify, {len(x)} rows of runner {place}")
 
 

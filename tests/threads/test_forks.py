@@ -48,5 +48,5 @@ def test_a_child_never_asks_a_device_that_its_parent_had(device: str) -> None:
 
 
 def test_children_that_are_forked_at_any_time_neither_hang_nor_are_wrong() -> None:
-    found = ast.literal_eval(told_by("in_the_middle"))
-    assert {*found} == {NAMED}, found
+    results = ast.literal_eval(told_by("in_the_middle"))
+    assert {*results} == {NAMED}, results

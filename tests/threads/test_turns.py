@@ -47,19 +47,19 @@ def runner_of(forward: Callable[..., Any], **arguments: Any) -> GraphRunner:
 
 def in_thread(call: Callable[[], Any]) -> Any:
     """What `call` returned or raised in another thread."""
-    found: list[Any] = []
+    results: list[Any] = []
 
     def work() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(30)
-    assert found, "it hangs"
-    return found[0]
+    assert results, "it hangs"
+    return results[0]
 
 
 CHANGES: dict[str, Callable[[GraphRunner], object]] = {
@@ -87,18 +87,18 @@ def test_nothing_changes_between_a_steps_dispatch_and_its_end(
     runner = runner_of(lambda x: x * 2)
     runner.capture()
     runner(x=torch.ones(2, 4))
-    dispatch, found = runner.dispatcher.dispatch, []
+    dispatch, results = runner.dispatcher.dispatch, []
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         answer = dispatch(*args, **kwargs)
         monkeypatch.undo()
-        found.append(in_thread(lambda: CHANGES[change](runner)))
+        results.append(in_thread(lambda: CHANGES[change](runner)))
         return answer
 
     monkeypatch.setattr(runner.dispatcher, "dispatch", dispatched)
     x = torch.rand(rows, 4)
     assert torch.equal(runner(x=x), x * 2)
-    assert isinstance(found[0], PoolBusyError)
+    assert isinstance(results[0], PoolBusyError)
     assert runner.last_dispatch.reason is (Reason.HIT if rows == 2 else Reason.TOO_LARGE)
     assert runner.pool.owner is None and torch.equal(runner(x=x), x * 2)
     assert sum(runner.report().reasons.values()) == 3
@@ -106,11 +106,11 @@ def test_nothing_changes_between_a_steps_dispatch_and_its_end(
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_comes_into_a_capture(change: str) -> None:
-    found: list[Any] = []
+    results: list[Any] = []
 
     def forward(x: Tensor) -> Tensor:
         if threading.current_thread() is threading.main_thread() and asks:
-            found.append(in_thread(lambda: CHANGES[change](runner)))
+            results.append(in_thread(lambda: CHANGES[change](runner)))
         return x * 2
 
     asks = False
@@ -119,7 +119,7 @@ def test_nothing_comes_into_a_capture(change: str) -> None:
     asks = True
     runner.recapture()
     asks = False
-    assert found and all(isinstance(each, PoolBusyError) for each in found)
+    assert results and all(isinstance(each, PoolBusyError) for each in results)
     x = torch.rand(3, 4)
     assert torch.equal(runner(x=x), x * 2)
 
@@ -143,14 +143,14 @@ def test_a_step_that_finds_the_pool_taken_has_done_nothing() -> None:
 def test_a_wrapper_looks_its_graph_up_in_its_turn() -> None:
     pool = GraphPool("cpu")
     context = ForwardContext(FULL, BatchDescriptor(4))
-    found: list[Any] = []
+    results: list[Any] = []
 
     class Slots(list):
         """Has another thread destroy the graph as it is looked up."""
 
         def __getitem__(self, slot: Any) -> Any:
             entry = super().__getitem__(slot)
-            found.append(in_thread(lambda: wrapper.drop(BatchDescriptor(4))))
+            results.append(in_thread(lambda: wrapper.drop(BatchDescriptor(4))))
             return entry
 
     wrapper = GraphWrapper(
@@ -165,7 +165,7 @@ def test_a_wrapper_looks_its_graph_up_in_its_turn() -> None:
     wrapper(x)
     wrapper._graphs.by_slot = Slots(wrapper._graphs.by_slot)
     assert wrapper(x).tolist() == [1] * 4
-    assert isinstance(found[0], PoolBusyError) and wrapper.entries
+    assert isinstance(results[0], PoolBusyError) and wrapper.entries
 
 
 def test_one_key_that_two_threads_replay_is_refused_by_name() -> None:
@@ -301,14 +301,14 @@ def test_a_second_close_ends_what_an_interrupted_one_began(
 
 
 def check(steps: int, kinds: list[str], device: str = "cpu") -> None:
-    found = run(steps, kinds, device=device)
-    assert not found.wrong, str(found)
-    assert found.steps >= steps and {*found.done} == {
+    totals = run(steps, kinds, device=device)
+    assert not totals.wrong, str(totals)
+    assert totals.steps >= steps and {*totals.done} == {
         "capture_next",
         "release",
         "recapture",
         "verify",
-    }, str(found)
+    }, str(totals)
 
 
 @pytest.mark.parametrize("kinds", [["lazy"], ["full"], ["pieces"], list(KINDS)], ids=" ".join)

@@ -28,8 +28,8 @@ def is_installed(module: str) -> bool:
 def expected(checker: int) -> dict[int, str]:
     """Line numbers, from 1, with the code that mypy (0) or pyright (1) refuses them for."""
     lines = CONSUMER.read_text(encoding="utf-8").splitlines()
-    found = ((number, REFUSED.search(line)) for number, line in enumerate(lines, 1))
-    return {number: match.group(checker + 1) for number, match in found if match}
+    matches = ((number, REFUSED.search(line)) for number, line in enumerate(lines, 1))
+    return {number: match.group(checker + 1) for number, match in matches if match}
 
 
 def differences(wanted: dict[int, str], said: Said) -> list[str]:
@@ -89,8 +89,8 @@ def test_mypy_knows_the_surface(host: Path) -> None:
     done = run(command, host)
     said = re.findall(r"^(\S+):(\d+): error: (.*) \[(\S+)\]$", done.stdout, re.MULTILINE)
     assert {file for file, *_ in said} == {CONSUMER.name}, done.stdout + done.stderr
-    found = [(int(line), code, text) for _, line, text, code in said]
-    assert differences(expected(0), found) == []
+    errors = [(int(line), code, text) for _, line, text, code in said]
+    assert differences(expected(0), errors) == []
 
 
 @pytest.mark.long
@@ -105,9 +105,9 @@ def test_pyright_knows_the_surface(host: Path) -> None:
     python = host / "env" / "bin" / "python"
     done = run(["pyright", "--outputjson", "--pythonpath", str(python)], host)
     said = json.loads(done.stdout)
-    found = [
+    errors = [
         (each["range"]["start"]["line"] + 1, each.get("rule", ""), each["message"])
         for each in said["generalDiagnostics"]
     ]
     assert said["summary"]["filesAnalyzed"] == 1, done.stdout + done.stderr
-    assert differences(expected(1), found) == []
+    assert differences(expected(1), errors) == []

@@ -77,7 +77,8 @@ What is left in it by mistake costs steps a second look, at the thread's own var
 
 
 def enter_under_way(undo: Undo, owner: object) -> None:
-    """Until `undo`: `owner`, which lives as long, is under way."""
+    """Until `undo`, let steps know that a capture or warm-up runs: `owner`, which has to live as
+    long, since its `id` stands for it."""
     undo.later(partial(under_way.discard, id(owner)))
     under_way.add(id(owner))
 
