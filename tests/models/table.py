@@ -104,6 +104,19 @@ DECODERS = {
             "use_mamba_kernels": False,
         },
     ),
+    # Keys and states in one layer.
+    "falcon_h1": Family(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+        },
+    ),
     "mamba": Family("MambaConfig", "MambaForCausalLM", {"state_size": 8}),
     "mamba2": Family(
         "Mamba2Config",
