@@ -1,4 +1,4 @@
-"""Thirty-one families of transformers through graphrt, as a table: what replays, what is refused.
+"""Families of transformers through graphrt, as a table: what replays, what is refused.
 
     python -m tests.models.table [--device cuda] [--jobs 8] [--json FILE] [--columns C ...]
         [FAMILY ...]
