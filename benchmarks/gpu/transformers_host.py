@@ -5,9 +5,11 @@ compiled pieces, beside `generate` as it is and with its compiled static cache.
 
 Random weights, greedy. Medians over rounds in which all take turns, in milliseconds: "first" is a
 call for one token, "step" the time of a long call less that of a short one, by the steps between
-them. "seconds" is what each prepares: captures, or compiles in its first two calls of each shape.
-"agree" is the share of tokens that are those of `generate` as it is: from the first other token on,
-which other kernels' rounding makes, sequences differ for good.
+them. "replay" is a step called back to back on its graph alone, inputs copied: the rest of "step"
+is the host's, between steps, because `generate` waits for each token. "seconds" is what each
+prepares: captures, or compiles in its first two calls of each shape. "agree" is the share of tokens
+that are those of `generate` as it is: from the first other token on, which other kernels' rounding
+makes, sequences differ for good.
 """
 
 from __future__ import annotations
@@ -57,8 +59,28 @@ def calls(plain: Any, served: dict[str, Any], length: int) -> dict[str, Call]:
     }
 
 
+@torch.no_grad()
+def replayed(model: Any, rows: int, length: int, options: argparse.Namespace) -> float:
+    """Milliseconds of a step on its graph alone, behind a prompt of some length."""
+    steps, synchronize = graphs_of(model).steps, synchronizer(options.device)
+    tokens = torch.zeros((rows, 1), dtype=torch.int64, device=options.device)
+    values = steps._values(tokens, tokens, length)
+    times = []
+    for _ in range(options.rounds):
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(options.tokens):
+            steps.runner(steps._batches[rows], **values)
+        synchronize()
+        times.append((time.perf_counter() - began) / options.tokens * 1e3)
+    return statistics.median(times)
+
+
 def measured(
-    contestants: dict[str, Call], prompts: Tensor, options: argparse.Namespace
+    contestants: dict[str, Call],
+    served: dict[str, Any],
+    prompts: Tensor,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     synchronize = synchronizer(options.device)
 
@@ -81,6 +103,8 @@ def measured(
             results[name]["first"].append(seconds(name, 1) * 1e3)
             short, long = seconds(name, SHORT), seconds(name, options.tokens)
             results[name]["step"].append((long - short) / (options.tokens - SHORT) * 1e3)
+    for name, model in served.items():
+        results[name]["replay"] = replayed(model, *prompts.shape, options)
     for name, each in results.items():
         each["spread"] = {kind: (min(each[kind]), max(each[kind])) for kind in ("first", "step")}
         each |= {kind: statistics.median(each[kind]) for kind in ("first", "step")}
@@ -116,10 +140,10 @@ def main() -> None:
     for rows in options.batches:
         for prompt in options.prompts:
             prompts = torch.randint(config.vocab_size, (rows, prompt), device=options.device)
-            each = measured(calls(plain, served, length), prompts, options)
+            each = measured(calls(plain, served, length), served, prompts, options)
             results[f"{rows} rows, {prompt} tokens"] = each
-            columns = ("first", "step", "agree", "seconds")
-            table = [[name, *(each[name][column] for column in columns)] for name in each]
+            columns = ("first", "step", "replay", "agree", "seconds")
+            table = [[name, *(each[name].get(column, "") for column in columns)] for name in each]
             show(f"batch {rows}, prompt {prompt}, ms", ["", *columns], table)
     for name, model in served.items():
         report = graphs_of(model).report()

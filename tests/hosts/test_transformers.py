@@ -40,6 +40,7 @@ CHOSEN = (
     "mixtral",
     "deepseek_v3",
     "qwen3_next",
+    "falcon_h1",
     "mamba",
     "opt",
     "t5",

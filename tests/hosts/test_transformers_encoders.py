@@ -9,25 +9,39 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.families import SHARED, VOCAB, Family
+from tests.models.families import SHARED, VOCAB, WINDOW, Family
 from tests.models.table import ENCODERS
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from graphrt.errors import InvalidOptionError  # noqa: E402
+from graphrt.errors import CaptureError, InvalidOptionError  # noqa: E402
 from graphrt.hosts.transformers import graphs_of, with_graphs, without_graphs  # noqa: E402
+from graphrt.hosts.transformers.buckets import masks_of  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 _PICTURES = {"image_size": 32, "patch_size": 8}
+_SLIDES = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 FAMILIES = {
     **ENCODERS,
     "roberta": Family("RobertaConfig", "RobertaModel", {"pad_token_id": 1}),
     "classifier": Family("BertConfig", "BertForSequenceClassification", {"pad_token_id": 0}),
     "clip text": Family("CLIPTextConfig", "CLIPTextModel", {"pad_token_id": 0, "eos_token_id": 2}),
     "dinov2": Family("Dinov2Config", "Dinov2Model", _PICTURES),
+    # Embedders over a decoder, which make causal masks, of a window in some layers.
+    "qwen3": Family("Qwen3Config", "Qwen3Model", {"head_dim": 16, "use_cache": False}),
+    "gemma3": Family("Gemma3TextConfig", "Gemma3TextModel", {**_SLIDES, "use_cache": False}),
+    # The window is of all layers: the config names no kinds.
+    "mistral": Family("MistralConfig", "MistralModel", {"sliding_window": 15, "use_cache": False}),
+    "esm": Family("EsmConfig", "EsmModel", {"pad_token_id": 1, "mask_token_id": 2}),
 }
-SERVED = ("bert", "vit", "clip", "roberta", "classifier", "dinov2")
-ON_A_GPU = ("modernbert", "clip text")
+SERVED = ("bert", "vit", "clip", "roberta", "classifier", "dinov2", "modernbert", "clip text")
+SERVED += ("qwen3", "gemma3", "mistral")
+ON_A_GPU = ("esm",)
 """They read their masks on the host, unless a CUDA stream captures."""
 
 
@@ -94,6 +108,34 @@ def test_a_model_that_reads_its_mask_on_the_host_runs_as_before(name, caplog):
     assert "CaptureSyncError" in graphs_of(model).report().refused
     # Once for the model, and once for its calls.
     assert [each.name for each in caplog.records].count("graphrt") == 2
+
+
+def test_an_embedder_with_a_cache_is_told_how_to_leave_it_out():
+    model = new_model("qwen3")
+    model.config.use_cache = True
+    with pytest.raises(CaptureError, match="use_cache = False"):
+        with_graphs(model, max_batch=1, max_len=16, strict=True)
+
+
+def test_an_embedder_that_is_asked_for_a_cache_later_runs_eagerly():
+    model = with_graphs(new_model("qwen3"), max_batch=1, max_len=16, strict=True)
+    model.config.use_cache = True
+    with torch.no_grad():
+        assert model(tokens_of(1, 8))[1] is not None
+    assert graphs_of(model).report().served == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"use_bidirectional_attention": True}, {"layer_types": ["chunked_attention"] * 2}],
+    ids=["both ways", "chunks"],
+)
+def test_masks_that_a_comparison_may_miss_are_left_to_the_model(more):
+    config = new_model("gemma3").config
+    assert masks_of(config)[-1] is None and len(masks_of(config)) == 3
+    for name, value in more.items():
+        setattr(config, name, value)
+    assert masks_of(config) == (None,)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Thirty-one families of transformers through graphrt, as a table: what replays, what is refused.
+"""Families of transformers through graphrt, as a table: what replays, what is refused.
 
     python -m tests.models.table [--device cuda] [--jobs 8] [--json FILE] [--columns C ...]
         [FAMILY ...]
@@ -102,6 +102,19 @@ DECODERS = {
             "expert_layer_offset": 1,
             "mamba_d_state": 8,
             "use_mamba_kernels": False,
+        },
+    ),
+    # Keys and states in one layer.
+    "falcon_h1": Family(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
         },
     ),
     "mamba": Family("MambaConfig", "MambaForCausalLM", {"state_size": 8}),

@@ -225,6 +225,12 @@ def test_numbers_that_torch_made_tensors_of_reach_the_operator():
     assert saved(state, lambda: state.add_(1).mul_(2.5).copy_(state + 1))
 
 
+def test_a_power_whose_base_is_a_number_reaches_the_operator():
+    exponents = torch.arange(4, dtype=torch.float32)
+    found = watch_of().around(lambda: (2.0**exponents, torch.pow(3, exponents)))
+    assert torch.equal(found[0], 2.0**exponents) and torch.equal(found[1], torch.pow(3, exponents))
+
+
 def test_a_watch_that_is_interrupted_sees_nothing_later():
     watch, state = watch_of({tree.storage_key(torch.zeros(1))}), torch.zeros(4)
     found: list[bool] = []

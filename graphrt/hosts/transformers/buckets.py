@@ -3,8 +3,10 @@
 1. A text is padded to the next length that has graphs, under a mask; its batch to the next size, as
    a runner does it. Pictures have one length.
 2. Two short eager runs tell which dimensions of the outputs are lengths: there, padding is cut off.
-3. Graphs are compared with the model's own call of the same inputs without padding. A model that
-   lets padding through (it pools without a mask, say) is refused.
+3. The mask of attention is made here, by one of `masks_of`: models look into one of two dimensions
+   on the host.
+4. Graphs are compared with the model's own call of the same inputs without padding. A model that
+   lets padding through (it pools without a mask, say), or has another mask, is refused.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ from torch.nn.functional import pad
 
 from graphrt import Batch, Dispatch, Example, GraphOptions, GraphPool, GraphRunner, Host, InputSpec
 from graphrt.errors import CaptureError, VerificationError
+from graphrt.hosts.transformers.signature import CACHES
 from graphrt.hosts.transformers.steps import CLOSE
 
 Inputs = Mapping[str, torch.Tensor]
+MaskMaker = Callable[[Any, torch.Tensor, torch.Tensor], Any]
+"""From a config, states `(size, length, ...)` and a mask `(size, length)` to attention's mask."""
 
 _TEXT = ("input_ids", "attention_mask", "token_type_ids")
 _SHORT = 4
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class Buckets:
@@ -38,13 +44,11 @@ class Buckets:
         lengths: Sequence[int],
         sizes: Sequence[int],
         options: GraphOptions,
-        makes_mask: bool,
+        mask: MaskMaker | None,
     ) -> None:
         """Captures; raises what capturing raises, and `VerificationError` for calls that are not
-        the model's own. Pictures have no `lengths`. `makes_mask` passes the mask that attention
-        takes, for which no model reads tensors on the host; those with another kind of mask beside
-        it (causal, sliding) must make theirs."""
-        self._makes_mask = makes_mask
+        the model's own. Pictures have no `lengths`. `mask` is one of `masks_of`."""
+        self._mask = mask
         self._model, self._forward, self._max_batch = model, forward, max_batch
         self.is_text = model.main_input_name == "input_ids"
         self.names = [name for name in _TEXT if name in names] if self.is_text else ["pixel_values"]
@@ -133,21 +137,10 @@ class Buckets:
         """The call that is captured."""
         mask = inputs.get("attention_mask")
         call: dict[str, Any] = dict(inputs)
-        if mask is not None and self._makes_mask:
-            call["attention_mask"] = self._mask(mask)
+        if mask is not None and self._mask is not None:
+            states = mask[:, :, None].to(self._model.dtype)
+            call["attention_mask"] = self._mask(self._model.config, states, mask)
         return _tensors(self._call_model(call))
-
-    def _mask(self, mask: torch.Tensor) -> torch.Tensor:
-        """The mask `(size, 1, 1, length)`: models look into one of two dimensions on the host."""
-        from transformers.masking_utils import create_bidirectional_mask
-
-        made: torch.Tensor = create_bidirectional_mask(
-            config=self._model.config,
-            inputs_embeds=mask[:, :, None].to(self._model.dtype),
-            attention_mask=mask,
-            allow_is_bidirectional_skip=False,
-        )
-        return made
 
     def _call_model(self, inputs: Mapping[str, Any]) -> Any:
         return self._forward(**inputs, return_dict=True)
@@ -178,8 +171,11 @@ class Buckets:
         return lambda batch, generator: Example(self._random(batch.num_tokens, length, generator))
 
     def _compare(self, length: int) -> None:
-        for rows in {self._max_batch, max(self._max_batch - 1, 1)}:
-            inputs = self._random(rows, max(length - 1, 1))
+        full, padded = self._random(self._max_batch, length), max(self._max_batch - 1, 1)
+        if self.is_text:
+            # The first token and the last one see each other, as a window has to allow.
+            full["attention_mask"] = torch.ones_like(full["input_ids"])
+        for inputs in (full, self._random(padded, max(length - 1, 1))):
             ours, theirs = _tensors(self.run(inputs, length)[0]), _tensors(self._call_model(inputs))
             for name, expected in theirs.items():
                 apart = float((ours[name] - expected).float().norm() / expected.float().norm())
@@ -190,6 +186,56 @@ class Buckets:
                         expected="the same, but for rounding",
                         advice="leave with_graphs() out for this model",
                     )
+
+
+def _bidirectional(config: Any, states: torch.Tensor, mask: torch.Tensor) -> Any:
+    from transformers import masking_utils
+
+    makers = {
+        _FULL: masking_utils.create_bidirectional_mask,
+        _SLIDING: masking_utils.create_bidirectional_sliding_window_mask,
+    }
+    return _by_layer(config, makers, states, mask, allow_is_bidirectional_skip=False)
+
+
+def _causal(config: Any, states: torch.Tensor, mask: torch.Tensor) -> Any:
+    from transformers import masking_utils
+
+    makers = {
+        _FULL: masking_utils.create_causal_mask,
+        _SLIDING: masking_utils.create_sliding_window_causal_mask,
+    }
+    more = {"past_key_values": None, "allow_is_causal_skip": False}
+    return _by_layer(config, makers, states, mask, **more)
+
+
+def _by_layer(
+    config: Any,
+    makers: Mapping[str, Callable[..., Any]],
+    states: torch.Tensor,
+    mask: torch.Tensor,
+    **more: Any,
+) -> Any:
+    """One mask for all layers, or one for each kind of layer where the config has kinds."""
+    call = {"config": config, "inputs_embeds": states, "attention_mask": mask, **more}
+    if _SLIDING in _kinds(config):
+        return {kind: make(**call) for kind, make in makers.items()}
+    slides = not _kinds(config) and getattr(config, "sliding_window", None) is not None
+    return makers[_SLIDING if slides else _FULL](**call)
+
+
+def masks_of(config: Any) -> tuple[MaskMaker | None, ...]:
+    """Makers of masks, one of which may be the model's: a comparison says which. None leaves it to
+    the model, and is alone where a config says what a comparison may miss: a chunk or another kind
+    of window, by which a few tokens of a long text see a few others."""
+    known = not _kinds(config) - {_FULL, _SLIDING}
+    if known and not getattr(config, "use_bidirectional_attention", False):
+        return _bidirectional, _causal, None
+    return (None,)
+
+
+def _kinds(config: Any) -> set[str]:
+    return set(getattr(config, "layer_types", None) or ())
 
 
 def check_encoder(model: Any) -> None:
@@ -212,11 +258,14 @@ def _tensors(output: Any) -> dict[str, torch.Tensor]:
     tensors = dict(output.items())
     other = sorted(name for name, each in tensors.items() if not isinstance(each, torch.Tensor))
     if other:
+        has_cache = set(other) <= {*CACHES}
         raise CaptureError(
             "the model returns more than tensors",
             got=", ".join(other),
             expected="tensors alone",
-            advice="turn it off in model.config (output_hidden_states, output_attentions)",
+            advice="model.config.use_cache = False before with_graphs()"
+            if has_cache
+            else "turn it off in model.config (output_hidden_states, output_attentions)",
         )
     return tensors
 

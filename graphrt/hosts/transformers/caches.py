@@ -577,8 +577,8 @@ class StepStates(LinearAttentionLayer):  # type: ignore[misc]
                 write(memory[at], self._rows, None, state)
 
 
-class StepBoth(StepStates, StepLayer):
-    """Keys, values and states of one layer."""
+class StepBoth(StepLayer, StepStates):
+    """Keys, values and states of one layer. Keys come first: states have no length."""
 
     def __init__(
         self, memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor, count: int

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from graphrt import GraphOptions, Reason
-from graphrt.errors import VerificationError
-from graphrt.hosts.transformers.buckets import Buckets, check_encoder
+from graphrt.hosts.transformers.buckets import Buckets, check_encoder, masks_of
 from graphrt.hosts.transformers.reports import ModelReport
 from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
 
@@ -58,10 +57,14 @@ class EncoderGraphs(Seam):
             sizes=self._sizes,
             options=self._options,
         )
-        try:
-            self.buckets = make(makes_mask=True)
-        except VerificationError:
-            self.buckets = make(makes_mask=False)
+        for mask in masks_of(self.model.config):
+            try:
+                self.buckets = make(mask=mask)
+                return
+            except Exception:
+                # The model's mask is another one, or it reads its mask in a way of its own.
+                if mask is None:
+                    raise
 
     def _release(self) -> None:
         if self.buckets is not None:
@@ -110,8 +113,8 @@ class EncoderGraphs(Seam):
 
     def report(self) -> ModelReport:
         """How calls ran since `with_graphs()`."""
-        counts = self._counts
-        return ModelReport(counts.served, dict(counts.eager), counts.prompts, self._refused, None)
+        counts, refused = self._counts, self._refused
+        return ModelReport(counts.served, dict(counts.eager), 0, refused, None, unit="calls")
 
 
 def _why_other_inputs(call: Mapping[str, Any], buckets: Buckets, main: Any) -> str | None:

@@ -31,7 +31,6 @@ _UNREAD = frozenset(
         "label2id",
         "problem_type",
         "transformers_version",
-        "use_cache",
     }
 )
 """Of a config: what no call that graphs serve reads. A forward with labels writes some."""

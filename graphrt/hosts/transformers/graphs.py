@@ -36,7 +36,7 @@ from graphrt.hosts.transformers.steps import StepGraphs
 class ModelGraphs(Seam):
     """The graphs of one model; `with_graphs` makes them, `graphs_of` finds them."""
 
-    _UNREAD = TOKEN_IDS
+    _UNREAD = TOKEN_IDS | {"use_cache"}
 
     def __init__(self, model: Any, max_batch: int, max_len: int, **arguments: Any) -> None:
         """`arguments` are those of `StepGraphs`."""

@@ -11,10 +11,10 @@ from graphrt.core.runner.report import RunnerReport
 
 @dataclass(frozen=True)
 class ModelReport:
-    """Counts since `with_graphs()`: steps of one token a row that graphs `served`, those that ran
-    `eager` by reason, and eager forwards of more tokens (`prompts`). `refused` says why the model
-    has no graphs at all; `runner` is the report of its graphs. `window` is how many positions
-    sliding layers keep; None: all."""
+    """Counts since `with_graphs()`: steps of one token a row (of an encoder, calls: `unit`) that
+    graphs `served`, those that ran `eager` by reason, and eager forwards of more tokens
+    (`prompts`). `refused` says why the model has no graphs at all; `runner` is the report of its
+    graphs. `window` is how many positions sliding layers keep; None: all."""
 
     served: int
     eager: dict[str, int]
@@ -22,16 +22,18 @@ class ModelReport:
     refused: str | None
     runner: RunnerReport | None
     window: int | None = None
+    unit: str = "steps"
 
     def __str__(self) -> str:
         steps = [f"  {count:>8}  {reason}" for reason, count in self.eager.items()]
-        lines = [f"{self.served} steps by graphs, {self.prompts} prompts"]
+        prompts = f", {self.prompts} prompts" if self.unit == "steps" else ""
+        lines = [f"{self.served} {self.unit} by graphs{prompts}"]
         if self.window is not None:
             lines.append(f"sliding layers keep {self.window} positions")
         if self.refused is not None:
             lines.append(f"no graphs: {self.refused}")
         if steps:
-            lines += [f"{sum(self.eager.values())} steps without a graph:", *steps]
+            lines += [f"{sum(self.eager.values())} {self.unit} without a graph:", *steps]
         return "\n".join(lines)
 
 

@@ -33,6 +33,7 @@ from graphrt import (
     InputSpec,
 )
 from graphrt.errors import CaptureError, VerificationError
+from graphrt.hosts.transformers.attention import attention_of, grouped
 from graphrt.hosts.transformers.caches import CrossCache, KeptCache, KeptPair, StepCache
 from graphrt.hosts.transformers.memory import Memory, first_rows, shapes_of
 from graphrt.hosts.transformers.signature import Encoded, Signature
@@ -324,6 +325,7 @@ class _Step(nn.Module):
         self._masks_encoder = signature.masks_encoder
         # Copied where there is an encoder, which a trace cannot do.
         self._config = signature.model.config.get_text_config(decoder=True)
+        self._attention = attention_of(signature.model) if count == 1 else None
         self._more: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if "logits_to_keep" in signature.names:
             self._more["logits_to_keep"] = count
@@ -354,7 +356,8 @@ class _Step(nn.Module):
                 call["attention_mask"] = _encoder_mask(
                     self._config, first_rows(cross.mask, size), states
                 )
-        logits: torch.Tensor = self._forward(**call).logits
+        with grouped(self._attention):
+            logits: torch.Tensor = self._forward(**call).logits
         kept.write_back()
         return logits
 

@@ -13,7 +13,12 @@ KNOWN = tuple(f"5.{minor}" for minor in range(17, 25))
 """With which the tests of this host were run."""
 
 _NAMES = {
-    "transformers": ("PreTrainedModel", "GenerationMixin"),
+    "transformers": (
+        "AttentionInterface",
+        "AttentionMaskInterface",
+        "GenerationMixin",
+        "PreTrainedModel",
+    ),
     "transformers.cache_utils": (
         "Cache.is_compileable",
         "Cache.get_query_offset",
@@ -27,7 +32,8 @@ _NAMES = {
         "LinearAttentionLayer.activate_past_recording",
     ),
     "transformers.generation.configuration_utils": ("ALL_STATIC_CACHE_IMPLEMENTATIONS",),
-    "transformers.masking_utils": ("create_bidirectional_mask",),
+    "transformers.integrations.sdpa_attention": ("sdpa_attention_forward",),
+    "transformers.masking_utils": ("create_bidirectional_mask", "sdpa_mask"),
 }
 _ARGUMENTS = {
     ("transformers", "GenerationMixin._prepare_cache_for_generation"): (

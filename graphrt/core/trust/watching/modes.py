@@ -138,7 +138,7 @@ class _Writer:
             self._facts, kinds = facts_of(func), [str(a.type) for a in func._schema.arguments]
             self._of_tensors = tuple(at for at, kind in enumerate(kinds) if kind == "Tensor")
             self._func = func
-        for at in self._of_tensors[1:]:
+        for at in self._of_tensors:
             if at < len(args) and not isinstance(args[at], torch.Tensor):
                 # Torch shows a tensor that it made of a number as the number, and takes none here.
                 number = torch.tensor(args[at], device="cpu")

@@ -1,0 +1,83 @@
+"""The attention of steps: one token a row, whose heads share keys and values by groups.
+
+Where there is a mask, transformers repeats keys and values for each head. That copies the whole
+memory in each layer of each step, four times where 32 heads share 8. Here the heads of a group take
+the place of positions, which a step has one of, and nothing is repeated.
+
+Inside of `grouped` a config that says `sdpa` says `GROUPED`. A model whose attention does not come
+from transformers' `AttentionInterface`, and any other attention, stays as it is. Another thread's
+forward of the same model may attend so meanwhile, which rounds otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+GROUPED = "graphrt_grouped_sdpa"
+_PLAIN = "sdpa"
+
+
+def attention_of(model: Any) -> Any:
+    """The config whose attention is another one in steps; None where none is."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    if config._attn_implementation != _PLAIN:
+        return None
+    if getattr(config, "num_key_value_heads", heads) in (None, heads):
+        return None
+    _register()
+    return config
+
+
+@contextmanager
+def grouped(config: Any) -> Iterator[None]:
+    """Steps of the model of `config` attend by groups; None changes nothing."""
+    if config is None:
+        yield
+        return
+    config._attn_implementation_internal = GROUPED
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = _PLAIN
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # A mask or bias of each head's own would have to be regrouped too.
+    by_head = attention_mask is not None and attention_mask.shape[1] != 1
+    if query.shape[2] != 1 or by_head or more.get("position_bias") is not None:
+        output: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
+        )
+        return output
+    rows, heads, _, width = query.shape
+    # The heads of a group follow each other, as those that keys are repeated for.
+    together = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
+    attended = scaled_dot_product_attention(
+        together, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+    )
+    return attended.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(GROUPED, _attend)
+    AttentionMaskInterface.register(GROUPED, sdpa_mask)

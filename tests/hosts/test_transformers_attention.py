@@ -1,0 +1,104 @@
+"""Steps attend by groups of heads, and repeat no keys: what transformers' own attention gives."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.generating import new_model, random_tokens
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+
+from graphrt.hosts.transformers import attention, graphs_of, with_graphs  # noqa: E402
+
+HEADS, GROUPS, LENGTH, WIDTH = 8, 4, 12, 16
+
+
+def attended(forward: Any, tokens: int, mask: torch.Tensor | None, **more: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, HEADS, tokens, WIDTH, generator=generator)
+    # As the memory lies: positions before heads.
+    keys, values = torch.randn(2, 3, LENGTH, HEADS // GROUPS, WIDTH, generator=generator)
+    module = types.SimpleNamespace(num_key_value_groups=GROUPS, is_causal=True)
+    found, _ = forward(
+        module, query, keys.transpose(1, 2), values.transpose(1, 2), mask, scaling=0.3, **more
+    )
+    return found
+
+
+def padding(heads: int = 1) -> torch.Tensor:
+    mask = torch.ones(3, heads, 1, LENGTH, dtype=torch.bool)
+    mask[0, :, :, :5] = False
+    if heads > 1:
+        mask[1, 2, :, 3:9] = False
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "more"),
+    [
+        (1, None, {}),
+        (1, padding(), {}),
+        (1, padding(HEADS), {}),
+        (1, padding().float().log(), {}),
+        (1, padding(), {"position_bias": torch.arange(HEADS).view(1, HEADS, 1, 1).float()}),
+        (5, padding(), {}),
+    ],
+    ids=["no mask", "padding", "mask of each head", "added mask", "bias", "several tokens"],
+)
+def test_it_is_transformers_own_but_for_rounding(tokens, mask, more):
+    expected = attended(sdpa_attention_forward, tokens, mask, **more)
+    found = attended(attention._attend, tokens, mask, **more)
+    torch.testing.assert_close(found, expected)
+    assert found.is_contiguous()
+
+
+def test_keys_reach_the_kernel_as_they_lie(monkeypatch):
+    seen = []
+
+    def kernel(query: Any, key: Any, value: Any, **more: Any) -> torch.Tensor:
+        seen.append((query.shape[1:3], key.shape[1], key.is_contiguous()))
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **more)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
+    attended(attention._attend, 1, padding())
+    assert seen == [((2, GROUPS), 2, False)]
+
+
+def test_steps_of_with_graphs_attend_so_and_prompts_do_not(monkeypatch):
+    model = new_model("llama")
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    tokens = random_tokens(2, 5)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("attended by groups")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "scaled_dot_product_attention", broken)
+        with pytest.raises(RuntimeError, match="attended by groups"):
+            with_graphs(model, max_batch=2, max_len=16, strict=True)
+        assert model.config._attn_implementation == "sdpa"
+        with torch.no_grad():
+            model(tokens[:, :1])
+    with_graphs(model, max_batch=2, max_len=16, strict=True)
+    model.generate(tokens, max_new_tokens=4, do_sample=False)
+    report = graphs_of(model).report()
+    assert (report.served, report.eager) == (3, {})
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("llama", {"attn_implementation": "eager"}),
+        ("llama", {"num_key_value_heads": 4}),
+        ("gpt2", {"num_key_value_heads": None}),
+    ],
+)
+def test_other_models_keep_their_attention(name, config):
+    assert attention.attention_of(new_model(name, **config)) is None
