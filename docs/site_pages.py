@@ -1,4 +1,8 @@
-"""Pages of the site that are no files: the reference, made from docstrings."""
+"""What the site has beyond its files: the reference, made from docstrings, and links.
+
+Names in the text lead to the reference, paths of the tree to their page or to the source, whose
+address `[project.urls]` has.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +79,16 @@ def _options(value: Any) -> list[str]:
     return []
 
 
+def address(name: str) -> str:
+    """One of `[project.urls]`; tomllib is of Python 3.11."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (url,) = re.findall(f'^{name} = "(.+)"$', project, re.MULTILINE)
+    return str(url)
+
+
 def on_config(config: Any) -> Any:
+    # The page of a missing address is shown at any depth, so its links need the whole address.
+    config.site_url = address("Documentation") + "/"
     pages = [{module: page_of(module)} for module in PUBLIC]
     at = next(n for n, entry in enumerate(config.nav) if "Glossary" in entry)
     config.nav.insert(at, {"Reference": pages})
@@ -92,13 +105,19 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Public names in the text become links to where they are described; tables are mended."""
+    """Public names and paths in the text become links; tables are mended."""
     # A corner without a word is no header, though Markdown knows no other cell there.
     html = _EMPTY_HEADER.sub("<td></td>", html)
     top = "../" * page.url.count("/")
     parts = _UNTOUCHED.split(html)
     # What the pattern matched, to be left as it is, stands at the odd places.
-    parts[::2] = [_NAME.sub(lambda match: _linked(match, top), part) for part in parts[::2]]
+    parts[::2] = [
+        _PATH.sub(
+            lambda match: _to_the_tree(match, top),
+            _NAME.sub(lambda match: _linked(match, top), part),
+        )
+        for part in parts[::2]
+    ]
     return "".join(parts)
 
 
@@ -110,6 +129,7 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
 _EMPTY_HEADER = re.compile(r"<th[^>]*></th>")
 _UNTOUCHED = re.compile(r"(<pre.*?</pre>|<a .*?</a>|<h\d.*?</h\d>)", re.DOTALL)
 _NAME = re.compile(r"<code>(graphrt\.\w+|\w+)([.(][^<]*)?</code>")
+_PATH = re.compile(r"<code>([\w.-]+/[\w./-]*)</code>")
 
 
 @functools.cache
@@ -126,3 +146,14 @@ def _anchors() -> dict[str, str]:
 def _linked(match: re.Match[str], top: str) -> str:
     anchor = _anchors().get(match[1])
     return match[0] if anchor is None else f'<a href="{top}{anchor}">{match[0]}</a>'
+
+
+def _to_the_tree(match: re.Match[str], top: str) -> str:
+    path = match[1]
+    if not (ROOT / path).exists():
+        return match[0]
+    if path.startswith("docs/") and path.endswith(".md"):
+        page = top + path.removeprefix("docs/").replace(".md", ".html")
+    else:
+        page = f"{address('Source')}/blob/main/{path}"
+    return f'<a href="{page}">{match[0]}</a>'

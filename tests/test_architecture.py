@@ -10,6 +10,7 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -184,6 +185,17 @@ def test_the_reference_describes_every_public_name_once(site):
         for name, home in names.items():
             described = f"::: {module}.{name}" in page.splitlines()
             assert described == (home == module and f"{module}.{name}" not in PUBLIC)
+
+
+def test_a_path_in_a_page_leads_to_its_page_or_to_the_source(site):
+    paths = ("docs/concepts/trust.md", "examples/engine/", "no/such.py")
+    html = "<p>" + "".join(f"<code>{path}</code>" for path in paths) + "</p>"
+    shown = site.on_page_content(html, SimpleNamespace(url="how-to/engine.html"), None, None)
+    source = f"{site.address('Source')}/blob/main"
+    assert re.findall('href="([^"]+)"', shown) == [
+        "../concepts/trust.html",
+        f"{source}/examples/engine/",
+    ]
 
 
 def test_the_site_has_every_document(site):
