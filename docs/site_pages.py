@@ -126,6 +126,11 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     return output.replace('role="dialog">', 'role="dialog" aria-label="Search">')
 
 
+def on_post_template(output: str, template_name: str, config: Any) -> str:
+    """The same for the page of a missing address, which is made of no Markdown."""
+    return on_post_page(output, None, config)
+
+
 _EMPTY_HEADER = re.compile(r"<th[^>]*></th>")
 _UNTOUCHED = re.compile(r"(<pre.*?</pre>|<a .*?</a>|<h\d.*?</h\d>)", re.DOTALL)
 _NAME = re.compile(r"<code>(graphrt\.\w+|\w+)([.(][^<]*)?</code>")

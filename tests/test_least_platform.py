@@ -1,4 +1,4 @@
-"""The platform of docs/development/add_platform.md, of no more than the abstract methods, passes the
+"""The platform of docs/development/add_platform.md has the abstract methods alone, and passes the
 conformance suite."""
 
 from __future__ import annotations
