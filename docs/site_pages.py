@@ -33,6 +33,8 @@ PUBLIC = (
     "graphrt.hosts.vllm_ascend",
 )
 """The modules whose `__all__` is the surface, a page each."""
+DESCRIBED = (*PUBLIC, "graphrt.hosts.transformers")
+"""The names of the last are not of the surface yet, and most users begin with them."""
 FIRST = ("GraphRunner", "Plan", "Batch", "InputSpec", "Host", "GraphOptions")
 """With these names a reader begins; the others follow in the order of `__all__`."""
 
@@ -41,7 +43,7 @@ def homes() -> dict[str, dict[str, str]]:
     """By module and public name, the module on whose page the object is described: the first."""
     described: dict[int, str] = {}
     pages: dict[str, dict[str, str]] = {}
-    for module in PUBLIC:
+    for module in DESCRIBED:
         exported = importlib.import_module(module)
         pages[module] = {
             name: described.setdefault(id(getattr(exported, name)), module)
@@ -61,7 +63,7 @@ def reference(module: str, names: dict[str, str]) -> str:
     first = [name for name in FIRST if name in names]
     for name in dict.fromkeys([*first, *names]):
         home = names[name]
-        if f"{module}.{name}" in PUBLIC:
+        if f"{module}.{name}" in DESCRIBED:
             lines += [f"## `{name}`", "", f"The package [{module}.{name}]({module}.{name}.md).", ""]
         elif home == module:
             lines += [f"::: {module}.{name}", *_options(getattr(exported, name)), ""]
@@ -89,7 +91,7 @@ def address(name: str) -> str:
 def on_config(config: Any) -> Any:
     # The page of a missing address is shown at any depth, so its links need the whole address.
     config.site_url = address("Documentation") + "/"
-    pages = [{module: page_of(module)} for module in PUBLIC]
+    pages = [{module: page_of(module)} for module in DESCRIBED]
     at = next(n for n, entry in enumerate(config.nav) if "Glossary" in entry)
     config.nav.insert(at, {"Reference": pages})
     return config
@@ -140,12 +142,14 @@ _PATH = re.compile(r"<code>([\w.-]+/[\w./-]*)</code>")
 @functools.cache
 def _anchors() -> dict[str, str]:
     """Where a name is described, for those that can mean nothing else."""
-    anchors = {module: page_of(module).replace(".md", ".html") for module in PUBLIC}
+    anchors = {module: page_of(module).replace(".md", ".html") for module in DESCRIBED}
+    places: dict[str, set[str]] = {}
     for names in homes().values():
         for name, home in names.items():
             if name[0].isupper() or "_" in name.strip("_"):
-                anchors[name] = f"{anchors[home]}#{home}.{name}"
-    return anchors
+                places.setdefault(name, set()).add(f"{anchors[home]}#{home}.{name}")
+    # `with_graphs` is transformers' and diffusers'.
+    return anchors | {name: place for name, (place, *others) in places.items() if not others}
 
 
 def _linked(match: re.Match[str], top: str) -> str:
