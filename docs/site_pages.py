@@ -39,6 +39,7 @@ FIRST = ("GraphRunner", "Plan", "Batch", "InputSpec", "Host", "GraphOptions")
 """With these names a reader begins; the others follow in the order of `__all__`."""
 
 
+@functools.cache
 def homes() -> dict[str, dict[str, str]]:
     """By module and public name, the module on whose page the object is described: the first."""
     described: dict[int, str] = {}
@@ -75,10 +76,17 @@ def reference(module: str, names: dict[str, str]) -> str:
 
 
 def _options(value: Any) -> list[str]:
-    """The values of an enum and the fields of a tuple or dict are in no signature."""
-    if inspect.isclass(value) and issubclass(value, (enum.Enum, tuple, dict)):
-        return ["    options:", "      show_if_no_docstring: true"]
-    return []
+    """The values of an enum and the fields of a tuple or dict are in no signature. Bases that are
+    neither Python's nor on a page say nothing to a reader."""
+    if not inspect.isclass(value):
+        return []
+    options = []
+    if issubclass(value, (enum.Enum, tuple, dict)):
+        options.append("      show_if_no_docstring: true")
+    described = set[str]().union(*homes().values())
+    if not any(b.__module__ == "builtins" or b.__name__ in described for b in value.__bases__):
+        options.append("      show_bases: false")
+    return ["    options:", *options] if options else []
 
 
 def address(name: str) -> str:
