@@ -10,6 +10,7 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -178,12 +179,29 @@ def test_the_reference_has_a_page_for_every_public_module(site):
 
 def test_the_reference_describes_every_public_name_once(site):
     homes = site.homes()
-    assert {(module, name) for module in homes for name in homes[module]} == set(SURFACE)
+    assert {(module, name) for module in PUBLIC for name in homes[module]} == set(SURFACE)
     for module, names in homes.items():
         page = site.reference(module, names)
         for name, home in names.items():
             described = f"::: {module}.{name}" in page.splitlines()
             assert described == (home == module and f"{module}.{name}" not in PUBLIC)
+
+
+def test_a_name_that_two_pages_describe_is_no_link(site):
+    html = "<code>with_graphs</code> <code>GraphRunner</code>"
+    shown = site.on_page_content(html, SimpleNamespace(url="index.html"), None, None)
+    assert re.findall('href="([^"]+)"', shown) == ["reference/graphrt.html#graphrt.GraphRunner"]
+
+
+def test_a_path_in_a_page_leads_to_its_page_or_to_the_source(site):
+    paths = ("docs/concepts/trust.md", "examples/engine/", "no/such.py")
+    html = "<p>" + "".join(f"<code>{path}</code>" for path in paths) + "</p>"
+    shown = site.on_page_content(html, SimpleNamespace(url="how-to/engine.html"), None, None)
+    source = f"{site.address('Source')}/blob/main"
+    assert re.findall('href="([^"]+)"', shown) == [
+        "../concepts/trust.html",
+        f"{source}/examples/engine/",
+    ]
 
 
 def test_the_site_has_every_document(site):

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from graphrt.cli.app import app, main
 from graphrt.cli.variables import OTHERS, VARIABLES
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, InvalidSizesError
+from graphrt.core.trust.host_watch import watch_state
 from graphrt.demo.settings import runner_settings
 from graphrt.observe import report_text
 from tests.observe.planted import planted_runner, run_planted
@@ -37,6 +38,19 @@ def test_doctor_lists_every_built_in_platform_and_why_one_is_missing():
     for platform in platforms.values():
         assert platform["available"] or platform["reason"]
     assert report["versions"]["torch"]
+
+
+def test_doctor_and_a_report_say_how_changes_in_python_are_seen():
+    why_not = watch_state()
+    seen = f"seen some steps later: {why_not}" if why_not else "seen at the next step"
+    assert json.loads(run("doctor", "--json"))["host_changes"] == seen
+    runner = planted_runner()
+    steps = runner.report().trust.glance_steps
+    (line,) = re.findall("^Changes in Python: (.*)$", str(runner.report()), re.MULTILINE)
+    if why_not:
+        assert line == f"seen after {steps} steps at most: {why_not}"
+    else:
+        assert re.fullmatch(f"[0-9]+ dicts watched; others seen after {steps} steps at most", line)
 
 
 def test_doctor_prints_tables():

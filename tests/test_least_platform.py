@@ -1,107 +1,37 @@
-"""A platform of no more than the abstract methods passes the conformance suite."""
+"""The platform of docs/development/add_platform.md has the abstract methods alone, and passes the
+conformance suite."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from types import ModuleType
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from graphrt.errors import CaptureSyncError, PlatformError
-from graphrt.platforms import (
-    Availability,
-    Capability,
-    GraphWrapper,
-    Platform,
-    wrapper_class,
-)
+from graphrt.errors import PlatformError
+from graphrt.platforms import Platform, PlatformRegistry, wrapper_class
 from graphrt.testing import PlatformConformance
+from tests.test_readme import example_with
 
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-class Recorder(TorchDispatchMode):
-    """Runs operators and keeps those that make or write memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise CaptureSyncError("a capture cannot read a tensor on the host")
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func is torch.ops.aten.lift_fresh.default:
-            # Made of Python data, by no operator: a replay begins with its values.
-            self.calls.append((torch.ops.aten.copy_.default, (out, out.clone()), {}, None))
-        storages = {each.untyped_storage().data_ptr() for each in tensors_in((args, kwargs))}
-        writes = any(
-            each.alias_info and each.alias_info.is_write for each in func._schema.arguments
-        )
-        if writes:
-            self.calls.append((func, args, kwargs, None))
-        elif any(each.untyped_storage().data_ptr() not in storages for each in tensors_in(out)):
-            self.calls.append((func, args, kwargs, out))
-        return out
-
-
-class Calls:
-    def __init__(self) -> None:
-        self.recorder = Recorder()
-
-    def replay(self) -> None:
-        with torch.no_grad():
-            for func, args, kwargs, out in self.recorder.calls:
-                new = func(*args, **kwargs)
-                for place, value in zip(tensors_in(out), tensors_in(new), strict=False):
-                    place.copy_(value)
-
-    def reset(self) -> None:
-        self.recorder.calls.clear()
-
-
-class LeastWrapper(GraphWrapper):
-    platform_name = "least"
-
-
-class LeastPlatform(Platform):
-    name = "least"
-    device_type = "cpu"
-    contract_version = 1
-    capabilities = frozenset({Capability.CAPTURE})
-    capture_executes = True
-
-    def availability(self) -> Availability:
-        return Availability(True)
-
-    def get_static_graph_wrapper_cls(self) -> str:
-        return f"{__name__}.LeastWrapper"
-
-    def new_memory(self) -> object:
-        return object()
-
-    def new_graph(self) -> Calls:
-        return Calls()
-
-    def begin_capture(self, graph: Calls, memory: object) -> None:
-        graph.recorder.__enter__()
-
-    def end_capture(self, graph: Calls) -> bool:
-        graph.recorder.__exit__(None, None, None)
-        return bool(graph.recorder.calls)
-
-    def abort_capture(self, graph: Calls) -> None:
-        graph.recorder.__exit__(None, None, None)
-        graph.reset()
+LEAST = ModuleType("graphrt_least")
+sys.modules[LEAST.__name__] = LEAST
+exec(example_with("class LeastPlatform", "docs/development/add_platform.md"), vars(LEAST))
+LeastPlatform, LeastWrapper = LEAST.LeastPlatform, LEAST.LeastWrapper
 
 
 class TestLeastPlatform(PlatformConformance):
     platform = LeastPlatform()
+
+
+def test_it_needs_every_method_that_is_abstract_and_has_no_other():
+    methods = {name for name, value in vars(LeastPlatform).items() if callable(value)}
+    assert methods == Platform.__abstractmethods__
+
+
+def test_the_page_is_a_plugin():
+    registry = PlatformRegistry(group=None)
+    registry.register(LEAST)
+    assert type(registry.get("least")) is LeastPlatform
 
 
 class OfAnother(LeastPlatform):

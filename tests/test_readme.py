@@ -196,11 +196,6 @@ def test_paths_and_links_lead_somewhere(document: str):
     assert missing == []
 
 
-def test_the_readme_has_no_link_that_breaks_on_a_package_index():
-    links = re.findall(r"\]\(([^)]+)\)", text_of("README.md"))
-    assert [link for link in links if not link.startswith(("https://", "#"))] == []
-
-
 def test_every_public_error_and_warning_is_on_the_page_of_troubles():
     import graphrt.errors
 

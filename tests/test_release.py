@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,16 @@ def test_wheels_are_built_for_the_pythons_that_are_named() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     line = next(line for line in text.splitlines() if line.startswith("build = ["))
     assert [each.split("-")[0] for each in line.split('"')[1::2]] == check.pythons()
+
+
+def test_what_the_workflows_run_is_there() -> None:
+    workflows = ROOT / ".github" / "workflows"
+    text = "".join(path.read_text(encoding="utf-8") for path in workflows.glob("*.yml"))
+    paths = set(re.findall(r"(?<![\w./-])(?:\.ci|ci|tests)/[\w./]+", text))
+    assert {"ci/wheels.sh", "tests/core"} <= paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    (listed,) = re.findall(r"target: \[(.*)\]", text)
+    targets = {*re.findall(r"\bmake ([\w-]+)", text), *listed.split(", ")}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    rules = re.findall(r"^([\w -]+):", makefile, re.MULTILINE)
+    assert targets <= {name for rule in rules for name in rule.split()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -44,6 +46,20 @@ def test_every_folder_is_a_package(names: list[PurePosixPath]) -> None:
 def test_its_metadata_brings_the_licence_and_the_command(names: list[PurePosixPath]) -> None:
     metadata = {str(PurePosixPath(*name.parts[1:])) for name in names if name.parts[0] != "graphrt"}
     assert {"METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE"} <= metadata
+
+
+def test_a_package_index_shows_a_readme_whose_links_lead_to_the_source(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        (path,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        metadata = email.message_from_bytes(archive.read(path))
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL", []))
+    shown = re.findall(r"\]\(([^)]+)\)", str(metadata.get_payload()))
+    kept = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert "docs/troubleshooting.md" in kept
+    assert shown == [
+        link if link.startswith("https:") else f"{urls['Source']}/blob/main/{link}" for link in kept
+    ]
+    assert metadata["Description-Content-Type"] == "text/markdown"
 
 
 def test_what_it_installs_runs_the_first_example(wheel: Path, tmp_path: Path) -> None:

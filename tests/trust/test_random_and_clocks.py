@@ -196,6 +196,13 @@ def test_a_clock_of_a_captured_piece_is_found(where):
         runner(x=torch.randn(4, WIDTH))
 
 
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_a_draw_of_the_host_in_a_captured_piece_is_named_as_one(draw):
+    runner = runner_of(lambda x: x * float(draw()))
+    with pytest.warns(GraphQuarantinedWarning, match="repeats those that Python and NumPy drew"):
+        runner(x=torch.randn(4, WIDTH))
+
+
 def test_rows_that_an_eager_part_mixes_are_found_beside_its_draws():
     def mixed(x: torch.Tensor) -> torch.Tensor:
         noise = torch.tensor([random.random() for _ in x])[:, None]

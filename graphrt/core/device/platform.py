@@ -54,6 +54,7 @@ class Platform(ABC):
     contract_version: int = 1
     """The `CONTRACT_VERSION` that it was written for: a plugin says so in its own class."""
     capabilities: frozenset[Capability] = frozenset()
+    """What it can do. Without `Capability.CAPTURE` every step runs eagerly."""
     capture_executes: bool = False
     """Whether the operators run while they are captured. Where they do not, core replays each
     segment right after its capture, so that a capturing call has the effect of one eager call."""

@@ -345,9 +345,11 @@ def _changes(trust: Mapping[str, Any]) -> Iterator[str]:
     """How changes in Python are seen."""
     if not trust["glance_steps"]:
         return
-    watched = trust["dicts_watched"]
-    seen = f"{watched} dicts watched" if watched else f"not told of: {trust['not_watched']}"
-    yield f"Changes in Python: {seen}; others seen after {trust['glance_steps']} steps at most"
+    watched, seen = trust["dicts_watched"], f"seen after {trust['glance_steps']} steps at most"
+    if watched:
+        yield f"Changes in Python: {watched} dicts watched; others {seen}"
+    else:
+        yield f"Changes in Python: {seen}: {trust['not_watched']}"
     if trust["harmless"]:
         yield f"  make no difference, and are looked at no more: {listed(trust['harmless'])}"
 

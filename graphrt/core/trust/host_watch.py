@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -461,7 +462,8 @@ def watch_state() -> str:
     if NativeWatch is None:
         if native_state != "in use":
             return f"the C part is left out: {native_state}"
-        return "CPython tells of changes from 3.12 on, and this was tried with 3.12 and 3.13 alone"
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return f"on Python 3.12 and 3.13 graphrt is told of changes, on {python} it is not"
     try:
         NativeWatch(repeat(True)).aim({})
     except RuntimeError as error:

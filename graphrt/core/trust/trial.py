@@ -440,12 +440,18 @@ class Trial:
             )
             return
         since = ""
+        guilty = self._guilty(eager.watch)
+        if not guilty and self._state.generators.have_drawn(eager.left.generators):
+            since = (
+                "\n    the forward draws random numbers: a graph draws torch's anew, and repeats "
+                "those that Python and NumPy drew at its capture"
+            )
         if self._graph.moved:
             moved = described(self._graph.moved)
-            since = f"\n    Python values that eager steps have moved: {moved}"
+            since += f"\n    Python values that eager steps have moved: {moved}"
         self._fail(
             NOT_EAGER,
-            f"{apart.text}{self._guilty(eager.watch)}{since}",
+            f"{apart.text}{guilty}{since}",
             where=where,
             allowed="equal bits" if self._verdict.deterministic else "the spread of eager runs",
         )
