@@ -32,7 +32,7 @@ class Generators:
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
             self._keep(numpy.get_state, numpy.set_state)
-        self._first_noted = len(self._known)
+        self._first_noted = len(self._gets)
 
     def note(self, generator: Any) -> None:
         """Keep a generator of the forward's own as it is now, unless it is kept already: one of
@@ -66,9 +66,9 @@ class Generators:
 
     def torch_has_drawn(self) -> bool:
         """Whether torch's generator of the host has drawn since, or one that was noted."""
-        places = (0, *range(self._first_noted, len(self._known)))
+        places = (0, *range(self._first_noted, len(self._gets)))
         return unseen(
-            lambda: any(not _same_state(self._was[at], self._known[at][0]()) for at in places)
+            lambda: any(not _same_state(self._was[at], self._gets[at]()) for at in places)
         )
 
     def restore(self, states: Sequence[Any] | None = None) -> None:
