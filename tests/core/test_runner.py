@@ -546,6 +546,31 @@ def test_that_a_smaller_size_alone_draws_is_known_at_its_capture():
     assert seen == [(4, False), (2, True)]
 
 
+def test_a_graph_that_cannot_do_with_the_warm_up_of_another_mode_has_its_own():
+    last, runs = [0, 1.0], []
+
+    def forward(x):
+        rows = x.shape[0]
+        context = current_context()
+        if context is not None and context.mode is GraphMode.NONE:
+            runs.append(rows)
+        if last[0] != rows:
+            # No graph can read a number on the host.
+            last[:] = rows, x.sum().item() * 0 + 2
+        return x * last[1]
+
+    captured = runner(
+        forward,
+        mode="FULL_AND_PIECEWISE",
+        sizes=[2, 3, 4],
+        options=GraphOptions(check="off"),
+    )
+    captured.capture()
+    # The first of each kind; then FULL, which finds a table of another size.
+    assert runs == [4, 3, 2, 4, 3, 2]
+    assert torch.equal(captured(x=rows(3)), rows(3, 2.0))
+
+
 def test_state_that_one_size_alone_writes_is_put_back_after_the_graphs_of_both_modes():
     counts = {size: torch.zeros(1) for size in (2, 3, 4)}
 

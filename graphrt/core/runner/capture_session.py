@@ -319,9 +319,18 @@ class CaptureSession:
         outside = pool.platform.driver_bytes()
         try:
             self._attempt(graph)
-        except StreamBudgetError:
-            self._streams.failed(graph)
+        except ResourceExhaustedError as error:
+            if isinstance(error, StreamBudgetError):
+                self._streams.failed(graph)
             raise
+        except Exception:
+            if is_cold or warm_up_s:
+                raise
+            # What the warm-up that it shares had prepared may be gone: a table of the last size.
+            transaction.rollback()
+            self._warm.clear()
+            warm_up_s, _ = self._warm_up(graph)
+            self._attempt(graph)
         return GraphRecord(
             graph.mode,
             graph.descriptor,
