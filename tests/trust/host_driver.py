@@ -363,7 +363,8 @@ class Driver:
             if self.counts["changes"] % 250 == 0:
                 count, seconds = self.counts["changes"], self.seconds
                 rate = f"{count / seconds:.1f} a second"
-                print(f"{count} changes, {rate}, {len(self.wrong)} wrong", flush=True)
+                found = f"{len(self.wrong)} wrong, {len(self.raw)} captures failed otherwise"
+                print(f"{count} changes, {rate}, {found}", flush=True)
 
     def summary(self) -> dict[str, Any]:
         return {
