@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, eq
+from itertools import starmap
+from operator import attrgetter, eq, sub
 from types import FrameType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -272,7 +273,7 @@ class Trial:
     def _rows(self) -> tuple[int, int] | None:
         """All rows and the live ones, where they are to be compared with a run without padding."""
         rows, live_rows = self._step.rows, self._step.live_rows
-        left = {padded - live for padded, live in ((rows, live_rows), *self._step.sizes)}
+        left = {*starmap(sub, ((rows, live_rows), *self._step.sizes))}
         return None if self._mixes_rows or left == {0} else (rows, live_rows)
 
     def _once(self, call: Callable[[Watch], Any], **more: Any) -> Run:
@@ -469,7 +470,8 @@ class Trial:
         graph = self._graph
         if graph.captured is None:
             return
-        ours, theirs = (each.captured(has_parts=graph.has_parts) for each in (now, graph.captured))
+        ours = now.captured(has_parts=graph.has_parts)
+        theirs = graph.captured.captured(has_parts=graph.has_parts)
         others = {
             (graph.same_size, place): ours.at_source((place, text))
             for place, text in differences(ours, theirs, self._same())

@@ -47,7 +47,7 @@ class Use:
         self.writes: list[str] = []
         """The operators of the run that wrote it, in their order."""
         self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.shape, _ = _extent(tensor)
+        self.shape = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.op = op
         self.source = source or user_source()
@@ -433,7 +433,7 @@ class Trace(list[Op]):
         single graph has captured them too."""
         if not has_parts:
             return self
-        return Trace(op for place, op in enumerate(self) if place not in self.in_parts)
+        return Trace([op for place, op in enumerate(self) if place not in self.in_parts])
 
     def note_sum(self, result: Any) -> None:
         """Note the sum over the live rows of a result that has all rows, without waiting for the
