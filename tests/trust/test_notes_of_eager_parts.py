@@ -171,6 +171,22 @@ def test_what_a_captured_piece_goes_by_is_found_beside_a_clock():
         runner(x=torch.randn(4, 16))
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_number_that_a_part_is_given_is_found_before_it_is_another_one(by_name: bool) -> None:
+    held = SimpleNamespace(calls=0)
+    part = eager_break(lambda x, thousands: x + thousands)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        held.calls += 1
+        thousands = held.calls // 1000
+        return (part(x + 1, thousands=thousands) if by_name else part(x + 1, thousands)) * 2
+
+    runner = GraphRunner(forward, mode="PIECEWISE", sizes=[4], inputs={"x": X})
+    runner.capture()
+    with pytest.warns(GraphQuarantinedWarning, match="calls"):
+        runner(x=torch.randn(4, 16))
+
+
 # From a warm-up -----------------------------------------------------------------------------------
 
 

@@ -265,6 +265,10 @@ class Checks:
         """The findings of trials, by the graph's slot."""
         return {slot: graph.record for slot, graph in self._graphs.items()}
 
+    def record(self, slot: int) -> TrialRecord:
+        """The findings of trials of one graph."""
+        return self._graphs[slot].record
+
     def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
         """Graphs were captured; called with all that there are. With `more` to come it is not known
         yet which of a kind are its smallest and its largest."""
@@ -501,8 +505,9 @@ class Checks:
         for path in numbers:
             passed[path] = _PASSED
         for other in self._graphs.values():
-            for path in [path for path in other.moved if other.kind.passed[path] >= _PASSED]:
-                del other.moved[path]
+            for path in [*other.moved]:
+                if other.kind.passed[path] >= _PASSED:
+                    del other.moved[path]
 
     def _leave_out(self, path: str) -> None:
         """Look at changes of a value no more: three made no difference to one graph. Every other

@@ -128,7 +128,7 @@ class StepTrials:
     def _note(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
         """Note the verdict of a trial; strictly, raises the failure."""
         checks = self._graphs.checks
-        record = checks.records[slot]
+        record = checks.record(slot)
         is_first = verdict.failure is None and not record.steps
         # What their nodes point to, and no operator has shown, is read too.
         if is_first and self._graphs.keep_touched([record.descriptor]):

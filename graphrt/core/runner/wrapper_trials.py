@@ -112,7 +112,7 @@ class WrapperTrials:
             self._try(step, dispatch)
         except StateTooLargeError as error:
             checks.cannot_try(slot, error)
-        return checks.records[slot].failure is None
+        return checks.record(slot).failure is None
 
     @undoing
     def _try(self, undo: Undo, step: WrapperStep, dispatch: Dispatch) -> None:
@@ -127,7 +127,7 @@ class WrapperTrials:
         # Its effects are put back: the call itself comes after it.
         verdict = trial.run(undone=True)
         checks.ran_forward(own=True)
-        if step.watch is not None and not checks.records[slot].steps:
+        if step.watch is not None and not checks.record(slot).steps:
             reads.note(step.watch)
             reads.settle()
             checks.glances.go_round()

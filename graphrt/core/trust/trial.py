@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, eq
+from itertools import starmap
+from operator import attrgetter, eq, sub
 from types import FrameType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -150,16 +151,6 @@ class Run(NamedTuple):
     watch: Watch
 
 
-class Padding(NamedTuple):
-    """The runs that tell whether live rows, and state, depend on padding rows."""
-
-    alone: Run
-    """The step without padding."""
-    compared: Run | None
-    """The same; where fewer rows would draw other random numbers, with changed padding rows. None
-    where those draw others too."""
-
-
 class Trial:
     """Tries one step of one graph, of a forward that holds `places`.
 
@@ -221,7 +212,7 @@ class Trial:
         state.restore()
         replayed = Run(step.replay(), state.take(), first)
         state.restore()
-        padding = None if rows is None else self._padding(eager, rows)
+        alone, compared = (None, None) if rows is None else self._padding(eager, rows)
         dtypes = map(attrgetter("dtype"), used.values())
         rounding = rounding_of(dtypes, first.trace.overloads(), self._platform.float32_precision)
         verdict.asks = asked and self._depends_on_modes(eager, rounding)
@@ -232,7 +223,6 @@ class Trial:
         if moved and not rebound:
             # Tensors that are rebound have a name for it already.
             self._judge_values(eager, moved, numbers)
-        compared = None if padding is None else padding.compared
         if compared is not None:
             self._judge_python(eager, replayed, compared, rounding)
         last = self._watch()
@@ -250,7 +240,7 @@ class Trial:
         self._judge_change(first.trace)
         if compared is not None:
             self._judge_padding(eager, compared, rounding)
-        self._leave_what_was_asked(None if padding is None else padding.alone)
+        self._leave_what_was_asked(alone)
 
     def _leave_what_was_asked(self, alone: Run | None) -> None:
         """Have the step end without padding, or as its caller's modes are, where that is another
@@ -283,7 +273,7 @@ class Trial:
     def _rows(self) -> tuple[int, int] | None:
         """All rows and the live ones, where they are to be compared with a run without padding."""
         rows, live_rows = self._step.rows, self._step.live_rows
-        left = {padded - live for padded, live in ((rows, live_rows), *self._step.sizes)}
+        left = {*starmap(sub, ((rows, live_rows), *self._step.sizes))}
         return None if self._mixes_rows or left == {0} else (rows, live_rows)
 
     def _once(self, call: Callable[[Watch], Any], **more: Any) -> Run:
@@ -305,7 +295,10 @@ class Trial:
         finally:
             self._state.restore()
 
-    def _padding(self, eager: Run, rows: tuple[int, int]) -> Padding | None:
+    def _padding(self, eager: Run, rows: tuple[int, int]) -> tuple[Run | None, Run | None]:
+        """The step without padding, and what tells whether live rows, and state, depend on padding
+        rows: the same, or, where fewer rows would draw other random numbers, the step with changed
+        padding rows. No such run where those draw others too."""
         step, live_rows = self._step, rows[1]
         # It may be made for the sizes of graphs alone.
         alone = self._attempt(
@@ -313,23 +306,23 @@ class Trial:
             lambda: self._once(step.unpadded, rows=(live_rows, live_rows), compared=True),
         )
         if alone is None or alone.outputs is None:
-            return None
+            return None, None
         if not self._state.generators.have_drawn(eager.left.generators):
-            return Padding(alone, alone)
+            return alone, alone
         disturbed = self._attempt(
             "with changed padding rows",
             lambda: self._once(step.disturbed, rows=rows, compared=True),
         )
         if disturbed is None:
-            return Padding(alone, None)
+            return alone, None
         drawn = eager.left.generators, disturbed.left.generators
         if self._state.generators.have_drawn(*drawn):
             self._verdict.notes.append(
                 "how many random numbers it draws depends on their parameters (as in a Poisson "
                 "distribution), so whether it mixes rows cannot be tried"
             )
-            return Padding(alone, None)
-        return Padding(alone, disturbed)
+            return alone, None
+        return alone, disturbed
 
     def _depends_on_modes(self, eager: Run, rounding: float) -> bool:
         """Whether the forward does something else with gradients on (graphs have none) and with
@@ -477,7 +470,8 @@ class Trial:
         graph = self._graph
         if graph.captured is None:
             return
-        ours, theirs = (each.captured(has_parts=graph.has_parts) for each in (now, graph.captured))
+        ours = now.captured(has_parts=graph.has_parts)
+        theirs = graph.captured.captured(has_parts=graph.has_parts)
         others = {
             (graph.same_size, place): ours.at_source((place, text))
             for place, text in differences(ours, theirs, self._same())

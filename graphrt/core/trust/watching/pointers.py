@@ -12,6 +12,7 @@ import gc
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -81,14 +82,14 @@ def unknown_blocks(
     That is a block of a size that torch is known to use so, in which no tensor begins; `tensors`
     says where tensors do, by default all that Python has.
     """
-    homes = _Homes(each for each in blocks if not each.in_graph_pool)
+    home_of = _homes(each for each in blocks if not each.in_graph_pool)
     counts: Counter[MemoryBlock] = Counter()
     for words in nodes:
-        counts.update({home for home in map(homes.of, words) if home is not None})
-    named = set(map(homes.of, known))
+        counts.update({home for home in map(home_of, words) if home is not None})
+    named = set(map(home_of, known))
     touched = [block for block in counts if block not in named]
     if any(block.may_be_internal for block in touched):
-        held = set(map(homes.of, (tensors or tensor_addresses)()))
+        held = set(map(home_of, (tensors or tensor_addresses)()))
         touched = [block for block in touched if block in held or not block.may_be_internal]
     unknown = [UnknownBlock(block.address, block.bytes, counts[block]) for block in touched]
     return tuple(sorted(unknown, key=lambda each: (-each.nodes, each.address)))
@@ -115,18 +116,14 @@ def tensor_addresses() -> set[int]:
     return unseen(lambda: {address for each in tensors if (address := address_of(each))})
 
 
-class _Homes:
-    """Which block an address is in."""
+def _homes(blocks: Iterable[MemoryBlock]) -> Callable[[int], MemoryBlock | None]:
+    """What says which of the blocks an address is in."""
+    ordered = sorted(blocks)
+    starts = [block.address for block in ordered]
 
-    def __init__(self, blocks: Iterable[MemoryBlock]) -> None:
-        self._blocks = sorted(blocks)
-        self._starts = [block.address for block in self._blocks]
-        self._found: dict[int, MemoryBlock | None] = {}
+    @cache
+    def home_of(address: int) -> MemoryBlock | None:
+        place = bisect_right(starts, address) - 1
+        return ordered[place] if place >= 0 and address < ordered[place].end else None
 
-    def of(self, address: int) -> MemoryBlock | None:
-        if address not in self._found:
-            place = bisect_right(self._starts, address) - 1
-            block = self._blocks[place] if place >= 0 else None
-            inside = block is not None and address < block.end
-            self._found[address] = block if inside else None
-        return self._found[address]
+    return home_of

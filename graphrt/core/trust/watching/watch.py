@@ -43,17 +43,11 @@ class Use:
     overwritten = 0
     """How many elements the run wrote before it read any."""
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        op: str,
-        source: Source | None = None,
-        shape: tuple[int, ...] | None = None,
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, op: str, source: Source | None = None) -> None:
         self.writes: list[str] = []
         """The operators of the run that wrote it, in their order."""
         self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.shape = _extent(tensor)[0] if shape is None else shape
+        self.shape = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.op = op
         self.source = source or user_source()
@@ -262,11 +256,6 @@ class Watch(ThreadMode):
         if self._generators is not None and call.facts.may_draw:
             self._generators.note_given((*call.args, *call.kwargs.values()))
         targets = [*written(call.facts, call.args, call.kwargs)] if call.facts.writes else []
-        if targets:
-            self._before_writes(call, targets)
-        return targets
-
-    def _before_writes(self, call: _Call, targets: list[torch.Tensor]) -> None:
         for tensor, key, address in tree.placed(targets):
             use = None if key is None else self._memory.get(key)
             if key is None or isinstance(use, Kept):
@@ -287,6 +276,7 @@ class Watch(ThreadMode):
             use.writes.append(call.facts.name)
             if self._saves is not None:
                 self._saves.save(tensor, call.facts, call.args, use)
+        return targets
 
     def _use(self, call: _Call, targets: list[torch.Tensor]) -> tuple[tuple[object, ...], bool]:
         """Note what an operator, which writes `targets`, uses of what it is given; returns its
@@ -311,8 +301,7 @@ class Watch(ThreadMode):
                     from_inputs = True
                     continue
                 if known is None:
-                    shape = extent[0] if part is whole else None
-                    known = self._memory[key] = Use(part, str(call.func), call.source, shape)
+                    known = self._memory[key] = Use(part, str(call.func), call.source)
                 if isinstance(known, Use):
                     known.note(part, call.facts, fills=id(whole) in overwritten)
                 elif known.of_data is not None:
@@ -341,7 +330,7 @@ def _overwritten(targets: list[torch.Tensor], given: list[tree.Placed]) -> Colle
 
 def _from_compiled_code() -> bool:
     """Whether code that Inductor has written issued this operator."""
-    frame = sys._getframe(3)
+    frame = sys._getframe(2)
     for _ in range(12):
         if "empty_strided_cpu" in frame.f_globals and "async_compile" in frame.f_globals:
             return True
@@ -444,7 +433,7 @@ class Trace(list[Op]):
         single graph has captured them too."""
         if not has_parts:
             return self
-        return Trace(op for place, op in enumerate(self) if place not in self.in_parts)
+        return Trace([op for place, op in enumerate(self) if place not in self.in_parts])
 
     def note_sum(self, result: Any) -> None:
         """Note the sum over the live rows of a result that has all rows, without waiting for the
