@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from graphrt import GraphMode
 from graphrt.cli.app import app, main
 from graphrt.cli.variables import OTHERS, VARIABLES
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, InvalidSizesError
@@ -57,6 +58,12 @@ def test_doctor_prints_tables():
     text = run("doctor")
     assert "Current platform" in text
     assert "cpu" in text
+
+
+@pytest.mark.parametrize("command", ["plan", "demo"])
+def test_help_names_every_mode(command):
+    named = set(re.findall(r"\b[A-Z][A-Z_]+\b", run(command, "--help")))
+    assert named >= {mode.name for mode in GraphMode}
 
 
 def test_plan_shows_steps_sizes_and_graphs():

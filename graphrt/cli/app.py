@@ -49,7 +49,8 @@ def top(
 
 
 Platform = Annotated[str | None, typer.Option(help="Platform by name; else the current one.")]
-Mode = Annotated[str | None, typer.Option(help="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, ...")]
+_MODES = "NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE."
+Mode = Annotated[str | None, typer.Option(help=_MODES)]
 Sizes = Annotated[str | None, typer.Option(help="Capture sizes, such as 1,2,4,8.")]
 Settings = Annotated[
     list[str] | None,

@@ -74,6 +74,14 @@ print(f"{NativePath is None}: {native_state}")
 """
 
 
+def test_where_it_was_not_built_it_is_said_how_it_will_be(tmp_path: Path) -> None:
+    left_out = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / "graphrt", tmp_path / "graphrt", ignore=left_out)
+    environ = os.environ | {"PYTHONPATH": str(tmp_path), "GRAPHRT_NATIVE": ""}
+    done = starts.run("-c", STATE, cwd=tmp_path, env=environ, check=True)
+    assert done.stdout.startswith("True: it was not built; install graphrt again where there is a")
+
+
 @pytest.mark.parametrize("changed", [None, "native/path.c", "graphrt/core/runner/engine.py"])
 def test_a_build_of_other_sources_is_left_out(
     built: Path, tmp_path: Path, changed: str | None

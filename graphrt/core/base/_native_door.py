@@ -13,6 +13,7 @@ from graphrt.core.base.log import logger
 from graphrt.core.base.native_sources import fingerprints
 
 VARIABLE = "GRAPHRT_NATIVE"
+_NOT_BUILT = "it was not built; install graphrt again where there is a C compiler"
 _STALE = "it was built from other sources than these; pip install . builds it again"
 
 
@@ -26,7 +27,7 @@ def _found() -> tuple[Any, str]:
         native = import_module(f"{__package__}._native")
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError)
-        return None, "it was not built" if missing else f"it cannot be loaded: {error}"
+        return None, _NOT_BUILT if missing else f"it cannot be loaded: {error}"
     try:
         now = fingerprints(Path(__file__).parents[2])
     except OSError as error:
