@@ -401,13 +401,12 @@ class Places:
         changing = [each for each in self.slots if each[0].way is not FIXED]
         return [*self.code, *changing, *self.packed]
 
-    def leading(self, tensors: Iterable[tuple[Place, Any]] | None = None) -> Slots:
+    def leading(self, tensors: Iterable[tuple[Place, Any]]) -> Slots:
         """Every slot between the forward and a tensor, or what is packed; the code that was read;
-        and these `tensors` of the walk, if not all of them."""
+        and these `tensors` of the walk."""
         leading = self._leading()
         ways = [each for each in self.slots if id(self.first[id(each[1])]) in leading]
-        ends = self.tensors if tensors is None else tensors
-        return [*self.code, *ways, *ends, *self.packed]
+        return [*self.code, *ways, *tensors, *self.packed]
 
     def _leading(self) -> set[int]:
         """The ids of the first places of all objects by way of which a tensor is reached."""
