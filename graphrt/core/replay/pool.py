@@ -81,7 +81,7 @@ def in_turn(pool: GraphPool, owner: object, call: Callable[[], T]) -> T:
         raise pool.busy_error(owner)
     try:
         pool.owner = owner
-        if pool.entered is None:
+        if pool.pieces.entered is None:
             result = call()
             # Whoever it was passed to: an interrupt may have kept that one from passing it back.
             pool.owner = None
@@ -493,11 +493,6 @@ class GraphPool(Uncopied):
             raise self.busy_error(context)
         self.step = None
 
-    @property
-    def entered(self) -> ForwardContext | None:
-        """The context that is entered, in whatever thread, and in which pieces have run."""
-        return self.pieces.entered
-
     def _expire_outputs(self) -> None:
         """Make what runners have handed out unreadable: its memory is about to be written."""
         if self.handed_out:
@@ -506,7 +501,7 @@ class GraphPool(Uncopied):
     def check_idle(self) -> None:
         """Raise `PoolBusyError` while a step or a capture is under way, or a context is entered in
         which pieces have run: others may be to come."""
-        if self.owner is not None or self.entered is not None:
+        if self.owner is not None or self.pieces.entered is not None:
             raise self.busy_error(None)
 
     def busy_error(self, context: object) -> GraphRTError:
