@@ -398,6 +398,53 @@ def test_numbers_of_metadata_that_vary_from_step_to_step_are_no_change_of_the_ho
     assert sum(each.steps for each in runner.report().trust.trials) == 2
 
 
+@pytest.mark.parametrize("order", [(8, 8, 8, -1, 8, 4, 8, 4), (8, 4, 8, 4, -1, 8, 4, 8, 4)])
+def test_operators_that_depend_on_the_size_are_no_change_of_the_hosts(order) -> None:
+    holder = SimpleNamespace(unused=0)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        assert holder.unused < 2
+        return x * 2 if len(x) > 4 else x + x
+
+    inputs = {"x": InputSpec(torch.float32, ("tokens", WIDTH))}
+    runner = GraphRunner(forward, mode="FULL", sizes=[4, 8], inputs=inputs, platform="cpu")
+    runner.capture()
+    for rows in order:
+        if rows < 0:
+            holder.unused += 1
+            runner.weights_changed()
+            continue
+        x = torch.rand(rows, WIDTH)
+        assert torch.equal(runner(x=x), x * 2)
+        assert runner.last_dispatch.reason is Reason.HIT
+
+
+def test_a_change_before_the_first_step_is_tried_at_eight_where_metadata_may_differ() -> None:
+    holder = SimpleNamespace(bound=100.0)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        context = current_context()
+        assert context is not None
+        return x.clamp(max=holder.bound + context.metadata)
+
+    runner = GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+        host=Host(metadata=lambda descriptor: 0),
+        platform="cpu",
+    )
+    runner.capture()
+    holder.bound = 2.0
+    runner.weights_changed()
+    for _ in range(3):
+        assert torch.equal(runner(x=torch.zeros(4, WIDTH), metadata=0), torch.zeros(4, WIDTH))
+    x = torch.full((4, WIDTH), 5.0)
+    assert torch.equal(runner(x=x, metadata=0), torch.full((4, WIDTH), 2.0))
+    assert runner.report().trust.trials[0].status == "quarantined"
+
+
 def test_a_change_that_is_undone_before_a_graph_is_used_costs_it_nothing() -> None:
     net = Net()
     runner = runner_of(net)

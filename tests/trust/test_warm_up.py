@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt import Batch, GraphOptions, GraphRunner, InputSpec, Reason
+from graphrt import (
+    Batch,
+    GraphOptions,
+    GraphRunner,
+    InputSpec,
+    Reason,
+    current_context,
+    eager_break,
+)
 from graphrt.core.base.errors import PythonStateError, StateTooLargeError
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.warm_up import WarmedUp, WatchedState
@@ -402,3 +410,32 @@ def test_runs_that_look_for_output_axes_move_no_number():
         assert state == [1.0]
         assert runner(Batch(2, 2, 1), x=torch.ones(2, 4)).unique().tolist() == [1.0]
         assert runner.last_dispatch.reason is Reason.HIT
+
+
+def test_a_table_that_a_forward_makes_for_each_kind_of_batch_is_made_by_a_warm_up_of_its_own():
+    tables = {}
+
+    @eager_break
+    def part(y):
+        return y + 1
+
+    def forward(x):
+        context = current_context()
+        key = bool(context and context.descriptor and context.descriptor.uniform), len(x)
+        if key not in tables:
+            tables[key] = torch.arange(len(x), dtype=torch.float32)[:, None] * 2
+        return part(x + tables[key])
+
+    runner = GraphRunner(
+        forward,
+        mode="FULL_AND_PIECEWISE",
+        sizes=[2, 4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
+        platform="cpu",
+    )
+    runner.capture()
+    for batch in (Batch(4, 4, 1), Batch(4, 1, 4), Batch(2, 2, 1), Batch(2, 1, 2)) * 3:
+        x = torch.rand(batch.num_tokens, 4)
+        rows = torch.arange(batch.num_tokens, dtype=torch.float32)[:, None]
+        assert torch.equal(runner(batch, x=x), x + rows * 2 + 1)
+        assert runner.last_dispatch.reason.name == "HIT"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn
 
@@ -205,7 +206,8 @@ class KeyedGraph:
         with ForwardContext(GraphMode.FULL, self.descriptor, 0, updates=updates):
             outputs = self._wrapper()
         if self._keeps_forward:
-            self._updates = updates
+            # The host may write its own again before the next replay.
+            self._updates = deepcopy(updates) if isinstance(updates, Mapping) else updates
         # It counts what ran eagerly because of a trial, and nothing else.
         if self.is_eager or self._wrapper._eager_calls:
             self._wrapper.entries[self.descriptor].outputs = outputs

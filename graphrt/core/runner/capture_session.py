@@ -313,7 +313,9 @@ class CaptureSession:
         warm_up_s, work = self._warm_up(graph)
         is_cold = not self._setup.options.warmups
         transaction.lifts_constants |= is_cold or self._graphs.reads.are_on_host()
-        transaction.may_draw = is_cold or self._state.has_drawn
+        # Without checks no generator of the forward's own is noted.
+        is_noted = not is_cold and self._graphs.reads.watched
+        transaction.may_draw = not is_noted or self._state.has_drawn
         transaction.work = work
         self._streams.check(graph, work)
         outside = pool.platform.driver_bytes()
@@ -367,7 +369,7 @@ class CaptureSession:
             raise
         # Hooks are told the descriptor, and may choose kernels by it. What one size alone writes is
         # saved until the next one runs.
-        if host.bind is None and host.metadata is None and not state.saves_size:
+        if host.bind is None and host.metadata is None and not state.is_of_one_graph:
             self._warm[inputs] = work
         return time.perf_counter() - began, work
 

@@ -21,7 +21,7 @@ from graphrt.core.trust.host_watch import Changes, Told, described_changes
 from graphrt.core.trust.places.slots import same_value
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.trial import TriedGraph
-from graphrt.core.trust.verdict import COMPARED, Verdict
+from graphrt.core.trust.verdict import Verdict
 from graphrt.core.trust.warm_up import WarmedUp
 
 _SAMPLED = 64
@@ -34,6 +34,11 @@ an input that differs from it. Inputs that never differ would else be compared f
 _PASSED = 3
 """Trials with other values after which a Python value counts as harmless; a number that only the
 forward moves is moved further in one trial."""
+
+
+_DOUBTFUL = 8
+"""Trials that a change of the host's has to pass where it cannot be told whether the forward issues
+other operators or numbers for it."""
 
 
 @public("graphrt.types")
@@ -59,13 +64,11 @@ class _Kind:
     steps are tried until each of the `inputs` has differed from its padding in a trial.
     """
 
-    def __init__(self, inputs: frozenset[str], has_metadata: bool) -> None:
+    def __init__(self, inputs: frozenset[str]) -> None:
         self.untried = True
         self.awaits_padding = True
         # By path, how many trials have passed with other Python values.
         self.passed = Counter[str]()
-        # See `Verdict.varying`; without metadata no number is that of one step.
-        self.varying: set[tuple[bool, int]] = set(() if has_metadata else COMPARED)
         self._unshown = set(inputs)
         self._shows_mixing = not inputs
         self._untried_padded = True
@@ -103,6 +106,10 @@ class _Graph:
     to_try: bool = False
     moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     changed: Changes = field(default_factory=Changes)
+    # Trials that have passed with it, though nobody could tell whether operators are others.
+    doubts: int = 0
+    # See `Verdict`.
+    varying: Collection[int] | None = None
     # By path, how many trials have passed with what the host had changed.
     passed: Counter[str] = field(default_factory=Counter)
 
@@ -116,6 +123,8 @@ class _Graph:
         is one that every run of the forward changes, and that makes no difference."""
         if self.passed[path] >= _PASSED or self.kind.passed[path] >= _PASSED:
             return
+        if not self.changed:
+            self.doubts = 0
         was, _ = self.changed.get(path, (was, now))
         self.changed[path] = was, now
         if not isinstance(was, Told) and same_value(was, now):
@@ -280,7 +289,7 @@ class Checks:
         for mode, descriptor, _, slot in graphs:
             record = TrialRecord(mode, descriptor)
             key = _key_of(record)
-            kind = known.setdefault(key, _Kind(self._inputs, self._has_metadata))
+            kind = known.setdefault(key, _Kind(self._inputs))
             kinds.setdefault(key, []).append(self._graphs.setdefault(slot, _Graph(record, kind)))
         for of_kind in kinds.values():
             of_kind.sort(key=lambda graph: graph.record.descriptor.num_tokens)
@@ -450,8 +459,11 @@ class Checks:
             self._quarantine(of_kind, verdict.failure)
             return
         record.status = "tried"
-        self._note_harmless(graph, verdict.harmless)
-        kind.varying |= verdict.varying
+        if verdict.varying is not None:
+            graph.varying = verdict.varying.union(graph.varying or ())
+        graph.doubts += 1
+        if not verdict.is_doubtful or graph.doubts >= _DOUBTFUL:
+            self._note_harmless(graph, verdict.harmless)
         graph.to_try = kind.untried = False
         if differing is not None and kind.awaits_padding:
             kind.tried_padded(differing)
@@ -469,7 +481,8 @@ class Checks:
             has_parts=mode is GraphMode.PIECEWISE,
             moved=None if graph is None else graph.moved,
             changed="" if graph is None else described_changes(graph.changed),
-            varying=COMPARED if graph is None else graph.kind.varying,
+            has_metadata=self._has_metadata,
+            varying=None if graph is None else graph.varying,
         )
 
     def look_after_eager_step(self) -> None:

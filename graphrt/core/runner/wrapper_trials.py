@@ -132,8 +132,8 @@ class WrapperTrials:
             reads.settle()
             checks.glances.go_round()
         checks.tried(slot, verdict, None)
-        if step.watch is not None and verdict.failure is None and slot not in self._traces:
-            self._traces[slot] = step.watch.trace
+        if step.watch is not None and verdict.failure is None and not graph.changed:
+            self._traces.setdefault(slot, step.watch.trace)
 
 
 class WrapperStep:

@@ -34,7 +34,6 @@ from graphrt.core.trust.snapshot import (
 )
 from graphrt.core.trust.verdict import (
     CHANGED,
-    COMPARED,
     CONSTANT,
     NOT_EAGER,
     NOT_REPEATED,
@@ -139,8 +138,10 @@ class TriedGraph(NamedTuple):
     """Python values that eager steps have changed since the capture: path -> (then, now)."""
     changed: str = ""
     """What the host has changed since, in words."""
-    varying: Collection[tuple[bool, int]] = ()
-    """See `Verdict`: that of the trials before, without a change of the host's."""
+    has_metadata: bool = False
+    """Whether operators may be given numbers of a step's metadata."""
+    varying: Collection[int] | None = None
+    """See `Verdict`: that of the trials before; None: there was none without a change."""
 
 
 class Run(NamedTuple):
@@ -464,25 +465,31 @@ class Trial:
 
     def _judge_change(self, now: Trace) -> None:
         """Fail where eager runs issue other operators than the graph since a change of the host's,
-        or give them other numbers. Equal results are then those of these inputs alone: `clamp(max=
-        self.bound)` with another bound is equal wherever no value exceeds the lower one. Numbers
-        that are others in trials without a change, such as lengths in metadata, do not count."""
-        graph = self._graph
+        or give them other numbers or tensors. Equal results are then those of these inputs alone:
+        `clamp(max=self.bound)` with another bound is equal wherever no value exceeds the lower one.
+
+        What differs in a trial without a change as well does not count: lengths in metadata, and
+        buffers that no operator makes. Before there was one only numbers count, in a graph of the
+        warm-up's size whose host has no metadata. Else what differs is doubtful.
+        """
+        graph, verdict = self._graph, self._verdict
         if graph.captured is None:
+            verdict.is_doubtful = bool(graph.changed)
             return
-        ours = now.captured(has_parts=graph.has_parts)
-        theirs = graph.captured.captured(has_parts=graph.has_parts)
-        others = {
-            (graph.same_size, place): ours.at_source((place, text))
-            for place, text in differences(ours, theirs, self._same())
-        }
-        compared = COMPARED[not graph.same_size]
+        with_addresses = graph.varying is not None or not graph.changed
+        ours, theirs = (
+            each.captured(has_parts=graph.has_parts).described(with_addresses=with_addresses)
+            for each in (now, graph.captured)
+        )
+        others = dict(differences(ours, theirs, self._same()))
         if not graph.changed:
-            self._verdict.varying = frozenset((compared, *others))
-        elif compared in graph.varying:
-            new = next((text for place, text in others.items() if place not in graph.varying), None)
-            if new is not None:
-                self._fail(CHANGED, new)
+            verdict.varying = frozenset(others)
+        elif not with_addresses and (graph.has_metadata or not graph.same_size):
+            verdict.is_doubtful = bool(others)
+        else:
+            place = next((each for each in others if each not in (graph.varying or ())), None)
+            if place is not None:
+                self._fail(CHANGED, ours.at_source((place, others[place])))
 
     def _same(self) -> Callable[[Any, Any], bool]:
         """Whether an operator is the graph's; its warm-up may have had another size."""

@@ -12,10 +12,6 @@ from graphrt.core.base.errors import (
     VerificationError,
 )
 
-COMPARED = (True, -1), (False, -1)
-"""In `Verdict.varying`: that operators were compared, by whether the graph has the size of the
-warm-up."""
-
 
 @dataclass
 class Verdict:
@@ -27,10 +23,12 @@ class Verdict:
     deterministic: bool = True
     asks: bool = False
     """Whether the forward does something else where gradients or inference mode are on or off."""
-    varying: frozenset[tuple[bool, int]] = frozenset()
-    """The operators that were others than the graph's, or had other numbers, though the host has
-    changed nothing: by whether the graph has the size of the warm-up, and by place. And
-    `COMPARED`."""
+    varying: frozenset[int] | None = None
+    """The places of the operators that were others than the graph's, or had other arguments, though
+    the host had changed nothing; None where it had."""
+    is_doubtful: bool = False
+    """Whether operators differ after a change of the host's, and may differ without it too: equal
+    results at one step show little."""
     notes: list[str] = field(default_factory=list)
     harmless: tuple[str, ...] = ()
     """Python numbers that were moved further, and no operator is another one then."""

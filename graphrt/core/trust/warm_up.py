@@ -78,7 +78,7 @@ class WatchedState:
         self._kinds: set[Hashable] = set()
         # The memory that runs after the first one write.
         self._steady: set[int] = set()
-        self._is_settled = False
+        self._is_settled = self._has_moved = False
         self._left = _LeftInPython(is_in_graphs)
         if reads is not None:
             # Sessions before this one may have watched all that it captures.
@@ -102,6 +102,7 @@ class WatchedState:
         Raises `StateTooLargeError` if it writes what can be neither saved nor left.
         """
         self.inputs_written = {}
+        self._has_moved = False
         if self._reads is None:
             self._kinds.add(kind)
             return calls()()
@@ -137,9 +138,11 @@ class WatchedState:
         return self._snapshot.generators.torch_has_drawn()
 
     @property
-    def saves_size(self) -> bool:
-        """Whether the last run wrote memory that the runs of larger sizes did not."""
-        return not self._of_size.is_empty
+    def is_of_one_graph(self) -> bool:
+        """Whether the last run prepared its own graph alone: it wrote memory that runs of larger
+        sizes did not, or left something in Python, such as a table by size and mode. Without checks
+        nobody knows."""
+        return self._reads is None or self._has_moved or not self._of_size.is_empty
 
     def _begin(self) -> None:
         assert self._reads is not None
@@ -159,7 +162,8 @@ class WatchedState:
         shown = self._snapshot.memory
         watch = WriteWatch(self._left.before, self._of_size, shown, tokens)
         result = watch.around(calls())
-        if not self._moves.note() or watch.written <= self._steady:
+        self._has_moved = self._moves.note()
+        if not self._has_moved or watch.written <= self._steady:
             return result
         # It may have filled memory of this size for the first and last time.
         self.restore()
@@ -202,7 +206,7 @@ class WatchedState:
             undo.set(side_doors, _NotedParts(doors, self._snapshot.python, self._moves.of_parts))
         watch = Watch(own, self._snapshot.memory, generators=self._snapshot.generators)
         result = watch.around(calls())
-        self._moves.note()
+        self._has_moved |= self._moves.note()
         return watch, result
 
     def _as_warmed_up(self, kind: Hashable, tokens: int, watch: Watch) -> WarmedUp:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -40,7 +40,9 @@ class EncoderCaptures:
                     expected="1",
                     advice="report it, with the version of vLLM",
                 )
-            forward = partial(_encode, manager.model, made[0], path)
+            # Not the budget: it has the graph, which is dropped when nobody has it any more.
+            buffers = made[0].input_buffers, made[0].output_buffer
+            forward = partial(_encode, manager.model, *buffers, path)
             descriptor = BatchDescriptor(token_budget, variant=("encoder", path))
             made[0].graph.capture(manager.graph_pool, forward, descriptor)
             return result
@@ -56,7 +58,6 @@ class EncoderCaptures:
         return nullcontext()
 
 
-def _encode(model: Any, budget: Any, path: str) -> None:
+def _encode(model: Any, inputs: Mapping[str, Any], results: torch.Tensor, path: str) -> None:
     with torch.inference_mode():
-        output = model.encoder_cudagraph_forward({**budget.input_buffers}, path=path)
-        budget.output_buffer.copy_(output)
+        results.copy_(model.encoder_cudagraph_forward({**inputs}, path=path))

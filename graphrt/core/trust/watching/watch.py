@@ -177,6 +177,8 @@ class Watch(ThreadMode):
             self._follow(op, args, self._follows)
         if in_eager_part.get() is not None:
             trace.in_parts.add(len(trace))
+        if in_task.get():
+            trace.in_tasks.add(len(trace))
         trace.append(op)
         trace.sources.append(source)
         result = func(*args, **kwargs)
@@ -394,6 +396,7 @@ class Trace(list[Op]):
     - `sources`: the line that issued each operator, if `keeps_sources`.
     - `constants`: the operators that made a tensor of Python data, if that was used.
     - `in_parts`: the operators in eager parts, which every replay runs again.
+    - `in_tasks`: those of tasks, whose arguments each step updates.
     - `values_of_parts`: the plain values that eager parts were given.
     - `sums`: the sum over the live rows of each result, if `rows` are given.
     """
@@ -413,6 +416,7 @@ class Trace(list[Op]):
         self.sums: list[torch.Tensor | None] = []
         self.constants: set[int] = set()
         self.in_parts: set[int] = set()
+        self.in_tasks: set[int] = set()
         self.values_of_parts: list[Any] = []
 
     def same_captured(self, other: Trace, *, has_parts: bool) -> bool:
@@ -431,9 +435,25 @@ class Trace(list[Op]):
     def captured(self, *, has_parts: bool) -> Trace:
         """The operators that a graph has captured: with `has_parts` not those of eager parts. A
         single graph has captured them too."""
-        if not has_parts:
+        left = self.in_parts if has_parts else set()
+        if not left and not self.in_tasks:
             return self
-        return Trace([op for place, op in enumerate(self) if place not in self.in_parts])
+        kept = [at for at in range(len(self)) if at not in left]
+        trace = Trace(Op(self[at].func, ()) if at in self.in_tasks else self[at] for at in kept)
+        trace.sources = [self.sources[at] for at in kept]
+        return trace
+
+    def described(self, *, with_addresses: bool) -> Trace:
+        """The operators without the values of Python data, and where memory from outside is by
+        choice."""
+        trace = Trace()
+        for op in self:
+            arguments = () if op.func is LIFT_FRESH else op.arguments
+            trace.append(
+                Op(op.func, arguments if with_addresses else _without_addresses(arguments))
+            )
+        trace.sources = self.sources
+        return trace
 
     def note_sum(self, result: Any) -> None:
         """Note the sum over the live rows of a result that has all rows, without waiting for the
@@ -557,6 +577,15 @@ def same_but_for_size(ours: Op, theirs: Op) -> bool:
     """Whether two operators are the same but for what follows from the size of a graph: of tensors
     their shapes, and whole numbers. Fractions, texts, and where memory from outside is do not."""
     return ours.func is theirs.func and _alike(ours.arguments, theirs.arguments)
+
+
+def _without_addresses(arguments: tuple[object, ...]) -> tuple[object, ...]:
+    """Tensors from outside by shape and stride alone."""
+    known: list[object] = []
+    for each in arguments:
+        bare = each[1:] if isinstance(each, At) else each
+        known.append(_without_addresses(bare) if type(bare) is tuple else bare)
+    return tuple(known)
 
 
 def _text(ours: Any, theirs: Any) -> str:
