@@ -780,6 +780,35 @@ def test_a_step_with_gradients_is_not_served(model):
     assert served(model) == (0, {"gradients are on": 1})
 
 
+@torch.no_grad()
+def loop_without_positions(model, cache, mask):
+    """Logits of a loop that passes what it must: its cache, and a mask if there is padding."""
+    tokens, logits = random_tokens(2, 5), []
+    for _ in range(10):
+        masked = {} if mask is None else {"attention_mask": mask}
+        output = model(tokens, past_key_values=cache, use_cache=True, **masked)
+        logits.append(output.logits[:, -1])
+        tokens, cache = logits[-1].argmax(-1)[:, None], output.past_key_values
+        mask = None if mask is None else torch.cat([mask, torch.ones_like(tokens)], 1)
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("name", "is_served"), [("llama", True), ("gpt2", True), ("opt", False)])
+def test_a_loop_without_positions_is_served_where_the_model_counts_all_tokens(
+    name, is_served, padded
+):
+    model, mask = new_model(name), torch.ones(2, 5, dtype=torch.int64)
+    mask[0, :3] = 0
+    passed = mask if padded else None
+    expected = loop_without_positions(model, None, passed)
+    with_graphs(model, max_batch=2, max_len=16, strict=True)
+    logits = loop_without_positions(model, graphs_of(model).new_cache(), passed)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+    eager = {} if is_served else {"position_ids= was not passed": 9}
+    assert served(model) == (9 if is_served else 0, eager)
+
+
 def test_the_page_runs_as_it_stands(capsys):
     page = Path(__file__).parents[2] / "docs" / "how-to" / "transformers.md"
     names: dict[str, Any] = {}

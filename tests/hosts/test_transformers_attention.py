@@ -70,6 +70,15 @@ def test_keys_reach_the_kernel_as_they_lie(monkeypatch):
     assert seen == [((2, GROUPS), 2, False)]
 
 
+def test_a_steps_mask_has_numbers_and_no_others():
+    columns = {"batch_size": 3, "kv_length": LENGTH, "attention_mask": padding()[:, 0, 0]}
+    step = {**columns, "q_length": 1, "q_offset": LENGTH - 1, "dtype": torch.bfloat16}
+    made = attention._mask(**step)
+    assert made.dtype is torch.bfloat16
+    assert torch.equal(made, padding().to(torch.bfloat16).log())
+    assert attention._mask(**step | {"q_length": 5}).dtype is torch.bool
+
+
 def test_steps_of_with_graphs_attend_so_and_prompts_do_not(monkeypatch):
     model = new_model("llama")
     assert model.config.num_key_value_heads < model.config.num_attention_heads

@@ -37,6 +37,7 @@ from graphrt import (
 from graphrt.core.base._warnings import warn_caller
 from graphrt.core.replay.recording import is_inside_capture
 from graphrt.errors import GraphRTError
+from graphrt.hosts.advice import advise
 from graphrt.hosts.diffusers.arguments import (
     Call,
     Signature,
@@ -243,8 +244,11 @@ class DenoiserForward:
         try:
             runner: GraphRunner[Any] | str = self._captured(call, template)
             self.counts.captures += 1
-        except (GraphRTError, torch.OutOfMemoryError) as error:
-            runner = str(error)
+        except Exception as error:
+            # graphrt's, or the denoiser's own, which its eager call then raises if it is to blame.
+            advise(error)
+            known = isinstance(error, GraphRTError | torch.OutOfMemoryError)
+            runner = str(error) if known else f"{type(error).__name__}: {error}"
         self._credit -= 1
         self._runners[call.signature] = runner
         # Warm-ups may have filled caches of the module.
@@ -285,8 +289,10 @@ class DenoiserForward:
     def _eagerly(
         self, reason: EagerReason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        # First: a call that ends in an error of its own is none of the counted ones.
+        outputs = self.eager(*args, **kwargs)
         self._count(reason, detail)
-        return self.eager(*args, **kwargs)
+        return outputs
 
     def _count(self, reason: Reason | EagerReason, detail: str) -> None:
         self.counts.eager[reason] += 1

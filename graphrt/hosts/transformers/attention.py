@@ -2,7 +2,8 @@
 
 Where there is a mask, transformers repeats keys and values for each head. That copies the whole
 memory in each layer of each step, four times where 32 heads share 8. Here the heads of a group take
-the place of positions, which a step has one of, and nothing is repeated.
+the place of positions, which a step has one of, and nothing is repeated. SDPA makes numbers of a
+mask of booleans, some kernels in each layer: a step's mask has numbers from the start.
 
 Inside of `grouped` a config that says `sdpa` says `GROUPED`. A model whose attention does not come
 from transformers' `AttentionInterface`, and any other attention, stays as it is. Another thread's
@@ -66,6 +67,8 @@ def _attend(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
         )
         return output
+    if attention_mask is not None and attention_mask.dtype is not torch.bool:
+        attention_mask = attention_mask.to(query.dtype)
     rows, heads, _, width = query.shape
     # The heads of a group follow each other, as those that keys are repeated for.
     together = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
@@ -75,9 +78,18 @@ def _attend(
     return attended.reshape(rows, 1, heads, value.shape[-1]), None
 
 
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
+    made: torch.Tensor | None = sdpa_mask(*args, **kwargs)
+    dtype = kwargs.get("dtype")
+    if made is None or made.shape[2] != 1 or dtype is None:
+        return made
+    return torch.zeros_like(made, dtype=dtype).masked_fill_(made.logical_not(), -torch.inf)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface.register(GROUPED, _attend)
-    AttentionMaskInterface.register(GROUPED, sdpa_mask)
+    AttentionMaskInterface.register(GROUPED, _mask)

@@ -241,8 +241,11 @@ class ModelGraphs(Seam):
             return f"{signature.mask}= is not of the shape (rows, tokens so far and these)"
         if signature.positions is not None:
             positions = call.get(signature.positions)
-            if positions is None or tuple(positions.shape) not in ((rows, count), (1, count)):
-                return f"{signature.positions}= of the shape (rows, {count}) was not passed"
+            if positions is None:
+                if self.steps is None or not self.steps.counts_positions:
+                    return f"{signature.positions}= was not passed"
+            elif tuple(positions.shape) not in ((rows, count), (1, count)):
+                return f"{signature.positions}= is not of the shape (rows, {count})"
         for name in (signature.tokens, signature.positions):
             value = None if name is None else call.get(name)
             if value is not None and value.dtype != torch.int64:

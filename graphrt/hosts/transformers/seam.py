@@ -20,15 +20,12 @@ import torch
 
 from graphrt.core.base.log import logger
 from graphrt.errors import CaptureError, GraphRTError
+from graphrt.hosts.advice import advise
 from graphrt.hosts.transformers.fingerprint import Fingerprint, hooks_inside
 from graphrt.hosts.transformers.reports import Counts
 
 NO_GRAPHS = "the model has no graphs"
 
-_ADVICE = (
-    "leave with_graphs() out for this model, which runs as before; or change its forward so that "
-    "values stay on the device (torch.where, masked arithmetic)"
-)
 _NOT_A_MODELS = ("torch.", "graphrt.")
 """Modules that run below a model's code, and above it."""
 
@@ -78,7 +75,7 @@ class Seam(ABC):
                     self._capture()
             except Exception as error:
                 # graphrt's, or the model's own from a call such as users make.
-                _advise(error)
+                advise(error)
                 if strict:
                     raise
                 self._refused = f"{type(error).__name__}: {error}{_line_of(error)}"
@@ -164,14 +161,6 @@ class _Installed:
         seam = self._method.__self__  # type: ignore[attr-defined]
         method = getattr(type(seam.model), self.__name__)  # type: ignore[attr-defined]
         return types.MethodType(method, memo.get(id(seam.model)))
-
-
-def _advise(error: Exception) -> None:
-    """Advice for one who writes a step does not help one who has a model of transformers."""
-    advice = error.advice if isinstance(error, GraphRTError) else None
-    if isinstance(error, GraphRTError) and advice is not None and "eager_break" in advice:
-        error.advice = _ADVICE
-        error.args = (str(error).replace(advice, _ADVICE),)
 
 
 def _line_of(error: Exception) -> str:

@@ -90,6 +90,8 @@ class StepGraphs:
         has_states = any(layer.states() for layer in self.memory.layers)
         has_room = _PROMPT + checked <= max_len
         self.checked = checked if self.memory.has_keys and has_room and not has_states else 0
+        self.counts_positions = False
+        """Whether steps without positions have the number of tokens before them, padding too."""
         self._pool = GraphPool(device.type, device=device)
         # By the number of tokens of a row.
         self._runners: dict[int, GraphRunner[torch.Tensor]] = {}
@@ -151,7 +153,23 @@ class StepGraphs:
             self._compare_past(self.memory.window, lengths[0])
         if self.checked:
             self._compare(tokens[:1], mask[:1], None, [max(self.checked - 1, 2)])
+        if self._takes_positions and self.memory.has_keys:
+            self.counts_positions = all(self._counts(tokens, each) for each in (mask, None))
         self.clear()
+
+    def _counts(self, prompt: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        """Whether the model gives a step without positions the number of tokens before it: some
+        leave padding out."""
+        rows, length = prompt.shape
+        name = str(self.signature.positions)
+        seen = None if mask is None else torch.cat([mask, mask[:, -1:]], 1)
+        logits = []
+        for positions in (None, torch.full_like(prompt[:, :1], length)):
+            cache = self.signature.new_cache()
+            self._run(prompt, mask, None, cache)
+            call = self.signature.call(self._random_tokens(rows, 1), seen, None, cache)
+            logits.append(self._forward(**{**call, name: positions}).logits)
+        return torch.equal(*logits)
 
     def _compare_past(self, window: int, length: int | None) -> None:
         """Compare steps that overwrite the first positions of a window, whose padding they see."""
@@ -252,11 +270,13 @@ class StepGraphs:
         encoder_mask = call.get("attention_mask") if signature.masks_encoder else None
         self._set_masks(cache, count, mask, encoder_mask)
         positions = None if signature.positions is None else call.get(signature.positions)
+        if positions is None:
+            positions = self._hosts_length[cache.seen : cache.seen + count][None]
         captured = 1 if count == 1 else self.checked
         runner, more = self._runners[captured], captured - count
         if more:
             tokens = pad(tokens, (0, more))
-            positions = None if positions is None else pad(positions, (0, more))
+            positions = pad(positions, (0, more))
         values = self._values(tokens, positions, cache.seen)
         logits = runner(self._batches[tokens.shape[0]], **values)[:, :count]
         cache.stepped(count)
@@ -285,7 +305,7 @@ class StepGraphs:
             self.cross.set_mask(cache.rows, length, encoder_mask)
 
     def _values(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None, seen: int
+        self, tokens: torch.Tensor, positions: torch.Tensor, seen: int
     ) -> Mapping[str, torch.Tensor]:
         rows = tokens.shape[0]
         values = {
@@ -293,7 +313,7 @@ class StepGraphs:
             "rows": self._hosts_rows[:rows],
             "length": self._hosts_length[seen : seen + 1],
         }
-        if positions is not None and self._takes_positions:
+        if self._takes_positions:
             values["positions"] = positions.expand(rows, -1)
         return values
 

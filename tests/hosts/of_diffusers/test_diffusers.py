@@ -26,6 +26,7 @@ import numpy  # noqa: E402
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
 
 from graphrt import Reason  # noqa: E402
+from graphrt.core.replay.recording import is_inside_capture  # noqa: E402
 from graphrt.core.trust.places.walk import places_of  # noqa: E402
 from graphrt.errors import InvalidOptionError, UnsupportedHostError  # noqa: E402
 from graphrt.hosts.diffusers import (  # noqa: E402
@@ -517,6 +518,22 @@ def test_a_forward_that_no_graph_can_stand_for_says_why_once():
         results = calls(3, lambda: small_call(model))
     assert all(torch.equal(result, small_call(twin)) for result in results)
     assert len(caught) == 1 and ran_eagerly(pipe) == {EagerReason.FAILED: 3}
+    said = str(caught[0].message)
+    assert "leave with_graphs() out" in said and "eager_break" not in said
+
+
+def test_an_error_that_a_forward_raises_in_a_capture_alone_does_not_end_the_call():
+    class Breaks(Small):
+        def forward(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+            if is_inside_capture():
+                raise TypeError("not while a graph is made")
+            return self.inner(hidden_states)
+
+    model, twin = Breaks(), Breaks()
+    pipe = with_graphs(Pipe(model))
+    with pytest.warns(EagerDenoiserWarning, match="TypeError: not while a graph is made"):
+        assert torch.equal(small_call(model), small_call(twin))
+    assert ran_eagerly(pipe) == {EagerReason.FAILED: 1}
 
 
 def test_signatures_beyond_the_most_are_dropped_and_endless_ones_run_eagerly():
