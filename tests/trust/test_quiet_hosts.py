@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 
 import pytest
 import torch
 
-from graphrt import GraphRunner, InputSpec
+from graphrt import GraphPool, GraphRunner, InputSpec, KeyedGraphs, WrapperTrials
 from graphrt.core.base._native_door import NativeWatch
 from graphrt.core.dispatch.reasons import Reason
 from tests.trust.quiet_hosts import HOSTS, WIDTH, Host
@@ -76,3 +77,25 @@ def test_nothing_is_said_steps_are_right_and_trials_end(name: str) -> None:
     if NativeWatch is not None:
         # Elsewhere a change may be found late, and tried then.
         assert trials[-1] - trials[-12] <= 1, trials
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_by_a_key_nothing_is_said_either(name: str) -> None:
+    torch.manual_seed(0)
+    host, x = Host(), torch.zeros(2, WIDTH)
+    between = HOSTS[name](host)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graphs = KeyedGraphs(GraphPool("cpu"), trials=WrapperTrials)
+        graph = graphs.capture("key", functools.partial(host.forward, x))
+        trials = []
+        for step in range(40):
+            between(step)
+            x.copy_(torch.randn(2, WIDTH))
+            outputs = graph.replay().clone()
+            assert torch.allclose(outputs, host.forward(x), atol=1e-5), step
+            (record,) = graph.trials.records
+            trials.append(record.steps)
+        graphs.pool.close()
+    assert (record.status, record.failure) == ("tried", None)
+    assert trials[-1] <= MOST_TRIALS, trials

@@ -312,12 +312,12 @@ class Keyed(Loop):
 
     def statuses(self) -> list[str]:
         graphs = [self.graphs[rows] for rows in (4, 2)]
-        return [each.status for graph in graphs for each in graph.trials.records]  # type: ignore[union-attr]
+        return [each.status for graph in graphs for each in graph.trials.records]
 
     @property
     def trial_count(self) -> int:
         graphs = [self.graphs[rows] for rows in (4, 2)]
-        return sum(each.steps for graph in graphs for each in graph.trials.records)  # type: ignore[union-attr]
+        return sum(each.steps for graph in graphs for each in graph.trials.records)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -159,7 +159,8 @@ class KeyedGraph:
         self.key = key
         self.descriptor = descriptor
         self.is_eager = is_eager
-        self.trials = wrapper._graphs.trials
+        self.trials: Any = wrapper._graphs.trials
+        """What `trials=` has made for it, such as a `WrapperTrials`; else None."""
         self._wrapper = wrapper
         self._updates: Any = WORST_CASE if is_eager else None
         self._keeps_forward = is_eager or self.trials is not None
