@@ -1157,3 +1157,19 @@ def test_a_pipeline_that_moves_to_another_device():
     assert torch.equal(DIT.images(pipe), moved)
     pipe.to("cpu")
     assert torch.equal(DIT.images(pipe), eager) and not ran_eagerly(pipe)
+
+
+@pytest.mark.cuda
+def test_blocks_that_diffusers_has_compiled_are_captured():
+    pipe = FLUX.make().to("cuda")
+    call = {n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in FLUX.call.items()}
+    on_gpu = Family(**{**vars(FLUX), "call": call})
+    pipe.transformer.compile_repeated_blocks(fullgraph=True, dynamic=True)
+    sizes = range(len(FLUX.sizes) or 1)
+    compiled = [on_gpu.images(pipe, size, False) for size in sizes]
+    with_graphs(pipe)
+    for size in [*sizes, *sizes]:
+        # The operators beside the blocks, and the graphs, are the same; a size of 1 is compiled anew.
+        image = on_gpu.images(pipe, size, False)
+        torch.testing.assert_close(image, compiled[size], rtol=1e-3, atol=1e-3)
+    assert hits(pipe) and not ran_eagerly(pipe)
