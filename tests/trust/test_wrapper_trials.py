@@ -164,8 +164,7 @@ def test_what_makes_no_difference_is_tried_three_times_and_replayed() -> None:
         net.unused = number
         assert engine.wrong(2) == []
     assert engine.eager == 0
-    # Of one of the two, which was never tried, it is not known which operators it has.
-    assert engine.trial_count <= 1 + 2 * 3 + 7
+    assert engine.trial_count <= 1 + 2 * 3
 
 
 class Bounded(torch.nn.Module):
@@ -190,18 +189,6 @@ def test_another_number_of_an_operator_is_found_where_a_call_gives_equal_results
     assert all(torch.equal(each, model(small)) for each in results)
     large = torch.full((4, WIDTH), 5.0)
     assert torch.equal(engine.step(large), model(large))
-
-
-def test_a_change_before_the_first_trial_is_tried_at_more_calls() -> None:
-    model = Bounded()
-    engine = Engine(model)
-    model.bound = 2.0
-    for _ in range(3):
-        small = torch.rand(4, WIDTH)
-        assert torch.equal(engine.step(small), model(small))
-    large = torch.full((4, WIDTH), 5.0)
-    with pytest.warns(GraphQuarantinedWarning):
-        assert torch.equal(engine.step(large), model(large))
 
 
 def test_state_that_a_call_writes_is_written_once_also_in_a_trial() -> None:

@@ -132,7 +132,7 @@ class WrapperTrials:
             reads.settle()
             checks.glances.go_round()
         checks.tried(slot, verdict, None)
-        if step.watch is not None and verdict.failure is None and not graph.changed:
+        if step.watch is not None and verdict.failure is None:
             self._traces.setdefault(slot, step.watch.trace)
 
 

@@ -474,7 +474,6 @@ class Trial:
         """
         graph, verdict = self._graph, self._verdict
         if graph.captured is None:
-            verdict.is_doubtful = bool(graph.changed)
             return
         with_addresses = graph.varying is not None or not graph.changed
         ours, theirs = (
