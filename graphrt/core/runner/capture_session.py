@@ -393,8 +393,7 @@ class CaptureSession:
         kind: Hashable = None,
         count: WorkCount | None = None,
     ) -> None:
-        """Run the forward once on padding: captured in `transaction`, or eagerly. A warm-up is of
-        a `kind`, and `count` counts its work."""
+        """Run the forward on padding: in `transaction`, or a warm-up of a `kind`, counted."""
         prepared, state, setup = graph.prepared, self._state, self._setup
         pool, inputs, host = setup.pool, setup.inputs, setup.host
         # Outputs of the step before may be in the buffers.

@@ -177,8 +177,6 @@ class Watch(ThreadMode):
             self._follow(op, args, self._follows)
         if in_eager_part.get() is not None:
             trace.in_parts.add(len(trace))
-        if in_task.get():
-            trace.in_tasks.add(len(trace))
         trace.append(op)
         trace.sources.append(source)
         result = func(*args, **kwargs)
@@ -284,6 +282,8 @@ class Watch(ThreadMode):
         """Note what an operator, which writes `targets`, uses of what it is given; returns its
         arguments as traces have them, and whether some were computed from the inputs."""
         given = tree.placed((*call.args, *call.kwargs.values()))
+        if in_task.get():
+            self.trace.in_tasks.add(len(self.trace))
         overwritten = _overwritten(targets, given) if call.facts.overwrites else ()
         tensors: dict[int, object] = {}
         from_inputs = False
@@ -446,6 +446,8 @@ class Trace(list[Op]):
     def described(self, *, with_addresses: bool) -> Trace:
         """The operators without the values of Python data, and where memory from outside is by
         choice."""
+        if with_addresses and LIFT_FRESH not in self.overloads():
+            return self
         trace = Trace()
         for op in self:
             arguments = () if op.func is LIFT_FRESH else op.arguments
