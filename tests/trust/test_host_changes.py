@@ -371,6 +371,20 @@ def test_another_number_of_an_operator_is_found_where_results_are_equal() -> Non
     assert (steps.wrong, steps.reason) == ([], Reason.HIT)
 
 
+def with_metadata(forward: Callable[..., Any], *, at_capture: int) -> GraphRunner[Any]:
+    """A captured runner of one size, none of whose steps was tried."""
+    runner = GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[4],
+        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+        host=Host(metadata=lambda descriptor: at_capture),
+        platform="cpu",
+    )
+    runner.capture()
+    return runner
+
+
 def test_numbers_of_metadata_that_vary_from_step_to_step_are_no_change_of_the_hosts() -> None:
     holder = SimpleNamespace(unused=0)
 
@@ -379,15 +393,7 @@ def test_numbers_of_metadata_that_vary_from_step_to_step_are_no_change_of_the_ho
         assert context is not None and holder.unused < 2
         return x.clamp(max=100.0 + context.metadata)
 
-    runner = GraphRunner(
-        forward,
-        mode="FULL",
-        sizes=[4],
-        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
-        host=Host(metadata=lambda descriptor: 100),
-        platform="cpu",
-    )
-    runner.capture()
+    runner = with_metadata(forward, at_capture=100)
     for number in range(12):
         if number == 6:
             holder.unused = 1
@@ -427,15 +433,7 @@ def test_a_change_before_the_first_step_is_tried_at_eight_where_metadata_may_dif
         assert context is not None
         return x.clamp(max=holder.bound + context.metadata)
 
-    runner = GraphRunner(
-        forward,
-        mode="FULL",
-        sizes=[4],
-        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
-        host=Host(metadata=lambda descriptor: 0),
-        platform="cpu",
-    )
-    runner.capture()
+    runner = with_metadata(forward, at_capture=0)
     holder.bound = 2.0
     runner.weights_changed()
     for _ in range(3):

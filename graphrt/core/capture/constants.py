@@ -160,7 +160,8 @@ class Constants:
         return [*known.arrays, *(array for arrays in behind for array in arrays)]
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note what results on the host are made of. Results of constants alone are constants."""
+        """Note which arrays and tensors results on the host were made of: what is made of nothing
+        but constants is a constant itself."""
         results = {_name(each): each for each in tree.tensors(result) if _is_of_host(each)}
         if not results:
             return

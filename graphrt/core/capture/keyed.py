@@ -209,7 +209,7 @@ class KeyedGraph:
         if self._keeps_forward:
             # The host may write its own again before the next replay.
             self._updates = deepcopy(updates) if isinstance(updates, Mapping) else updates
-        # It counts what ran eagerly because of a trial, and nothing else.
+        # A wrapper counts eager calls where it is in quarantine alone: it has run its forward now.
         if self.is_eager or self._wrapper._eager_calls:
             self._wrapper.entries[self.descriptor].outputs = outputs
         return outputs

@@ -268,7 +268,8 @@ class Recorder:
         self.give([leaf for path, leaf in tree.leaves(readable) if path not in aliased])
         self.parts.append(EagerPart(called, kept, recorded, aliased))
         copies = _copies(result, readable)
-        # A reference to what was copied would look like another way out.
+        # Below a storage that is still alive is one that the part has also kept elsewhere, so this
+        # reference to it has to go first.
         del result
         for storage, others in copies.items():
             if len(others) > 1 or not storage.expired():  # type: ignore[no-untyped-call]

@@ -49,7 +49,8 @@ from graphrt.core.replay.recording import is_inside_capture, under_way
 
 _FULL = GraphMode.FULL
 _STATIC = -1
-"""The site of a wrapper's static outputs among its buffers: those of eager parts begin at 0."""
+"""Buffers of a wrapper are kept by number: an eager part has its place among the parts, from 0 on,
+and static outputs have this one."""
 
 
 @public("graphrt.types")

@@ -1,5 +1,5 @@
-"""The capture that is under way in this thread, as what takes part in it sees it; and the garbage
-collector, which is kept still meanwhile."""
+"""The capture that this thread is in, for operators, eager parts and tasks that have to know of it;
+and the garbage collector, which must not run in one."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def freeze_garbage(user: object) -> None:
 
 
 def thaw_garbage(user: object) -> None:
-    """End what `freeze_garbage` began for this user, if it did; the last one restores all."""
+    """Take back `freeze_garbage(user)`, if there was one; after the last user garbage is collected
+    again."""
     _still.leave(user)
 
 

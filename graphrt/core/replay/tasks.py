@@ -147,8 +147,8 @@ class HostArg:
     def _broken_rule(
         self, axis: Axis, values: list[int], missing: int, needed: int | None
     ) -> tuple[str, str] | None:
-        """The first rule that `values` break, and what it expects, for `InvalidUpdateError`; None
-        if they break none. They are `missing` values shorter than the graph's list; `needed` are
+        """What is wrong with `values` and what is expected, as `InvalidUpdateError` says it; None
+        for right ones. They are `missing` values shorter than the graph's list; `needed` are
         live."""
         least, most = self.least, self.most
         if not values or missing < 0:

@@ -325,10 +325,12 @@ class CaptureSession:
             if isinstance(error, StreamBudgetError):
                 self._streams.failed(graph)
             raise
-        except Exception:
+        except Exception as error:
             if is_cold or warm_up_s:
                 raise
-            # What the warm-up that it shares had prepared may be gone: a table of the last size.
+            # What the warm-up that it shares had prepared may be gone: a table of the last size. A
+            # forward that cannot be captured at all raises again below.
+            logger.info("%s is warmed up by itself, as its capture failed: %s", graph, error)
             transaction.rollback()
             self._warm.clear()
             warm_up_s, _ = self._warm_up(graph)

@@ -247,8 +247,8 @@ class Checks:
         inputs: frozenset[str] = frozenset(),
         has_metadata: bool = False,
     ) -> None:
-        """`inputs` are those whose padding rows may show that rows are mixed. Operators may be
-        given numbers of a step's metadata, where it has any."""
+        """`inputs` are those whose padding rows may show that rows are mixed. With
+        `has_metadata` a number of an operator may come from the step's metadata, and differ."""
         self.on = options.checks("capture")
         self.strict = options.strict
         self._levels = set(filter(options.checks, ("first", "sample", "always")))
