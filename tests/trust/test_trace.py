@@ -284,3 +284,15 @@ def test_an_index_out_of_bounds_as_it_was_before_is_torchs_to_refuse():
         watch.around(lambda: TABLE[index])
     with pytest.raises(IndexError):
         Watch(follows=watch.trace).around(lambda: TABLE[index])
+
+
+def test_operators_described_without_addresses_differ_by_numbers_and_shapes_alone():
+    def described(tensor: torch.Tensor, number: float, *, with_addresses: bool = False) -> Trace:
+        trace = traced(lambda: torch.cat([tensor, tensor * number]))
+        return trace.described(with_addresses=with_addresses)
+
+    first = described(WEIGHT, 2.0)
+    assert first == described(OTHER, 2.0)
+    assert first != described(WEIGHT, 3.0)
+    assert first != described(TABLE, 2.0)
+    assert described(WEIGHT, 2.0, with_addresses=True) != described(OTHER, 2.0, with_addresses=True)
