@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
+from graphrt.compile.options import CompileOptions  # noqa: E402
 from graphrt.hosts.transformers import attention, graphs_of, with_graphs  # noqa: E402
 
 HEADS, GROUPS, LENGTH, WIDTH = 8, 4, 12, 16
@@ -98,6 +99,20 @@ def test_steps_of_with_graphs_attend_so_and_prompts_do_not(monkeypatch):
     model.generate(tokens, max_new_tokens=4, do_sample=False)
     report = graphs_of(model).report()
     assert (report.served, report.eager) == (3, {})
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_compiled_steps_attend_so_too():
+    """Dynamo of torch 2.11 traced transformers' own attention, which copies the keys."""
+    model = new_model("llama")
+    compiled = CompileOptions(backend="eager")
+    with_graphs(model, max_batch=2, max_len=16, strict=True, compile=compiled)
+    steps, tokens = graphs_of(model).steps, random_tokens(2, 1)
+    with torch.no_grad(), torch.profiler.profile(record_shapes=True) as profile:
+        steps.runner.graphs.setup.forward(**steps._values(tokens, tokens, 4))
+    name = "aten::scaled_dot_product_attention"
+    heads = {event.input_shapes[0][1] for event in profile.events() if event.name == name}
+    assert heads == {model.config.num_key_value_heads}
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -41,11 +41,12 @@ def grouped(config: Any) -> Iterator[None]:
     if config is None:
         yield
         return
+    before = config._attn_implementation_internal
     config._attn_implementation_internal = GROUPED
     try:
         yield
     finally:
-        config._attn_implementation_internal = _PLAIN
+        config._attn_implementation_internal = before
 
 
 def _attend(

@@ -92,6 +92,7 @@ class StepGraphs:
         self.checked = checked if self.memory.has_keys and has_room and not has_states else 0
         self.counts_positions = False
         """Whether steps without positions have the number of tokens before them, padding too."""
+        self._attention = attention_of(signature.model)
         self._pool = GraphPool(device.type, device=device)
         # By the number of tokens of a row.
         self._runners: dict[int, GraphRunner[torch.Tensor]] = {}
@@ -102,8 +103,9 @@ class StepGraphs:
                 if compile is not None:
                     batched = [name for name in inputs if name != "length"]
                     graphrt.compile(step, dynamic_dims=batched, options=compile)
+                attention = self._attention if count == 1 else None
                 self._runners[count] = GraphRunner(
-                    step,
+                    step if attention is None else _Grouped(step, attention),
                     inputs=inputs,
                     outputs=("tokens", count, probe.logits.shape[-1]),
                     mode="FULL",
@@ -141,8 +143,10 @@ class StepGraphs:
         self._run(tokens, mask, encoded, cache)
         seen = torch.cat([mask, mask[:, -1:]], 1)
         self._set_masks(cache, 1, seen, None if encoded is None else encoded.mask)
-        for runner in self._runners.values():
-            runner.capture()
+        for count, runner in self._runners.items():
+            # The end of a capture compares the config with what compiled code was traced with.
+            with grouped(self._attention if count == 1 else None):
+                runner.capture()
         lengths: list[int | None] = [None if encoded is None else encoded.length]
         if self.signature.masks_encoder and self.cross is not None:
             lengths.append(self.cross.length)
@@ -345,7 +349,6 @@ class _Step(nn.Module):
         self._masks_encoder = signature.masks_encoder
         # Copied where there is an encoder, which a trace cannot do.
         self._config = signature.model.config.get_text_config(decoder=True)
-        self._attention = attention_of(signature.model) if count == 1 else None
         self._more: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if "logits_to_keep" in signature.names:
             self._more["logits_to_keep"] = count
@@ -376,9 +379,32 @@ class _Step(nn.Module):
                 call["attention_mask"] = _encoder_mask(
                     self._config, first_rows(cross.mask, size), states
                 )
-        with grouped(self._attention):
-            logits: torch.Tensor = self._forward(**call).logits
+        logits: torch.Tensor = self._forward(**call).logits
         kept.write_back()
+        return logits
+
+
+class _Grouped(nn.Module):
+    """A step that attends by groups of heads.
+
+    The config is set around a compiled step, not inside: Dynamo of torch 2.11 reads an attribute of
+    a config from the object, and does not see what the traced code has stored.
+    """
+
+    def __init__(self, step: _Step, config: Any) -> None:
+        super().__init__()
+        self.training = False
+        self._step, self._config = step, config
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        length: torch.Tensor,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        with grouped(self._config):
+            logits: torch.Tensor = self._step(tokens, rows, length, positions)
         return logits
 
 
