@@ -158,7 +158,7 @@ def main() -> None:
     import torch
 
     from benchmarks.common import arguments, environment, finish, left_out, show, synchronizer
-    from benchmarks.gpu.steps import LIVE, SIZE, call_runner, write_slot_of_nothing
+    from benchmarks.gpu.steps import LIVE, SIZE, call_runner
     from benchmarks.host_overhead import decode_runner, values
     from graphrt import Batch, GraphOptions
 
@@ -177,7 +177,7 @@ def main() -> None:
         steps[f"5 host inputs, {kind}"] = partial(call_runner, runner, rows, given)
         steps[f"5 device inputs, {kind}"] = partial(call_runner, runner, rows, on_device)
         batch = Batch(rows, rows, 1)
-        steps[f"slot, nothing written, {kind}"] = partial(write_slot_of_nothing, runner, batch)
+        steps[f"slot, nothing written, {kind}"] = partial(runner, runner.slot(batch))
     in_place = dict(runner.inputs.layout(SIZE, SIZE).views)
     steps["5 inputs in place"] = partial(call_runner, runner, SIZE, in_place)
     for name, step in steps.items():

@@ -79,16 +79,17 @@ def memmoves(given: dict[str, torch.Tensor]) -> Callable[[], None]:
     return move
 
 
-def write_slot(runner: GraphRunner, batch: Batch, given: dict[str, Any]) -> Any:
-    """A step whose inputs are written to a slot, by numpy."""
+def write_slot(runner: GraphRunner, batch: Batch, given: dict[str, Any]) -> Callable[[], Any]:
+    """A step whose inputs are written by numpy to a slot that is kept."""
     slot = runner.slot(batch)
-    for name, place in slot.items():
-        place.numpy()[:] = given[name]
-    return runner(slot)
+    places = [(tensor.numpy(), given[name]) for name, tensor in slot.items()]
 
+    def step() -> Any:
+        for place, value in places:
+            place[:] = value
+        return runner(slot)
 
-def write_slot_of_nothing(runner: GraphRunner, batch: Batch) -> Any:
-    return runner(runner.slot(batch))
+    return step
 
 
 def compiled(device: str, given: dict[str, torch.Tensor]) -> Callable[[], Any]:
@@ -151,8 +152,8 @@ def whole_calls(device: str, measure: Callable[..., list[float]]) -> dict[str, f
         steps[f"fetched, 5 host inputs, outputs kept, {kind}"] = keep_outputs(
             partial(call_runner, fetched, rows, on_host)
         )
-        steps[f"slot, written by numpy, {kind}"] = partial(write_slot, fetched, batch, arrays)
-        steps[f"slot, nothing written, {kind}"] = partial(write_slot_of_nothing, fetched, batch)
+        steps[f"slot, written by numpy, {kind}"] = write_slot(fetched, batch, arrays)
+        steps[f"slot, nothing written, {kind}"] = partial(fetched, fetched.slot(batch))
         for place, given in (("host", pinned), ("device", on_device)):
             steps[f"by hand, 5 {place} inputs, {kind}"] = by_hand(graph, device, given)
         if device == "cuda" and rows == SIZE:
