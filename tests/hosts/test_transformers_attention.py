@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import types
 from typing import Any
 
@@ -126,3 +127,11 @@ def test_compiled_steps_attend_so_too():
 )
 def test_other_models_keep_their_attention(name, config):
     assert attention.attention_of(new_model(name, **config)) is None
+
+
+@pytest.mark.parametrize(("family", "asks"), [("gpt2", True), ("falcon", True), ("llama", False)])
+def test_a_family_whose_code_compares_the_attentions_name_keeps_it(family, asks):
+    """MiniMax-M3 masks blocks out in the attentions that it knows: another name had all of them."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    assert attention._asks_for_its_name(module.__name__) is asks
+    assert attention._asks_for_its_name("nobody's module")

@@ -6,12 +6,17 @@ the place of positions, which a step has one of, and nothing is repeated. SDPA m
 mask of booleans, some kernels in each layer: a step's mask has numbers from the start.
 
 Inside of `grouped` a config that says `sdpa` says `GROUPED`. A model whose attention does not come
-from transformers' `AttentionInterface`, and any other attention, stays as it is. Another thread's
-forward of the same model may attend so meanwhile, which rounds otherwise.
+from transformers' `AttentionInterface`, whose code compares the name, and any other attention, stay
+as they are. Another thread's forward of the same model may attend so meanwhile, which rounds
+otherwise.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,8 +36,23 @@ def attention_of(model: Any) -> Any:
         return None
     if getattr(config, "num_key_value_heads", heads) in (None, heads):
         return None
+    if any(
+        _asks_for_its_name(name) for name in {type(each).__module__ for each in model.modules()}
+    ):
+        return None
     _register()
     return config
+
+
+@functools.cache
+def _asks_for_its_name(module: str) -> bool:
+    """Whether a module's code does otherwise by the name of the attention: MiniMax-M3 leaves its
+    mask of blocks out of one that it does not know. Code without a source may."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return True
+    return re.search(r"_attn_implementation\s*(==|!=|in\b|not in\b)", source) is not None
 
 
 @contextmanager
