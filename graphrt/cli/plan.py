@@ -55,7 +55,7 @@ def print_plan(request: PlanRequest, *, as_json: bool) -> None:
 
 
 def parse_attention(texts: tuple[str, ...]) -> dict[str, AttentionSupport]:
-    """Levels by backend, the lowest of those given for one; raises `InvalidOptionError`.
+    """Levels by backend, the lowest if one is named twice; raises `InvalidOptionError`.
 
     A text is `LEVEL`, `backend=LEVEL`, or a known backend: `name` or `name:fact=value,...`.
     """

@@ -143,7 +143,7 @@ def _decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
 
 
 def _shards(names: Collection[object], index: Path) -> list[str]:
-    """The files that an index names, each a plain name: it may send nobody anywhere else."""
+    """The files that an index names: plain names, as a path could lead out of the directory."""
     for name in names:
         if not isinstance(name, str) or _SHARD.fullmatch(name) is None:
             raise CheckpointError(

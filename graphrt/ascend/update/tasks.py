@@ -1,8 +1,9 @@
 """Tasks of captured graphs, and their update around a replay, ordered on the device alone.
 
-The update of a step may begin when the same graph's replay before it is over (a signal that is
-given twice before it is taken once is lost), and that fence must be queued before the replay is:
-afterwards the update stream would wait for what waits for it.
+A step's update may begin only when the last replay of the same graph is over: a signal that is
+given twice before it is taken once is lost. So the update stream waits for that replay. This wait
+is queued before the new replay. Queued after it, the update stream would wait for the new replay,
+which waits for its signals.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _METADATA = frozenset(
         *("resize_", "resize_as_", "set_", "set_data"),
     }
 )
-# Of functions that write an argument in silence: the argument that says so, and those written.
+# Functions whose names do not say that they write: the flag that asks for it, the arguments.
 _STATEFUL = {
     "batch_norm": ("training", ("running_mean", "running_var")),
     "instance_norm": ("use_input_stats", ("running_mean", "running_var")),

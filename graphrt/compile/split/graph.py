@@ -133,7 +133,7 @@ class _Cut:
         self._want(output.all_input_nodes)
         self._returned = self._roles.roots([output])
         numbered = list(enumerate(self._groups))
-        # From the last to the first: what a group gives is known once all readers are.
+        # From the last to the first: a group's outputs are known once all their readers are.
         return [self._piece(index, group) for index, group in reversed(numbered)][::-1]
 
     def _want(self, nodes: Iterable[fx.Node]) -> None:
@@ -145,14 +145,14 @@ class _Cut:
         outputs = tuple(sorted(self._wanted[id(group)], key=self._order.__getitem__))
         steps = [node for node in group.nodes if node not in self._roles.views]
         direct, body = self._needed(steps, group, set())
-        given_views: list[fx.Node] = []
-        views_body: list[fx.Node] = []
+        view_inputs: list[fx.Node] = []
+        view_nodes: list[fx.Node] = []
         wanted_views = [node for node in outputs if node in self._roles.views]
         if wanted_views:
-            given_views, views_body = self._needed(wanted_views, group, set(steps))
-        read = set(given_views) | set(outputs)
+            view_inputs, view_nodes = self._needed(wanted_views, group, set(steps))
+        read = set(view_inputs) | set(outputs)
         results = [node for node in steps if node in read]
-        inputs = tuple(dict.fromkeys([*direct, *(n for n in given_views if n not in set(steps))]))
+        inputs = tuple(dict.fromkeys([*direct, *(n for n in view_inputs if n not in set(steps))]))
         self._want(inputs)
         name = f"Piece{index}"
         changed = {n for node in steps for n in _with_roots(written(node), self._roles)}
@@ -160,7 +160,7 @@ class _Cut:
         views = None
         if wanted_views:
             taken = [*inputs, *results]
-            views = _graph(self._whole, taken, views_body, outputs, f"{name}Views")
+            views = _graph(self._whole, taken, view_nodes, outputs, f"{name}Views")
         return Piece(
             index,
             group.splitting,
@@ -176,8 +176,8 @@ class _Cut:
     def _needed(
         self, nodes: Sequence[fx.Node], group: NodeGroup, computed: set[fx.Node]
     ) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The inputs of `nodes` of a group, which come from outside or are `computed` already, and
-        the nodes that run for them, in order: they themselves, the numbers and views they need."""
+        """Two lists for `nodes` of a group: their inputs, from outside or among `computed`, and the
+        nodes to run, in order. These are `nodes` with the numbers and views that they need."""
         wanted = set(nodes)
         taken: dict[fx.Node, None] = {}
         body: dict[fx.Node, None] = {}

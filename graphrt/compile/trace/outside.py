@@ -154,7 +154,7 @@ def _changed(
 
 @dataclass(frozen=True)
 class _Broken:
-    """`name` of the model is `got` now; a guard wants `expected`."""
+    """Values of a `RetraceError`: a guard wants `name` to be `expected`, and it is `got`."""
 
     name: str
     got: str
@@ -162,8 +162,10 @@ class _Broken:
 
 
 def _explained(said: str, text_of: Callable[[str], str]) -> _Broken:
-    """`said` is the guard as Dynamo writes it; `text_of` tells what something is now, by its name
-    there."""
+    """Turn a failed guard (`len(L['self'].layers) == 4`) into words of the user's model.
+
+    `said` is the guard in Dynamo's words. `text_of` describes the present value of an expression.
+    """
     said = _OF_CLASS.sub(r"\1.\2", said)
     source = _SOURCE.search(said)
     if source is None:

@@ -256,9 +256,9 @@ class GraphDispatcher(Uncopied):
         self.not_served += 1
 
     def _counter(self, dispatch: Dispatch, tokens: int) -> Count:
-        """What counts batches of so many tokens that have this answer. A batch that is seen again
-        has it at hand, so that counting costs a step nothing more. Beyond `COUNTED` further sizes
-        are rounded up to four binary digits, or to the size of the graph."""
+        """The counter of batches with this answer and token count. A remembered answer keeps its
+        counter, so a step looks none up. Once there are `COUNTED` counters, the tokens of further
+        ones are rounded up to four binary digits, at most to the graph's size."""
         _, descriptor, reason, slot = dispatch
         where = slot if slot >= 0 else reason
         try:
@@ -275,8 +275,8 @@ class GraphDispatcher(Uncopied):
         return self._counts.setdefault((where, tokens), count)
 
     def sizes(self) -> dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]]:
-        """How many batches of each live size were dispatched to a graph, also those that it has not
-        served, by its key; or to none, by the reason."""
+        """Batches by live size, for each graph (its key) and each reason why there was none. A
+        batch counts for its graph also where the wrapper then ran it eagerly."""
         with self._lock:
             keys = list(self._slots)
             sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = {}

@@ -155,8 +155,8 @@ class OutputLayout:
         return [*sizes, (tokens, reqs - 1)] if reqs > 1 else sizes
 
     def _may_bend(self, smallest: int) -> bool:
-        """Whether a size that is no batch axis, or is not declared, may be another one in a batch
-        of so few tokens."""
+        """Whether a dimension that looks constant may be smaller at `smallest` tokens: `x[:3]` has
+        three rows at 4 and 8 tokens, and one at 1."""
         least = min(seen.tokens for seen in self._seen)
         return least > smallest and any(
             self._has_constant(path, least) for path in self._seen[0].shapes

@@ -128,13 +128,13 @@ if hasattr(os, "register_at_fork"):  # nothing forks on Windows
 
 @public("graphrt.types")
 class HoldsGraphs(Protocol):
-    """What has graphs in a pool, such as a wrapper."""
+    """An owner of graphs in a pool, such as a wrapper."""
 
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
-        """Destroy those of one descriptor, or all of them: in a turn of the pool."""
+        """Destroy the graphs of one descriptor, or all. Called in a turn of the pool."""
 
     def look_again(self, descriptor: BatchDescriptor) -> None:
-        """The graph of a descriptor must not be replayed before its arguments were compared."""
+        """Compare the arguments of this descriptor's graph before its next replay."""
 
     def in_session(self, begun: bool) -> None:
         """A session in the pool has begun, or ended: capture lazily meanwhile, if at all."""
