@@ -317,23 +317,6 @@ static PyObject *watch_ignore(PyObject *object, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
-/* From now on ignore what has changed since the last `take`. */
-static PyObject *watch_ignore_changed(PyObject *object, PyObject *unused) {
-    (void)unused;
-    Watch *self = (Watch *)object;
-    PyObject *iterator = PyObject_GetIter(self->changed), *change;
-    if (iterator == NULL) return NULL;
-    while ((change = PyIter_Next(iterator)) != NULL) {
-        int added = PySet_Add(self->ignored, change);
-        Py_DECREF(change);
-        if (added < 0) break;
-    }
-    Py_DECREF(iterator);
-    if (PyErr_Occurred()) return NULL;
-    forget_changes(self);
-    Py_RETURN_NONE;
-}
-
 static PyObject *watch_stop(PyObject *object, PyObject *unused) {
     (void)unused;
     Watch *self = (Watch *)object;
@@ -436,7 +419,6 @@ static PyMethodDef methods[] = {
      "Watch these (dict or class, keys or None), by whatever key, and nothing else."},
     {"take", watch_take, METH_NOARGS, "What has changed since the last time."},
     {"ignore", (PyCFunction)(void (*)(void))watch_ignore, METH_FASTCALL, "A key of one dict."},
-    {"ignore_changed", watch_ignore_changed, METH_NOARGS, "What has changed since the last time."},
     {"stop", watch_stop, METH_NOARGS, "Watch nothing."},
     {"over", watch_over, METH_NOARGS | METH_STATIC, "No watch notes anything until one is aimed."},
     {NULL, NULL, 0, NULL},

@@ -244,6 +244,114 @@ def test_what_makes_no_difference_costs_three_trials_a_graph_and_is_in_the_repor
     assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
 
 
+@pytest.mark.parametrize("values", [(2.0, 1.0), (2.0, 3.0, 4.0, 1.0)])
+def test_a_graph_is_tried_with_another_value_than_its_own_before_that_is_left_out(
+    values: tuple[float, ...],
+) -> None:
+    held = SimpleNamespace(scale=1.0)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * held.scale if x.shape[0] > 2 else x * 1.0
+
+    runner = GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=SIZES,
+        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
+        options=GraphOptions(check="first"),
+        platform="cpu",
+    )
+    runner.capture()
+    steps = Steps(runner, forward)
+    # The step of four always has the value of its capture, that of two has others too.
+    for _ in range(8):
+        for value in values:
+            held.scale = value
+            runner.weights_changed()
+            steps.run(1, rows=2)
+        steps.run(1, rows=4)
+    assert (steps.wrong, steps.said) == ([], [])
+    held.scale = 5.0
+    runner.weights_changed()
+    steps.run(2, rows=4)
+    assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
+
+
+class Slotted:
+    __slots__ = ("kept",)
+
+
+@pytest.mark.parametrize("of", ["attribute", "slot", "item"])
+def test_what_the_forward_fills_once_the_host_has_emptied_it_is_watched(of: str) -> None:
+    held: Any = Slotted() if of == "slot" else SimpleNamespace(kept={} if of == "item" else None)
+
+    def put(value: float | None) -> None:
+        if of == "item":
+            held.kept.clear()
+            held.kept.update({} if value is None else {"scale": value})
+        elif value is None and of == "slot":
+            del held.kept
+        else:
+            held.kept = value
+
+    def get() -> Any:
+        return held.kept.get("scale") if of == "item" else getattr(held, "kept", None)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if get() is None:
+            put(2.0)
+        return x * get()
+
+    runner = runner_of(forward)
+    for _ in range(2):
+        put(None)
+        runner.weights_changed()
+        for rows in (4, 2):
+            runner(x=torch.ones(rows, WIDTH))
+    put(3.0)
+    runner.weights_changed()
+    steps = Steps(runner, forward)
+    steps.run(4)
+    assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
+
+
+def test_a_dict_to_which_the_forward_adds_is_watched() -> None:
+    scales: dict[int, float] = {}
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        # A trial of a padded step adds the size of the step without padding.
+        return x * scales.setdefault(x.shape[0], 2.0)
+
+    runner = runner_of(forward)
+    scales[4] = 3.0
+    if not IS_TOLD:
+        runner.weights_changed()
+    steps = Steps(runner, forward)
+    steps.run(2, rows=4)
+    assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
+
+
+def test_slots_that_are_empty_and_other_defaults_are_seen() -> None:
+    def scaled(x: torch.Tensor, *, scale: float = 2.0) -> torch.Tensor:
+        return x * scale
+
+    held = Slotted()
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(held, "kept", 3.0),
+        lambda: setattr(scaled, "__kwdefaults__", {"scale": 3.0}),
+    ]
+    for change in changes:
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return scaled(x) * getattr(held, "kept", 1.0)
+
+        runner = runner_of(forward)
+        change()
+        steps = Steps(runner, forward)
+        steps.run(runner.report().trust.glance_steps + 4)
+        assert steps.said and steps.reason is Reason.QUARANTINED
+
+
 def test_a_set_whose_members_are_the_same_is_no_change() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

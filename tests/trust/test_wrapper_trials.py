@@ -31,6 +31,7 @@ from graphrt import (
     wrapper_class,
 )
 from graphrt.core.base._native_door import NativeWatch
+from graphrt.core.runner.checks import Checks
 from graphrt.errors import (
     GraphQuarantinedWarning,
     MissingUpdateError,
@@ -378,6 +379,44 @@ def test_a_key_without_trials_keeps_no_forward() -> None:
     del net
     gc.collect()
     assert kept() is None
+
+
+def test_a_graph_captured_after_a_value_was_left_out_is_tried_with_another_one() -> None:
+    held = types.SimpleNamespace(scale=1.0)
+    pool, trials = GraphPool("cpu"), WrapperTrials()
+    wrapper: GraphWrapper = wrapper_class("cpu")(
+        lambda x: x * held.scale if x.shape[0] > 2 else x * 1.0,
+        "FULL",
+        pool=pool,
+        trials=trials,
+        options=GraphOptions(lazy=True, check="first"),
+    )
+    x = {rows: torch.ones(rows, WIDTH) for rows in (2, 4)}
+
+    def step(rows: int) -> float:
+        with forward_context("FULL", BatchDescriptor(rows)):
+            return float(wrapper(x[rows])[0, 0])
+
+    for scale in range(TOLD_AFTER + 8):
+        held.scale = float(scale)
+        assert step(2) == 1.0
+    scale = held.scale
+    assert [step(4) for _ in range(4)] == [scale] * 4
+    held.scale = -1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphQuarantinedWarning)
+        assert step(4) == -1.0
+
+
+def test_a_call_does_not_look_at_all_that_the_host_may_have_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(Net())
+    assert engine.wrong(8) == []
+    looks: list[None] = []
+    monkeypatch.setattr(Checks, "look_at_host", lambda checks: looks.append(None))
+    # Of a model with 16 layers a look takes a millisecond.
+    assert engine.wrong(8) == [] and not looks
 
 
 def test_with_graphs_off_a_key_is_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:

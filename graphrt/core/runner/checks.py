@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.trust.ambient import Ambient
 from graphrt.core.trust.host_watch import Changes, Told, described_changes
-from graphrt.core.trust.places.slots import same_value
+from graphrt.core.trust.places.slots import MISSING, Place, same_value
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.trial import TriedGraph
 from graphrt.core.trust.verdict import Verdict
@@ -112,6 +112,8 @@ class _Graph:
     varying: Collection[int] | None = None
     # By path, how many trials have passed with what the host had changed.
     passed: Counter[str] = field(default_factory=Counter)
+    # By path that is left out, the value that it has baked in, until it was tried with another.
+    baked: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_wanted(self) -> bool:
@@ -129,6 +131,15 @@ class _Graph:
         self.changed[path] = was, now
         if not isinstance(was, Told) and same_value(was, now):
             del self.changed[path]
+
+    def note_left_out(self, places: Mapping[str, Place | None]) -> None:
+        """Note what is left out, and has another value now than the graph has baked in."""
+        for path, was in [*self.baked.items()]:
+            place = places[path]
+            now = MISSING if place is None else place.get()
+            if not same_value(was, now):
+                self.changed[path] = was, now
+                del self.baked[path]
 
     def quarantine(self, failure: str) -> None:
         self.record.status, self.record.failure = "quarantined", failure
@@ -265,8 +276,8 @@ class Checks:
         self._steps = 0
         # What ranks have decided of the next step.
         self.decided: bool | None = None
-        # The paths at which changes of the host make no difference.
-        self.harmless: dict[str, None] = {}
+        # The paths at which changes of the host make no difference, with the places of values.
+        self.harmless: dict[str, Place | None] = {}
         self.glances.reset()
 
     @property
@@ -290,7 +301,12 @@ class Checks:
             record = TrialRecord(mode, descriptor)
             key = _key_of(record)
             kind = known.setdefault(key, _Kind(self._inputs))
-            kinds.setdefault(key, []).append(self._graphs.setdefault(slot, _Graph(record, kind)))
+            if slot not in self._graphs:
+                self._graphs[slot] = graph = _Graph(record, kind)
+                if self.harmless:
+                    # It has baked in what is there now.
+                    self._left_out_for(graph, self.harmless)
+            kinds.setdefault(key, []).append(self._graphs[slot])
         for of_kind in kinds.values():
             of_kind.sort(key=lambda graph: graph.record.descriptor.num_tokens)
             failure = next((each.record.failure for each in of_kind if each.record.failure), None)
@@ -335,6 +351,8 @@ class Checks:
         # A graph in quarantine is replayed no more.
         if record.failure is None:
             self.look_at_host()
+            if graph.baked:
+                graph.note_left_out(self.harmless)
         if record.failure is None and agreed and graph.changed:
             if self.decided is not None:
                 # Found after the vote: the next one is on a trial.
@@ -375,6 +393,9 @@ class Checks:
                 graph.note(path, was, now)
         if places is not None:
             reads.settle(places)
+        if any(graph.baked for graph in served):
+            # Other objects may be there.
+            self.harmless = reads.host.places_at(self.harmless)
         self.glances.go_round()
         self._note_pending()
 
@@ -424,6 +445,7 @@ class Checks:
         to_try, failed = [], []
         for slot in (slot for slot, tokens in self.pending.items() if tokens < 0):
             graph = self._graphs[slot]
+            graph.note_left_out(self.harmless)
             if graph.record.failure is not None:
                 failed.append(slot)
             elif is_sampled or graph.is_wanted:
@@ -524,14 +546,30 @@ class Checks:
 
     def _leave_out(self, path: str) -> None:
         """Look at changes of a value no more: three made no difference to one graph. Every other
-        one is tried once, with the value that it has then."""
+        one is tried once, with the first value that is not the one that it has baked in."""
+        if path in self.harmless:
+            return
         self.harmless[path] = None
-        if self.glances.reads is not None:
-            self.glances.reads.host.ignore(path)
+        reads = self.glances.reads
+        if reads is not None:
+            reads.host.ignore(path)
+            self.harmless.update(reads.host.places_at([path]))
         for graph in self._served():
-            if graph.passed[path] < _PASSED:
-                graph.passed[path] = _PASSED - 1
-                graph.changed.setdefault(path, (Told("another value"), Told("this one")))
+            self._left_out_for(graph, [path])
+
+    def _left_out_for(self, graph: _Graph, paths: Iterable[str]) -> None:
+        for path in paths:
+            if graph.passed[path] >= _PASSED:
+                continue
+            graph.passed[path] = _PASSED - 1
+            place = self.harmless[path]
+            now = Told("this one") if place is None else place.get()
+            was, _ = graph.changed.get(path, (now, now))
+            if isinstance(was, Told):
+                graph.changed.setdefault(path, (Told("another value"), now))
+            else:
+                graph.changed.pop(path, None)
+                graph.baked[path] = was
 
     def cannot_try(self, slot: int, error: StateTooLargeError) -> Reason:
         """A trial cannot save the state of a graph; without a change of the host's, raises that."""
@@ -576,7 +614,7 @@ class Checks:
         for slot, graph in self._graphs.items():
             record, kind = graph.record, graph.kind
             always = "sample" in self._levels or record.failure is not None
-            if always or graph.is_wanted:
+            if always or graph.is_wanted or graph.baked:
                 pending[slot] = -1
             elif kind.awaits_padding:
                 pending[slot] = record.descriptor.num_tokens

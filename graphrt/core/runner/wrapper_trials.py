@@ -100,7 +100,8 @@ class WrapperTrials:
         # A step that waits for its updates has the pool until these come.
         if checks is None or slot < 0 or context.updates is DEFERRED:
             return True
-        if slot not in checks.pending and next(checks.glances.looks):
+        # A token count there would only ask for a padded step.
+        if checks.pending.get(slot, 0) >= 0 and next(checks.glances.looks):
             return True
         dispatch = Dispatch(wrapper.runtime_mode, entry.descriptor, Reason.HIT, slot)
         if checks.why_eager(dispatch) is not None:

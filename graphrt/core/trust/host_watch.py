@@ -9,7 +9,7 @@ changes one of them, such as the scale of an adapter, would get the replays of b
    for that.
 3. `take` compares all that the walk found with what was there, and gives old and new values. A
    change that was undone is none.
-4. `forget` leaves out what the forward itself changes when it runs, and `ignore` what was tried
+4. `forget` leaves out what the forward itself changes at every run, and `ignore` what was tried
    often enough and makes no difference.
 
 CPython tells of dicts alone, from 3.12 on. Lists, cells of closures, slots, other memory of a
@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import filterfalse, repeat
+from itertools import chain, filterfalse, repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -246,6 +246,8 @@ class HostWatch:
         self._taken = HostChanges()
         # Slots that are left out, by `_where`, with their holders, so that the ids stay their own.
         self._ignored: dict[tuple[int, object], Any] = {}
+        # Slots that the last run of the forward has changed, in the same way.
+        self._moved: dict[tuple[int, object], Any] = {}
         # Containers in which new items are left out: by id, with the keys or indices that were
         # there before. Requests that come and go are such.
         self._closed: dict[int, tuple[Any, frozenset[Any]]] = {}
@@ -366,7 +368,7 @@ class HostWatch:
 
     def _is_left_out(self, slot: Place) -> bool:
         """Whether changes of a slot make no difference, or are the forward's own."""
-        return _where(slot) in self._ignored or self._is_new(slot)
+        return _where(slot.holder, slot.key) in self._ignored or self._is_new(slot)
 
     # What has changed ----------------------------------------------------------------------------
 
@@ -393,6 +395,9 @@ class HostWatch:
         for slot, before, after in moved:
             self._note_moved(found, slot, before, after)
         self._note_events(found, events, read)
+        # A cache that the host empties, and the forward fills, is not the forward's own.
+        for holder, key in chain.from_iterable(found.slots.values()):
+            self._moved.pop(_where(holder, key), None)
         self._taken = found
         return found
 
@@ -406,36 +411,48 @@ class HostWatch:
         self, found: HostChanges, events: Sequence[tuple[Any, Any]] | None, read: Iterable[Place]
     ) -> None:
         """Note what CPython has told of and no slot has shown: what was not there, or a tensor."""
-        assert self.values is not None
-        if not events:
-            return
-        compared = {_where(slot) for slot in self.values.slots if slot.way in _IN_DICTS}
-        compared |= {*map(_where, read)}
-        for holder, key in events:
-            if (id(holder), key) in compared:
-                continue
+        for holder, key in self._without_slot(events or (), read):
             found.is_structural = True
             path, now = self._watched[id(holder)].path(key), _told(_value_of(holder, key))
             known = found.changes.get(path, (Told("nothing, or a tensor"), now))
             found.note(path, *known, holder, key)
 
+    def _without_slot(
+        self, events: Sequence[tuple[Any, Any]], read: Iterable[Place]
+    ) -> list[tuple[Any, Any]]:
+        """The events of what has no value here; at places that are `read` somebody else looks."""
+        if not events:
+            return []
+        assert self.values is not None
+        in_dicts = (slot for slot in self.values.slots if slot.way in _IN_DICTS)
+        compared = {_where(slot.holder, slot.key) for slot in chain(in_dicts, read)}
+        return [(held, key) for held, key in events if (id(held), key) not in compared]
+
     def forget(self, *, own: bool) -> bool:
-        """The forward has run: what has changed since `take` it has changed itself. With `own` it
-        does so at every run, and the same slots are left out from now on. Returns whether a slot
-        holds another object."""
+        """The forward has run: what has changed since `take` it has changed itself. What two runs
+        of its `own` have changed, and the host not between them, is left out from now on. Returns
+        whether a slot holds another object."""
         values = self.values
         if values is None:
             return False
-        if self._native is not None and self._native.rung:
-            if own:
-                self._native.ignore_changed()
-            else:
-                self._native.take()
+        is_told = self._native is not None and self._native.rung
+        events = (self._native.take() or []) if is_told else []
         was, now = values.was, values.take()
         values.was = now
-        for at in values.moved_slots(was, now) if own else ():
-            self._ignored[_where(values.slots[at])] = values.slots[at].holder
-        return not all(map(is_, was, now))
+        stays = all(map(is_, was, now))
+        if own and stays and not events:
+            self._moved = {}
+        elif own:
+            # What a trial has put back is as it was.
+            news = self._without_slot(events, ())
+            moved = [each for each in news if _value_of(*each) is not MISSING]
+            slots = [values.slots[at] for at in values.moved_slots(was, now)]
+            moved += [(slot.holder, slot.key) for slot in slots]
+            before, self._moved = self._moved, {_where(*each): each[0] for each in moved}
+            for holder, key in moved:
+                if _where(holder, key) in before:
+                    self._leave_out(holder, key)
+        return not stays
 
     def ignore(self, path: str) -> None:
         """What the last `take` has told at a path makes no difference: leave it out."""
@@ -447,14 +464,26 @@ class HostWatch:
                 keys = {s.key for s in values.slots if s.holder is holder and s.way is ITEM}
                 self._closed.setdefault(id(holder), (holder, frozenset(keys)))
                 continue
-            where = id(holder), key if type(key) in (str, int) else id(key)
-            self._ignored[where] = holder
+            self._leave_out(holder, key)
             if isinstance(key, type):
                 # A length: what comes after the items of the last walk is left out, too.
                 count = sum(s.holder is holder and s.way is ELEMENT for s in values.slots)
                 self._closed.setdefault(id(holder), (holder, frozenset(range(count))))
-            elif self._native is not None and known is not None:
-                self._native.ignore(holder, key)
+
+    def places_at(self, paths: Iterable[str]) -> dict[str, Place | None]:
+        """Where plain values are at these paths now; None where there is something else."""
+        values, places = self.values, dict[str, Place | None](dict.fromkeys(paths))
+        assert values is not None
+        for slot, value in zip(values.slots, values.was, strict=True):
+            if _is_scalar(value) and slot.path in places:
+                places[slot.path] = slot
+        return places
+
+    def _leave_out(self, holder: Any, key: object) -> None:
+        self._ignored[_where(holder, key)] = holder
+        is_length = isinstance(key, type)
+        if self._native is not None and id(holder) in self._watched and not is_length:
+            self._native.ignore(holder, key)
 
 
 def watch_state() -> str:
@@ -486,9 +515,8 @@ def _text(value: object) -> str:
     return value.text if isinstance(value, Told) else repr(value)
 
 
-def _where(slot: Place) -> tuple[int, object]:
-    key = slot.key
-    return id(slot.holder), key if type(key) in (str, int) else id(key)
+def _where(holder: object, key: object) -> tuple[int, object]:
+    return id(holder), key if type(key) in (str, int) else id(key)
 
 
 def _value_of(holder: Any, key: object) -> object:

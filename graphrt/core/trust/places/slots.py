@@ -393,14 +393,22 @@ def entries(container: Any, items: list[Any]) -> list[Any]:
 
 def _refill(container: Any, base: Any, items: list[Any]) -> None:
     # By the methods of Python's own types: `update` of a Counter would add.
-    base.clear(container)
-    if issubclass(base, dict):
-        for key, value in entries(container, items):
+    if not issubclass(base, dict):
+        base.clear(container)
+        (set.update if base is set else base.extend)(container, items)
+        return
+    # Only what is another one is written: whoever is told of changes would take all items for the
+    # forward's own.
+    pairs = entries(container, items)
+    keys = [key for key, _ in pairs]
+    known = {*map(id, keys)}
+    for key in [each for each in base.__iter__(container) if id(each) not in known]:
+        base.__delitem__(container, key)
+    if not same_items([*base.__iter__(container)], keys):
+        base.clear(container)
+    for key, value in pairs:
+        if dict.get(container, key, MISSING) is not value:
             base.__setitem__(container, key, value)
-    elif base is set:
-        set.update(container, items)
-    else:
-        base.extend(container, items)
 
 
 FIXED = Way(_itself)

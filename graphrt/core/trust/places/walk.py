@@ -534,7 +534,10 @@ class Walk:
                 self.places.numbers.append(Place(place, f".{name}", slots.DEFAULT, held, name))
         for name, descriptor in shape.slots:
             slot = Place(place, f".{name}", slots.FIELD, value, descriptor)
-            attributes.append((slot, slot.get()))
+            if (each := slot.get()) is slots.MISSING:
+                self.places.numbers.append(slot)
+            else:
+                attributes.append((slot, each))
         for base in shape.users:
             slot = Place(place, name_of(base), FIXED, base)
             if base is type(value):
@@ -622,6 +625,9 @@ class Walk:
             slot = Place(place, f"{before}default {name}", slots.TUPLE_ITEM, defaults, index)
             variables.append((slot, each))
         named = value.__kwdefaults__ or {}
+        if named:
+            slot = Place(place, ".__kwdefaults__", slots.FIELD, value, _FUNCTION["__kwdefaults__"])
+            self.places.code.append((slot, named))
         for name, each in dict.items(named):
             variables.append(
                 (Place(place, f"{before}default {name}", slots.ITEM, named, name), each)
