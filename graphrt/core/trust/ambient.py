@@ -25,8 +25,8 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
     "default dtype": lambda _: torch.get_default_dtype(),
     "default device": lambda _: torch.get_default_device(),
     # That of a default device is known by the device; graphrt's own change nothing.
-    "torch function modes": lambda _: Modes(function_modes()),
-    "torch dispatch modes": lambda _: Modes(
+    "torch function modes": lambda _: tuple(function_modes()),
+    "torch dispatch modes": lambda _: tuple(
         mode for mode in dispatch_modes() if not isinstance(mode, ThreadMode)
     ),
     "deterministic algorithms": lambda _: torch.are_deterministic_algorithms_enabled(),
@@ -43,15 +43,6 @@ _SETTINGS: dict[str, Callable[[str], object]] = {
 }
 # The dtype says nothing where autocast is off.
 _ONLY_WITH = {"autocast dtype": "autocast"}
-
-
-class Modes(tuple[object, ...]):
-    """Modes of torch that see what is called, outermost first: each is known by itself."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return ", ".join(type(each).__name__ for each in self) or "none"
 
 
 class Ambient:
@@ -76,7 +67,7 @@ class Ambient:
         `holds` false is taken for harmless from now on."""
         now = self._now()
         differing = [
-            f"{name}: {value}, {self._captured[name]} at capture"
+            f"{name}: {_told(value)}, {_told(self._captured[name])} at capture"
             for name, value in now.items()
             if value != self._captured[name]
         ]
@@ -125,3 +116,10 @@ class Ambient:
             if not now[switch]:
                 now[name] = None
         return now
+
+
+def _told(value: object) -> object:
+    """A setting in a text; of modes, outermost first, their classes."""
+    if not isinstance(value, tuple):
+        return value
+    return ", ".join(type(each).__name__ for each in value) or "none"

@@ -20,6 +20,7 @@ import torch
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.refusals import Refusal
 from graphrt.core.device.platform import Platform
 from graphrt.core.trust.compare import Difference, difference, differs, rounding_of
 from graphrt.core.trust.places.walk import Places
@@ -42,7 +43,6 @@ from graphrt.core.trust.verdict import (
     REBOUND,
     ROWS_MIXED,
     STATE_OF_PADDING,
-    Failure,
     Verdict,
 )
 from graphrt.core.trust.watching.watch import (
@@ -364,14 +364,12 @@ class Trial:
 
     # Questions -----------------------------------------------------------------------------------
 
-    def _fail(self, failure: Failure, got: str, **more: object) -> None:
+    def _fail(self, refusal: Refusal, got: str, **more: Any) -> None:
         """Note a failure; the first one counts. `more` is for its texts."""
-        what, expected = (text.format(**more) for text in (failure.what, failure.expected))
         if self._graph.changed:
             got += f"\n    what the host has changed since the capture: {self._graph.changed}"
-        self._verdict.failure = self._verdict.failure or failure.error(
-            f"{self._graph.name}: {what}", got=got, expected=expected, advice=failure.advice
-        )
+        failure = refusal(got, graph=self._graph.name, **more)
+        self._verdict.failure = self._verdict.failure or failure
 
     def _judge_constants(self, first: Watch, last: Watch) -> None:
         """Does it make tensors of Python data that is other data now?"""
