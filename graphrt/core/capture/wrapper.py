@@ -30,9 +30,8 @@ from graphrt.core.base.option_values import (
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
-from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.options import GraphOptions, Sealing
 from graphrt.core.capture.recorder import Bridges, Recorder
-from graphrt.core.capture.transaction import Sealing
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import given_platform
