@@ -143,21 +143,21 @@ class _Outline(NamedTuple):
             return False
         return not inner or all(map(is_, inner, map(partial(dict.get, held), INNER)))
 
-    def compare(self, found: HostChanges) -> None:
+    def compare(self, changes: HostChanges) -> None:
         """Note what is another object now."""
         of, before, *inner = self.was
         if type(self.value) is not of:
             names = Told(name_of(of)), Told(name_of(type(self.value)))
-            found.note(f"{self.place.path}.__class__", *names)
+            changes.note(f"{self.place.path}.__class__", *names)
             return
         held = self.dict_of(self.value)
         if held is not before:
-            found.note(f"{self.place.path}.__dict__", _told(before), _told(held))
+            changes.note(f"{self.place.path}.__dict__", _told(before), _told(held))
             return
         for name, was in zip(INNER, inner, strict=False):
             now = dict.get(held, name)
             if now is not was:
-                found.note(f"{self.place.path}.{name}", _told(was), _told(now))
+                changes.note(f"{self.place.path}.{name}", _told(was), _told(now))
 
 
 class _Keys:
@@ -182,7 +182,7 @@ class _Keys:
         sizes, self._sizes = self._sizes, self._sizes_now()
         return sizes != self._sizes
 
-    def compare(self, found: HostChanges) -> None:
+    def compare(self, changes: HostChanges) -> None:
         """Note the keys that are there now and were not, or were."""
         for each, before in self._were:
             held, keys = each.held, each.keys()
@@ -193,33 +193,34 @@ class _Keys:
             added = [key for key in keys if id(key) not in known]
             is_less = any(id(key) not in there for key in before)
             was = Told("something else" if is_less else "nothing" if added else "another order")
-            found.is_structural = True
+            changes.is_structural = True
             if each.has_items or not added:
                 news = listed([_text(_told(_value_of(held, key))) for key in added])
                 now = Told(news or ("nothing" if is_less else "this one"))
-                found.note(each.path(None), was, now, held, None)
+                changes.note(each.path(None), was, now, held, None)
                 continue
             for key in added:
-                found.note(each.path(key), Told("nothing"), _told(_value_of(held, key)), held, key)
+                now = _told(_value_of(held, key))
+                changes.note(each.path(key), Told("nothing"), now, held, key)
 
 
 def _dicts_in(place: Place, value: Any, shape: Shape) -> list[_Keyed]:
     """The dicts of which one object consists: itself, defaults of a function, its attributes, and
     of a module what it has registered."""
-    found: list[_Keyed] = []
+    dicts: list[_Keyed] = []
     if shape.kind is Kind.DICT:
-        found.append(_Keyed(value, None, place, "", True))
+        dicts.append(_Keyed(value, None, place, "", True))
     elif shape.kind is Kind.FUNCTION and type(value.__kwdefaults__) is dict:
-        found.append(_Keyed(value.__kwdefaults__, None, place, ", default "))
+        dicts.append(_Keyed(value.__kwdefaults__, None, place, ", default "))
     held = None if shape.dict_of is None else shape.dict_of(value)
     if held is None:
-        return found
-    found.append(_Keyed(held, None, place, "."))
+        return dicts
+    dicts.append(_Keyed(held, None, place, "."))
     for name in INNER if shape.kind is Kind.MODULE else ():
         inner: Any = dict.get(held, name)
         if issubclass(type(inner), dict):
-            found.append(_Keyed(inner, None, place, f".{name}", True))
-    return found
+            dicts.append(_Keyed(inner, None, place, f".{name}", True))
+    return dicts
 
 
 def _global_dicts(places: Places) -> Iterator[_Keyed]:
@@ -383,27 +384,27 @@ class HostWatch:
         values.was = now
         if events == [] and not others and not resized and values.are_same(was, now):
             return None
-        found = HostChanges(is_structural=events is None or bool(others))
+        changes = HostChanges(is_structural=events is None or bool(others))
         for each in others:
-            each.compare(found)
+            each.compare(changes)
         moved = [(values.slots[at], was[at], now[at]) for at in values.moved_slots(was, now)]
         # A key that went may have made room for another.
         if resized or any(after is MISSING for _, _, after in moved):
-            self._keys.compare(found)
+            self._keys.compare(changes)
         for slot, before, after in moved:
-            self._note_moved(found, slot, before, after)
-        self._note_events(found, events, read)
-        self._taken = found
-        return found
+            self._note_moved(changes, slot, before, after)
+        self._note_events(changes, events, read)
+        self._taken = changes
+        return changes
 
-    def _note_moved(self, found: HostChanges, slot: Place, was: Any, now: Any) -> None:
+    def _note_moved(self, changes: HostChanges, slot: Place, was: Any, now: Any) -> None:
         if self._is_left_out(slot):
             return
-        found.is_structural |= slot.way is LENGTH or not (_is_scalar(was) and _is_scalar(now))
-        found.note(slot.path, _told(was), _told(now), slot.holder, slot.key)
+        changes.is_structural |= slot.way is LENGTH or not (_is_scalar(was) and _is_scalar(now))
+        changes.note(slot.path, _told(was), _told(now), slot.holder, slot.key)
 
     def _note_events(
-        self, found: HostChanges, events: Sequence[tuple[Any, Any]] | None, read: Iterable[Place]
+        self, changes: HostChanges, events: Sequence[tuple[Any, Any]] | None, read: Iterable[Place]
     ) -> None:
         """Note what CPython has told of and no slot has shown: what was not there, or a tensor."""
         assert self.values is not None
@@ -414,26 +415,26 @@ class HostWatch:
         for holder, key in events:
             if (id(holder), key) in compared:
                 continue
-            found.is_structural = True
+            changes.is_structural = True
             path, now = self._watched[id(holder)].path(key), _told(_value_of(holder, key))
-            known = found.changes.get(path, (Told("nothing, or a tensor"), now))
-            found.note(path, *known, holder, key)
+            known = changes.changes.get(path, (Told("nothing, or a tensor"), now))
+            changes.note(path, *known, holder, key)
 
-    def forget(self, *, own: bool) -> bool:
-        """The forward has run: what has changed since `take` it has changed itself. With `own` it
-        does so at every run, and the same slots are left out from now on. Returns whether a slot
+    def forget(self, *, at_every_run: bool) -> bool:
+        """The forward has run: what has changed since `take` it has changed itself. If it does so
+        `at_every_run`, the same slots are left out from now on. Returns whether a slot
         holds another object."""
         values = self.values
         if values is None:
             return False
         if self._native is not None and self._native.rung:
-            if own:
+            if at_every_run:
                 self._native.ignore_changed()
             else:
                 self._native.take()
         was, now = values.was, values.take()
         values.was = now
-        for at in values.moved_slots(was, now) if own else ():
+        for at in values.moved_slots(was, now) if at_every_run else ():
             self._ignored[_where(values.slots[at])] = values.slots[at].holder
         return not all(map(is_, was, now))
 

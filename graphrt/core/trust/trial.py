@@ -155,9 +155,9 @@ class Run(NamedTuple):
 class Trial:
     """Tries one step of one graph, of a forward that holds `places`.
 
-    `own` are the addresses of the storages of the step's inputs. `mixes_rows` says that live rows
-    may depend on padding. `pads` are rows that only padding addresses, so padded and unpadded runs
-    may leave different values there. With strict options a failed trial leaves no effects.
+    `inputs` are the addresses of the storages of the step's inputs. `mixes_rows` says that live
+    rows may depend on padding. `pads` are rows that only padding addresses, so padded and unpadded
+    runs may leave different values there. With strict options a failed trial leaves no effects.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Trial:
         platform: Platform,
         options: GraphOptions,
         *,
-        own: frozenset[int] = frozenset(),
+        inputs: frozenset[int] = frozenset(),
         mixes_rows: bool = False,
         pads: Sequence[int] = (),
     ) -> None:
@@ -180,7 +180,7 @@ class Trial:
         limit_bytes = options.state_limit(platform) * _RUNS
         self._state = StateSnapshot(platform.device_type, limit_bytes, sums=False)
         self._state.reach(places)
-        self._own = own
+        self._inputs = inputs
         self._mixes_rows = mixes_rows
         self._pads = pads
         self._verdict = Verdict()
@@ -262,7 +262,7 @@ class Trial:
 
     def _watch(self, follows: Trace | None = None, *, compared: bool = False, **more: Any) -> Watch:
         return Watch(
-            self._own,
+            self._inputs,
             self._state.memory,
             follows,
             self._state.generators,
@@ -484,9 +484,9 @@ class Trial:
         elif not with_addresses and (graph.has_metadata or not graph.same_size):
             verdict.is_doubtful = bool(others)
         else:
-            place = next((each for each in others if each not in (graph.varying or ())), None)
-            if place is not None:
-                self._fail(CHANGED, ours.at_source((place, others[place])))
+            at = next((each for each in others if each not in (graph.varying or ())), None)
+            if at is not None:
+                self._fail(CHANGED, ours.at_source((at, others[at])))
 
     def _same(self) -> Callable[[Any, Any], bool]:
         """Whether an operator is the graph's; its warm-up may have had another size."""
