@@ -109,10 +109,9 @@ class _Keyed(NamedTuple):
             return f"{before} (keys)"
         return f"{before}{'(any)' if key is None else key}"
 
-    def keys(self) -> list[Any]:
-        if self.counted is None:
-            return [*dict.keys(self.held)]
-        return sorted(self.counted & self.held.keys())
+    def counting(self, keys: list[Any]) -> list[Any]:
+        """Those of the keys that count."""
+        return keys if self.counted is None else sorted(self.counted.intersection(keys))
 
 
 _HELD = attrgetter("held")
@@ -166,7 +165,7 @@ class _Keys:
 
     def __init__(self, groups: Iterable[Sequence[_Keyed]] = ()) -> None:
         groups = [*groups]
-        self._were = [(each, each.keys()) for group in groups for each in group]
+        self._were = [(each, [*dict.keys(each.held)]) for group in groups for each in group]
         self._groups = [tuple(map(_HELD, group)) for group in groups]
         self._sizes = self._sizes_now()
 
@@ -184,8 +183,9 @@ class _Keys:
 
     def compare(self, changes: HostChanges) -> None:
         """Note the keys that are there now and were not, or were."""
-        for each, before in self._were:
-            held, keys = each.held, each.keys()
+        for each, keys_before in self._were:
+            held, before = each.held, each.counting(keys_before)
+            keys = each.counting([*dict.keys(held)])
             # By identity: to compare keys may run a user's `__eq__`.
             if same_items(keys, before):
                 continue
@@ -299,7 +299,7 @@ class HostWatch:
         groups: list[list[_Keyed]] = []
         for place, value in places.slots:
             shape = places.shapes[type(value)]
-            if type(value) is Place or self._is_new(place):
+            if type(value) is Place or (self._closed and self._is_new(place)):
                 continue
             if shape.kind is Kind.CLASS:
                 self._watched[id(value)] = _Keyed(value, None, None, f"{slots.name_of(value)}.")
@@ -323,7 +323,7 @@ class HostWatch:
 
     def _is_new(self, place: Place | None) -> bool:
         """Whether a slot is a new item of a container in which these are left out, or below one."""
-        while place is not None and self._closed:
+        while place is not None:
             _, known = self._closed.get(id(place.holder), (None, None))
             if known is not None and place.way in (ITEM, ELEMENT) and place.key not in known:
                 return True

@@ -174,6 +174,8 @@ class Trial:
     ) -> None:
         self._step = step
         self._graph = graph
+        # Whether an operator is the graph's; its warm-up may have had another size.
+        self._same: Callable[[Any, Any], bool] = eq if graph.same_size else same_but_for_size
         self._platform = platform
         self._strict = options.strict
         # The rows that index writes save are saved anew in each run.
@@ -408,19 +410,18 @@ class Trial:
                 self._verdict.deterministic = False
                 self._verdict.notes.append(f"not deterministic: eager runs {how} in {spread.text}")
             apart = difference(replay, two, rounded=bool(self._another_way))
-            self._compare(apart, spread, where, rounding, eager)
+            if apart is not None:
+                self._compare(apart, spread, where, rounding, eager)
 
     def _compare(
         self,
-        apart: Difference | None,
+        apart: Difference,
         spread: Difference | None,
         where: str,
         rounding: float,
         eager: Run,
     ) -> None:
         """Fail where the replay is not as near to eager as its operators let it be."""
-        if apart is None:
-            return
         if spread is not None:
             allowed = max(_SPREADS * max(spread.relative, 1e-7), self._unsteady)
             if apart.relative <= allowed:
@@ -474,11 +475,11 @@ class Trial:
         if graph.captured is None:
             return
         with_addresses = graph.varying is not None or not graph.changed
-        ours, theirs = (
+        ours, theirs = [
             each.captured(has_parts=graph.has_parts).described(with_addresses=with_addresses)
             for each in (now, graph.captured)
-        )
-        others = dict(differences(ours, theirs, self._same()))
+        ]
+        others = dict(differences(ours, theirs, self._same))
         if not graph.changed:
             verdict.varying = frozenset(others)
         elif not with_addresses and (graph.has_metadata or not graph.same_size):
@@ -488,15 +489,11 @@ class Trial:
             if at is not None:
                 self._fail(CHANGED, ours.at_source((at, others[at])))
 
-    def _same(self) -> Callable[[Any, Any], bool]:
-        """Whether an operator is the graph's; its warm-up may have had another size."""
-        return eq if self._graph.same_size else same_but_for_size
-
     def _guilty(self, now: Watch) -> str:
         """The first operator that this step does otherwise than the graph was captured with."""
         graph, text = self._graph, self._another_way
         if not text and graph.captured:
-            other = first_difference(now.trace, graph.captured, self._same())
+            other = first_difference(now.trace, graph.captured, self._same)
             text = now.trace.at_source(other)
         return text and f"\n    the first operator that is another one now is {text}"
 

@@ -519,13 +519,20 @@ class Walk:
     # Objects and containers ----------------------------------------------------------------------
 
     def _attributes(self, value: Any, place: Place, shape: Shape) -> Slots:
-        """An object's `__dict__`, slots and class; of a module also what it has registered."""
+        """An object's `__dict__`, slots and class; of a module also its parameters, buffers,
+        submodules and hooks."""
         attributes: Slots = []
         held = {} if shape.dict_of is None else shape.dict_of(value)
         skipped: Collection[str] = ()
         if shape.kind is Kind.MODULE:
             skipped = _OWN_OF_MODULES
-            attributes = _registered(place, held)
+            for inner_name in INNER:
+                inner: Any = held.get(inner_name)
+                before = f".{inner_name}" if inner_name.endswith("hooks") else ""
+                for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
+                    where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
+                    slot = Place(place, before + where, slots.ITEM, inner, key)
+                    attributes.append((slot, each))
         for name, each in dict.items(held):
             if name not in skipped and type(name) is str:
                 attributes.append((Place(place, f".{name}", slots.ITEM, held, name), each))
@@ -728,18 +735,6 @@ class Walk:
         kinds = (Kind.TENSOR, Kind.TUPLE)
         results = [each for each in held if self._shapes[type(each)].kind in kinds]
         return _fixed(place, results, ", cached") + _fixed(place, [value.__wrapped__])
-
-
-def _registered(place: Place, held: dict[str, Any]) -> Slots:
-    """The parameters, buffers, submodules and hooks of a module with this `__dict__`."""
-    registered: Slots = []
-    for name in INNER:
-        inner: Any = held.get(name)
-        before = f".{name}" if name.endswith("hooks") else ""
-        for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
-            where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
-            registered.append((Place(place, before + where, slots.ITEM, inner, key), each))
-    return registered
 
 
 def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:

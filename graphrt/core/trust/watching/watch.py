@@ -439,7 +439,7 @@ class Trace(list[Op]):
         if not left and not self.in_tasks:
             return self
         kept = [at for at in range(len(self)) if at not in left]
-        trace = Trace(Op(self[at].func, ()) if at in self.in_tasks else self[at] for at in kept)
+        trace = Trace([Op(self[at].func, ()) if at in self.in_tasks else self[at] for at in kept])
         trace.sources = [self.sources[at] for at in kept]
         return trace
 
