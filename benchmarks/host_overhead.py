@@ -32,7 +32,7 @@ from graphrt import (
     InputSpec,
     eager_break,
 )
-from graphrt.core.capture.transaction import CaptureTransaction
+from graphrt.core.batch.context import CaptureTransaction
 from graphrt.core.capture.wrapper import wrapper_class
 from graphrt.core.device.registry import resolve_platform
 from graphrt.observe import Metrics

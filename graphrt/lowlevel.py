@@ -6,7 +6,7 @@ What is here may change from one minor release to the next, which the notes of t
 
 from __future__ import annotations
 
-from graphrt.core.capture.transaction import Captured, CaptureTransaction, GraphOwner
+from graphrt.core.batch.context import CaptureTransaction
 from graphrt.core.device.figures import GraphWork
 from graphrt.core.device.pool_memory import PoolMemory, captured_pool, never_destroy
 from graphrt.core.replay.entry import Segment, graphs_of
@@ -15,9 +15,7 @@ from graphrt.core.replay.tasks import CapturedTask
 
 __all__ = [
     "CaptureTransaction",
-    "Captured",
     "CapturedTask",
-    "GraphOwner",
     "GraphWork",
     "PoolMemory",
     "Recording",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphrt.core.batch.axes import Axis
-from graphrt.core.batch.context import AllowedCapture, Announcer
+from graphrt.core.batch.context import Announcer
 from graphrt.core.batch.modes import Mode
 from graphrt.core.capture.wrapper import CallChecks
 from graphrt.core.dispatch.reasons import Agreed
@@ -27,7 +27,6 @@ from graphrt.core.trust.watching.pointers import UnknownBlock, UnknownMemory
 
 __all__ = [
     "Agreed",
-    "AllowedCapture",
     "Announcer",
     "AroundCapture",
     "Axis",

@@ -13,7 +13,7 @@ from weakref import KeyedRef, ref
 
 import torch
 
-from graphrt.core.base.errors import GraphRTError, PoolClosedError, PoolExhaustedError
+from graphrt.core.base.errors import GraphRTError, PoolClosedError, ResourceExhaustedError
 from graphrt.cpu.private_torch import conjugated, negated
 
 _ALIGN = 64
@@ -250,7 +250,7 @@ class Arena:
                 self._take_back()
                 if self._free and self._free[-1][0] >= need:
                     return
-                raise PoolExhaustedError(
+                raise ResourceExhaustedError(
                     "the pool cannot grow without moving captured addresses",
                     got=f"{need} bytes asked, {self._reserved} held ({self._live} live)",
                     expected=f"at most {self._max_bytes} bytes in all",

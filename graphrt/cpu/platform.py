@@ -42,7 +42,7 @@ class CpuPlatform(Platform):
 
     def __init__(self, *, max_pool_bytes: int | None = None) -> None:
         """`max_pool_bytes` limits each pool: captured addresses never move, so a capture that does
-        not fit raises `PoolExhaustedError`."""
+        not fit raises `ResourceExhaustedError`."""
         self._max_pool_bytes = max_pool_bytes
 
     def availability(self) -> Availability:

@@ -20,7 +20,7 @@ from graphrt.compile import (
 )
 from graphrt.core.base._warnings import GraphQuarantinedWarning
 from graphrt.core.base.errors import (
-    BreakShapeError,
+    BreakError,
     InvalidOptionError,
     OutputError,
     OverwrittenOutputError,
@@ -201,7 +201,7 @@ def test_a_splitting_operator_that_changes_its_shape_is_an_error():
     ) as runner:
         runner.capture()
         rows[0] = 2
-        with pytest.raises((BreakShapeError, OutputError)):
+        with pytest.raises((BreakError, OutputError)):
             runner(x=torch.randn(4, 4))
 
 

@@ -17,7 +17,7 @@ from graphrt.compile.pieces.partition import Partition, Partitioned, collecting,
 from graphrt.compile.pieces.wrapping import Wrapping
 from graphrt.core.base.errors import (
     BakedScalarError,
-    BreakShapeError,
+    BreakError,
     MissedBreakError,
     OutputError,
 )
@@ -105,7 +105,7 @@ def test_another_shape_than_at_capture_is_an_error():
     with runner(lambda y: (y * 2)[: rows[0]]) as run:
         run.capture()
         rows[0] = 1
-        with pytest.raises((BreakShapeError, OutputError)):
+        with pytest.raises((BreakError, OutputError)):
             run(x=torch.zeros(4, 4))
         rows[0] = 4
         assert torch.equal(run(x=torch.zeros(4, 4)), torch.full((4, 4), 3.0))

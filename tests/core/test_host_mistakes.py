@@ -20,10 +20,10 @@ from graphrt import (
 from graphrt.core.base.errors import ContractVersionError
 from graphrt.cpu import CpuPlatform
 from graphrt.errors import (
-    GraphsCapturedError,
     InvalidModeError,
     InvalidOptionError,
     PoolClosedError,
+    PoolError,
 )
 
 FULL, D, LAZY = GraphMode.FULL, BatchDescriptor(4), GraphOptions(lazy=True)
@@ -107,7 +107,7 @@ def test_a_wrapper_with_graphs_may_be_moved_to_where_it_is():
         wrapper.move_to(pool)
         assert not wrapper.sealed
     assert list(wrapper.entries) == [D] and wrapper.sealed
-    with pytest.raises(GraphsCapturedError):
+    with pytest.raises(PoolError):
         wrapper.move_to(GraphPool("cpu"))
 
 

@@ -30,7 +30,7 @@ from graphrt import (
     forward_context,
 )
 from graphrt.core.base.errors import (
-    BreakShapeError,
+    BreakError,
     CaptureError,
     InvalidBatchError,
     InvalidInputError,
@@ -598,7 +598,7 @@ def test_an_eager_part_that_returns_a_sparse_tensor_later_is_named():
     run = runner(lambda x: part(x) * 2, mode="PIECEWISE", sizes=[2], options=unchecked)
     run.capture()
     sparse.append(True)
-    with pytest.raises(BreakShapeError, match="sparse"):
+    with pytest.raises(BreakError, match="sparse"):
         run(x=rows(2))
 
 

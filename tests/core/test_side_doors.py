@@ -23,10 +23,9 @@ from graphrt import (
     forward_context,
 )
 from graphrt.core.base.thread_mode import dispatch_modes, unseen
-from graphrt.core.batch.context import ForwardContext, current_context
+from graphrt.core.batch.context import CaptureTransaction, ForwardContext, current_context
 from graphrt.core.capture.guard import SideDoors, hand_back, in_eager_part, withhold
 from graphrt.core.capture.recorder import can_change
-from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.core.replay.recording import warming_up
 from graphrt.cpu import CPUGraphWrapper
 from graphrt.errors import BreakError, FrozenMetadataError, RefusedOpError, SideDoorError

@@ -9,8 +9,8 @@ import torch
 
 from graphrt import BatchDescriptor, GraphMode, GraphPool, forward_context
 from graphrt.core.base.errors import GraphRTError
+from graphrt.core.batch.context import CaptureTransaction
 from graphrt.core.capture.refusals import Source, source_of, stands_for, user_source
-from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.cpu import CPUGraphWrapper
 
 

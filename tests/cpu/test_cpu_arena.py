@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphrt.core.base.errors import GraphRTError, PoolClosedError, PoolExhaustedError
+from graphrt.core.base.errors import GraphRTError, PoolClosedError, ResourceExhaustedError
 from graphrt.cpu import Arena
 
 
@@ -74,7 +74,9 @@ def test_a_tensor_without_elements_needs_no_memory():
 def test_growth_beyond_the_limit_names_asked_held_and_limit():
     arena = Arena(max_bytes=1 << 20)
     held = block(arena, 900_000)
-    with pytest.raises(PoolExhaustedError, match=r"(?s)200000 bytes asked, 900032 held.*1048576"):
+    with pytest.raises(
+        ResourceExhaustedError, match=r"(?s)200000 bytes asked, 900032 held.*1048576"
+    ):
         block(arena, 200_000 - 200_000 % 64)
     assert held.numel() == 900_000
 

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from graphrt.errors import PoolExhaustedError, ResourceExhaustedError
+from graphrt.errors import ResourceExhaustedError
 from graphrt.platforms import get_platform
 from tests import starts
 
@@ -60,7 +60,7 @@ def test_a_size_that_does_not_fit_into_memory_is_dropped_by_name(strict, lines):
     [
         (MemoryError(), ResourceExhaustedError),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), ResourceExhaustedError),
-        (PoolExhaustedError("full"), PoolExhaustedError),
+        (ResourceExhaustedError("full"), ResourceExhaustedError),
     ],
 )
 def test_lack_of_memory_is_told_from_other_errors(error, kind):

@@ -26,7 +26,7 @@ from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import get_platform
 from graphrt.cpu.platform import CpuPlatform
-from graphrt.errors import PoolBusyError, PoolLeftBehindError
+from graphrt.errors import PoolBusyError, PoolError
 
 RIGHT, NAMED, WRONG, BUSY, HUNG = "right", "named", "wrong", "busy", "hung"
 CODES = {0: RIGHT, 3: NAMED, 4: WRONG, 5: BUSY, -signal.SIGALRM: HUNG}
@@ -96,10 +96,10 @@ def child_of(check: Callable[[], bool]) -> str:
         code = 1
         try:
             code = 0 if check() else 4
-        except PoolLeftBehindError:
-            code = 3
         except PoolBusyError:
             code = 5
+        except PoolError:
+            code = 3
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         finally:

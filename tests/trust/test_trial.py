@@ -126,7 +126,7 @@ def trial_of(step: FakeStep, *, mixes_rows: bool = False, **more: Any) -> Trial:
         places_of(step.model),
         CpuPlatform(),
         GraphOptions(state_limit_bytes=1 << 20),
-        own=frozenset([step.buffer.data_ptr()]),
+        inputs=frozenset([step.buffer.data_ptr()]),
         mixes_rows=mixes_rows,
     )
 
@@ -332,9 +332,9 @@ def numbers() -> list[object]:
 def everything(model: Model) -> list[object]:
     tensors = (model.weight, model.state)
     where = [each.data_ptr() for each in tensors]
-    own = model.own.get_state().tolist()
+    drawn = model.own.get_state().tolist()
     values = [each.tolist() for each in tensors]
-    return [*numbers(), own, model.calls, model.scale, where, values]
+    return [*numbers(), drawn, model.calls, model.scale, where, values]
 
 
 @pytest.fixture

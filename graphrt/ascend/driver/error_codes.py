@@ -8,9 +8,7 @@ from graphrt.core.base.errors import (
     IN_PIECES,
     CaptureError,
     CaptureSyncError,
-    CaptureThreadError,
     DeviceHangError,
-    DriverTooOldError,
     GraphRTError,
     NestedCaptureError,
     PageableCopyError,
@@ -19,7 +17,6 @@ from graphrt.core.base.errors import (
     ResourceExhaustedError,
     StreamBudgetError,
     TaskContractError,
-    UnjoinedStreamError,
 )
 
 
@@ -91,7 +88,7 @@ CAPTURE_CAUSES: dict[int, Cause] = {
         "record the event on the capture stream first",
     ),
     107025: Cause(
-        UnjoinedStreamError,
+        CaptureError,
         "STREAM_UNJOINED",
         "a stream that was forked inside the capture was not joined before its end",
         "make the capture stream wait for the side stream at the end of the forward",
@@ -147,7 +144,7 @@ CAPTURE_CAUSES: dict[int, Cause] = {
         "leave the current stream at the end of the forward as it was at its beginning",
     ),
     107038: Cause(
-        CaptureThreadError,
+        CaptureError,
         "WRONG_THREAD",
         "a capture was ended in another thread than the one that began it",
         "call capture() from one thread, and let the forward start none that captures",
@@ -160,7 +157,7 @@ CAPTURE_CAUSES: dict[int, Cause] = {
         "end the inner capture first",
     ),
     207000: Cause(
-        DriverTooOldError,
+        CaptureError,
         "FEATURE_NOT_SUPPORT",
         "the driver or CANN is too old for what this capture does",
         "update the driver to 25.0.RC1 or later (26.0.RC1 on 310P and 950), and CANN with it",

@@ -27,7 +27,6 @@ from graphrt.core.base.errors import (
     CaptureError,
     CaptureSyncError,
     DeviceHangError,
-    DriverTooOldError,
     GraphRTError,
     RefusedOpError,
 )
@@ -55,7 +54,7 @@ _TEXTS: tuple[tuple[re.Pattern[str], Cause], ...] = (
             r"|Failed to find function aclmdlRI(?:CondHandle|AddCond|CaptureToModel)"
         ),
         Cause(
-            DriverTooOldError,
+            CaptureError,
             "no if-nodes",
             "the forward has an if-node (torch.cond), which this driver or CANN cannot capture",
             f"update both to versions with software queues, or {IN_PIECES}",

@@ -22,7 +22,7 @@ from graphrt.compile.private_torch.patches import (
     partitions_taken,
 )
 from graphrt.core.base import tree
-from graphrt.core.base.errors import BakedScalarError, BreakShapeError
+from graphrt.core.base.errors import BakedScalarError, BreakError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.recorder import Bridges, separate_strides
@@ -223,7 +223,7 @@ def _with_list(function: PartitionFunction) -> Callable[..., Any]:
 
 def _check_shape(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
     if tensor.shape != buffer.shape or tensor.dtype != buffer.dtype:
-        raise BreakShapeError(
+        raise BreakError(
             "a splitting operator returned another tensor than at capture",
             got=f"{tensor.dtype} {tuple(tensor.shape)}",
             expected=f"{buffer.dtype} {tuple(buffer.shape)}",

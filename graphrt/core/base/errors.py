@@ -97,13 +97,6 @@ class OverwrittenOutputError(GraphRTError, RuntimeError):
     """
 
 
-class GradientError(GraphRTError, RuntimeError):
-    """`backward` reaches an output of a runner, whose graphs and eager steps have no gradients.
-
-    torch raises it, as a `RuntimeError` whose text begins with the name of this class.
-    """
-
-
 class UntrackedWeightsError(GraphRTError):
     """Nobody can say whether weights moved: graphs read tensors whose owner is not known."""
 
@@ -122,10 +115,6 @@ class UnknownPlatformError(PlatformError, LookupError):
 
 class PlatformUnavailableError(PlatformError):
     """The platform is installed, but this machine cannot run it."""
-
-
-class PlatformConflictError(PlatformError):
-    """Two plugins claim one name, or two out-of-tree platforms are available at once."""
 
 
 class ContractVersionError(PlatformError):
@@ -218,22 +207,6 @@ class StreamBudgetError(ResourceExhaustedError):
     """The device has no stream left for another graph, or too few for this one."""
 
 
-class PoolExhaustedError(ResourceExhaustedError, MemoryError):
-    """The pool may not grow any further: what is captured never moves."""
-
-
-class UnjoinedStreamError(CaptureError):
-    """A stream that was forked inside a capture was not joined before the capture's end."""
-
-
-class CaptureThreadError(CaptureError):
-    """A capture was ended in another thread than the one that began it."""
-
-
-class DriverTooOldError(CaptureError):
-    """The installed driver or runtime lacks what a capture needs."""
-
-
 class LaunchQueueError(CaptureError):
     """torch_npu's queue of launches has ended: nothing can be captured or run in this process."""
 
@@ -254,16 +227,8 @@ class MissingGraphError(CaptureError):
     """A step was announced as one of a graph that the wrapper does not have (`strict`)."""
 
 
-class UnannouncedModuleError(CaptureError):
-    """A compiled module takes part in a capture that was not told of it."""
-
-
 class BreakError(GraphRTError):
     """An eager break returned something its captured readers cannot use."""
-
-
-class BreakShapeError(BreakError):
-    """An eager break returned another shape, dtype or structure than at capture."""
 
 
 class PoolError(GraphRTError):
@@ -276,14 +241,6 @@ class PoolBusyError(PoolError):
 
 class PoolClosedError(PoolError):
     """The pool, wrapper or runner was closed and cannot be used again."""
-
-
-class PoolLeftBehindError(PoolError):
-    """A child of a process that had pools can use none of them, nor new ones."""
-
-
-class GraphsCapturedError(PoolError):
-    """What only goes without graphs was asked of a wrapper that has some."""
 
 
 class TaskError(GraphRTError):
@@ -300,10 +257,6 @@ class InvalidUpdateError(TaskError, ValueError):
 
 class TaskContractError(TaskError):
     """A task re-issued other operators or tensors than the ones captured."""
-
-
-class UpdateRefusedError(TaskError):
-    """The device takes the new host arguments of a captured graph's tasks in no way."""
 
 
 class DeviceHangError(GraphRTError):

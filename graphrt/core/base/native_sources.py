@@ -12,7 +12,7 @@ from pathlib import Path
 
 TWINS = (
     "core/batch/descriptor.py",
-    "core/capture/transaction.py",
+    "core/capture/options.py",
     "core/dispatch/dispatcher.py",
     "core/dispatch/reasons.py",
     "core/inputs/buffers.py",

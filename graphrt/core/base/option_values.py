@@ -36,13 +36,13 @@ _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 
 
 def check_keys(
-    given: Mapping[str, object], owner: type, prefix: str = "", like: Sequence[str] = ()
+    options: Mapping[str, object], owner: type, prefix: str = "", like: Sequence[str] = ()
 ) -> None:
     """Raise `InvalidOptionError` for a key that is no field; `like` are further ones to name."""
-    if not isinstance(given, Mapping):
-        raise wrong_type("options", given, "a dict of options", "{}")
+    if not isinstance(options, Mapping):
+        raise wrong_type("options", options, "a dict of options", "{}")
     known = [*like, *(prefix + each.name for each in fields(owner))]
-    for key, value in given.items():
+    for key, value in options.items():
         name = f"{prefix}{key}"
         if name not in known[len(like) :]:
             raise InvalidOptionError(

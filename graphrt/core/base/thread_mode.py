@@ -53,7 +53,7 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Call `handle` where operators compute what they compute outside of a mode."""
         inside = _cast_inside(func)
         cast = _autocast_where_it_was_called(func, inside) if inside else ()
-        with dispatch_keys(included_keys(), conjugation_resolved[excluded_keys().raw_repr()]):
+        with dispatch_keys(included_keys(), conjugation_resolved(excluded_keys().raw_repr())):
             for kind in cast:  # until the guard ends
                 torch.set_autocast_enabled(kind, True)
             if self.takes_apart and is_taken_apart(func):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,22 +99,19 @@ def dispatch_keys_now() -> tuple[Any, Any]:
     return included, excluded_keys()
 
 
-class _ConjugationResolved(dict[int, Any]):
-    def __missing__(self, key: int) -> Any:
-        resolved = excluded_keys()
-        for put_off in _put_off_keys:
-            resolved = resolved.remove(put_off)
-        self[key] = resolved
-        return resolved
+@cache
+def conjugation_resolved(excluded: int) -> Any:
+    """For the number of the set of excluded keys of this thread: the set in which conjugations and
+    negations are resolved that torch has put off.
 
-
-conjugation_resolved = _ConjugationResolved()
-"""By the number of the set of excluded keys of this thread: the set in which conjugations and
-negations are resolved that torch has put off.
-
-A mode handles operators in it. torch switches that off there, and a kernel that makes such a view
-for itself (pinv does) would compute with the numbers before it. Sets are few, and putting one
-together takes longer than finding it."""
+    A mode handles operators in it. torch switches that off there, and a kernel that makes such a
+    view for itself (pinv does) would compute with the numbers before it. Sets are few, and putting
+    one together takes longer than finding it.
+    """
+    resolved = excluded_keys()
+    for put_off in _put_off_keys:
+        resolved = resolved.remove(put_off)
+    return resolved
 
 
 _watch = partial(

@@ -79,7 +79,7 @@ def _children(node: Any) -> list[tuple[str, Any]] | None:
     if isinstance(node, dict):
         return [(f"[{key!r}]", value) for key, value in node.items()]
     if isinstance(node, tuple | list):
-        return [(f"[{place}]", value) for place, value in enumerate(node)]
+        return [(f"[{at}]", value) for at, value in enumerate(node)]
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return [(f".{each.name}", getattr(node, each.name)) for each in dataclasses.fields(node)]
     return None

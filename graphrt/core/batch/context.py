@@ -21,32 +21,46 @@ R = TypeVar("R")
 _NONE, _PIECEWISE, _FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 
 
-@public("graphrt.types")
-class AllowedCapture(Protocol):
-    """The capture that a context allows: all wrappers of its step capture, or none has.
+@public("graphrt.lowlevel")
+@dataclass(eq=False)
+class CaptureTransaction:
+    """Allows the wrappers of a step to capture while it is in their context, and takes back what
+    they did: all of them capture, or none has.
 
-    - `slot`: where their entries will be found.
+    - `slot`: where their entries will be found. It is here and not in the context: without a slot
+      there, a wrapper looks by descriptor, and finds out that it has captured in this step already.
     - `fixed`: the addresses of the storages in which every step of the graph finds its inputs.
-    - `task_names`: collects the tasks of the step, and their groups.
     - `metadata_is_declared`: the context's metadata is right for every step.
-    - `tells_pool`: a wrapper tells its pool what it captured; else the maker of this object does.
     - `lifts_constants`: tensors that the forward makes on the host may be kept in page-locked
       memory, from which every replay copies them.
+    - `tells_pool`: a wrapper tells its pool what it captured; else the maker of this object does.
     - `may_draw`: nobody has seen that the forward draws no random numbers on the host.
     - `work`: the `GraphWork` that a warm-up of the same kind issued, or None.
+    - `task_names`: collects the tasks of the step, and their groups.
+    - `captured`: whose captures there are so far, and what destroys each.
     """
 
-    slot: int
-    fixed: frozenset[int]
-    task_names: set[str]
-    metadata_is_declared: bool
-    tells_pool: bool
-    lifts_constants: bool
-    may_draw: bool
-    work: Any
+    slot: int = -1
+    fixed: frozenset[int] = frozenset()
+    metadata_is_declared: bool = False
+    lifts_constants: bool = True
+    tells_pool: bool = True
+    may_draw: bool = True
+    work: Any = None
+    task_names: set[str] = field(default_factory=set)
+    captured: list[tuple[Any, Callable[[], None]]] = field(default_factory=list)
 
     def add(self, owner: Any, undo: Callable[[], None]) -> None:
-        """Note that `owner` captured something, which `undo` takes back."""
+        """Note that `owner` captures something; `undo` takes it back, however far that got."""
+        self.captured.append((owner, undo))
+
+    def rollback(self) -> None:
+        """Take everything back, the last capture first; called again it goes on."""
+        self.task_names.clear()
+        while self.captured:
+            _, undo = self.captured[-1]
+            undo()
+            self.captured.pop()
 
 
 @public("graphrt.types")
@@ -93,7 +107,7 @@ class ForwardContext:
     query_len: int | None = None
     dispatcher: Announcer | None = None
     live: Batch | None = None
-    capture: AllowedCapture | None = None
+    capture: CaptureTransaction | None = None
     compared: bool = False
     enlist: Callable[[Any], None] | None = field(default=None, init=False)
     numbered: bool = field(default=False, init=False)

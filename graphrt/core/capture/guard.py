@@ -404,9 +404,9 @@ class SideDoors:
                 return function(*args, **kwargs)
         if guard is None:  # else the capture has looked
             refuse_transform(function)
-        given = _memory_of(tree.tensors(args, kwargs))
-        watch = _PartWatch(self, name_of(function), given, guard)
-        undo.set(in_eager_part, frozenset(given))
+        memory = _memory_of(tree.tensors(args, kwargs))
+        watch = _PartWatch(self, name_of(function), memory, guard)
+        undo.set(in_eager_part, frozenset(memory))
         # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
         # one side alone: graph and part each make their own at a replay.
         torch.clear_autocast_cache()
@@ -446,13 +446,13 @@ class SideDoors:
             if other.capture == self._capture and other.line == made.line:
                 raise made.refusal(read, " again at every step")
 
-    def note_made(self, part: str, result: Any, given: Sequence[torch.Tensor]) -> None:
+    def note_made(self, part: str, result: Any, arguments: Sequence[torch.Tensor]) -> None:
         """Note the tensors of what an operator returned that are not memory of those that it was
-        `given`, as they are now: `set_` gives one other memory."""
+        `arguments`, as they are now: `set_` gives one other memory."""
         results = _memory_of(tree.tensors(result))
         if results.keys() <= self.made.keys():
             return
-        made, before = _Made(part, user_source(), self._capture), _memory_of(given)
+        made, before = _Made(part, user_source(), self._capture), _memory_of(arguments)
         for name, tensor in results.items():
             if name not in self.made and name not in before:
                 self.made[name] = StorageWeakRef(tensor.untyped_storage()), made  # type: ignore[no-untyped-call]
@@ -467,7 +467,7 @@ class _PartWatch(ThreadMode):
         self,
         doors: SideDoors,
         part: str,
-        given: Mapping[int, torch.Tensor],
+        arguments: Mapping[int, torch.Tensor],
         guard: CaptureGuard | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -475,10 +475,10 @@ class _PartWatch(ThreadMode):
         self._part = part
         self._guard = guard
         # What it may read without a look, held so that nothing else comes by its names meanwhile.
-        self._given: dict[int, torch.UntypedStorage] = {}
+        self._arguments: dict[int, torch.UntypedStorage] = {}
         self._addresses: set[int] = set()
-        for name, each in given.items() if guard is not None else ():
-            storage = self._given[name] = each.untyped_storage()
+        for name, each in arguments.items() if guard is not None else ():
+            storage = self._arguments[name] = each.untyped_storage()
             self._addresses.add(storage.data_ptr())
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -490,7 +490,7 @@ class _PartWatch(ThreadMode):
             if guard.issued is not None:
                 guard.issued.append(func)
             for name, tensor in _memory_of(tensors).items():
-                if name not in self._given:
+                if name not in self._arguments:
                     self._check_read(guard, tensor, func)
             if guard.copies:
                 guard.check_written(func, args, kwargs)

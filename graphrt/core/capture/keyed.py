@@ -11,12 +11,11 @@ from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, MissingGraphError, NestedCaptureError, Uncopied
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_hashable, check_kind, shown
-from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import NESTED_CAPTURE
-from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.core.capture.wrapper import CallChecks, GraphWrapper, wrapper_class
 from graphrt.core.replay.entry import Entry, SegmentHooks
 from graphrt.core.replay.pool import GraphPool, in_turn

@@ -76,8 +76,8 @@ def facts_of(func: Any) -> OperatorFacts:
 def writes_of(schema: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that an operator writes, by place and name."""
     return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(schema.arguments)
+        (at, argument.name)
+        for at, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         # Their schemas do not say so.
         or ("batch_norm" in schema.name and argument.name in ("running_mean", "running_var"))
@@ -86,8 +86,8 @@ def writes_of(schema: Any) -> tuple[tuple[int, str], ...]:
 
 def written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The tensors that a call writes."""
-    for place, name in facts.writes:
-        value = args[place] if place < len(args) else kwargs.get(name)
+    for at, name in facts.writes:
+        value = args[at] if at < len(args) else kwargs.get(name)
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
@@ -96,13 +96,13 @@ def written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def indices_of(args: Sequence[Any]) -> int:
     """How many indices a call that writes rows is given, along its longest."""
-    given = args[1] if isinstance(args[1], list | tuple) else args[2:3]
-    return max((i.numel() for i in given if isinstance(i, torch.Tensor)), default=0)
+    indices = args[1] if isinstance(args[1], list | tuple) else args[2:3]
+    return max((i.numel() for i in indices if isinstance(i, torch.Tensor)), default=0)
 
 
 def _by_index(args: Sequence[Any]) -> RowAccess:
     tensor, indices = args[0].detach(), tuple(slice(None) if i is None else i for i in args[1])
-    kept = tuple(map(_own_index, indices))
+    kept = tuple(map(_copied_index, indices))
     chosen = tuple(i for i in kept if isinstance(i, torch.Tensor) and i.dtype is not torch.bool)
     leading = next((at for at, i in enumerate(kept) if isinstance(i, torch.Tensor)), 0)
     return RowAccess(
@@ -114,13 +114,13 @@ def _by_index(args: Sequence[Any]) -> RowAccess:
     )
 
 
-def _own_index(index: Any) -> Any:
+def _copied_index(index: Any) -> Any:
     if not isinstance(index, torch.Tensor):
         return index
     # It may itself be written before the rows are put back.
-    own = index.clone()
+    copy = index.clone()
     # One without dimensions would be taken for a number, which makes a view.
-    return own if own.dim() or own.dtype is torch.bool else own.reshape(1)
+    return copy if copy.dim() or copy.dtype is torch.bool else copy.reshape(1)
 
 
 def _by_dim(args: Sequence[Any]) -> RowAccess:

@@ -167,7 +167,7 @@ class Recorder:
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         # What eager parts were given that lies outside of the pool, as it was at their calls.
-        self._given: list[tuple[torch.Tensor, tuple[object, ...]]] = []
+        self._part_arguments: list[tuple[torch.Tensor, tuple[object, ...]]] = []
         self._around: Mapping[str, Any] = {}
         listed = frozenset(breaks if self.must_break else ())
         for name in listed:
@@ -237,7 +237,7 @@ class Recorder:
         self._begin()
         result = body()
         self._end()
-        self._check_places(self._given)
+        self._check_places(self._part_arguments)
         if self._guard.constants is not None:
             self._guard.constants.hand_on(result)
         return result
@@ -256,7 +256,7 @@ class Recorder:
         # Replays call it with the tensors of the capture.
         kept = tree.map_leaves(self.captured_ref, call)
         outside = set(map(id, tree.tensors(*kept)))
-        self._given += [place for place in places if id(place[0]) in outside]
+        self._part_arguments += [place for place in places if id(place[0]) in outside]
         called = under_settings(
             on_copies(function) if can_change(args, kwargs) else function, self._around
         )

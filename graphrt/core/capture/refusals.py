@@ -110,7 +110,7 @@ def _is_users(filename: str) -> bool:
 
 
 class Refusal(NamedTuple):
-    """A rule of the table; `what` may name words that a call gives."""
+    """A rule of the table; `what` and `expected` may name words that a call gives."""
 
     error: type[GraphRTError]
     what: str
@@ -136,8 +136,10 @@ class Refusal(NamedTuple):
                 "op": None if op is None else str(op),
                 "source": None if source is None else str(source),
             }
-        what = self.what.format(**words) if words else self.what
-        return self.error(what, got=got, expected=self.expected, advice=self.advice, **at)
+        what, expected = self.what, self.expected
+        if words:
+            what, expected = what.format(**words), expected and expected.format(**words)
+        return self.error(what, got=got, expected=expected, advice=self.advice, **at)
 
 
 def described(tensor: torch.Tensor) -> str:

@@ -13,9 +13,9 @@ from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import (
     CaptureError,
-    GraphsCapturedError,
     InvalidModeError,
     PlatformError,
+    PoolError,
     StaleInputError,
     Uncopied,
 )
@@ -30,9 +30,8 @@ from graphrt.core.base.option_values import (
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
-from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.options import GraphOptions, Sealing
 from graphrt.core.capture.recorder import Bridges, Recorder
-from graphrt.core.capture.transaction import Sealing
 from graphrt.core.device.graph import DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import given_platform
@@ -458,7 +457,7 @@ class GraphWrapper(Uncopied):
         """Capture in another pool of the same device from now on; the old one forgets the wrapper,
         and a session in it has ended for it.
 
-        Raises `GraphsCapturedError` while it has graphs, `PoolBusyError` while a step is under way
+        Raises `PoolError` while it has graphs, `PoolBusyError` while a step is under way
         in its pool, and `InvalidOptionError` for a pool of another platform or device.
         """
         if pool is not self.pool:
@@ -469,7 +468,7 @@ class GraphWrapper(Uncopied):
         pool.check_open()
         pool.check_is_of(self.pool.platform, self.pool.device)
         if self.entries:
-            raise GraphsCapturedError(
+            raise PoolError(
                 "a wrapper cannot be moved to another pool: its graphs lie in this one",
                 got=", ".join(map(str, self.entries)),
                 expected="no graphs",

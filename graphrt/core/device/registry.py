@@ -24,7 +24,6 @@ from typing import Any, Literal
 import pluggy
 
 from graphrt.core.base.errors import (
-    PlatformConflictError,
     PlatformError,
     PlatformUnavailableError,
     UnknownPlatformError,
@@ -172,7 +171,7 @@ class PlatformRegistry:
         """The platform of that name. For one of graphrt's own no plugin is imported: one that hangs
         or ends the process is not in the way of who wants none.
 
-        Raises `UnknownPlatformError`, `PlatformConflictError` if two plugins claim the name, and
+        Raises `UnknownPlatformError`, `PlatformError` if two plugins claim the name, and
         `PlatformUnavailableError` if this machine cannot run it.
         """
         check_kind("name", name, str, optional=False)
@@ -203,7 +202,7 @@ class PlatformRegistry:
         """The default platform: the forced one, else the out-of-tree one, else a built-in.
 
         `GRAPHRT_PLATFORM` forces one by name. Two out-of-tree platforms that are both available
-        raise `PlatformConflictError`.
+        raise `PlatformError`.
         """
         check_kind("environ", environ, Mapping)
         environ = os.environ if environ is None else environ
@@ -338,7 +337,7 @@ def _start(platform: Platform, found: Availability) -> None:
 
 
 def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
-    """Raise `PlatformConflictError` where two plugins claim one name."""
+    """Raise `PlatformError` where two plugins claim one name."""
     owners: dict[str | None, FoundPlatform] = {}
     for each in usable:
         first = owners.setdefault(each.name, each)
@@ -348,9 +347,9 @@ def _refuse_two_of_a_name(usable: Iterable[FoundPlatform]) -> None:
             raise _conflict(what, [first, each], advice)
 
 
-def _conflict(what: str, platforms: list[FoundPlatform], advice: str) -> PlatformConflictError:
+def _conflict(what: str, platforms: list[FoundPlatform], advice: str) -> PlatformError:
     got = " and ".join(f"{each.name!r} of {each.plugin}" for each in platforms)
-    return PlatformConflictError(what, got=got, expected="one", advice=advice)
+    return PlatformError(what, got=got, expected="one", advice=advice)
 
 
 def _made_of(path: str) -> list[Platform]:

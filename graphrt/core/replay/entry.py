@@ -15,7 +15,6 @@ from graphrt.core.base import tree
 from graphrt.core.base.errors import (
     BakedScalarError,
     BreakError,
-    BreakShapeError,
     CaptureError,
     StaleInputError,
 )
@@ -67,16 +66,16 @@ def deliver(
 ) -> None:
     """Put an eager part's `result` where the captured readers look for it.
 
-    Raises `BreakShapeError` for another structure, shape or dtype than recorded,
-    `BakedScalarError` for another Python value, and `BreakError` for new memory where there was
-    none at capture: copying it would overwrite an argument.
+    Raises `BakedScalarError` for another Python value, and `BreakError` for another structure,
+    shape or dtype than recorded, and for new memory where there was none at capture: copying it
+    would overwrite an argument.
     """
     if isinstance(recorded, torch.Tensor) and isinstance(result, torch.Tensor):
         _deliver_tensor("", recorded, result, function, aliased)
         return
     old, new = list(tree.leaves(recorded)), list(tree.leaves(result))
     if [path for path, _ in old] != [path for path, _ in new]:
-        raise BreakShapeError(
+        raise BreakError(
             f"eager break {name_of(function)} returned another structure than at capture",
             got=[path for path, _ in new],
             expected=[path for path, _ in old],
@@ -124,7 +123,7 @@ def _deliver_tensor(
         or recorded.dtype != result.dtype
         or result.layout is not torch.strided
     ):
-        raise BreakShapeError(
+        raise BreakError(
             f"eager break {name_of(function)} returned another tensor than at capture"
             f"{' at ' + path if path else ''}",
             got=f"{result.dtype} {tuple(result.shape)}"

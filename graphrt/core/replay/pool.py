@@ -24,7 +24,7 @@ from graphrt.core.base.errors import (
     InvalidOptionError,
     PoolBusyError,
     PoolClosedError,
-    PoolLeftBehindError,
+    PoolError,
     Uncopied,
 )
 from graphrt.core.base.homes import public
@@ -97,8 +97,8 @@ class LeftBehind(PoolOwner):
     """The owner for good of the pools of a process, in its children: another thread may have been
     in the middle of a step, and what a device knew of the parent it does not know of a child."""
 
-    def refusal(self, pool: GraphPool) -> PoolLeftBehindError:
-        return PoolLeftBehindError(
+    def refusal(self, pool: GraphPool) -> PoolError:
+        return PoolError(
             "the process had graph pools when it was forked: neither they nor new ones can be used "
             "in the child",
             expected="a process of its own for model, pool and runner",

@@ -26,11 +26,10 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
-from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.core.device.figures import GraphWork, StreamRoom
 from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.ladders import preferred

@@ -399,11 +399,11 @@ class Checks:
         self.glances.go_round()
         self._note_pending()
 
-    def ran_forward(self, *, own: bool) -> None:
+    def ran_forward(self, *, at_every_run: bool) -> None:
         """The forward has run eagerly: what has changed since the last look it has changed itself;
-        with `own` as it does in every run."""
+        or `at_every_run`."""
         reads = self.glances.reads
-        if reads is not None and reads.host.forget(own=own):
+        if reads is not None and reads.host.forget(at_every_run=at_every_run):
             self.glances.go_round()
 
     def _served(self) -> list[_Graph]:
@@ -514,7 +514,7 @@ class Checks:
         if reads is None or reads.host.values is None or not served:
             return
         before = reads.host.values.was
-        self.ran_forward(own=False)
+        self.ran_forward(at_every_run=False)
         moved = reads.host.values.changed(before, reads.host.values.was)
         if not moved:
             return

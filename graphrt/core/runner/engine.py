@@ -159,8 +159,8 @@ class StepEngine:
         """Run a step as it was dispatched: eagerly without a graph, as one replay of a single
         graph, or by the wrapper in a context.
 
-        If an input requires a gradient the outputs are marked, so that `backward` raises
-        `GradientError`.
+        If an input requires a gradient the outputs are marked, so that `backward` raises:
+        see gradients.py.
         """
         self.last_dispatch = dispatch
         not_served = self._dispatcher.not_served

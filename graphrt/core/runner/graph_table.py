@@ -22,10 +22,11 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
+from graphrt.core.batch.context import CaptureTransaction
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture.options import Sealing
 from graphrt.core.capture.state import as_states
-from graphrt.core.capture.transaction import CaptureTransaction, GraphOwner, Sealing
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.inputs.layout import StepMoves
@@ -246,18 +247,17 @@ class GraphTable:
         captured = {(graph.mode, graph.descriptor) for graph in self.dispatcher.published}
         return [key for key in keys if key not in captured]
 
-    def owners(self) -> list[GraphOwner]:
+    def owners(self) -> list[GraphWrapper]:
         """The own wrappers, and whatever inside the forward captured a piece."""
-        owners: list[GraphOwner] = [*self.wrappers.values()]
+        owners: list[GraphWrapper] = [*self.wrappers.values()]
         # A copy: a report may be asked for in another thread than captures.
         for transaction in list(self._transactions.values()):
-            owners += [each.owner for each in transaction.captured]
+            owners += [owner for owner, _ in transaction.captured]
         return list({id(owner): owner for owner in owners}.values())
 
     def entries(self, only: Collection[BatchDescriptor] | None = None) -> list[Entry]:
         """The graphs of all wrappers, with `only` those of these descriptors."""
-        wrappers = [each for each in self.owners() if isinstance(each, GraphWrapper)]
-        entries = [entry for wrapper in wrappers for entry in wrapper.entries.values()]
+        entries = [entry for wrapper in self.owners() for entry in wrapper.entries.values()]
         return [entry for entry in entries if only is None or entry.descriptor in only]
 
     def own_tensors(self) -> Iterator[torch.Tensor]:

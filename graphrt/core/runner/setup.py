@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import InvalidOptionError, UnannouncedModuleError
+from graphrt.core.base.errors import CaptureError, InvalidOptionError
 from graphrt.core.base.option_values import check_callable, check_kind, shown
 from graphrt.core.base.thread_mode import where_asked, without_gradients
 from graphrt.core.batch.modes import GraphMode, PieceProvider
@@ -104,11 +104,11 @@ class RunnerSetup:
     def enlist(self, module: Any) -> None:
         """Let a compiled module take part in a warm-up or capture.
 
-        Raises `UnannouncedModuleError` for one that nobody named: its weights would not be
+        Raises `CaptureError` for one that nobody named: its weights would not be
         followed, and it could be compiled while serving.
         """
         if not any(module is known for known in self.compiled):
-            raise UnannouncedModuleError(
+            raise CaptureError(
                 "a compiled module takes part in a capture and was not announced",
                 got=shown(module),
                 expected=", ".join(map(repr, self.compiled)) or "no compiled module",

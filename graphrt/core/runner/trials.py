@@ -112,7 +112,7 @@ class StepTrials:
             places_of(setup.forward),
             self._executor.pool.platform,
             setup.options,
-            own=runs.prepared.storages(),
+            inputs=runs.prepared.storages(),
             mixes_rows=setup.host.mixes_rows,
             pads=self._executor.inputs.padding.unused_addresses(runs.step.values),
         )
@@ -122,7 +122,7 @@ class StepTrials:
         set_for_capture(undo)
         verdict = trial.run(undone=undone)
         setup.run_forward.follows |= verdict.asks
-        graphs.checks.ran_forward(own=True)
+        graphs.checks.ran_forward(at_every_run=True)
         return verdict
 
     def _note(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:

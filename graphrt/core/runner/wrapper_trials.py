@@ -72,7 +72,7 @@ class WrapperTrials:
         if not checks.on:
             return
         self._slots[descriptor] = len(checks.records)
-        checks.ran_forward(own=True)
+        checks.ran_forward(at_every_run=True)
         reads.settle()
         mode = wrapper.runtime_mode
         checks.captured(
@@ -127,7 +127,7 @@ class WrapperTrials:
         set_for_capture(undo)
         # Its effects are put back: the call itself comes after it.
         verdict = trial.run(undone=True)
-        checks.ran_forward(own=True)
+        checks.ran_forward(at_every_run=True)
         if step.watch is not None and not checks.record(slot).steps:
             reads.note(step.watch)
             reads.settle()

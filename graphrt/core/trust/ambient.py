@@ -18,41 +18,6 @@ from graphrt.core.base.torch_names import (
 )
 from graphrt.core.trust.reads import each_call
 
-_cudnn: Any = torch.backends.cudnn
-_SETTINGS: dict[str, Callable[[str], object]] = {
-    "autocast": torch.is_autocast_enabled,
-    "autocast dtype": torch.get_autocast_dtype,
-    "default dtype": lambda _: torch.get_default_dtype(),
-    "default device": lambda _: torch.get_default_device(),
-    # That of a default device is known by the device; graphrt's own change nothing.
-    "torch function modes": lambda _: Modes(function_modes()),
-    "torch dispatch modes": lambda _: Modes(
-        mode for mode in dispatch_modes() if not isinstance(mode, ThreadMode)
-    ),
-    "deterministic algorithms": lambda _: torch.are_deterministic_algorithms_enabled(),
-    # `allow_tf32` raises where somebody has set `fp32_precision`, which knows of both.
-    "TF32 in matmul": lambda _: torch.backends.cuda.matmul.fp32_precision == "tf32",
-    "TF32 in cudnn": lambda _: _cudnn.conv.fp32_precision == "tf32",
-    "TF32 in RNNs of cudnn": lambda _: _cudnn.rnn.fp32_precision == "tf32",
-    "reduced precision sums of float16": lambda _: (
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-    ),
-    "reduced precision sums of bfloat16": lambda _: (
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    ),
-}
-# The dtype says nothing where autocast is off.
-_ONLY_WITH = {"autocast dtype": "autocast"}
-
-
-class Modes(tuple[object, ...]):
-    """Modes of torch that see what is called, outermost first: each is known by itself."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return ", ".join(type(each).__name__ for each in self) or "none"
-
 
 class Ambient:
     """The settings at capture. `holds` is a few calls of torch's where nothing at all has changed.
@@ -76,7 +41,7 @@ class Ambient:
         `holds` false is taken for harmless from now on."""
         now = self._now()
         differing = [
-            f"{name}: {value}, {self._captured[name]} at capture"
+            f"{name}: {_told(value)}, {_told(self._captured[name])} at capture"
             for name, value in now.items()
             if value != self._captured[name]
         ]
@@ -117,11 +82,35 @@ class Ambient:
         return [*all_function_modes(), *dispatch_modes()]
 
     def _now(self) -> dict[str, Any]:
-        now = {name: read(self._device_type) for name, read in _SETTINGS.items()}
+        cudnn: Any = torch.backends.cudnn
+        matmul, casts = torch.backends.cuda.matmul, torch.is_autocast_enabled(self._device_type)
+        now: dict[str, object] = {
+            "autocast": casts,
+            # It says nothing where autocast is off.
+            "autocast dtype": torch.get_autocast_dtype(self._device_type) if casts else None,
+            "default dtype": torch.get_default_dtype(),
+            "default device": torch.get_default_device(),
+            # That of a default device is known by the device; graphrt's own change nothing.
+            "torch function modes": tuple(function_modes()),
+            "torch dispatch modes": tuple(
+                [mode for mode in dispatch_modes() if not isinstance(mode, ThreadMode)]
+            ),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            # `allow_tf32` raises where somebody has set `fp32_precision`, which knows of both.
+            "TF32 in matmul": matmul.fp32_precision == "tf32",
+            "TF32 in cudnn": cudnn.conv.fp32_precision == "tf32",
+            "TF32 in RNNs of cudnn": cudnn.rnn.fp32_precision == "tf32",
+            "reduced precision sums of float16": matmul.allow_fp16_reduced_precision_reduction,
+            "reduced precision sums of bfloat16": matmul.allow_bf16_reduced_precision_reduction,
+        }
         if self._asks:
             now["gradients"] = torch.is_grad_enabled()
             now["inference mode"] = torch.is_inference_mode_enabled()
-        for name, switch in _ONLY_WITH.items():
-            if not now[switch]:
-                now[name] = None
         return now
+
+
+def _told(value: object) -> object:
+    """A setting in a text; of modes, outermost first, their classes."""
+    if not isinstance(value, tuple):
+        return value
+    return ", ".join(type(each).__name__ for each in value) or "none"

@@ -13,8 +13,7 @@ from graphrt.core.base import tree
 from graphrt.core.base.torch_names import delayed_error
 
 _ENDS = (
-    "graphrt.errors.GradientError: gradients end at a runner, whose graphs and eager steps have "
-    "none\n"
+    "graphrt: gradients end at a runner, whose graphs and eager steps have none\n"
     "  expected: a loss that depends on no output of a runner\n"
     "  try: call the model itself to train it, or detach() the output, or run the step under "
     "torch.no_grad()"

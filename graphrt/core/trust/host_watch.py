@@ -109,10 +109,9 @@ class _Keyed(NamedTuple):
             return f"{before} (keys)"
         return f"{before}{'(any)' if key is None else key}"
 
-    def keys(self) -> list[Any]:
-        if self.counted is None:
-            return [*dict.keys(self.held)]
-        return sorted(self.counted & self.held.keys())
+    def counting(self, keys: list[Any]) -> list[Any]:
+        """Those of the keys that count."""
+        return keys if self.counted is None else sorted(self.counted.intersection(keys))
 
 
 _HELD = attrgetter("held")
@@ -143,21 +142,21 @@ class _Outline(NamedTuple):
             return False
         return not inner or all(map(is_, inner, map(partial(dict.get, held), INNER)))
 
-    def compare(self, found: HostChanges) -> None:
+    def compare(self, changes: HostChanges) -> None:
         """Note what is another object now."""
         of, before, *inner = self.was
         if type(self.value) is not of:
             names = Told(name_of(of)), Told(name_of(type(self.value)))
-            found.note(f"{self.place.path}.__class__", *names)
+            changes.note(f"{self.place.path}.__class__", *names)
             return
         held = self.dict_of(self.value)
         if held is not before:
-            found.note(f"{self.place.path}.__dict__", _told(before), _told(held))
+            changes.note(f"{self.place.path}.__dict__", _told(before), _told(held))
             return
         for name, was in zip(INNER, inner, strict=False):
             now = dict.get(held, name)
             if now is not was:
-                found.note(f"{self.place.path}.{name}", _told(was), _told(now))
+                changes.note(f"{self.place.path}.{name}", _told(was), _told(now))
 
 
 class _Keys:
@@ -166,7 +165,7 @@ class _Keys:
 
     def __init__(self, groups: Iterable[Sequence[_Keyed]] = ()) -> None:
         groups = [*groups]
-        self._were = [(each, each.keys()) for group in groups for each in group]
+        self._were = [(each, [*dict.keys(each.held)]) for group in groups for each in group]
         self._groups = [tuple(map(_HELD, group)) for group in groups]
         self._sizes = self._sizes_now()
 
@@ -182,10 +181,11 @@ class _Keys:
         sizes, self._sizes = self._sizes, self._sizes_now()
         return sizes != self._sizes
 
-    def compare(self, found: HostChanges) -> None:
+    def compare(self, changes: HostChanges) -> None:
         """Note the keys that are there now and were not, or were."""
-        for each, before in self._were:
-            held, keys = each.held, each.keys()
+        for each, keys_before in self._were:
+            held, before = each.held, each.counting(keys_before)
+            keys = each.counting([*dict.keys(held)])
             # By identity: to compare keys may run a user's `__eq__`.
             if same_items(keys, before):
                 continue
@@ -193,33 +193,34 @@ class _Keys:
             added = [key for key in keys if id(key) not in known]
             is_less = any(id(key) not in there for key in before)
             was = Told("something else" if is_less else "nothing" if added else "another order")
-            found.is_structural = True
+            changes.is_structural = True
             if each.has_items or not added:
                 news = listed([_text(_told(_value_of(held, key))) for key in added])
                 now = Told(news or ("nothing" if is_less else "this one"))
-                found.note(each.path(None), was, now, held, None)
+                changes.note(each.path(None), was, now, held, None)
                 continue
             for key in added:
-                found.note(each.path(key), Told("nothing"), _told(_value_of(held, key)), held, key)
+                now = _told(_value_of(held, key))
+                changes.note(each.path(key), Told("nothing"), now, held, key)
 
 
 def _dicts_in(place: Place, value: Any, shape: Shape) -> list[_Keyed]:
     """The dicts of which one object consists: itself, defaults of a function, its attributes, and
     of a module what it has registered."""
-    found: list[_Keyed] = []
+    dicts: list[_Keyed] = []
     if shape.kind is Kind.DICT:
-        found.append(_Keyed(value, None, place, "", True))
+        dicts.append(_Keyed(value, None, place, "", True))
     elif shape.kind is Kind.FUNCTION and type(value.__kwdefaults__) is dict:
-        found.append(_Keyed(value.__kwdefaults__, None, place, ", default "))
+        dicts.append(_Keyed(value.__kwdefaults__, None, place, ", default "))
     held = None if shape.dict_of is None else shape.dict_of(value)
     if held is None:
-        return found
-    found.append(_Keyed(held, None, place, "."))
+        return dicts
+    dicts.append(_Keyed(held, None, place, "."))
     for name in INNER if shape.kind is Kind.MODULE else ():
         inner: Any = dict.get(held, name)
         if issubclass(type(inner), dict):
-            found.append(_Keyed(inner, None, place, f".{name}", True))
-    return found
+            dicts.append(_Keyed(inner, None, place, f".{name}", True))
+    return dicts
 
 
 def _global_dicts(places: Places) -> Iterator[_Keyed]:
@@ -300,7 +301,7 @@ class HostWatch:
         groups: list[list[_Keyed]] = []
         for place, value in places.slots:
             shape = places.shapes[type(value)]
-            if type(value) is Place or self._is_new(place):
+            if type(value) is Place or (self._closed and self._is_new(place)):
                 continue
             if shape.kind is Kind.CLASS:
                 self._watched[id(value)] = _Keyed(value, None, None, f"{slots.name_of(value)}.")
@@ -324,7 +325,7 @@ class HostWatch:
 
     def _is_new(self, place: Place | None) -> bool:
         """Whether a slot is a new item of a container in which these are left out, or below one."""
-        while place is not None and self._closed:
+        while place is not None:
             _, known = self._closed.get(id(place.holder), (None, None))
             if known is not None and place.way in (ITEM, ELEMENT) and place.key not in known:
                 return True
@@ -385,37 +386,37 @@ class HostWatch:
         values.was = now
         if events == [] and not others and not resized and values.are_same(was, now):
             return None
-        found = HostChanges(is_structural=events is None or bool(others))
+        changes = HostChanges(is_structural=events is None or bool(others))
         for each in others:
-            each.compare(found)
+            each.compare(changes)
         moved = [(values.slots[at], was[at], now[at]) for at in values.moved_slots(was, now)]
         # A key that went may have made room for another.
         if resized or any(after is MISSING for _, _, after in moved):
-            self._keys.compare(found)
+            self._keys.compare(changes)
         for slot, before, after in moved:
-            self._note_moved(found, slot, before, after)
-        self._note_events(found, events, read)
+            self._note_moved(changes, slot, before, after)
+        self._note_events(changes, events, read)
         # A cache that the host empties, and the forward fills, is not the forward's own.
-        for holder, key in chain.from_iterable(found.slots.values()):
+        for holder, key in chain.from_iterable(changes.slots.values()):
             self._moved.pop(_where(holder, key), None)
-        self._taken = found
-        return found
+        self._taken = changes
+        return changes
 
-    def _note_moved(self, found: HostChanges, slot: Place, was: Any, now: Any) -> None:
+    def _note_moved(self, changes: HostChanges, slot: Place, was: Any, now: Any) -> None:
         if self._is_left_out(slot):
             return
-        found.is_structural |= slot.way is LENGTH or not (_is_scalar(was) and _is_scalar(now))
-        found.note(slot.path, _told(was), _told(now), slot.holder, slot.key)
+        changes.is_structural |= slot.way is LENGTH or not (_is_scalar(was) and _is_scalar(now))
+        changes.note(slot.path, _told(was), _told(now), slot.holder, slot.key)
 
     def _note_events(
-        self, found: HostChanges, events: Sequence[tuple[Any, Any]] | None, read: Iterable[Place]
+        self, changes: HostChanges, events: Sequence[tuple[Any, Any]] | None, read: Iterable[Place]
     ) -> None:
         """Note what CPython has told of and no slot has shown: what was not there, or a tensor."""
         for holder, key in self._without_slot(events or (), read):
-            found.is_structural = True
+            changes.is_structural = True
             path, now = self._watched[id(holder)].path(key), _told(_value_of(holder, key))
-            known = found.changes.get(path, (Told("nothing, or a tensor"), now))
-            found.note(path, *known, holder, key)
+            known = changes.changes.get(path, (Told("nothing, or a tensor"), now))
+            changes.note(path, *known, holder, key)
 
     def _without_slot(
         self, events: Sequence[tuple[Any, Any]], read: Iterable[Place]
@@ -428,10 +429,10 @@ class HostWatch:
         compared = {_where(slot.holder, slot.key) for slot in chain(in_dicts, read)}
         return [(held, key) for held, key in events if (id(held), key) not in compared]
 
-    def forget(self, *, own: bool) -> bool:
+    def forget(self, *, at_every_run: bool) -> bool:
         """The forward has run: what has changed since `take` it has changed itself. What two runs
-        of its `own` have changed, and the host not between them, is left out from now on. Returns
-        whether a slot holds another object."""
+        of `at_every_run` have changed, and the host not between them, is left out from now on.
+        Returns whether a slot holds another object."""
         values = self.values
         if values is None:
             return False
@@ -440,9 +441,9 @@ class HostWatch:
         was, now = values.was, values.take()
         values.was = now
         stays = all(map(is_, was, now))
-        if own and stays and not events:
+        if at_every_run and stays and not events:
             self._moved = {}
-        elif own:
+        elif at_every_run:
             # What a trial has put back is as it was.
             news = self._without_slot(events, ())
             moved = [each for each in news if _value_of(*each) is not MISSING]

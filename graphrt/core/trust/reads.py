@@ -168,11 +168,11 @@ class ReadSet:
         self._held.setdefault(storage._cdata, (storage, None))
 
     def keep_touched(
-        self, entries: Iterable[Entry], pool: GraphPool, own: Iterable[torch.Tensor]
+        self, entries: Iterable[Entry], pool: GraphPool, of_runner: Iterable[torch.Tensor]
     ) -> bool:
         """Count as read what nodes of these graphs point to and the forward holds; returns whether
         there was any."""
-        unknown = self.unknown_memory(entries, pool, own)
+        unknown = self.unknown_memory(entries, pool, of_runner)
         if unknown is None or not unknown.blocks:
             return False
         touched = {block.address for block in unknown.blocks}
@@ -279,15 +279,15 @@ class ReadSet:
         if moved:
             raise self.stale([*dict.fromkeys(moved)])
 
-    def check(self, entries: Iterable[Entry], own: Iterable[torch.Tensor]) -> None:
+    def check(self, entries: Iterable[Entry], of_runner: Iterable[torch.Tensor]) -> None:
         """Raise `StaleInputError` if any tensor has moved, and `UntrackedWeightsError` if graphs
-        read what nobody compares. `own` are tensors of the runner itself, which are no weights."""
+        read what nobody compares. Tensors `of_runner` are no weights."""
         self.check_named()
         if self.watched:
             places = self.walk()
             self._refuse(self.moved(places))
             known = {address_of(tensor) for _, tensor in places.tensors}
-            known.update(map(address_of, chain(own, *(entry.results() for entry in entries))))
+            known.update(map(address_of, chain(of_runner, *(entry.results() for entry in entries))))
             known.update(map(address_of, self._weights.now().values()))
         if self.watched and not self.saw_compiled_code:
             unknown = [str(use) for held, use in self._uses() if held.data_ptr() not in known]
@@ -310,10 +310,10 @@ class ReadSet:
     # What is told --------------------------------------------------------------------------------
 
     def unknown_memory(
-        self, entries: Iterable[Entry], pool: GraphPool, own: Iterable[torch.Tensor]
+        self, entries: Iterable[Entry], pool: GraphPool, of_runner: Iterable[torch.Tensor]
     ) -> UnknownMemory | None:
         """The memory outside of graph pools that nodes of the graphs point to and that is neither
-        the runner's `own`, a result, nor what a watched warm-up used: what is read by kernels
+        `of_runner`, a result, nor what a watched warm-up used: what is read by kernels
         outside of torch's operators, and by compiled code.
 
         Each graph takes milliseconds. Blocks are named by where the forward has them. None if
@@ -326,7 +326,7 @@ class ReadSet:
 
         def known() -> Iterator[int]:
             yield from self.addresses()
-            yield from map(address_of, own)
+            yield from map(address_of, of_runner)
             for entry in entries:
                 yield from map(address_of, entry.results())
 
@@ -438,8 +438,8 @@ def _modules_of(forward: Any) -> tuple[list[torch.nn.Module], bool]:
         return [forward], True
     if isinstance(forward, functools.partial):
         modules, complete = _modules_of(forward.func)
-        given = tree.leaves((forward.args, forward.keywords))
-        more = [value for _, value in given if isinstance(value, torch.nn.Module)]
+        arguments = tree.leaves((forward.args, forward.keywords))
+        more = [value for _, value in arguments if isinstance(value, torch.nn.Module)]
         # A tensor in it is not looked up again: what it stands for may have been replaced.
         return modules + more, complete and not tree.tensors(forward.args, forward.keywords)
     if inspect.ismethod(forward) and isinstance(forward.__self__, torch.nn.Module):

@@ -20,6 +20,7 @@ import torch
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.capture.options import GraphOptions
+from graphrt.core.capture.refusals import Refusal
 from graphrt.core.device.platform import Platform
 from graphrt.core.trust.compare import Difference, difference, differs, rounding_of
 from graphrt.core.trust.places.walk import Places
@@ -42,7 +43,6 @@ from graphrt.core.trust.verdict import (
     REBOUND,
     ROWS_MIXED,
     STATE_OF_PADDING,
-    Failure,
     Verdict,
 )
 from graphrt.core.trust.watching.watch import (
@@ -155,9 +155,9 @@ class Run(NamedTuple):
 class Trial:
     """Tries one step of one graph, of a forward that holds `places`.
 
-    `own` are the addresses of the storages of the step's inputs. `mixes_rows` says that live rows
-    may depend on padding. `pads` are rows that only padding addresses, so padded and unpadded runs
-    may leave different values there. With strict options a failed trial leaves no effects.
+    `inputs` are the addresses of the storages of the step's inputs. `mixes_rows` says that live
+    rows may depend on padding. `pads` are rows that only padding addresses, so padded and unpadded
+    runs may leave different values there. With strict options a failed trial leaves no effects.
     """
 
     def __init__(
@@ -168,19 +168,21 @@ class Trial:
         platform: Platform,
         options: GraphOptions,
         *,
-        own: frozenset[int] = frozenset(),
+        inputs: frozenset[int] = frozenset(),
         mixes_rows: bool = False,
         pads: Sequence[int] = (),
     ) -> None:
         self._step = step
         self._graph = graph
+        # Whether an operator is the graph's; its warm-up may have had another size.
+        self._same: Callable[[Any, Any], bool] = eq if graph.same_size else same_but_for_size
         self._platform = platform
         self._strict = options.strict
         # The rows that index writes save are saved anew in each run.
         limit_bytes = options.state_limit(platform) * _RUNS
         self._state = StateSnapshot(platform.device_type, limit_bytes, sums=False)
         self._state.reach(places)
-        self._own = own
+        self._inputs = inputs
         self._mixes_rows = mixes_rows
         self._pads = pads
         self._verdict = Verdict()
@@ -262,7 +264,7 @@ class Trial:
 
     def _watch(self, follows: Trace | None = None, *, compared: bool = False, **more: Any) -> Watch:
         return Watch(
-            self._own,
+            self._inputs,
             self._state.memory,
             follows,
             self._state.generators,
@@ -364,14 +366,12 @@ class Trial:
 
     # Questions -----------------------------------------------------------------------------------
 
-    def _fail(self, failure: Failure, got: str, **more: object) -> None:
+    def _fail(self, refusal: Refusal, got: str, **more: Any) -> None:
         """Note a failure; the first one counts. `more` is for its texts."""
-        what, expected = (text.format(**more) for text in (failure.what, failure.expected))
         if self._graph.changed:
             got += f"\n    what the host has changed since the capture: {self._graph.changed}"
-        self._verdict.failure = self._verdict.failure or failure.error(
-            f"{self._graph.name}: {what}", got=got, expected=expected, advice=failure.advice
-        )
+        failure = refusal(got, graph=self._graph.name, **more)
+        self._verdict.failure = self._verdict.failure or failure
 
     def _judge_constants(self, first: Watch, last: Watch) -> None:
         """Does it make tensors of Python data that is other data now?"""
@@ -410,19 +410,18 @@ class Trial:
                 self._verdict.deterministic = False
                 self._verdict.notes.append(f"not deterministic: eager runs {how} in {spread.text}")
             apart = difference(replay, two, rounded=bool(self._another_way))
-            self._compare(apart, spread, where, rounding, eager)
+            if apart is not None:
+                self._compare(apart, spread, where, rounding, eager)
 
     def _compare(
         self,
-        apart: Difference | None,
+        apart: Difference,
         spread: Difference | None,
         where: str,
         rounding: float,
         eager: Run,
     ) -> None:
         """Fail where the replay is not as near to eager as its operators let it be."""
-        if apart is None:
-            return
         if spread is not None:
             allowed = max(_SPREADS * max(spread.relative, 1e-7), self._unsteady)
             if apart.relative <= allowed:
@@ -476,29 +475,25 @@ class Trial:
         if graph.captured is None:
             return
         with_addresses = graph.varying is not None or not graph.changed
-        ours, theirs = (
+        ours, theirs = [
             each.captured(has_parts=graph.has_parts).described(with_addresses=with_addresses)
             for each in (now, graph.captured)
-        )
-        others = dict(differences(ours, theirs, self._same()))
+        ]
+        others = dict(differences(ours, theirs, self._same))
         if not graph.changed:
             verdict.varying = frozenset(others)
         elif not with_addresses and (graph.has_metadata or not graph.same_size):
             verdict.is_doubtful = bool(others)
         else:
-            place = next((each for each in others if each not in (graph.varying or ())), None)
-            if place is not None:
-                self._fail(CHANGED, ours.at_source((place, others[place])))
-
-    def _same(self) -> Callable[[Any, Any], bool]:
-        """Whether an operator is the graph's; its warm-up may have had another size."""
-        return eq if self._graph.same_size else same_but_for_size
+            at = next((each for each in others if each not in (graph.varying or ())), None)
+            if at is not None:
+                self._fail(CHANGED, ours.at_source((at, others[at])))
 
     def _guilty(self, now: Watch) -> str:
         """The first operator that this step does otherwise than the graph was captured with."""
         graph, text = self._graph, self._another_way
         if not text and graph.captured:
-            other = first_difference(now.trace, graph.captured, self._same())
+            other = first_difference(now.trace, graph.captured, self._same)
             text = now.trace.at_source(other)
         return text and f"\n    the first operator that is another one now is {text}"
 

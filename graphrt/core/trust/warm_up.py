@@ -92,11 +92,11 @@ class WatchedState:
         undo: Undo,
         kind: Hashable,
         tokens: int,
-        own: frozenset[int],
+        inputs: frozenset[int],
         calls: Callable[[], Callable[[], T]],
     ) -> T:
         """Run a forward of so many tokens eagerly; it is watched if it is the largest of its kind
-        so far, or of no kind. `own` are the addresses of the storages of its inputs; `calls`
+        so far, or of no kind. `inputs` are the addresses of the storages of its inputs; `calls`
         makes the call of each run, outside of what is watched: a run may reshape its arguments.
 
         Raises `StateTooLargeError` if it writes what can be neither saved nor left.
@@ -115,10 +115,12 @@ class WatchedState:
             self._begin()
         else:
             self._moves.begin()
-        run = self._save_writes if self.is_known(kind, tokens) else self._watch
         # Autocast would keep its cast of a weight, and the run would read that and not the weight.
         without_kept_casts(undo)
-        return run(kind, tokens, own, calls)
+        watched = partial(self._watch, kind, tokens, inputs, calls)
+        return (
+            self._save_writes(tokens, calls, watched) if self.is_known(kind, tokens) else watched()
+        )
 
     def is_known(self, kind: Hashable, tokens: int) -> bool:
         """Whether a run of so many tokens is not to be watched: a larger one of its kind was. Where
@@ -153,9 +155,10 @@ class WatchedState:
         note_operators()
 
     def _save_writes(
-        self, kind: Hashable, tokens: int, own: frozenset[int], calls: Callable[[], Callable[[], T]]
+        self, tokens: int, calls: Callable[[], Callable[[], T]], watched: Callable[[], T]
     ) -> T:
-        """Run what is known from a larger run of its kind: what it writes is saved, and no more."""
+        """Run what is known from a larger run of its kind: what it writes is saved, and no more. It
+        is `watched` after all if it writes other memory."""
         assert self._moves is not None
         self._of_size.restore()
         self._of_size = SavedWrites(self._snapshot.memory.limit)
@@ -168,17 +171,21 @@ class WatchedState:
         # It may have filled memory of this size for the first and last time.
         self.restore()
         self._moves.take_back()
-        return self._watch(kind, tokens, own, calls)
+        return watched()
 
     def _watch(
-        self, kind: Hashable, tokens: int, own: frozenset[int], calls: Callable[[], Callable[[], T]]
+        self,
+        kind: Hashable,
+        tokens: int,
+        inputs: frozenset[int],
+        calls: Callable[[], Callable[[], T]],
     ) -> T:
         assert self._moves is not None and self._reads is not None
         self._kinds.add(kind)
-        memory, run = self._snapshot.memory, partial(self._run_watched, own, calls)
+        memory, run = self._snapshot.memory, partial(self._run_watched, inputs, calls)
         watch, result = run()
         note_operators()
-        self.inputs_written = watch.own_written
+        self.inputs_written = watch.inputs_written
         made = self._made_and_reachable(watch)
         if made or watch.written():
             left = memory.take()
@@ -198,13 +205,13 @@ class WatchedState:
 
     @undoing
     def _run_watched(
-        self, undo: Undo, own: frozenset[int], calls: Callable[[], Callable[[], T]]
+        self, undo: Undo, inputs: frozenset[int], calls: Callable[[], Callable[[], T]]
     ) -> tuple[Watch, T]:
         assert self._moves is not None
         doors = side_doors.get()
         if self._has_parts and doors is not None:
             undo.set(side_doors, _NotedParts(doors, self._snapshot.python, self._moves.of_parts))
-        watch = Watch(own, self._snapshot.memory, generators=self._snapshot.generators)
+        watch = Watch(inputs, self._snapshot.memory, generators=self._snapshot.generators)
         result = watch.around(calls())
         self._has_moved |= self._moves.note()
         return watch, result

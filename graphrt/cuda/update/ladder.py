@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from graphrt.core.base.errors import IN_PIECES, UpdateRefusedError
+from graphrt.core.base.errors import IN_PIECES, TaskError
 from graphrt.core.device.figures import UpdateFigures
 from graphrt.cuda.update.images import EMPTY, KERNEL, SKIPPED, Image
 from graphrt.cuda.update.node_parameters import Setting, WholeSetting
@@ -103,7 +103,7 @@ class Ladder:
         self._switched: set[TaskNode] = set()
 
     def begin(self, executable: int) -> None:
-        """Begin a round; raises `UpdateRefusedError` if the graph was given up."""
+        """Begin a round; raises `TaskError` if the graph was given up."""
         if self.given_up:
             raise _no_way_left()
         self._executable = ctypes.c_void_p(executable)
@@ -178,7 +178,7 @@ class Ladder:
 
     def settle(self, graph: Any) -> None:
         """End the round of `graph`, down the ladder if a node was refused; raises
-        `UpdateRefusedError` if no way was left."""
+        `TaskError` if no way was left."""
         if not self._refused:
             return
         template = graph.raw_cuda_graph()
@@ -237,8 +237,8 @@ class Ladder:
         raise _no_way_left()
 
 
-def _no_way_left() -> UpdateRefusedError:
-    return UpdateRefusedError(
+def _no_way_left() -> TaskError:
+    return TaskError(
         "the driver takes the new parameters of a graph's tasks in no way",
         got="a refusal of a node's, of all parameters at once, and of another executable",
         expected="what it took when the graph was captured",

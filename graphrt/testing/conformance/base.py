@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.capture.transaction import CaptureTransaction
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
 from graphrt.core.device._contract import Capability
 from graphrt.core.device.platform import Platform

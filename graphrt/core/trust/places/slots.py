@@ -31,12 +31,7 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 call = getattr(operator, "call", call)
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "MISSING"
-
-
-MISSING = _Missing()
+MISSING: Any = object()
 """Stands for the value of a slot that is gone or empty."""
 
 namespace_of = type.__dict__["__dict__"].__get__

@@ -202,10 +202,10 @@ def _shape_of(of: type) -> Shape:
     dict_of, slots, users = None, [], []
     for base in bases_of(of):
         names = namespace_of(base)
-        own, module = names.get("__dict__"), names.get("__module__")
+        attributes, module = names.get("__dict__"), names.get("__module__")
         # A property of that name is the user's, and is not run.
-        if dict_of is None and type(own) in _BY_C and base is not type:
-            dict_of = own.__get__
+        if dict_of is None and type(attributes) in _BY_C and base is not type:
+            dict_of = attributes.__get__
         if "__slots__" in names:
             slots += [each for each in names.items() if type(each[1]) is _BY_C[0]]
         if type(module) is str and not is_library(module):
@@ -519,13 +519,20 @@ class Walk:
     # Objects and containers ----------------------------------------------------------------------
 
     def _attributes(self, value: Any, place: Place, shape: Shape) -> Slots:
-        """An object's `__dict__`, slots and class; of a module also what it has registered."""
+        """An object's `__dict__`, slots and class; of a module also its parameters, buffers,
+        submodules and hooks."""
         attributes: Slots = []
         held = {} if shape.dict_of is None else shape.dict_of(value)
         skipped: Collection[str] = ()
         if shape.kind is Kind.MODULE:
             skipped = _OWN_OF_MODULES
-            attributes = _registered(place, held)
+            for inner_name in INNER:
+                inner: Any = held.get(inner_name)
+                before = f".{inner_name}" if inner_name.endswith("hooks") else ""
+                for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
+                    where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
+                    slot = Place(place, before + where, slots.ITEM, inner, key)
+                    attributes.append((slot, each))
         for name, each in dict.items(held):
             if name not in skipped and type(name) is str:
                 attributes.append((Place(place, f".{name}", slots.ITEM, held, name), each))
@@ -618,10 +625,10 @@ class Walk:
             return variables
         slot = Place(place, ".__code__", slots.FIELD, value, _FUNCTION["__code__"])
         self.places.code.append((slot, code))
-        given = value.__defaults__ or ()
+        values = value.__defaults__ or ()
         defaults = Place(place, "", slots.FIELD, value, _FUNCTION["__defaults__"])
-        with_default = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
-        for index, (name, each) in enumerate(zip(with_default, given, strict=False)):
+        with_default = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+        for index, (name, each) in enumerate(zip(with_default, values, strict=False)):
             slot = Place(place, f"{before}default {name}", slots.TUPLE_ITEM, defaults, index)
             variables.append((slot, each))
         named = value.__kwdefaults__ or {}
@@ -655,14 +662,14 @@ class Walk:
         self.places.named.setdefault(id(held), (held, set(), module))[1].update(names)
         # All functions of a module share its globals. They grow with every import, so they are no
         # container to watch: one fixed place stands for them.
-        own = self.places.first.setdefault(id(held), Place(owner, "", FIXED, held))
-        self.places.first[id(own)] = own
-        self.places.slots.append((Place(owner, "", FIXED, own), own))
+        home = self.places.first.setdefault(id(held), Place(owner, "", FIXED, held))
+        self.places.first[id(home)] = home
+        self.places.slots.append((Place(owner, "", FIXED, home), home))
         for name in sorted(names & held.keys()):
             value, key = held.get(name), (id(held), name)
             if key in self._looked_up or issubclass(type(value), types.ModuleType):
                 continue
-            if self._by_name(Place(own, f"global {module}{name}", slots.ITEM, held, name), value):
+            if self._by_name(Place(home, f"global {module}{name}", slots.ITEM, held, name), value):
                 self._looked_up.add(key)
         for name in sorted(names):
             # A module may also be imported in the function itself.
@@ -672,7 +679,7 @@ class Walk:
                 entry = (id(inner), frozenset(names))
                 if not is_library(str(inner.get("__name__"))) and entry not in self._looked_up:
                     self._looked_up.add(entry)
-                    self._globals(own, inner, names)
+                    self._globals(home, inner, names)
 
     def _bound(self, value: Any, place: Place, shape: Shape) -> Slots:
         """A bound method, whose object and function stay what they are."""
@@ -734,18 +741,6 @@ class Walk:
         kinds = (Kind.TENSOR, Kind.TUPLE)
         results = [each for each in held if self._shapes[type(each)].kind in kinds]
         return _fixed(place, results, ", cached") + _fixed(place, [value.__wrapped__])
-
-
-def _registered(place: Place, held: dict[str, Any]) -> Slots:
-    """The parameters, buffers, submodules and hooks of a module with this `__dict__`."""
-    registered: Slots = []
-    for name in INNER:
-        inner: Any = held.get(name)
-        before = f".{name}" if name.endswith("hooks") else ""
-        for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
-            where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
-            registered.append((Place(place, before + where, slots.ITEM, inner, key), each))
-    return registered
 
 
 def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:

@@ -123,7 +123,7 @@ def _homes(blocks: Iterable[MemoryBlock]) -> Callable[[int], MemoryBlock | None]
 
     @cache
     def home_of(address: int) -> MemoryBlock | None:
-        place = bisect_right(starts, address) - 1
-        return ordered[place] if place >= 0 and address < ordered[place].end else None
+        at = bisect_right(starts, address) - 1
+        return ordered[at] if at >= 0 and address < ordered[at].end else None
 
     return home_of

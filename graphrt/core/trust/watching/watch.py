@@ -57,8 +57,8 @@ class Use:
     def note(self, part: torch.Tensor, facts: OperatorFacts, *, fills: bool) -> None:
         """An operator is given this `part` of the memory, which it `fills` or may read."""
         if self.in_parts:
-            given = in_eager_part.get()
-            self.in_parts = given is not None and self.ref.cdata not in given
+            arguments = in_eager_part.get()
+            self.in_parts = arguments is not None and self.ref.cdata not in arguments
         if fills and not self.exposed:
             self.overwritten = max(self.overwritten, part.numel())
         elif not facts.is_view and part.numel() > self.overwritten:
@@ -111,8 +111,8 @@ class _Call(NamedTuple):
 
 
 class Watch(ThreadMode):
-    """Sees what one run does with memory from outside. `own` is the step's own memory, such as its
-    inputs, by address of storages: it does not count. Before memory is written, `saves` saves it.
+    """Sees what one run does with memory from outside. What the step brings along does not count:
+    its `inputs`, by address of storages. Before memory is written, `saves` saves it.
 
     With `follows`, the trace of an earlier run, the first operator that differs from it is looked
     at: if it could do harm (an operator of the host's own, an index out of bounds) `Deviation` is
@@ -126,7 +126,7 @@ class Watch(ThreadMode):
 
     def __init__(
         self,
-        own: frozenset[int] = frozenset(),
+        inputs: frozenset[int] = frozenset(),
         saves: SavedWrites | None = None,
         follows: Trace | None = None,
         generators: Generators | None = None,
@@ -142,13 +142,13 @@ class Watch(ThreadMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace(keeps_sources=keeps_sources, rows=rows)
-        # Writes to `own` memory, by the address of the tensor that was written.
-        self.own_written: dict[int, Use] = {}
+        # Writes to `inputs` memory, by the address of the tensor that was written.
+        self.inputs_written: dict[int, Use] = {}
         self.saw_compiled_code = False
         self.deviation = ""
         """The first operator that `follows` has not, and where it was issued."""
         self._deviates_in_part = False
-        self._own = own
+        self._inputs = inputs
         self._saves = saves
         self._follows = follows
         self._generators = generators
@@ -194,10 +194,10 @@ class Watch(ThreadMode):
             self._rewrite(targets, from_inputs)
         if call.facts.makes_nothing:
             return
-        memory, own, is_data = self._memory, self._own, call.func is LIFT_FRESH
+        memory, inputs, is_data = self._memory, self._inputs, call.func is LIFT_FRESH
         made = (call.args[0], result) if is_data else (result,)
         for part, key, address in tree.placed(made, parts=True):
-            if key is not None and key not in memory and address not in own:
+            if key is not None and key not in memory and address not in inputs:
                 memory[key] = Kept(StorageWeakRef(part.untyped_storage()), from_inputs)  # type: ignore[no-untyped-call]
         if is_data:
             self._note_data(result)
@@ -211,8 +211,8 @@ class Watch(ThreadMode):
         """An eager part begins: note the plain values that it is given, which a replay has of its
         capture; returns the keys of the memory that it is given."""
         tensors: list[torch.Tensor] = []
-        for given in (*args, *kwargs.values()):
-            for _, leaf in tree.leaves(given):
+        for value in (*args, *kwargs.values()):
+            for _, leaf in tree.leaves(value):
                 if isinstance(leaf, torch.Tensor):
                     tensors.append(leaf)
                 else:
@@ -230,17 +230,17 @@ class Watch(ThreadMode):
 
     def _note_data(self, made: torch.Tensor) -> None:
         """The last operator has made a tensor of Python data."""
-        key, place = tree.storage_key(made), len(self.trace) - 1
+        key, at = tree.storage_key(made), len(self.trace) - 1
         kept = None if key is None else self._memory.get(key)
         # Memory of an array is read where it is, and a task makes its own anew at every replay.
         is_baked = made.untyped_storage().resizable() or not self._reads_arrays
         if isinstance(kept, Kept) and is_baked and not in_task.get():
-            kept.of_data = place
+            kept.of_data = at
 
     def _follow(self, op: Op, args: Sequence[Any], then: Trace) -> None:
         """Raise `Deviation` where this run leaves the way of an earlier one and may do harm."""
-        place = len(self.trace)
-        if not self.deviation and (place >= len(then) or then[place] != op):
+        at = len(self.trace)
+        if not self.deviation and (at >= len(then) or then[at] != op):
             self.deviation = f"{op} at {user_source() or 'an unknown line'}"
             self._deviates_in_part = in_eager_part.get() is not None
         if self.deviation and not (
@@ -260,10 +260,10 @@ class Watch(ThreadMode):
             use = None if key is None else self._memory.get(key)
             if key is None or isinstance(use, Kept):
                 continue
-            if address in self._own:
+            if address in self._inputs:
                 if torch.Tag.inplace_view not in call.func.tags:
                     use = Use(tensor, str(call.func), call.source)
-                    self.own_written.setdefault(tensor.data_ptr(), use)
+                    self.inputs_written.setdefault(tensor.data_ptr(), use)
                 continue
             if use is None:
                 if _from_compiled_code():
@@ -281,13 +281,13 @@ class Watch(ThreadMode):
     def _use(self, call: _Call, targets: list[torch.Tensor]) -> tuple[tuple[object, ...], bool]:
         """Note what an operator, which writes `targets`, uses of what it is given; returns its
         arguments as traces have them, and whether some were computed from the inputs."""
-        given = tree.placed((*call.args, *call.kwargs.values()))
+        operands = tree.placed((*call.args, *call.kwargs.values()))
         if in_task.get():
             self.trace.in_tasks.add(len(self.trace))
-        overwritten = _overwritten(targets, given) if call.facts.overwrites else ()
+        overwritten = _overwritten(targets, operands) if call.facts.overwrites else ()
         tensors: dict[int, object] = {}
         from_inputs = False
-        for each in given:
+        for each in operands:
             whole, key, _ = each
             extent = _extent(whole)
             if key is None or isinstance(self._memory.get(key), Kept):
@@ -299,7 +299,7 @@ class Watch(ThreadMode):
                 known = None if key is None else self._memory.get(key)
                 if key is None:
                     continue
-                if address in self._own:
+                if address in self._inputs:
                     from_inputs = True
                     continue
                 if known is None:
@@ -320,13 +320,13 @@ class Watch(ThreadMode):
                 known.from_inputs |= from_inputs
 
 
-def _overwritten(targets: list[torch.Tensor], given: list[tree.Placed]) -> Collection[int]:
+def _overwritten(targets: list[torch.Tensor], operands: list[tree.Placed]) -> Collection[int]:
     """What an operator fills without reading it, by `id`."""
     filled = {id(each) for each in targets}
     if len(filled) > 1:
         return filled
     # torch.add(state, x, out=state) reads it too.
-    ids = [id(tensor) for tensor, *_ in given]
+    ids = [id(tensor) for tensor, *_ in operands]
     return {each for each in filled if ids.count(each) == 1}
 
 
@@ -439,7 +439,7 @@ class Trace(list[Op]):
         if not left and not self.in_tasks:
             return self
         kept = [at for at in range(len(self)) if at not in left]
-        trace = Trace(Op(self[at].func, ()) if at in self.in_tasks else self[at] for at in kept)
+        trace = Trace([Op(self[at].func, ()) if at in self.in_tasks else self[at] for at in kept])
         trace.sources = [self.sources[at] for at in kept]
         return trace
 
@@ -478,8 +478,8 @@ class Trace(list[Op]):
         """What was first at a place, with the line of code there; "" for None."""
         if first is None:
             return ""
-        place, text = first
-        source = self.sources[place] if place < len(self.sources) else None
+        at, text = first
+        source = self.sources[at] if at < len(self.sources) else None
         return text if source is None else f"{text} at {source}"
 
     def first_mixed(self, alone: Trace, rounding: float) -> tuple[int, str] | None:
@@ -488,12 +488,12 @@ class Trace(list[Op]):
         if self.overloads() != alone.overloads():
             difference = first_difference(self, alone, same_but_for_size)
             end = end if difference is None else difference[0]
-        for place, (ours, theirs) in enumerate(zip(self.sums[:end], alone.sums, strict=False)):
+        for at, (ours, theirs) in enumerate(zip(self.sums[:end], alone.sums, strict=False)):
             if ours is None or theirs is None:
                 continue
             a, b = ours.item(), theirs.item()
             if abs(a - b) > rounding * max(abs(a), abs(b)) or (a != a) != (b != b):
-                end = place
+                end = at
                 break
         return (end, str(self[end])) if end < len(self) else None
 
@@ -501,15 +501,15 @@ class Trace(list[Op]):
         """The first Python data, now and `then`, that a tensor was made of and that differ; `then`
         is a run of the same size. Tensors that nobody used do not count, with `has_parts` nor do
         those of eager parts."""
-        for place, (ours, theirs) in enumerate(zip(self, then, strict=False)):
+        for at, (ours, theirs) in enumerate(zip(self, then, strict=False)):
             if ours.func is not theirs.func:
                 return None
             if ours.func is not LIFT_FRESH or ours.arguments == theirs.arguments:
                 continue
-            is_used = place in self.constants or place in then.constants
-            if is_used and not (has_parts and place in self.in_parts):
+            is_used = at in self.constants or at in then.constants
+            if is_used and not (has_parts and at in self.in_parts):
                 told = self if self.keeps_sources else then
-                return told.at_source((place, str(ours.arguments[0]))), str(theirs.arguments[0])
+                return told.at_source((at, str(ours.arguments[0]))), str(theirs.arguments[0])
         return None
 
 
@@ -568,11 +568,11 @@ def differences(
     now: Sequence[Any], then: Sequence[Any], same: Callable[[Any, Any], bool]
 ) -> Iterator[tuple[int, str]]:
     """All of them."""
-    for place, (ours, theirs) in enumerate(zip_longest(now, then)):
+    for at, (ours, theirs) in enumerate(zip_longest(now, then)):
         if ours is None or theirs is None:
-            yield place, f"{ours or 'none'} where the graph has {theirs or 'none'}"
+            yield at, f"{ours or 'none'} where the graph has {theirs or 'none'}"
         elif not same(ours, theirs):
-            yield place, f"{ours}{_text(ours, theirs)}"
+            yield at, f"{ours}{_text(ours, theirs)}"
 
 
 def same_but_for_size(ours: Op, theirs: Op) -> bool:

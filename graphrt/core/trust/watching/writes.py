@@ -90,20 +90,20 @@ class SavedWrites:
         self, tensor: torch.Tensor, facts: OperatorFacts, args: Sequence[Any], use: object
     ) -> None:
         """Save what an operator is about to write into `tensor`; `use` is what errors call it."""
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        known = self._whole.get(place)
+        view_key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        known = self._whole.get(view_key)
         if (known is not None and known.is_of(tensor)) or tensor.numel() == 0:
             return
-        if place in self._protected:
+        if view_key in self._protected:
             return
-        unseen(lambda: self._save(tensor, facts, args, place, use))
+        unseen(lambda: self._save(tensor, facts, args, view_key, use))
 
     def _save(
         self,
         tensor: torch.Tensor,
         facts: OperatorFacts,
         args: Sequence[Any],
-        place: tuple[object, ...],
+        view_key: tuple[object, ...],
         use: object,
     ) -> None:
         key = tensor.untyped_storage()._cdata
@@ -113,7 +113,7 @@ class SavedWrites:
             view = tensor.detach()
             if self.bytes + view.numel() * view.element_size() > self.limit:
                 if self._sums:
-                    self._protected[place] = Protected(view, str(use))
+                    self._protected[view_key] = Protected(view, str(use))
                 return
             held = _Whole(view)
             access = RowAccess(held.read, held.write)
@@ -122,7 +122,7 @@ class SavedWrites:
             access = facts.rows(args)
             self.row_writes.add((key, facts.name))
             if access.chosen:
-                rows = self._rows.setdefault((*place, access.dim, access.along), [])
+                rows = self._rows.setdefault((*view_key, access.dim, access.along), [])
                 if any(_are_equal(access.chosen, each) for each in rows):
                     return
         region = _Region(key, access, access.read(), tensor.is_inference(), use, whole)
@@ -139,7 +139,7 @@ class SavedWrites:
         self._regions.append(region)
         # Known only now: a run after one that had no memory for the copy would not save it.
         if held is not None:
-            self._whole[place] = held
+            self._whole[view_key] = held
         elif rows is not None:
             rows.append(access.chosen)
 
@@ -198,7 +198,7 @@ class SavedWrites:
 
         Raises `StateTooLargeError` for rows that no padding of an index input, in `pads`, names.
         """
-        return [unseen(lambda own=own: own.check(pads)) for own in self._protected.values()]  # type: ignore[misc]
+        return [unseen(lambda each=each: each.check(pads)) for each in self._protected.values()]  # type: ignore[misc]
 
 
 def _are_equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
