@@ -132,43 +132,28 @@ class LeftOut(NamedTuple):
     """Tokens of the graph of its mode and kind that serves its batches, or None."""
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """What is captured, in this order, what it takes and what was left out."""
+Captured = tuple[PlannedCapture, ...]
+"""What is captured, in capture order."""
 
-    resolution: ModeResolution
-    captured: tuple[PlannedCapture, ...]
-    left_out: tuple[LeftOut, ...]
-    budget: Budget
 
-    @property
-    def keys(self) -> tuple[CaptureKey, ...]:
-        """What to capture, in capture order."""
-        return tuple((planned.mode, planned.descriptor) for planned in self.captured)
+def budget_lines(budget: Budget, captured: Captured, left_out: Sequence[LeftOut]) -> list[str]:
+    """Every graph with its cost, the sum, and what was left out."""
+    total = total_of(planned.cost for planned in captured)
+    limited = [name for name in RESOURCES if getattr(budget, name) is not None]
+    taken = [name for name in RESOURCES if name != "graphs" and getattr(total, name)]
+    shown = [name for name in RESOURCES if name in limited + taken] or ["graphs"]
+    counted = f"{len(captured)} of {len(captured) + len(left_out)} sizes"
+    limits = [of_limit(n, getattr(total, n), getattr(budget, n)) for n in limited]
 
-    @property
-    def total(self) -> GraphCost:
-        """What all captured graphs take together."""
-        return _total(planned.cost for planned in self.captured)
+    def figures(cost: GraphCost) -> str:
+        return ", ".join(figure(name, getattr(cost, name)) for name in shown)
 
-    def lines(self) -> list[str]:
-        """Every graph with its cost, the sum, and what was left out."""
-        budget, total = self.budget, self.total
-        limited = [name for name in RESOURCES if getattr(budget, name) is not None]
-        taken = [name for name in RESOURCES if name != "graphs" and getattr(total, name)]
-        shown = [name for name in RESOURCES if name in limited + taken] or ["graphs"]
-        counted = f"{len(self.captured)} of {len(self.captured) + len(self.left_out)} sizes"
-        limits = [of_limit(n, getattr(total, n), getattr(budget, n)) for n in limited]
-
-        def figures(cost: GraphCost) -> str:
-            return ", ".join(figure(name, getattr(cost, name)) for name in shown)
-
-        return [
-            *budget.notes,
-            *(f"{p.mode.name} [{p.descriptor}]: {figures(p.cost)}" for p in self.captured),
-            f"in all: {counted}, {', '.join(limits) or figures(total)}",
-            *_left_out_lines(self.left_out),
-        ]
+    return [
+        *budget.notes,
+        *(f"{p.mode.name} [{p.descriptor}]: {figures(p.cost)}" for p in captured),
+        f"in all: {counted}, {', '.join(limits) or figures(total)}",
+        *_left_out_lines(left_out),
+    ]
 
 
 BUDGET_RULE = "budget"
@@ -184,8 +169,9 @@ def fit(
     mode: ModeResolution,
     traffic: Traffic | None = None,
     landmarks: Collection[int] = (),
-) -> Fitted:
-    """Choose which of `keys` (in capture order) to capture within `budget`.
+) -> tuple[ModeResolution, Captured, tuple[LeftOut, ...]]:
+    """Choose which of `keys` (in capture order) to capture within `budget`; returns the mode that
+    this leaves, what is captured, and what is not.
 
     FULL graphs come first, because pieces take many times as much, but for `budget.min_piecewise`
     pieces, where they take no more than half of the budget. Within a mode the largest size of each
@@ -202,7 +188,7 @@ def fit(
     full = [key for key in order if key[0] is GraphMode.FULL]
     pieces = [key for key in order if key[0] is GraphMode.PIECEWISE]
     fewest = min(budget.min_piecewise, len(pieces))
-    taken = _total(costs[key] for key in pieces[:fewest])
+    taken = total_of(costs[key] for key in pieces[:fewest])
     # Twice their cost does not fit: they would take more than half of the budget.
     early = 0 if budget.lacks(taken, taken) else fewest
     kept = _fill([*full[:1], *pieces[:early], *full[1:], *pieces[early:]], costs, budget)
@@ -217,8 +203,7 @@ def fit(
     if keys and not kept:
         mode = mode.stepped(BUDGET_RULE, GraphMode.NONE, "the budget holds no graph at all")
     captured = tuple(PlannedCapture(*key, costs[key]) for key in keys if key in kept)
-    left_out = tuple(_left_out(keys, kept, costs, budget, mode.mode))
-    return Fitted(mode, captured, left_out, budget)
+    return mode, captured, tuple(_left_out(keys, kept, costs, budget, mode.mode))
 
 
 def by_priority(
@@ -249,7 +234,7 @@ def _by_kind(keys: Iterable[CaptureKey]) -> dict[tuple[GraphMode, object], list[
 def _fill(order: Iterable[CaptureKey], costs: Costs, budget: Budget) -> Kept:
     """What fits, in order."""
     kept: Kept = {}
-    used = _total(())
+    used = total_of(())
     for key in order:
         if budget.lacks(used, costs[key]) is None:
             kept[key] = None
@@ -261,7 +246,7 @@ def _left_out(
     keys: Iterable[CaptureKey], kept: Kept, costs: Costs, budget: Budget, mode: GraphMode
 ) -> Iterator[LeftOut]:
     """Why each of the other keys is left out, and what its batches are padded to."""
-    used = _total(costs[key] for key in kept)
+    used = total_of(costs[key] for key in kept)
     serving = {kind: sorted(map(_tokens, alike)) for kind, alike in _by_kind(kept).items()}
     for key in keys:
         if key in kept:
@@ -280,7 +265,8 @@ def _left_out(
         yield LeftOut(*key, cost, why, sizes[at] if at < len(sizes) else None)
 
 
-def _total(costs: Iterable[GraphCost]) -> GraphCost:
+def total_of(costs: Iterable[GraphCost]) -> GraphCost:
+    """What graphs of these costs take together."""
     return sum(costs, GraphCost(graphs=0))
 
 
