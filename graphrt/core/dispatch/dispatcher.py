@@ -42,16 +42,10 @@ _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
 
 
 class Count:
-    """How many batches had the same answer."""
+    """How many batches had the same answer. C knows where in an object `batches` is."""
 
     __slots__ = ("batches",)
     batches: int
-
-
-class Served(Count):
-    """The same of batches of one live size that go to a graph: C knows this class."""
-
-    __slots__ = ()
 
 
 class Reserved(NamedTuple):
@@ -264,7 +258,7 @@ class GraphDispatcher(Uncopied):
         try:
             return self._counts[where, tokens]
         except KeyError:
-            count = Served() if slot >= 0 else Count()
+            count = Count()
         count.batches = 0
         if len(self._counts) >= COUNTED:
             step = 1 << max(tokens.bit_length() - 4, 0)

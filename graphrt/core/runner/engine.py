@@ -28,7 +28,7 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.dispatch.dispatcher import Served
+from graphrt.core.dispatch.dispatcher import Count
 from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
 from graphrt.core.inputs.buffers import batch_of
 from graphrt.core.replay.pool import GraphPool
@@ -97,7 +97,7 @@ class StepEngine:
             under_way=under_way,
             batches=Batch,
             version=type(self._dispatcher.version),
-            reserved=Served,
+            counts=Count,
             prepared=PreparedStep,
         )
 
