@@ -21,7 +21,7 @@ from graphrt.core.inputs.declared import DeclaredInputs, flat_of
 from graphrt.core.inputs.layout import InputLayout, PadPattern, remember
 from graphrt.core.inputs.padding_rows import PaddingRows
 from graphrt.core.inputs.slot import InputSlot
-from graphrt.core.inputs.transport import HostCopy, InputRing, InputTransport, Slab, StagedCopy
+from graphrt.core.inputs.transport import HostCopy, InputTransport, Slab, StagedCopy
 
 _CACHED_LAYOUTS = 1024
 
@@ -86,8 +86,8 @@ class StaticInputs:
         return required
 
     @property
-    def ring(self) -> InputRing | None:
-        """What graphs fetch their inputs from, if they do."""
+    def ring(self) -> Any:
+        """What graphs fetch their inputs from, if they do: see `InputTransport`."""
         return self.transport.ring
 
     def layout(self, tokens: int, reqs: int) -> InputLayout:
