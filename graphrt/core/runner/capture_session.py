@@ -146,7 +146,7 @@ class CaptureScheduler:
             return dispatch, values
         # The capture fills the buffers, in which inputs may lie; and inputs may be outputs of the
         # last step, which ran on another stream.
-        self._setup.pool.follow_stream()
+        self._setup.pool.streams.follow()
         values = tree.cloned(dict(values))
         try:
             CaptureSession(graphs, self).run([(wanted.mode, wanted.descriptor)])
@@ -202,7 +202,7 @@ class CaptureSession:
         self._graphs = graphs
         self._scheduler = scheduler
         # Steps on another stream may still use the state that is saved.
-        setup.pool.follow_stream()
+        setup.pool.streams.follow()
         platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
         self._state = WatchedState(
             setup.host.state,
@@ -249,12 +249,12 @@ class CaptureSession:
         if not keys and not uncompiled:
             return
         undo.later(setup.inputs.reset)
-        undo.later(setup.pool.follow_stream)
+        undo.later(setup.pool.streams.follow)
         # The host's numbers go on where they were; those of a device are not restored.
         undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
         with setup.host.around_capture():
             # Warm-ups write what the steps before may be reading still, on whichever stream.
-            setup.pool.follow_stream()
+            setup.pool.streams.follow()
             if uncompiled:
                 # Of all rows, where no graph is planned.
                 rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)

@@ -89,10 +89,11 @@ class StepExecutor:
             raise wrong_requests(reqs, prepared.reqs)
         if pool.closed:
             pool.check_open()
-        if context is None and pool.step is not None:
+        if context is None and pool.pieces.replaying is not None:
             pool._leave_step(None)
         ring = None if eager else prepared.ring
-        stream = None if pool.read_stream_id is None else pool.follow_stream()
+        streams = pool.streams
+        stream = None if streams.read_id is None else streams.follow()
         inputs.fill(values, prepared.layout, tokens, reqs, stream, ring is not None)
         # Not before: they may have been among the inputs.
         if pool.handed_out:
@@ -109,7 +110,7 @@ class StepExecutor:
             outputs = self._call(prepared, context, around, eager=eager)
         if ring is not None:
             ring.launched()
-        return prepared.outputs.live(outputs, tokens, reqs, pool)
+        return prepared.outputs.live(outputs, tokens, reqs)
 
     def run_padded(
         self, step: Step, updates: Any, *, eager: bool = False, around: Around | None = None
@@ -148,7 +149,7 @@ class StepExecutor:
             compared=around is not None,
             live=batch,
         )
-        pool.follow_stream()
+        pool.streams.follow()
         # Modes of the host see the operators of the forward, and no others.
         views = unseen(partial(inputs.copies, values, tokens, reqs))
         # Not before: they may have been among the inputs.

@@ -143,7 +143,7 @@ class StepRuns:
         graphs, inputs = executor.graphs, executor.inputs
         inputs.declared.check(step.values, None, None)
         # They may be outputs of the last step, or views of the buffers.
-        executor.pool.follow_stream()
+        executor.pool.streams.follow()
         step = step._replace(values=tree.cloned(dict(step.values)))
         resolve = executor.updates.resolve
         self._unpadded_step = step._replace(updates=resolve(step, padded=False))
