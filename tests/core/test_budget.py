@@ -94,10 +94,7 @@ def test_full_graphs_come_first_and_pieces_take_the_rest() -> None:
     fitted = plan(keys_of(BOTH, 1, 2, 4, 8), Budget(streams=15), pieces_take(5), mode=BOTH)
     assert tokens(fitted, FULL) == [8, 4, 2, 1]
     assert tokens(fitted, PIECEWISE) == [8, 1]
-    assert [(each.descriptor.num_tokens, each.padded_to) for each in fitted.left_out] == [
-        (4, 8),
-        (2, 8),
-    ]
+    assert [each.descriptor.num_tokens for each in fitted.left_out] == [4, 2]
     assert fitted.left_out[0].why == "needs 5 streams; free: 1 of 15 streams"
 
 
@@ -150,7 +147,6 @@ def test_a_budget_for_nothing_ends_in_eager_mode() -> None:
     fitted = plan(keys_of(FULL, 1, 8), Budget(streams=0), pieces_take(5), mode=FULL)
     assert (fitted.resolution.mode, fitted.keys) == (GraphMode.NONE, ())
     assert "no graph at all" in "\n".join(fitted.resolution.lines())
-    assert fitted.left_out[0].padded_to is None
 
 
 def test_strict_refuses_the_step() -> None:
@@ -186,7 +182,7 @@ def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
     assert "PIECEWISE [8 tokens]: 5 streams, 8.0 MiB, 0.50 s" in text
     assert "FULL [1 tokens 1 reqs uniform q=1]: 1 stream, 4.0 MiB, 0.25 s" in text
     assert "in all: 6 of 8 sizes, 14 of 15 streams, 32.0 of 100.0 MiB" in text
-    assert "left out: PIECEWISE [4 tokens]: needs 5 streams" in text and "padded to 8" in text
+    assert "left out: PIECEWISE [4 tokens] and 1 more of 2 to 2 tokens: needs 5 streams" in text
 
 
 def test_a_plan_without_limits_counts_graphs() -> None:
@@ -313,7 +309,6 @@ def test_a_budget_keeps_sizes_that_pad_the_traffic_little(count: int) -> None:
     )
     assert padding(kept, BIMODAL) <= best * 1.05
     assert (len(kept), kept[-1], plan.total.graphs) == (count, 256, count)
-    assert all(each.padded_to for each in plan.left_out)
 
 
 def test_a_budget_keeps_to_the_list_of_a_host() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -128,8 +127,6 @@ class LeftOut(NamedTuple):
     descriptor: BatchDescriptor
     cost: GraphCost
     why: str
-    padded_to: int | None
-    """Tokens of the graph of its mode and kind that serves its batches, or None."""
 
 
 Captured = tuple[PlannedCapture, ...]
@@ -245,24 +242,20 @@ def _fill(order: Iterable[CaptureKey], costs: Costs, budget: Budget) -> Kept:
 def _left_out(
     keys: Iterable[CaptureKey], kept: Kept, costs: Costs, budget: Budget, mode: GraphMode
 ) -> Iterator[LeftOut]:
-    """Why each of the other keys is left out, and what its batches are padded to."""
+    """Why each of the other keys is left out."""
     used = total_of(costs[key] for key in kept)
-    serving = {kind: sorted(map(_tokens, alike)) for kind, alike in _by_kind(kept).items()}
     for key in keys:
         if key in kept:
             continue
         cost = costs[key]
-        name = budget.lacks(used, cost)
-        if mode is not GraphMode.NONE and key[0] not in mode.runtime_modes:
-            why = f"mode {mode.name} captures no {key[0].name} graphs"
-        else:
+        why = f"mode {mode.name} captures no {key[0].name} graphs"
+        if mode is GraphMode.NONE or key[0] in mode.runtime_modes:
+            name = budget.lacks(used, cost)
             assert name is not None
             limit = getattr(budget, name)
             free = of_limit(name, limit - getattr(used, name), limit)
             why = f"needs {figure(name, getattr(cost, name))}; free: {free}"
-        sizes = serving.get((key[0], key[1].kind), [])
-        at = bisect_left(sizes, key[1].num_tokens)
-        yield LeftOut(*key, cost, why, sizes[at] if at < len(sizes) else None)
+        yield LeftOut(*key, cost, why)
 
 
 def total_of(costs: Iterable[GraphCost]) -> GraphCost:
@@ -270,29 +263,15 @@ def total_of(costs: Iterable[GraphCost]) -> GraphCost:
     return sum(costs, GraphCost(graphs=0))
 
 
-def _left_out_lines(left_out: Iterable[LeftOut]) -> list[str]:
+def _left_out_lines(left_out: Iterable[LeftOut]) -> Iterator[str]:
     """A line for each reason: the largest of its graphs, and how many more there are."""
-    by_reason: dict[tuple[str, str, bool], list[LeftOut]] = {}
+    by_reason: dict[tuple[GraphMode, str], list[LeftOut]] = {}
     for each in left_out:
-        reason = each.mode.name, each.why, each.padded_to is None
-        by_reason.setdefault(reason, []).append(each)
-    lines = []
+        by_reason.setdefault((each.mode, each.why), []).append(each)
     for first, *others in by_reason.values():
-        size = first.padded_to
-        served = "no graph of its kind serves its batches" if size is None else f"padded to {size}"
-        more = f"; {alike(each.descriptor for each in others)}" if others else ""
-        lines.append(
-            f"left out: {first.mode.name} [{first.descriptor}]: {first.why}; {served}{more}"
-        )
-    return lines
-
-
-def alike(descriptors: Iterable[BatchDescriptor]) -> str:
-    """How many graphs share a reason with one that was named, and of which sizes."""
-    sizes = [descriptor.num_tokens for descriptor in descriptors]
-    least, most = min(sizes), max(sizes)
-    tokens = f"{most} tokens" if least == most else f"{least} to {most} tokens"
-    return f"so {'is' if len(sizes) == 1 else 'are'} {len(sizes)} more of {tokens}"
+        sizes = [each.descriptor.num_tokens for each in others]
+        more = f" and {len(sizes)} more of {min(sizes)} to {max(sizes)} tokens" if sizes else ""
+        yield f"left out: {first.mode.name} [{first.descriptor}]{more}: {first.why}"
 
 
 def figure(name: str, value: float) -> str:
