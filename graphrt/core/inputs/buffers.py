@@ -19,7 +19,6 @@ from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
 from graphrt.core.inputs.layout import InputLayout, PadPattern, remember
-from graphrt.core.inputs.padding_rows import PaddingRows
 from graphrt.core.inputs.slot import InputSlot
 from graphrt.core.inputs.transport import HostCopy, InputTransport, Slab, StagedCopy
 
@@ -50,7 +49,6 @@ class StaticInputs:
         self.reqs = reqs
         every = self.declared.specs
         self._patterns = {name: PadPattern(spec) for name, spec in every.items()}
-        self.padding = PaddingRows(every)
         dtypes = {name: spec.dtype for name, spec in every.items()}
         # Inputs of a dtype that has gradients.
         self.graded = [n for n, of in dtypes.items() if of.is_floating_point or of.is_complex]

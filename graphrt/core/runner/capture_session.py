@@ -252,7 +252,7 @@ class CaptureSession:
             limit_bytes=limit,
             reads=graphs.reads if graphs.reads.watched else None,
             warmed_up=graphs.warmed_up,
-            pads=setup.inputs.padding.addresses,
+            pads=setup.inputs.declared.addresses,
             device_type=platform.device_type,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
             has_parts=setup.plan.mode.has_piecewise,

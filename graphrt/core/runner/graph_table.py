@@ -128,7 +128,7 @@ class PreparedStep:
     def check_written(self, written: Mapping[int, Use]) -> None:
         """Raise `RefusedOpError` if a warm-up has written an input that has no batch axis: that is
         state, of which the next step would bring what was there before."""
-        with_rows = self._setup.inputs.padding.with_rows
+        with_rows = self._setup.inputs.declared.with_rows
         for name, view in self.layout.views.items():
             if name in with_rows:
                 continue
@@ -232,7 +232,7 @@ class GraphTable:
             setup.options,
             self.reads,
             setup.pool.platform.device_type,
-            inputs=frozenset() if setup.host.mixes_rows else setup.inputs.padding.with_rows,
+            inputs=frozenset() if setup.host.mixes_rows else setup.inputs.declared.with_rows,
             has_metadata=setup.host.metadata is not None,
         )
         self.wrappers = setup.wrappers()

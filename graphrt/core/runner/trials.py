@@ -94,7 +94,7 @@ def differing_inputs(executor: StepExecutor, step: Step) -> frozenset[str] | Non
 def _differing(executor: StepExecutor, step: Step) -> frozenset[str] | None:
     if not executor.graphs.checks.awaits_padding(step.dispatch.slot):
         return None
-    return executor.inputs.padding.differing(step.values)
+    return executor.inputs.declared.differing(step.values)
 
 
 @undoing
@@ -109,7 +109,7 @@ def _try(executor: StepExecutor, undo: Undo, runs: StepRuns, *, undone: bool = F
         setup.options,
         own=runs.prepared.storages(),
         mixes_rows=setup.host.mixes_rows,
-        pads=executor.inputs.padding.unused_addresses(runs.step.values),
+        pads=executor.inputs.declared.unused_addresses(runs.step.values),
     )
     for span in graphs.spans:
         undo.enter(span("trial", graph.name))
@@ -182,7 +182,7 @@ class StepRuns:
         return tree.cloned(self._executor.run_padded(self.step, self.step.updates))
 
     def disturbed(self, watch: Watch) -> Any:
-        disturb = self._executor.inputs.padding.disturb
+        disturb = self._executor.inputs.declared.disturb
         rows = (live for _, live in self.sizes)
         return self.eager(watch, partial(disturb, self.prepared.layout, *rows))
 
