@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ Case = tuple[Callable[[Batch], object], list[Batch]]
 """What is called, and with which batches."""
 
 
-def dispatcher_of(keys: Iterator[tuple[GraphMode, BatchDescriptor]]) -> GraphDispatcher:
-    dispatcher = GraphDispatcher("FULL_AND_PIECEWISE")
+def dispatcher_of(
+    keys: Iterable[tuple[GraphMode, BatchDescriptor]], max_padding: float | None = None
+) -> GraphDispatcher:
+    dispatcher = GraphDispatcher("FULL_AND_PIECEWISE", max_padding=max_padding)
     for key in keys:
         dispatcher.publish(*key)
     return dispatcher
@@ -69,8 +71,7 @@ def limited_cases(graphs: int) -> dict[str, Case]:
     sizes = range(1, most + 1)
     within = [Batch(tokens, reqs) for reqs in range(1, MANY // most + 2) for tokens in sizes]
     agreed, missing = BatchDescriptor(most), BatchDescriptor(most - 3)
-    close, _ = ladder(graphs, ({},))
-    close.max_padding = 1.0
+    close = dispatcher_of([graph[:2] for graph in dispatcher.published], max_padding=1.0)
     reserved = GraphDispatcher("FULL_AND_PIECEWISE")
     for each in dispatcher.published:
         reserved.reserve(each.mode, each.descriptor)

@@ -7,7 +7,7 @@
    `pool` in a step; `steps` are prepared ones, by the dispatcher's slot. */
 enum {
     STEP, CHECK, SERVE, FAILED, POOL, OWNER, ENGINE, DISPATCHER, SEALING, CHECKS, GLANCES, STEPS,
-    ELSEWHERE, UNDER_WAY, BATCHES, VERSION, RESERVED, PREPARED, PARTS
+    ELSEWHERE, UNDER_WAY, BATCHES, VERSION, COUNTS, PREPARED, PARTS
 };
 
 typedef struct {
@@ -57,12 +57,16 @@ static int look_up(const Path *self, PyObject *batch, PyObject **answer) {
         return 0;
     }
     if (PyTuple_CheckExact(known) && PyTuple_GET_SIZE(known) == ANSWER &&
-        (PyObject *)Py_TYPE(PyTuple_GET_ITEM(known, COUNT)) == self->of[RESERVED]) {
-        *answer = known;
-        return 1;
+        (PyObject *)Py_TYPE(PyTuple_GET_ITEM(known, COUNT)) == self->of[COUNTS]) {
+        PyObject *slot = PyTuple_GetItem(PyTuple_GET_ITEM(known, DISPATCH), 3);
+        /* Of a batch without a graph it is -1. */
+        if (slot != NULL && PyLong_AsSsize_t(slot) >= 0) {
+            *answer = known;
+            return 1;
+        }
     }
     Py_DECREF(known);
-    return 0;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* As StepEngine.is_clear: whether the step is simply replayed; -1 with an error set. */
@@ -188,7 +192,7 @@ static int find_all(Path *self) {
         {Py_TYPE(self->of[CHECKS]), "pending", &self->pending},
         {Py_TYPE(self->of[GLANCES]), "looks", &self->looks},
         {self->of[VERSION], "answers", &self->answers},
-        {self->of[RESERVED], "batches", &self->batches},
+        {self->of[COUNTS], "batches", &self->batches},
         {self->of[PREPARED], "native", &self->native},
     };
     return find_slots(slots, COUNT(slots));
@@ -198,14 +202,14 @@ static PyObject *path_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     static char *keywords[] = {"step",      "check",     "serve",   "failed",  "pool",
                                "owner",     "engine",    "dispatcher", "sealing", "checks",
                                "glances",   "steps",     "elsewhere", "under_way", "batches",
-                               "version",   "reserved",  "prepared", NULL};
+                               "version",   "counts",    "prepared", NULL};
     PyObject *of[PARTS];
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "OOOOOOOOOOOO!OO!O!O!O!O!", keywords, &of[STEP], &of[CHECK], &of[SERVE],
             &of[FAILED], &of[POOL], &of[OWNER], &of[ENGINE], &of[DISPATCHER], &of[SEALING],
             &of[CHECKS], &of[GLANCES], &PyList_Type, &of[STEPS], &of[ELSEWHERE], &PySet_Type,
             &of[UNDER_WAY], &PyType_Type, &of[BATCHES], &PyType_Type, &of[VERSION], &PyType_Type,
-            &of[RESERVED], &PyType_Type, &of[PREPARED]))
+            &of[COUNTS], &PyType_Type, &of[PREPARED]))
         return NULL;
     Path *self = (Path *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;

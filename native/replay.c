@@ -6,14 +6,14 @@
 /* What it is made of, by Python. `SHELL`, of the class `SHELLS`, hands out the output, and `OUT` is
    what the last step handed out: see graphrt/core/replay/handout.py. */
 enum {
-    ENTRY, POOL, RING, FETCH, GRAPH, STREAM, MOVES, KNOWN, SHAPES,
+    ENTRY, POOL, PIECES, STREAMS, RING, FETCH, GRAPH, STREAM, MOVES, KNOWN, SHAPES,
     SHELL, SHELLS, OUT, USE_COUNT, WEAKREFS, IS_INFERENCE, PARTS
 };
 
 typedef struct {
     HOLDER_HEAD
     Py_ssize_t count;
-    Py_ssize_t entry_graph, unchecked, closed, step, stream_id, generation, alike;
+    Py_ssize_t entry_graph, unchecked, closed, replaying, last_id, generation, alike;
     Py_ssize_t pending, ring_count, unsure;
     /* In a shell, and how many references to its storage are those of who counts them. */
     Py_ssize_t storage, cdata, alone, references, left, address, bases;
@@ -121,7 +121,8 @@ static int is_usable(const Replay *self) {
     PyObject *pool = self->of[POOL];
     return in_slot(self->of[ENTRY], self->entry_graph) == self->of[GRAPH] &&
            in_slot(self->of[ENTRY], self->unchecked) == Py_False &&
-           in_slot(pool, self->closed) == Py_False && in_slot(pool, self->step) == Py_None;
+           in_slot(pool, self->closed) == Py_False &&
+           in_slot(self->of[PIECES], self->replaying) == Py_None;
 }
 
 /* Whether the stream is the one that the pool's last step ran on, or there are none: 1, 0 or -1. */
@@ -129,7 +130,7 @@ static int is_same_stream(const Replay *self) {
     if (self->of[STREAM] == Py_None) return 1;
     PyObject *stream = PyObject_CallNoArgs(self->of[STREAM]);
     if (stream == NULL) return -1;
-    int same = is_equal(stream, in_slot(self->of[POOL], self->stream_id));
+    int same = is_equal(stream, in_slot(self->of[STREAMS], self->last_id));
     Py_DECREF(stream);
     return same;
 }
@@ -188,8 +189,8 @@ static int find_all(Replay *self) {
         {Py_TYPE(self->of[ENTRY]), "graph", &self->entry_graph},
         {Py_TYPE(self->of[ENTRY]), "unchecked", &self->unchecked},
         {Py_TYPE(self->of[POOL]), "closed", &self->closed},
-        {Py_TYPE(self->of[POOL]), "step", &self->step},
-        {Py_TYPE(self->of[POOL]), "stream_id", &self->stream_id},
+        {Py_TYPE(self->of[PIECES]), "replaying", &self->replaying},
+        {Py_TYPE(self->of[STREAMS]), "last_id", &self->last_id},
         {Py_TYPE(self->of[POOL]), "generation", &self->generation},
         {self->of[MOVES], "alike", &self->alike},
         {Py_TYPE(self->of[RING]), "pending", &self->pending},
@@ -207,14 +208,15 @@ static int find_all(Replay *self) {
 }
 
 static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"entry",  "pool",  "ring",  "fetch",  "graph",  "stream",
-                               "count",  "moves", "known",  "shapes", "outputs", NULL};
+    static char *keywords[] = {"entry", "pool",   "pieces", "streams", "ring",
+                               "fetch", "graph",  "stream", "count",   "moves",
+                               "known", "shapes", "outputs", NULL};
     PyObject *of[PARTS];
     Py_ssize_t count;
     long own;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOOOOnO!O!O!(OO!O!OOOl)", keywords, &of[ENTRY], &of[POOL],
-            &of[RING], &of[FETCH], &of[GRAPH], &of[STREAM], &count, &PyType_Type, &of[MOVES],
+            args, kwargs, "OOOOOOOOnO!O!O!(OO!O!OOOl)", keywords, &of[ENTRY], &of[POOL],
+            &of[PIECES], &of[STREAMS], &of[RING], &of[FETCH], &of[GRAPH], &of[STREAM], &count, &PyType_Type, &of[MOVES],
             &PyDict_Type, &of[KNOWN], &PyDict_Type, &of[SHAPES], &of[SHELL], &PyType_Type,
             &of[SHELLS], &PyList_Type, &of[OUT], &of[USE_COUNT], &of[WEAKREFS], &of[IS_INFERENCE],
             &own))

@@ -126,10 +126,10 @@ def test_the_budget_is_printed_line_by_line():
     assert "documented for A2" in text and "kept in reserve" in text
     assert "a full graph holds 3, a piecewise size 195 (65 pieces)" in text
     assert "PIECEWISE [512 tokens]: 195 streams" in text
-    assert "left out: PIECEWISE [496 tokens]: needs 195 streams; free: 42 of 1902" in text
-    assert "padded to 512" in text
     left_out = [line for line in text.splitlines() if line.startswith("left out")]
-    assert len(left_out) == 1 and left_out[0].endswith("so are 41 more of 2 to 480 tokens")
+    assert len(left_out) == 1 and left_out[0].startswith(
+        "left out: PIECEWISE [496 tokens] and 41 more of 2 to 480 tokens: needs 195 streams; free: "
+    )
     assert run(*NPU, "--npu", "device=A5", "--layers", "64") == run(
         *NPU, "--npu", "device=950", "--layers", "64"
     )

@@ -23,7 +23,7 @@ from graphrt.core.base._warnings import GraphMemoryWarning, warn_caller
 from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import counted, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.runner.progress import ProgressBar
+from graphrt.core.runner.capture_session import ProgressBar
 from graphrt.core.runner.runner import GraphRunner
 
 _SEGMENT_BYTES = 20 << 20

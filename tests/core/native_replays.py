@@ -173,12 +173,7 @@ def runners_of(rng: random.Random, specs: dict[str, InputSpec]) -> tuple[GraphRu
     }
     runner = GraphRunner(Weighted(), mode="FULL", **inputs)
     if rng.random() < 0.5:
-        pool.read_stream_id, pool.stream_id = lambda: Device.stream, 0
-
-        def follow() -> None:
-            pool.stream_id = Device.stream
-
-        pool.follow_stream = follow
+        pool.streams.read_id, pool.streams.last_id = lambda: Device.stream, 0
     other = GraphRunner(Weighted(), mode="PIECEWISE", **inputs)
     for each in runner, other:
         if not each.options.lazy:
@@ -281,8 +276,8 @@ def program(seed: int, *, native: bool) -> list[Any]:
         Device.fault, Device.elsewhere = None, False
         assert pool.owner is None
         ring = runner.inputs.ring
-        state = ring.count, ring.unsure, ring.pending is None, pool.generation, pool.stream_id
-        steps = pool.step is None, pool.pieces.last is None, len(pool.handed_out)
+        state = ring.count, ring.unsure, ring.pending is None, pool.generation, pool.streams.last_id
+        steps = pool.pieces.replaying is None, pool.pieces.context is None, len(pool.handed_out)
         device = Device.marked, Device.entered
         told = runner.last_dispatch, runner.dispatcher.counts(), runner.report().live_tokens
         tried = [record.status for record in runner.graphs.checks.records.values()]

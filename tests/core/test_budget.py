@@ -7,14 +7,22 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import strategies as st
 
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, ModeNotSupportedError
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.plan.budget import Budget, Fitted, GraphCost, fit
+from graphrt.core.plan.budget import (
+    Budget,
+    Captured,
+    GraphCost,
+    LeftOut,
+    budget_lines,
+    fit,
+    total_of,
+)
 from graphrt.core.plan.plan import Plan
 from graphrt.core.plan.resolution import ModeResolution, resolve_mode
 from graphrt.core.plan.sizes import CaptureKey, capture_sizes, descriptors_for, mixed_sizes
@@ -24,6 +32,22 @@ FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 BOTH = GraphMode.FULL_AND_PIECEWISE
 SIZES = mixed_sizes(512, max_num_reqs=256, max_num_tokens=8192)
 MIB = 1 << 20
+
+
+class Fitted(NamedTuple):
+    """What `fit` returns."""
+
+    resolution: ModeResolution
+    captured: Captured
+    left_out: tuple[LeftOut, ...]
+
+    @property
+    def keys(self) -> tuple[CaptureKey, ...]:
+        return tuple((each.mode, each.descriptor) for each in self.captured)
+
+    @property
+    def total(self) -> GraphCost:
+        return total_of(each.cost for each in self.captured)
 
 
 def pieces_take(streams: int, full: int = 1) -> dict[GraphMode, GraphCost]:
@@ -47,7 +71,8 @@ def plan(
     min_piecewise: int = 2,
 ) -> Fitted:
     budget = replace(budget, cost=cost, min_piecewise=min_piecewise)
-    return fit(keys, budget, mode=mode if isinstance(mode, ModeResolution) else asked_for(mode))
+    resolution = mode if isinstance(mode, ModeResolution) else asked_for(mode)
+    return Fitted(*fit(keys, budget, mode=resolution))
 
 
 def asked_for(mode: GraphMode | str) -> ModeResolution:
@@ -69,10 +94,7 @@ def test_full_graphs_come_first_and_pieces_take_the_rest() -> None:
     fitted = plan(keys_of(BOTH, 1, 2, 4, 8), Budget(streams=15), pieces_take(5), mode=BOTH)
     assert tokens(fitted, FULL) == [8, 4, 2, 1]
     assert tokens(fitted, PIECEWISE) == [8, 1]
-    assert [(each.descriptor.num_tokens, each.padded_to) for each in fitted.left_out] == [
-        (4, 8),
-        (2, 8),
-    ]
+    assert [each.descriptor.num_tokens for each in fitted.left_out] == [4, 2]
     assert fitted.left_out[0].why == "needs 5 streams; free: 1 of 15 streams"
 
 
@@ -125,7 +147,6 @@ def test_a_budget_for_nothing_ends_in_eager_mode() -> None:
     fitted = plan(keys_of(FULL, 1, 8), Budget(streams=0), pieces_take(5), mode=FULL)
     assert (fitted.resolution.mode, fitted.keys) == (GraphMode.NONE, ())
     assert "no graph at all" in "\n".join(fitted.resolution.lines())
-    assert fitted.left_out[0].padded_to is None
 
 
 def test_strict_refuses_the_step() -> None:
@@ -157,16 +178,16 @@ def test_kinds_of_graphs_share_the_budget() -> None:
 def test_a_plan_prints_its_costs_and_what_it_left_out() -> None:
     limits = Budget(streams=15, device_bytes=100 * MIB)
     fitted = plan(keys_of(BOTH, 1, 2, 4, 8), limits, pieces_take(5), mode=BOTH)
-    text = "\n".join(fitted.lines())
+    text = "\n".join(budget_lines(limits, fitted.captured, fitted.left_out))
     assert "PIECEWISE [8 tokens]: 5 streams, 8.0 MiB, 0.50 s" in text
     assert "FULL [1 tokens 1 reqs uniform q=1]: 1 stream, 4.0 MiB, 0.25 s" in text
     assert "in all: 6 of 8 sizes, 14 of 15 streams, 32.0 of 100.0 MiB" in text
-    assert "left out: PIECEWISE [4 tokens]: needs 5 streams" in text and "padded to 8" in text
+    assert "left out: PIECEWISE [4 tokens] and 1 more of 2 to 2 tokens: needs 5 streams" in text
 
 
 def test_a_plan_without_limits_counts_graphs() -> None:
     fitted = plan(keys_of(FULL, 8), Budget(), {}, mode=FULL)
-    assert fitted.lines() == [
+    assert budget_lines(Budget(), fitted.captured, fitted.left_out) == [
         "FULL [8 tokens 8 reqs]: 1 graph",
         "in all: 1 of 1 sizes, 1 graph",
     ]
@@ -288,7 +309,6 @@ def test_a_budget_keeps_sizes_that_pad_the_traffic_little(count: int) -> None:
     )
     assert padding(kept, BIMODAL) <= best * 1.05
     assert (len(kept), kept[-1], plan.total.graphs) == (count, 256, count)
-    assert all(each.padded_to for each in plan.left_out)
 
 
 def test_a_budget_keeps_to_the_list_of_a_host() -> None:
@@ -311,7 +331,7 @@ def test_of_long_requests_the_sizes_by_traffic_are_whole_requests() -> None:
 def test_mixed_batches_are_not_eager_for_the_sake_of_a_few_sizes_of_decode() -> None:
     keys = keys_of(BOTH, *SIZES, reqs=256)
     for graphs, mode in ((3, "FULL_DECODE_ONLY"), (4, BOTH.name), (30, BOTH.name), (70, BOTH.name)):
-        fitted = fit(keys, Budget(graphs=graphs), mode=asked_for(BOTH))
+        fitted = plan(keys, Budget(graphs=graphs), {}, mode=BOTH)
         assert (fitted.resolution.mode.name, len(fitted.keys)) == (mode, graphs)
     # An NPU's pieces, of 35 streams each: not for half of the sizes of decode.
     for streams, mode in ((80, "FULL_DECODE_ONLY"), (140, BOTH.name)):

@@ -462,7 +462,7 @@ def test_a_capture_session_that_is_entered_twice_ends_once():
     with session, pool.capture_session():
         session.__enter__()
         assert not wrapper.sealed
-    assert not pool._sessions and wrapper.sealed
+    assert not pool.holders._sessions and wrapper.sealed
     with session:
         assert session.captures == 0
-    assert not pool._sessions
+    assert not pool.holders._sessions

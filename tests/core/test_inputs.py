@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +13,7 @@ from graphrt import Batch, GraphRunner, InputSpec
 from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.device.registry import get_platform
 from graphrt.core.inputs.buffers import StaticInputs, batch_of
-from graphrt.core.inputs.transport import ByteViews, StagedCopy, Staging
+from graphrt.core.inputs.transport import StagedCopy
 from graphrt.cpu.platform import CpuPlatform
 
 SPECS = {
@@ -130,30 +132,35 @@ def test_a_value_that_lies_in_the_buffers_at_another_place_is_copied_whole(stage
         assert not views[name][32:].any()
 
 
-def test_the_host_waits_for_a_staging_slot_only_when_all_are_under_way():
-    platform = StagingPlatform()
-    staging = Staging(platform, 64, max_slots=3)
-    slab = ByteViews(torch.zeros(64, dtype=torch.uint8))
+def staged_steps(platform: StagingPlatform, max_slots: int) -> tuple[StagedCopy, Callable[[], int]]:
+    """A transport with so many slots, and a step of it, which returns where its slot is."""
+    inputs = static({"x": InputSpec(torch.int64, ("tokens",))}, 8, 8)
+    inputs.transport = StagedCopy(inputs.transport.slab, platform, max_slots=max_slots)
 
     def step() -> int:
-        slot = staging.take()
-        slot.copy_to(slab, [(0, 64)], None)
-        return slot.address
+        inputs.fill({"x": torch.arange(8)}, inputs.layout(8, 8), 8, 8)
+        return inputs.transport._slots[-1].address
 
+    return inputs.transport, step
+
+
+def test_the_host_waits_for_a_staging_slot_only_when_all_are_under_way():
+    platform = StagingPlatform()
+    staged, step = staged_steps(platform, 3)
     first = [step() for _ in range(3)]
-    assert len(set(first)) == 3 and staging.waits == 0
+    assert len(set(first)) == 3 and staged.waits == 0
     assert step() == first[0]
-    assert staging.waits == 1 and platform.events[0].waited == 1
+    assert staged.waits == 1 and platform.events[0].waited == 1
     platform.events[1].passed = True
     assert step() == first[1]
-    assert staging.waits == 1
+    assert staged.waits == 1
 
 
 def test_a_slot_that_is_free_again_is_used_before_a_new_one_is_made():
     platform = StagingPlatform()
-    staging = Staging(platform, 64)
+    _, step = staged_steps(platform, 64)
     for _ in range(5):
-        staging.take().copy_to(ByteViews(torch.zeros(64, dtype=torch.uint8)), [(0, 64)], None)
+        step()
         platform.events[0].passed = True
     assert len(platform.events) == 1
 

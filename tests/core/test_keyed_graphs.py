@@ -213,7 +213,7 @@ def test_a_handle_of_a_dropped_graph_replays_no_other_one_of_its_key():
 
 
 def entries_of(pool: GraphPool) -> int:
-    return sum(len(each.entries) for each in pool._holders if isinstance(each, GraphWrapper))
+    return sum(len(each.entries) for each in pool.holders if isinstance(each, GraphWrapper))
 
 
 def test_an_interrupt_anywhere_in_a_capture_leaves_a_key_that_can_be_captured():

@@ -88,8 +88,8 @@ def made(kind):
             todo.pop()()
         return 0
 
-    runner.pool.read_stream_id, runner.pool.stream_id = read_stream_id, 0
-    runner.pool.follow_stream = read_stream_id
+    streams = runner.pool.streams
+    streams.read_id, streams.last_id = read_stream_id, 0
     runner.capture()
     for _ in range(3):
         runner(two, x=x), runner(five, x=x)

@@ -37,7 +37,7 @@ def static(specs: Any, tokens: int = 4, reqs: int = 4) -> StaticInputs:
     ],
 )
 def test_addresses_of_padding_are_those_of_index_inputs(specs, addresses):
-    assert static(specs).padding.addresses == addresses
+    assert static(specs).declared.addresses == addresses
 
 
 @pytest.mark.parametrize("pad", [None, "repeat"])
@@ -65,7 +65,7 @@ SPECS = {"x": X, "nested": {"slots": SLOTS}, "table": TABLE, "nowhere": NOWHERE}
     ],
 )
 def test_what_padding_addresses_is_nobodys_unless_a_live_row_does(values, unused):
-    assert static(SPECS).padding.unused_addresses(values) == unused
+    assert static(SPECS).declared.unused_addresses(values) == unused
 
 
 @pytest.mark.parametrize("live", [1, 2, 3, 4])
@@ -76,7 +76,7 @@ def test_padding_holds_the_first_live_row_after_a_disturbance(live):
     views["pairs"].copy_(columns.t())
     views["columns"].copy_(columns)
     before = {name: views[name].clone() for name in ("whole", "slots")}
-    inputs.padding.disturb(inputs.layout(4, 4), live, live)
+    inputs.declared.disturb(inputs.layout(4, 4), live, live)
     expected = columns.clone()
     expected[:, live:] = columns[:, :1]
     assert torch.equal(views["columns"], expected)
@@ -88,11 +88,11 @@ def test_a_disturbance_stays_inside_of_the_graphs_own_size():
     inputs = static({"pairs": PAIRS, "reqs": REQS}, tokens=8, reqs=6)
     inputs.buffers["pairs"].copy_(torch.arange(16.0).view(8, 2))
     inputs.buffers["reqs"].copy_(torch.arange(6))
-    inputs.padding.disturb(inputs.layout(4, 3), 3, 2)
+    inputs.declared.disturb(inputs.layout(4, 3), 3, 2)
     assert inputs.buffers["pairs"].flatten().tolist() == [0, 1, 2, 3, 4, 5, 0, 1, *range(8, 16)]
     assert inputs.buffers["reqs"].tolist() == [0, 1, 0, 3, 4, 5]
 
 
 def test_what_no_input_has_differs_from_no_padding():
     values = {"table": torch.tensor([[5, 5]], dtype=torch.int32), "unknown": torch.ones(1)}
-    assert static(SPECS).padding.differing(values) == {"table"}
+    assert static(SPECS).declared.differing(values) == {"table"}

@@ -239,7 +239,7 @@ def test_a_step_without_any_graph_asks_the_other_pieces_once():
             asked.append(descriptor)
 
     counting = Counting()
-    host.pool._add_holder(counting)
+    host.pool.holders.add(counting)
     for piece in pieces:
         piece.seal()
     for _ in range(2):

@@ -228,7 +228,7 @@ class Recorder:
         pool._enter_capture(context)
         # The capture stream is behind all that was done in the pool. Undone, the caller's stream is
         # behind the capture, and counts as the last that used the pool: others wait for it.
-        pool.follow_stream()
+        pool.streams.follow()
         work = None if context.capture is None else context.capture.work
         undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
         pool._expire_outputs()

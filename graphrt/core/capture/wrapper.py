@@ -106,17 +106,18 @@ class WrapperGraphs:
         pool = self.pool
         whole = self.mode is _FULL
         if whole:
-            if pool.step is not None:
+            if pool.pieces.replaying is not None:
                 pool._leave_step(context)
             pool.generation += 1
             if pool.handed_out:
                 pool._expire_outputs()
-        elif pool.step is not context.token or context.token is None:
+        elif pool.pieces.replaying is not context.token or context.token is None:
             pool._enter_step(context)
-        if pool.read_stream_id is not None:
-            stream_id = pool.read_stream_id()
-            if stream_id != pool.stream_id:
-                pool._change_stream(stream_id)
+        streams = pool.streams
+        if streams.read_id is not None:
+            stream_id = streams.read_id()
+            if stream_id != streams.last_id:
+                streams.change(stream_id)
         if entry.graph is not None:
             entry.graph.replay()
         else:
@@ -241,7 +242,7 @@ class GraphWrapper(Uncopied):
         self._sealing = Sealing(self.options)
         self._owner_served = False
         # Last: a session that is under way has it capture from now on.
-        self.pool._add_holder(self)
+        self.pool.holders.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run, capture or replay the runnable, as the context says; returns what it returns.
@@ -474,9 +475,9 @@ class GraphWrapper(Uncopied):
                 expected="no graphs",
                 advice="call clear_graphs() before; what is captured next lies in the new pool",
             )
-        self.pool._remove_holder(self)
+        self.pool.holders.remove(self)
         self._graphs.pool = self.pool = pool
-        pool._add_holder(self)
+        pool.holders.add(self)
 
     def clear_graphs(self) -> None:
         """Destroy every graph; the wrapper can capture again.

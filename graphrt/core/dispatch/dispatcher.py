@@ -42,16 +42,10 @@ _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
 
 
 class Count:
-    """How many batches had the same answer."""
+    """How many batches had the same answer. C knows where in an object `batches` is."""
 
     __slots__ = ("batches",)
     batches: int
-
-
-class Served(Count):
-    """The same of batches of one live size that go to a graph: C knows this class."""
-
-    __slots__ = ()
 
 
 class Reserved(NamedTuple):
@@ -69,11 +63,10 @@ class _Version:
     The ladders are built at the first batch that needs them: capture publishes graphs one by one.
     """
 
-    __slots__ = ("answers", "ladders", "max_padding", "most_padding")
+    __slots__ = ("answers", "ladders", "max_padding")
 
-    def __init__(self, max_padding: float | None) -> None:
+    def __init__(self, max_padding: float) -> None:
         self.max_padding = max_padding
-        self.most_padding = _INF if max_padding is None else max_padding
         self.answers: dict[Any, tuple[Count, Dispatch]] = {}
         self.ladders: tuple[Ladders, Ladders] | None = None
 
@@ -112,18 +105,7 @@ class GraphDispatcher(Uncopied):
         self._last_context = ForwardContext(GraphMode.NONE)
         # Another one whenever the answer to a batch may change. It is made before the change, under
         # the lock: whatever interrupts that, no answer outlives its version.
-        self.version = _Version(_MAX_PADDING("max_padding", max_padding))
-
-    @property
-    def max_padding(self) -> float | None:
-        """The largest allowed ratio of a graph's tokens to the batch's."""
-        return self.version.max_padding
-
-    @max_padding.setter
-    def max_padding(self, ratio: float | None) -> None:
-        checked = _MAX_PADDING("max_padding", ratio)
-        with self._lock:
-            self.version = _Version(checked)
+        self.version = _Version(_MAX_PADDING("max_padding", max_padding) or _INF)
 
     def reserve(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> int:
         """The slot of a planned graph; the same one when it is reserved again.
@@ -198,7 +180,7 @@ class GraphDispatcher(Uncopied):
         excluded = _checked_modes(batch.exclude)
         if agreed is not None:
             return self._agreed_on(batch, excluded, agreed, published=False)
-        most = batch.num_tokens * version.most_padding
+        most = batch.num_tokens * version.max_padding
         return self._ladders(version)[1].find(batch, excluded, most)[0]
 
     def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
@@ -264,7 +246,7 @@ class GraphDispatcher(Uncopied):
         try:
             return self._counts[where, tokens]
         except KeyError:
-            count = Served() if slot >= 0 else Count()
+            count = Count()
         count.batches = 0
         if len(self._counts) >= COUNTED:
             step = 1 << max(tokens.bit_length() - 4, 0)
@@ -364,7 +346,7 @@ class GraphDispatcher(Uncopied):
             graph = self._agreed_on(batch, excluded, agreed, published=True)
             return graph, Reason.MODE_NONE if off else Reason.RANKS_DISAGREE
         published, planned = version.ladders or self._ladders(version)
-        max_tokens = batch.num_tokens * version.most_padding
+        max_tokens = batch.num_tokens * version.max_padding
         graph, pads, left_out, largest = published.find(batch, excluded, max_tokens)
         if graph is not None or off:
             return graph, Reason.MODE_NONE

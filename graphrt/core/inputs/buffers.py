@@ -19,9 +19,8 @@ from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
 from graphrt.core.inputs.layout import InputLayout, PadPattern, remember
-from graphrt.core.inputs.padding_rows import PaddingRows
 from graphrt.core.inputs.slot import InputSlot
-from graphrt.core.inputs.transport import HostCopy, InputRing, InputTransport, Slab, StagedCopy
+from graphrt.core.inputs.transport import HostCopy, InputTransport, Slab, StagedCopy
 
 _CACHED_LAYOUTS = 1024
 
@@ -50,7 +49,6 @@ class StaticInputs:
         self.reqs = reqs
         every = self.declared.specs
         self._patterns = {name: PadPattern(spec) for name, spec in every.items()}
-        self.padding = PaddingRows(every)
         dtypes = {name: spec.dtype for name, spec in every.items()}
         # Inputs of a dtype that has gradients.
         self.graded = [n for n, of in dtypes.items() if of.is_floating_point or of.is_complex]
@@ -86,8 +84,8 @@ class StaticInputs:
         return required
 
     @property
-    def ring(self) -> InputRing | None:
-        """What graphs fetch their inputs from, if they do."""
+    def ring(self) -> Any:
+        """What graphs fetch their inputs from, if they do: see `InputTransport`."""
         return self.transport.ring
 
     def layout(self, tokens: int, reqs: int) -> InputLayout:

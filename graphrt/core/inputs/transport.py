@@ -9,15 +9,16 @@ moves inputs in another way returns its own from `Platform.new_input_transport`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.core.base.torch_names import copy_all
 from graphrt.core.device.graph import DeviceEvent
 from graphrt.core.device.platform import Platform
-from graphrt.core.inputs.layout import FieldMove, StepMoves, copy_few, remember
+from graphrt.core.inputs.layout import FieldMove, StepMoves, copy_few
 from graphrt.core.inputs.spec import LOWEST_ADDRESS, check_value
 
 MAX_SLOTS = 64
@@ -29,24 +30,19 @@ _CACHED_VIEWS = 1024
 _Tensor = torch.Tensor
 
 
-class ByteViews:
-    """A flat uint8 tensor, and the views of it that steps have taken: to slice it again at each
-    step would cost more than a small copy."""
+View = Callable[[int, int], torch.Tensor]
 
-    __slots__ = ("_views", "buffer")
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self._views: dict[tuple[int, int], torch.Tensor] = {}
+def view_of(buffer: torch.Tensor) -> View:
+    """What gives the bytes from one place to another of a flat uint8 tensor. To slice it again at
+    each step would cost more than a small copy."""
 
-    def view(self, span: tuple[int, int]) -> torch.Tensor:
-        """Bytes `span[0]` to `span[1]`."""
-        view = self._views.get(span)
-        if view is None:
-            with torch.inference_mode(False):
-                view = self.buffer[span[0] : span[1]]
-            remember(self._views, span, view, _CACHED_VIEWS)
-        return view
+    @lru_cache(_CACHED_VIEWS)
+    def view(start: int, end: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return buffer[start:end]
+
+    return view
 
 
 class Slab:
@@ -55,7 +51,7 @@ class Slab:
     def __init__(self, buffer: torch.Tensor, nbytes: int, fields: int) -> None:
         """`nbytes` are those of the largest size, and so many inputs are packed."""
         self.buffer = buffer
-        self.views = ByteViews(buffer)
+        self.view = view_of(buffer)
         self.nbytes = nbytes
         self.fields = fields
         self.device = buffer.device
@@ -63,36 +59,15 @@ class Slab:
         self.high = self.low + nbytes
 
 
-class InputRing(Protocol):
-    """Slots of host memory, of which a graph fetches the next one itself."""
-
-    pending: Callable[[], None] | None
-    """What fetches the slot of a step whose graph has not done so yet."""
-
-    def launched(self) -> None:
-        """The graph that fetches the slot was launched."""
-
-    def fetch_pending(self) -> None:
-        """Put the fetch that no graph has done on the current stream, which may be captured."""
-
-    def expect_capture(self, fetch: Callable[[], None]) -> None:
-        """Let the graph that is captured next fetch nothing: what is in the slab stays."""
-
-    def settle(self) -> None:
-        """After a capture or a failure: forget what was to be fetched, ask the device where it
-        is."""
-
-
-class InputTransport(Protocol):
+class InputTransport:
     """Brings the packed inputs of steps into their slab."""
 
     slab: Slab
     """Where inputs are packed."""
-
-    @property
-    def ring(self) -> InputRing | None:
-        """What graphs fetch from; None where all inputs are copied before the launch."""
-        return None
+    ring: Any = None
+    """What graphs fetch from, with the methods of `SlotRing` (graphrt/cuda/ring/slots.py) and its
+    `pending`: what fetches the slot of a step whose graph has not done so. None where all inputs
+    are copied before the launch."""
 
     @property
     def waits(self) -> int:
@@ -115,6 +90,7 @@ class InputTransport(Protocol):
         """Bring a step's live rows and its padding. `stream` is the current one. With `in_graph`
         the graph that is launched next fetches them. Everything is looked at before anything is
         written; raises `InvalidInputError`, or what using a value raises."""
+        raise NotImplementedError
 
 
 class Sources(NamedTuple):
@@ -207,17 +183,32 @@ class HostCopy(InputTransport):
             moves.pad_at(self.slab.low)
 
 
+class StagingSlot(NamedTuple):
+    """Host memory for the inputs of one step, and the event that says they are copied: without one
+    nobody could tell when the host may write it again."""
+
+    address: int
+    view: View
+    event: DeviceEvent | None
+
+
 class StagedCopy(InputTransport):
     """Copies live rows into the slab of a device, and pads them: all that comes from the host in
-    one copy, and what is there already in another."""
+    one copy, and what is there already in another.
 
-    def __init__(self, slab: Slab, platform: Platform) -> None:
+    The host writes a slot of a ring. It grows while the device is behind; then the host waits.
+    """
+
+    def __init__(self, slab: Slab, platform: Platform, max_slots: int = MAX_SLOTS) -> None:
         self.slab = slab
-        self.staging = Staging(platform, slab.nbytes)
+        self._platform = platform
+        self._waits = 0
+        self._max_slots = max(2, min(max_slots, MAX_BYTES // max(1, slab.nbytes)))
+        self._slots: deque[StagingSlot] = deque()
 
     @property
     def waits(self) -> int:
-        return self.staging.waits
+        return self._waits
 
     def fill(
         self, values: Mapping[str, Any], moves: StepMoves, stream: Any, in_graph: bool
@@ -227,12 +218,43 @@ class StagedCopy(InputTransport):
         from_host = kinds == moves.from_host
         spans = moves.whole if from_host else moves.spans(kinds)
         if spans:
-            slot = self.staging.take()
-            copy_rows(moves, sources, slot.address)
-            moves.pad_at(slot.address)
-            slot.copy_to(self.slab.views, spans, stream)
+            address, view, event = self._take()
+            copy_rows(moves, sources, address)
+            moves.pad_at(address)
+            try:
+                for span in spans:
+                    self.slab.view(*span).copy_(view(*span), non_blocking=event is not None)
+            finally:
+                if event is not None:
+                    event.record(stream)
         if "d" in kinds or (moves.padded and not from_host):
             self._write_on_device(moves, sources)
+
+    def _take(self) -> StagingSlot:
+        """A slot that the host may write now: the oldest, if its copy is over; else a new one, or
+        at `max_slots` the oldest after a wait."""
+        slots = self._slots
+        event = slots[0].event if slots else None
+        if not slots or (event is not None and not event.query()):
+            if len(slots) < self._max_slots:
+                self._grow()
+            elif event is not None:
+                self._waits += 1
+                event.synchronize()
+        slot = slots.popleft()
+        slots.append(slot)
+        return slot
+
+    def _grow(self) -> None:
+        """Twice as many slots: page-locked memory is slow to get, so it comes in few pieces."""
+        more = min(max(1, len(self._slots)), self._max_slots - len(self._slots))
+        # Cut from one buffer, so that each begins where a copy is fast.
+        nbytes = -(-self.slab.nbytes // 256) * 256
+        buffer = self._platform.host_buffer(more * nbytes)
+        for start in range(0, more * nbytes, nbytes):
+            part = buffer[start : start + nbytes]
+            slot = StagingSlot(part.data_ptr(), view_of(part), self._platform.new_event())
+            self._slots.appendleft(slot)
 
     def _write_on_device(self, moves: StepMoves, sources: Sources) -> None:
         """Copy what lives on a device already, in one fused copy, and pad what needs it there."""
@@ -251,73 +273,3 @@ class StagedCopy(InputTransport):
         for move, kind in zip(moves.fields, sources.kinds, strict=True):
             if kind != "h":
                 move.pad_on_device()
-
-
-class StagingSlot:
-    """Host memory for the inputs of one step, and the event that says they are copied."""
-
-    __slots__ = ("_event", "_in_use", "_views", "address", "buffer")
-
-    def __init__(self, buffer: torch.Tensor, event: DeviceEvent | None) -> None:
-        self.address = buffer.data_ptr()
-        self.buffer = buffer
-        self._views = ByteViews(buffer)
-        self._event = event
-        self._in_use = False
-
-    @property
-    def free(self) -> bool:
-        """Whether the host may write it."""
-        return not self._in_use or self._event is None or self._event.query()
-
-    def wait(self) -> None:
-        """Wait on the host until it is free."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def copy_to(self, slab: ByteViews, spans: Iterable[tuple[int, int]], stream: Any) -> None:
-        """Copy the bytes of `spans` to the same places of `slab`, on the current stream, which is
-        `stream`."""
-        # Without an event nobody could tell when the host may write the memory again.
-        asynchronous = self._event is not None
-        try:
-            for span in spans:
-                slab.view(span).copy_(self._views.view(span), non_blocking=asynchronous)
-        finally:
-            if self._event is not None:
-                self._event.record(stream)
-                self._in_use = True
-
-
-class Staging:
-    """A ring of slots. It grows while the device is behind, then the host waits, and counts it."""
-
-    def __init__(self, platform: Platform, nbytes: int, max_slots: int = MAX_SLOTS) -> None:
-        self.waits = 0
-        self._platform = platform
-        # Slots are cut from one buffer, so that each begins where a copy is fast.
-        self._nbytes = -(-nbytes // 256) * 256
-        self._max_slots = max(2, min(max_slots, MAX_BYTES // max(1, nbytes)))
-        self._slots: deque[StagingSlot] = deque()
-
-    def take(self) -> StagingSlot:
-        """A slot that the host may write now: the oldest, if its copy is over; else a new one, or
-        at `max_slots` the oldest after a wait."""
-        slots = self._slots
-        if not slots or not slots[0].free:
-            if len(slots) < self._max_slots:
-                self._grow()
-            else:
-                self.waits += 1
-                slots[0].wait()
-        slot = slots.popleft()
-        slots.append(slot)
-        return slot
-
-    def _grow(self) -> None:
-        """Twice as many slots: page-locked memory is slow to get, so it comes in few pieces."""
-        more = min(max(1, len(self._slots)), self._max_slots - len(self._slots))
-        buffer = self._platform.host_buffer(more * self._nbytes)
-        for index in range(more):
-            view = buffer[index * self._nbytes : (index + 1) * self._nbytes]
-            self._slots.appendleft(StagingSlot(view, self._platform.new_event()))

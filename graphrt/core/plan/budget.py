@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -128,47 +127,30 @@ class LeftOut(NamedTuple):
     descriptor: BatchDescriptor
     cost: GraphCost
     why: str
-    padded_to: int | None
-    """Tokens of the graph of its mode and kind that serves its batches, or None."""
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """What is captured, in this order, what it takes and what was left out."""
+Captured = tuple[PlannedCapture, ...]
+"""What is captured, in capture order."""
 
-    resolution: ModeResolution
-    captured: tuple[PlannedCapture, ...]
-    left_out: tuple[LeftOut, ...]
-    budget: Budget
 
-    @property
-    def keys(self) -> tuple[CaptureKey, ...]:
-        """What to capture, in capture order."""
-        return tuple((planned.mode, planned.descriptor) for planned in self.captured)
+def budget_lines(budget: Budget, captured: Captured, left_out: Sequence[LeftOut]) -> list[str]:
+    """Every graph with its cost, the sum, and what was left out."""
+    total = total_of(planned.cost for planned in captured)
+    limited = [name for name in RESOURCES if getattr(budget, name) is not None]
+    taken = [name for name in RESOURCES if name != "graphs" and getattr(total, name)]
+    shown = [name for name in RESOURCES if name in limited + taken] or ["graphs"]
+    counted = f"{len(captured)} of {len(captured) + len(left_out)} sizes"
+    limits = [of_limit(n, getattr(total, n), getattr(budget, n)) for n in limited]
 
-    @property
-    def total(self) -> GraphCost:
-        """What all captured graphs take together."""
-        return _total(planned.cost for planned in self.captured)
+    def figures(cost: GraphCost) -> str:
+        return ", ".join(figure(name, getattr(cost, name)) for name in shown)
 
-    def lines(self) -> list[str]:
-        """Every graph with its cost, the sum, and what was left out."""
-        budget, total = self.budget, self.total
-        limited = [name for name in RESOURCES if getattr(budget, name) is not None]
-        taken = [name for name in RESOURCES if name != "graphs" and getattr(total, name)]
-        shown = [name for name in RESOURCES if name in limited + taken] or ["graphs"]
-        counted = f"{len(self.captured)} of {len(self.captured) + len(self.left_out)} sizes"
-        limits = [of_limit(n, getattr(total, n), getattr(budget, n)) for n in limited]
-
-        def figures(cost: GraphCost) -> str:
-            return ", ".join(figure(name, getattr(cost, name)) for name in shown)
-
-        return [
-            *budget.notes,
-            *(f"{p.mode.name} [{p.descriptor}]: {figures(p.cost)}" for p in self.captured),
-            f"in all: {counted}, {', '.join(limits) or figures(total)}",
-            *_left_out_lines(self.left_out),
-        ]
+    return [
+        *budget.notes,
+        *(f"{p.mode.name} [{p.descriptor}]: {figures(p.cost)}" for p in captured),
+        f"in all: {counted}, {', '.join(limits) or figures(total)}",
+        *_left_out_lines(left_out),
+    ]
 
 
 BUDGET_RULE = "budget"
@@ -184,8 +166,9 @@ def fit(
     mode: ModeResolution,
     traffic: Traffic | None = None,
     landmarks: Collection[int] = (),
-) -> Fitted:
-    """Choose which of `keys` (in capture order) to capture within `budget`.
+) -> tuple[ModeResolution, Captured, tuple[LeftOut, ...]]:
+    """Choose which of `keys` (in capture order) to capture within `budget`; returns the mode that
+    this leaves, what is captured, and what is not.
 
     FULL graphs come first, because pieces take many times as much, but for `budget.min_piecewise`
     pieces, where they take no more than half of the budget. Within a mode the largest size of each
@@ -202,7 +185,7 @@ def fit(
     full = [key for key in order if key[0] is GraphMode.FULL]
     pieces = [key for key in order if key[0] is GraphMode.PIECEWISE]
     fewest = min(budget.min_piecewise, len(pieces))
-    taken = _total(costs[key] for key in pieces[:fewest])
+    taken = total_of(costs[key] for key in pieces[:fewest])
     # Twice their cost does not fit: they would take more than half of the budget.
     early = 0 if budget.lacks(taken, taken) else fewest
     kept = _fill([*full[:1], *pieces[:early], *full[1:], *pieces[early:]], costs, budget)
@@ -217,8 +200,7 @@ def fit(
     if keys and not kept:
         mode = mode.stepped(BUDGET_RULE, GraphMode.NONE, "the budget holds no graph at all")
     captured = tuple(PlannedCapture(*key, costs[key]) for key in keys if key in kept)
-    left_out = tuple(_left_out(keys, kept, costs, budget, mode.mode))
-    return Fitted(mode, captured, left_out, budget)
+    return mode, captured, tuple(_left_out(keys, kept, costs, budget, mode.mode))
 
 
 def by_priority(
@@ -249,7 +231,7 @@ def _by_kind(keys: Iterable[CaptureKey]) -> dict[tuple[GraphMode, object], list[
 def _fill(order: Iterable[CaptureKey], costs: Costs, budget: Budget) -> Kept:
     """What fits, in order."""
     kept: Kept = {}
-    used = _total(())
+    used = total_of(())
     for key in order:
         if budget.lacks(used, costs[key]) is None:
             kept[key] = None
@@ -260,53 +242,36 @@ def _fill(order: Iterable[CaptureKey], costs: Costs, budget: Budget) -> Kept:
 def _left_out(
     keys: Iterable[CaptureKey], kept: Kept, costs: Costs, budget: Budget, mode: GraphMode
 ) -> Iterator[LeftOut]:
-    """Why each of the other keys is left out, and what its batches are padded to."""
-    used = _total(costs[key] for key in kept)
-    serving = {kind: sorted(map(_tokens, alike)) for kind, alike in _by_kind(kept).items()}
+    """Why each of the other keys is left out."""
+    used = total_of(costs[key] for key in kept)
     for key in keys:
         if key in kept:
             continue
         cost = costs[key]
-        name = budget.lacks(used, cost)
-        if mode is not GraphMode.NONE and key[0] not in mode.runtime_modes:
-            why = f"mode {mode.name} captures no {key[0].name} graphs"
-        else:
+        why = f"mode {mode.name} captures no {key[0].name} graphs"
+        if mode is GraphMode.NONE or key[0] in mode.runtime_modes:
+            name = budget.lacks(used, cost)
             assert name is not None
             limit = getattr(budget, name)
             free = of_limit(name, limit - getattr(used, name), limit)
             why = f"needs {figure(name, getattr(cost, name))}; free: {free}"
-        sizes = serving.get((key[0], key[1].kind), [])
-        at = bisect_left(sizes, key[1].num_tokens)
-        yield LeftOut(*key, cost, why, sizes[at] if at < len(sizes) else None)
+        yield LeftOut(*key, cost, why)
 
 
-def _total(costs: Iterable[GraphCost]) -> GraphCost:
+def total_of(costs: Iterable[GraphCost]) -> GraphCost:
+    """What graphs of these costs take together."""
     return sum(costs, GraphCost(graphs=0))
 
 
-def _left_out_lines(left_out: Iterable[LeftOut]) -> list[str]:
+def _left_out_lines(left_out: Iterable[LeftOut]) -> Iterator[str]:
     """A line for each reason: the largest of its graphs, and how many more there are."""
-    by_reason: dict[tuple[str, str, bool], list[LeftOut]] = {}
+    by_reason: dict[tuple[GraphMode, str], list[LeftOut]] = {}
     for each in left_out:
-        reason = each.mode.name, each.why, each.padded_to is None
-        by_reason.setdefault(reason, []).append(each)
-    lines = []
+        by_reason.setdefault((each.mode, each.why), []).append(each)
     for first, *others in by_reason.values():
-        size = first.padded_to
-        served = "no graph of its kind serves its batches" if size is None else f"padded to {size}"
-        more = f"; {alike(each.descriptor for each in others)}" if others else ""
-        lines.append(
-            f"left out: {first.mode.name} [{first.descriptor}]: {first.why}; {served}{more}"
-        )
-    return lines
-
-
-def alike(descriptors: Iterable[BatchDescriptor]) -> str:
-    """How many graphs share a reason with one that was named, and of which sizes."""
-    sizes = [descriptor.num_tokens for descriptor in descriptors]
-    least, most = min(sizes), max(sizes)
-    tokens = f"{most} tokens" if least == most else f"{least} to {most} tokens"
-    return f"so {'is' if len(sizes) == 1 else 'are'} {len(sizes)} more of {tokens}"
+        sizes = [each.descriptor.num_tokens for each in others]
+        more = f" and {len(sizes)} more of {min(sizes)} to {max(sizes)} tokens" if sizes else ""
+        yield f"left out: {first.mode.name} [{first.descriptor}]{more}: {first.why}"
 
 
 def figure(name: str, value: float) -> str:

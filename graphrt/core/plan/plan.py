@@ -23,12 +23,14 @@ from graphrt.core.device.registry import given_platform
 from graphrt.core.plan import saved
 from graphrt.core.plan.budget import (
     Budget,
-    Fitted,
+    Captured,
     GraphCost,
     LeftOut,
     PlannedCapture,
+    budget_lines,
     by_priority,
     fit,
+    total_of,
 )
 from graphrt.core.plan.resolution import (
     AUTO,
@@ -58,10 +60,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
-class _AllButMode(TypedDict, total=False):
-    """The keywords of `Plan` but the mode, which needs no name there."""
+class _Others(TypedDict, total=False):
+    """The arguments of `Plan` beside its mode and sizes."""
 
-    sizes: Sequence[int] | None
     max_size: int | None
     max_num_tokens: int | None
     max_num_reqs: int | None
@@ -77,10 +78,11 @@ class _AllButMode(TypedDict, total=False):
 
 
 @public("graphrt.types")
-class PlanArguments(_AllButMode, total=False):
-    """The keywords of `Plan`, which `GraphRunner` takes too."""
+class PlanArguments(_Others, total=False):
+    """The arguments of `Plan`, which `GraphRunner` takes too."""
 
     mode: Mode | None
+    sizes: Sequence[int] | None
 
 
 def _attention(value: Any) -> AttentionSupport | dict[str, AttentionSupport]:
@@ -173,8 +175,7 @@ class Plan:
     It is resolved when it is made and does not change. `print(plan)` shows all of it, `save` keeps
     it, and `graphrt plan` prints the same. `mode` is the one that runs, `resolution` how it came
     to that, `sizes` the lists of sizes in tokens, `keys` what is captured, in capture order,
-    `captured` the same with what each takes, `left_out` what the budget does not hold, and why, and
-    `total` what all graphs take together.
+    `captured` the same with what each takes, and `left_out` what the budget does not hold, and why.
 
     `max_num_tokens` (T) and `max_num_reqs` (S) are the largest batch of the host, by
     default the largest of `sizes` (in tokens); one of the three is needed. `max_size` is the
@@ -200,32 +201,39 @@ class Plan:
         self,
         mode: Mode | None = None,
         *,
+        sizes: Sequence[int] | None = None,
         platform: Platform | str | None = None,
-        **arguments: Unpack[_AllButMode],
+        **arguments: Unpack[_Others],
     ) -> None:
         """Raises the named errors of bad modes, sizes, options and platforms."""
         check_plan_arguments(arguments)
-        self.arguments = checked_arguments({**arguments, "mode": mode})
+        self.arguments = checked_arguments({**arguments, "mode": mode, "sizes": sizes})
         self.platform = given_platform(platform)
         self.compiled = self.arguments["compiled"]
         self.pieces, resolution = self._resolved()
         cap = self.platform.default_max_size()
         self.sizes: CaptureSizes = capture_sizes(**self.arguments, cap=cap)
         check_decode(resolution.mode, self.sizes)
-        self._fitted: Fitted = fit(
+        self.resolution: ModeResolution
+        self.captured: Captured
+        self.left_out: tuple[LeftOut, ...]
+        self.resolution, self.captured, self.left_out = fit(
             descriptors_for(resolution.mode, self.sizes, **self.arguments),
             self.arguments["budget"] or Budget(),
             mode=resolution,
             traffic=self.arguments["traffic"],
             landmarks=self._landmarks,
         )
-        self.resolution: ModeResolution = self._fitted.resolution
         self.resolution.log_steps()
         self.mode: GraphMode = self.resolution.mode
-        self.keys: tuple[CaptureKey, ...] = self._fitted.keys
-        self.captured: tuple[PlannedCapture, ...] = self._fitted.captured
-        self.left_out: tuple[LeftOut, ...] = self._fitted.left_out
-        self.total: GraphCost = self._fitted.total
+        self.keys: tuple[CaptureKey, ...] = tuple(
+            (each.mode, each.descriptor) for each in self.captured
+        )
+
+    @property
+    def total(self) -> GraphCost:
+        """What all graphs take together."""
+        return total_of(each.cost for each in self.captured)
 
     def capture_order(self) -> tuple[tuple[GraphMode, BatchDescriptor], ...]:
         """`keys` in the order in which they are captured: as they are, or, where the device tells
@@ -312,8 +320,9 @@ class Plan:
         total = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
         lines.append(f"Graphs to capture, largest first: {len(self.keys)} ({total})")
         lines += eager_decode(self.sizes, self.keys)
-        if self.arguments["budget"] is not None:
-            lines += self._fitted.lines()
+        budget = self.arguments["budget"]
+        if budget is not None:
+            lines += budget_lines(budget, self.captured, self.left_out)
         return lines
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -152,7 +152,7 @@ def levels_of(
     return {name: AttentionSupport.parse(level) for name, level in named.items()}
 
 
-def with_switches(modules: Sequence[CompiledFacts], resolution: ModeResolution) -> ModeResolution:
+def with_switches(modules: Sequence[Any], resolution: ModeResolution) -> ModeResolution:
     """NONE instead, if a module was compiled with `graphs=False` or the process has no graphs."""
     if not all(module.graphs for module in modules):
         why = "a module of the forward was compiled with graphs=False"
@@ -167,23 +167,10 @@ def with_switches(modules: Sequence[CompiledFacts], resolution: ModeResolution) 
 AUTO = "auto"
 
 
-class CompiledFacts(Protocol):
-    """What a compiled module means for the mode."""
-
-    @property
-    def graphs(self) -> bool:
-        """Whether its steps may be replayed from graphs at all."""
-
-    @property
-    def provides(self) -> PieceProvider | None:
-        """What cuts it into pieces; None where nothing captures them."""
-
-    @property
-    def whole_graph(self) -> bool:
-        """Whether it must stay one piece, so that nothing else may cut it either."""
-
-
-_NAMES = ("graphs", "provides", "whole_graph")
+_FACTS = ("graphs", "provides", "whole_graph")
+"""The attributes of a compiled module: whether its steps may be replayed from graphs at all; what
+cuts it into pieces, None where nothing captures them; and whether it must stay one piece, so that
+nothing else may cut it either."""
 
 
 def compiled_in(value: Any) -> list[Any]:
@@ -217,7 +204,7 @@ def all_compiled(announced: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def provider_of(
-    modules: Sequence[CompiledFacts], asked: PieceProvider | str | None
+    modules: Sequence[Any], asked: PieceProvider | str | None
 ) -> tuple[PieceProvider | None, bool]:
     """What cuts a forward with these modules into pieces, and whether it must stay whole.
 
@@ -242,4 +229,4 @@ def provider_of(
 
 def _is_compiled(value: Any) -> bool:
     # Of the class: objects that make up attributes when asked are none, and asking may do harm.
-    return all(hasattr(type(value), name) for name in _NAMES)
+    return all(hasattr(type(value), name) for name in _FACTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from sys import getrefcount, is_finalizing
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary, getweakrefcount
 
 import torch
@@ -22,7 +22,6 @@ from graphrt.core.base.torch_names import (
     without_dispatch_modes,
 )
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.outputs import BatchDims, OutputLayout, at_path, check_tensor
 
 Shape = tuple[int, ...]
@@ -255,13 +254,6 @@ def _live_shapes(prepared: _Prepared, tokens: int, reqs: int) -> list[Shape]:
     return shapes
 
 
-class OwnsOutputs(Protocol):
-    """A pool, as far as it notes what was handed out."""
-
-    handed_out: HandedOut
-    platform: Platform
-
-
 class LiveOutputs:
     """The live rows of what a forward returns at one size, as fresh tensors for the caller."""
 
@@ -270,14 +262,17 @@ class LiveOutputs:
         descriptor: BatchDescriptor,
         reqs: int,
         axes: OutputLayout,
+        handed_out: HandedOut,
         *,
-        copies: bool,
+        raw_storages: bool,
     ) -> None:
-        """Of a graph with room for `reqs`; with `copies` the caller owns the memory too."""
+        """Of a graph with room for `reqs`. `handed_out` is that of its pool; without `raw_storages`
+        the caller gets copies."""
         self._descriptor = descriptor
         self._reqs = reqs
         self._axes = axes
-        self._copies = copies
+        self._handed_out = handed_out
+        self._raw_storages = raw_storages
         # The outputs that the graph returns at every step; what hands out their tensors; and the
         # live shapes of these, by live tokens and requests.
         self.held: Any = None
@@ -291,13 +286,13 @@ class LiveOutputs:
         """Note what the forward returned at this size; raises `OutputError`."""
         self._axes.see(self._descriptor.num_tokens, self._reqs, outputs)
 
-    def hold(self, outputs: Any, pool: OwnsOutputs) -> None:
+    def hold(self, outputs: Any) -> None:
         """Prepare for steps that return exactly these outputs."""
-        self._prepared = self._prepare(outputs, pool)
+        self._prepared = self._prepare(outputs)
         self.shapes = {}
         self.held = outputs
 
-    def single(self, handed_out: HandedOut) -> tuple[Any, ...] | None:
+    def single(self) -> tuple[Any, ...] | None:
         """What `NativeReplay` hands out by, as `Shell.hand_out` does, where the held outputs are
         one tensor over storages of its own; else None."""
         if type(self.held) is not torch.Tensor:
@@ -306,9 +301,9 @@ class LiveOutputs:
         if not isinstance(shell, Shell):
             return None
         looks = storage_use_count, getweakrefcount, is_inference_mode_enabled
-        return shell, Shell, handed_out, *looks, _own_references()
+        return shell, Shell, self._handed_out, *looks, _own_references()
 
-    def live(self, outputs: Any, tokens: int, reqs: int, pool: OwnsOutputs) -> Any:
+    def live(self, outputs: Any, tokens: int, reqs: int) -> Any:
         """The live rows of this step's outputs, as the caller gets them."""
         if outputs is self.held and outputs is not None:
             prepared = self._prepared
@@ -318,35 +313,34 @@ class LiveOutputs:
                 if len(self.shapes) < _CACHED_SHAPES:
                     self.shapes[tokens, reqs] = shapes
             if type(outputs) is torch.Tensor:
-                return prepared[0][0](shapes[0], pool.handed_out)
+                return prepared[0][0](shapes[0], self._handed_out)
         else:
-            prepared = self._prepare_again(outputs, pool)
+            prepared = self._prepare_again(outputs)
             shapes = _live_shapes(prepared, tokens, reqs)
         fresh = [
-            hand_out(shape, pool.handed_out)
+            hand_out(shape, self._handed_out)
             for (hand_out, _, _), shape in zip(prepared, shapes, strict=True)
         ]
         at_places = iter(fresh)
         return tree.map_leaves(lambda _: next(at_places), outputs)
 
-    def _prepare_again(self, outputs: Any, pool: OwnsOutputs) -> _Prepared:
+    def _prepare_again(self, outputs: Any) -> _Prepared:
         """What hands out outputs that no graph returns, but an eager part or a piece does: often
         the same memory as at the step before, though maybe in another object."""
         # The same object may have been given other memory, or another shape.
         alone = type(outputs) is torch.Tensor and outputs.layout is torch.strided
         identity = tree.identity(outputs) if alone else None
         if identity is None or identity != self._last[0]:
-            self._last = identity, self._prepare(outputs, pool)
+            self._last = identity, self._prepare(outputs)
         return self._last[1]
 
-    def _prepare(self, outputs: Any, pool: OwnsOutputs) -> _Prepared:
-        raw_storages = pool.platform.raw_storages and not self._copies
+    def _prepare(self, outputs: Any) -> _Prepared:
         prepared = []
         for path, leaf in tree.leaves(outputs):
             if isinstance(leaf, torch.Tensor):
                 check_tensor(path, leaf)
                 self._check_rows(path, leaf)
-                hand_out = handout_of(leaf, raw_storages=raw_storages)
+                hand_out = handout_of(leaf, raw_storages=self._raw_storages)
                 prepared.append((hand_out, tuple(leaf.shape), self._axes.batch_dims(path)))
         return tuple(prepared)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Token
 from functools import partial
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
@@ -93,25 +93,14 @@ def in_turn(pool: GraphPool, owner: object, call: Callable[[], T]) -> T:
     raise pool.busy_error(owner)
 
 
-class LeftBehind(PoolOwner):
-    """The owner for good of the pools of a process, in its children: another thread may have been
-    in the middle of a step, and what a device knew of the parent it does not know of a child."""
-
-    def refusal(self, pool: GraphPool) -> PoolError:
-        return PoolError(
-            "the process had graph pools when it was forked: neither they nor new ones can be used "
-            "in the child",
-            expected="a process of its own for model, pool and runner",
-            advice="start it with multiprocessing's 'spawn', or fork before the first pool is made",
-        )
-
-
 OnCapture = Callable[[Any, BatchDescriptor], object]
 """What is called after a capture, with the wrapper and the descriptor."""
 
 
-# Process-wide because a fork is.
-_LEFT_BEHIND = LeftBehind("the parent of this process")
+# Process-wide because a fork is. The first is the owner for good of the pools of a process, in its
+# children: another thread may have been in the middle of a step, and what a device knew of the
+# parent it does not know of a child.
+_LEFT_BEHIND: Final = PoolOwner("the parent of this process")
 _pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()
 _left_behind: list[GraphPool] = []
 
@@ -120,6 +109,15 @@ def _in_child() -> None:
     _left_behind.extend(_pools)
     for pool in _left_behind:
         pool.owner = _LEFT_BEHIND
+
+
+def _left_behind_error() -> PoolError:
+    return PoolError(
+        "the process had graph pools when it was forked: neither they nor new ones can be used in "
+        "the child",
+        expected="a process of its own for model, pool and runner",
+        advice="start it with multiprocessing's 'spawn', or fork before the first pool is made",
+    )
 
 
 if hasattr(os, "register_at_fork"):  # nothing forks on Windows
@@ -140,40 +138,40 @@ class HoldsGraphs(Protocol):
         """A session in the pool has begun, or ended: capture lazily meanwhile, if at all."""
 
 
-_NOWHERE_ELSE: Final = nullcontext()
+_NOWHERE_ELSE: Final[AbstractContextManager[object]] = nullcontext()
 
 _CAPTURED: Final = object()
-"""What `GraphPool.step` is after a capture, so that the next replay, of whatever step, is looked
-at."""
+"""What `PieceSteps.replaying` is after a capture."""
 
-
-class PieceStep:
-    """One PIECEWISE step of several pieces, by the token of its context, and what it has done."""
-
-    __slots__ = ("captured", "context", "replayed", "token")
-
-    def __init__(self, context: ForwardContext) -> None:
-        self.context = context
-        self.token = context.token
-        self.replayed = False
-        # What it has captured so far, to be taken back with what fails.
-        self.captured: list[tuple[weakref.ref[HoldsGraphs], BatchDescriptor]] = []
-
-    def is_of(self, context: ForwardContext) -> bool:
-        """Whether a context is in this step. Without a token each of its calls is a step."""
-        return self.token is not None and context.token is self.token
+_GIVEN_BACK: Final = object()
+"""What `GraphPool.memory` is after `close()`."""
 
 
 class PieceSteps:
-    """The PIECEWISE steps of a pool.
+    """The PIECEWISE steps of a pool: the last one of several pieces, and what it has done.
 
     A step begins with the first piece that replays or captures. It ends where its context is left;
     a step of a host's own context, which nobody leaves, ends where the next one begins. FULL steps
     are not noted here.
     """
 
+    # C knows where in an object `replaying` is.
+    __slots__ = (
+        "__dict__",
+        "context",
+        "replaying",
+    )
+
     def __init__(self) -> None:
-        self.last: PieceStep | None = None
+        # The last step: its context, and the token that this had.
+        self.context: ForwardContext | None = None
+        self._token: object = None
+        # The token of the step that replayed last: its further pieces need not be looked at.
+        self.replaying: object = None
+        # What the step has done: whether it has replayed, and what it has captured, to be taken
+        # back with what fails.
+        self._replayed = False
+        self._captured: list[tuple[weakref.ref[HoldsGraphs], BatchDescriptor]] = []
         # The token of the last step of a host's own context that another one has followed.
         self._over: object = None
         # Of the step in which a piece had no graph; or, without a token, what names it.
@@ -181,42 +179,67 @@ class PieceSteps:
         # Outputs that entries hold weakly, by their storage.
         self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
+    def _is_last(self, context: ForwardContext | None) -> bool:
+        """Whether a context is in the last step. Without a token each of its calls is a step."""
+        return context is not None and self._token is not None and context.token is self._token
+
     @property
     def entered(self) -> ForwardContext | None:
         """The context that is entered, in whatever thread, and in which pieces have run."""
-        last = self.last
-        is_entered = last is not None and isinstance(last.token, Token) and last.is_of(last.context)
-        return last.context if last is not None and is_entered else None
+        last = self.context
+        return last if isinstance(self._token, Token) and self._is_last(last) else None
 
-    def begin(self, context: ForwardContext) -> PieceStep | None:
-        """The step of a piece that replays or captures; None inside of another step, and for one
-        that another one has followed."""
-        step, token = self.last, context.token
-        if step is None or token is None or step.token is not token:
+    def _begin(self, context: ForwardContext) -> bool:
+        """Note that a piece of a step replays or captures; False inside of another step, and for
+        one that another one has followed."""
+        token = context.token
+        if self.context is None or token is None or self._token is not token:
             if (token is not None and token is self._over) or not self.end(context):
-                return None
-            step = self.last = PieceStep(context)
-        return step
+                return False
+            self._token, self._replayed, self._captured = token, False, []
+            # Last: whatever interrupts this, no step has what another one did.
+            self.context = context
+        return True
+
+    def replay(self, context: ForwardContext) -> bool:
+        """Note that a piece of a step replays; False as `_begin` says."""
+        if not self._begin(context):
+            return False
+        self._replayed = True
+        self.replaying = context.token
+        return True
+
+    def capture(self, context: ForwardContext) -> bool:
+        """Note that a piece of a step captures; False as `_begin` says. Raises `CaptureError`
+        behind a replay of the step: what that left in the pool nobody holds, and the capture may
+        have its memory."""
+        if not self._begin(context):
+            return False
+        if self._replayed:
+            raise _behind_a_replay(context)
+        # The next replay, of whatever step, is looked at.
+        self.replaying = _CAPTURED
+        return True
 
     def end(self, context: ForwardContext | None) -> bool:
         """Forget the last step, as `context` begins another one; False if it is not over."""
-        last = self.last
-        if last is not None and last.context is not context and last.is_of(last.context):
-            if isinstance(last.token, Token):
+        last = self.context
+        if last is not context and self._is_last(last):
+            if isinstance(self._token, Token):
                 return False
             # Nobody says where a step of a host's own context ends: here, at the latest.
-            self._over = last.token
-        self.last = None
+            self._over = self._token
+        self.context = None
         return True
 
     def captured(self, holder: HoldsGraphs, context: ForwardContext) -> None:
         """Note what the step has captured, which goes if another piece of it fails."""
-        if self.last is not None and self.last.is_of(context) and context.descriptor is not None:
-            self.last.captured.append((weakref.ref(holder), context.descriptor))
+        if self.context is not None and self._is_last(context) and context.descriptor is not None:
+            self._captured.append((weakref.ref(holder), context.descriptor))
 
     def take_back(self, context: ForwardContext) -> None:
         """Destroy what the step has captured so far: behind it nothing could be captured alone."""
-        captured = self.last.captured if self.last is not None and self.last.is_of(context) else []
+        captured = self._captured if self.context is not None and self._is_last(context) else []
         while captured:
             reference, descriptor = captured[-1]
             holder = reference()
@@ -257,6 +280,83 @@ def _behind_a_replay(context: ForwardContext) -> CaptureError:
     )
 
 
+class PoolStreams:
+    """The stream that a pool captures on, and the one that used it last."""
+
+    # What every step reads: C knows where in an object `last_id` is.
+    __slots__ = ("_index", "_platform", "last", "last_id", "own", "read_id")
+
+    def __init__(self, platform: Platform, index: int | None, stream: Any) -> None:
+        """On the device that is current, of this index if there are several; captures on the host's
+        `stream`, or one of its own."""
+        self._platform = platform
+        self._index = index
+        self.own = platform.new_stream() if stream is None else platform.adopt_stream(stream)
+        # What gives the current one's id; None where there are none.
+        self.read_id: Callable[[], int] | None = None
+        if Capability.STREAMS in platform.capabilities:
+            self.read_id = platform.stream_id_reader()
+        self.last: Any = None
+        self.last_id: int | None = None
+
+    def follow(self) -> Any:
+        """Let the current stream wait if another one used the pool last; returns the current."""
+        if self.read_id is not None:
+            current_id = self.read_id()
+            if current_id != self.last_id:
+                self.change(current_id)
+        return self.last
+
+    def change(self, current_id: int) -> None:
+        """Make the current stream, which has this id, wait for the one that replayed last."""
+        platform = self._platform
+        with _NOWHERE_ELSE if self._index is None else platform.on_device(self._index):
+            current = platform.current_stream()
+            if self.last_id is not None:
+                platform.order_after(self.last)
+        # Together: an interrupt in a call before them has the stream wait once more.
+        self.last = current
+        self.last_id = current_id
+
+
+class PoolHolders:
+    """What has graphs in a pool, which does not keep it alive; how often it has captured; and the
+    sessions of the host."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+        self._each: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
+        self._sessions: list[CaptureSession] = []
+
+    def __iter__(self) -> Iterator[HoldsGraphs]:
+        return iter(list(self._each))
+
+    def add(self, holder: HoldsGraphs) -> None:
+        """Note what has graphs that `close` must destroy."""
+        self._each.add(holder)
+        if self._sessions:
+            holder.in_session(True)
+
+    def remove(self, holder: HoldsGraphs) -> None:
+        """Forget what has no graphs here any more, and that a session here has not ended for."""
+        self._each.discard(holder)
+        if self._sessions:
+            holder.in_session(False)
+
+    def begin(self, session: CaptureSession) -> None:
+        self._sessions.append(session)
+        self._tell()
+
+    def end(self, session: CaptureSession) -> None:
+        if session in self._sessions:
+            self._sessions.remove(session)
+            self._tell()
+
+    def _tell(self) -> None:
+        for holder in self:
+            holder.in_session(bool(self._sessions))
+
+
 @public("graphrt")
 class CaptureSession:
     """What was captured in a pool since this, of `GraphPool.capture_session()`, was entered."""
@@ -272,9 +372,8 @@ class CaptureSession:
             self._captures, self._bytes = pool.captures, pool.bytes()
             undo.later(partial(thaw_garbage, self))
             freeze_garbage(self)
-            undo.later(partial(pool._end_session, self))
-            pool._sessions.append(self)
-            pool._tell_holders()
+            undo.later(partial(pool.holders.end, self))
+            pool.holders.begin(self)
         except BaseException:  # also an interrupt
             undo.now()
             raise
@@ -313,16 +412,8 @@ class GraphPool(Uncopied):
     called after each with the wrapper and the descriptor.
     """
 
-    # What every step reads: `NativeReplay` knows where in an object these are.
-    __slots__ = (
-        "__dict__",
-        "__weakref__",
-        "closed",
-        "generation",
-        "owner",
-        "step",
-        "stream_id",
-    )
+    # C knows where in an object these are.
+    __slots__ = ("__dict__", "__weakref__", "closed", "generation", "owner")
 
     def __init__(
         self,
@@ -342,11 +433,9 @@ class GraphPool(Uncopied):
         entered, and the named errors of platforms.
         """
         if _left_behind:
-            raise _LEFT_BEHIND.refusal(self)
+            raise _left_behind_error()
         self.platform = resolve_platform(platform)
         self.device = device_of(self.platform, device)
-        # Held by the thread that captures on the device.
-        self.capture_lock = capture_lock(self.device)
         # Whether another device is this thread's current one; None where there is one alone.
         self.elsewhere: Callable[[], bool] | None = None
         if self.platform.device_count() > 1:
@@ -357,26 +446,16 @@ class GraphPool(Uncopied):
         self.generation = 0
         # What steps of runners have handed out and no step has overwritten yet.
         self.handed_out: HandedOut = []
-        # Whose turn it is (see `in_turn`), and the token of the last step of pieces that replayed.
+        # Whose turn it is (see `in_turn`).
         self.owner: object | None = None
-        self.step: object = None
         self.pieces = PieceSteps()
-        self.captures = 0
+        self.holders = PoolHolders()
         self.on_capture: OnCapture | None = None
         # It would outlive the memory.
         weakref.finalize(self, expire, self.handed_out).atexit = False
-        # The wrapper's replay path reads and writes the following directly.
-        self.stream_id: int | None = None
-        self.read_stream_id: Callable[[], int] | None = None
-        self.last_stream: Any = None
-        self._holders: weakref.WeakSet[HoldsGraphs] = weakref.WeakSet()
-        self._released = False
-        self._sessions: list[CaptureSession] = []
         with self.on_device():
-            new, adopt = self.platform.new_stream, self.platform.adopt_stream
-            self.stream: Any = new() if stream is None else adopt(stream)
-            if Capability.STREAMS in self.platform.capabilities:
-                self.read_stream_id = self.platform.stream_id_reader()
+            only = None if self.elsewhere is None else self.device.index
+            self.streams = PoolStreams(self.platform, only, stream)
             self.memory: Any = self._new_memory(handle)
         _pools.add(self)
 
@@ -385,6 +464,21 @@ class GraphPool(Uncopied):
             return self.platform.new_memory()
         with self.capture_lock:
             return self.platform.adopt_memory(handle)
+
+    @property
+    def capture_lock(self) -> RLock:
+        """Held by the thread that captures on the device."""
+        return capture_lock(self.device)
+
+    @property
+    def stream(self) -> Any:
+        """The stream that it captures on; None where the device has none."""
+        return self.streams.own
+
+    @property
+    def captures(self) -> int:
+        """How often something was captured in it."""
+        return self.holders.captures
 
     @property
     def handle(self) -> Any:
@@ -408,17 +502,12 @@ class GraphPool(Uncopied):
         self.check_open()
         if stream is not None:
             with self.on_device():
-                self.stream = self.platform.adopt_stream(stream)
+                self.streams.own = self.platform.adopt_stream(stream)
         return CaptureSession(self)
-
-    def _end_session(self, session: CaptureSession) -> None:
-        if session in self._sessions:
-            self._sessions.remove(session)
-            self._tell_holders()
 
     def _captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
         """Count a capture, and tell who wants to know."""
-        self.captures += 1
+        self.holders.captures += 1
         if self.on_capture is not None:
             check_callable("on_capture", self.on_capture)
             self.on_capture(wrapper, descriptor)
@@ -437,7 +526,7 @@ class GraphPool(Uncopied):
         in_turn(self, "GraphPool.drop()", partial(self._destroy_graphs, descriptor))
 
     def _destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
-        for holder in list(self._holders):
+        for holder in self.holders:
             holder.destroy_graphs(descriptor)
 
     def _missed(self, context: ForwardContext) -> None:
@@ -447,7 +536,7 @@ class GraphPool(Uncopied):
         if descriptor is None or context.mode is not GraphMode.PIECEWISE:
             return
         if self.pieces.misses(context, self.generation):
-            for holder in list(self._holders):
+            for holder in self.holders:
                 holder.look_again(descriptor)
 
     @property
@@ -464,34 +553,25 @@ class GraphPool(Uncopied):
     def _enter_step(self, context: ForwardContext) -> None:
         """Note that a step of several pieces replays something; raises `PoolBusyError` inside of
         another one, and for one that another one has followed."""
-        step = self.pieces.begin(context)
-        if step is None:
+        if not self.pieces.replay(context):
             raise self.busy_error(context)
-        step.replayed = True
-        self.step = context.token
         self.generation += 1
         if self.handed_out:
             expire(self.handed_out)
 
     def _enter_capture(self, context: ForwardContext) -> None:
         """Note that a step captures something. Raises as `_enter_step` does, and `CaptureError`
-        behind a replay of the step: what that left in the pool nobody holds, and the capture may
-        have its memory."""
+        behind a replay of the step."""
         if context.mode is GraphMode.FULL:
             self._leave_step(context)
-            return
-        step = self.pieces.begin(context)
-        if step is None:
+        elif not self.pieces.capture(context):
             raise self.busy_error(context)
-        if step.replayed:
-            raise _behind_a_replay(context)
-        self.step = _CAPTURED
 
     def _leave_step(self, context: ForwardContext | None) -> None:
         """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""
         if not self.pieces.end(context):
             raise self.busy_error(context)
-        self.step = None
+        self.pieces.replaying = None
 
     def _expire_outputs(self) -> None:
         """Make what runners have handed out unreadable: its memory is about to be written."""
@@ -508,51 +588,19 @@ class GraphPool(Uncopied):
         """The error for `context`, which finds the pool taken. Not without effect: the owner's
         `refusal` ends a step of this thread that waits for its updates, so that the next can run.
         """
+        if self.left_behind:
+            return _left_behind_error()
         # Read once: another thread's next step may own it meanwhile.
-        owner, last = self.owner, self.pieces.last
+        owner = self.owner
         refusal = owner.refusal(self) if isinstance(owner, PoolOwner) else None
         return refusal or PoolBusyError(
             "two steps use one graph pool at the same time",
             got=f"{context!r} in thread {get_ident()} while "
-            f"{owner or (last and last.context)!r} is under way",
+            f"{owner or self.pieces.context!r} is under way",
             expected="one step at a time, from one thread at a time",
             advice="let one step end before the next begins; or give what runs at the same time a "
             "GraphPool of its own",
         )
-
-    def _add_holder(self, holder: HoldsGraphs) -> None:
-        """Note what has graphs that `close` must destroy; it is not kept alive."""
-        self._holders.add(holder)
-        if self._sessions:
-            holder.in_session(True)
-
-    def _remove_holder(self, holder: HoldsGraphs) -> None:
-        """Forget what has no graphs here any more, and that a session here has not ended for."""
-        self._holders.discard(holder)
-        if self._sessions:
-            holder.in_session(False)
-
-    def _tell_holders(self) -> None:
-        for holder in list(self._holders):
-            holder.in_session(bool(self._sessions))
-
-    def follow_stream(self) -> Any:
-        """Let the current stream wait if another one used the pool last; returns the current."""
-        if self.read_stream_id is not None:
-            stream_id = self.read_stream_id()
-            if stream_id != self.stream_id:
-                self._change_stream(stream_id)
-        return self.last_stream
-
-    def _change_stream(self, stream_id: int) -> None:
-        """Make the current stream, which has this id, wait for the one that replayed last."""
-        with self.on_device():
-            current = self.platform.current_stream()
-            if self.stream_id is not None:
-                self.platform.order_after(self.last_stream)
-        # Together: an interrupt in a call before them has the stream wait once more.
-        self.last_stream = current
-        self.stream_id = stream_id
 
     def _reset_graphs(self, graphs: Sequence[DeviceGraph]) -> None:
         """Destroy graphs of this pool; waits for captures of other threads on the device."""
@@ -564,7 +612,8 @@ class GraphPool(Uncopied):
 
     def _owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is memory of the pool; one that is not strided has no one memory."""
-        return tensor.layout is torch.strided and self.platform.owns(self.memory, tensor)
+        is_one = tensor.layout is torch.strided and not self.closed
+        return is_one and self.platform.owns(self.memory, tensor)
 
     def bytes(self) -> int | None:
         """Bytes the pool holds from the device, where that can be told."""
@@ -580,8 +629,8 @@ class GraphPool(Uncopied):
         Raises `PoolBusyError` while a step is under way. Interrupted, a second call ends it.
         """
         if self.left_behind:
-            self.closed = self._released = True
-        if not self._released:
+            self.closed = True
+        elif self.memory is not _GIVEN_BACK:
             in_turn(self, "GraphPool.close()", self._close)
 
     def _close(self) -> None:
@@ -591,9 +640,9 @@ class GraphPool(Uncopied):
         with self.capture_lock, self.on_device():
             self.platform.release_memory(self.memory)
         # It may be lent to another pool.
-        self.stream = None
+        self.streams.own = None
         # Last: before it, an interrupt would leave memory that no further call gives back.
-        self._released = True
+        self.memory = _GIVEN_BACK
 
     def check_open(self) -> None:
         """Raise `PoolClosedError` after `close()`."""

@@ -8,11 +8,12 @@ hosts that capture piece by piece.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -26,6 +27,8 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
+from graphrt.core.base.option_values import check_takes
+from graphrt.core.base.texts import counted, seconds_text
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -37,6 +40,7 @@ from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.recording import enter_under_way, freeze_garbage, thaw_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
+from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.graph_table import (
     GraphRecord,
     GraphTable,
@@ -45,10 +49,15 @@ from graphrt.core.runner.graph_table import (
     tell_dropped,
 )
 from graphrt.core.runner.host import Phase
-from graphrt.core.runner.progress import Progress
-from graphrt.core.runner.trials import StepTrials
+from graphrt.core.runner.trials import try_examples
 from graphrt.core.trust.warm_up import WatchedState
 from graphrt.core.trust.watching.modes import WorkCount
+
+Progress = Callable[[int, int, BatchDescriptor], None]
+"""Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""
+
+_WIDTH = 24
+"""Of a bar, in characters."""
 
 Before = Callable[[int, CaptureKey], None]
 """Told before each graph how many are done, and its key."""
@@ -66,6 +75,40 @@ class CaptureProgress:
     left: int
 
 
+class ProgressBar:
+    """Rewrites one line of a terminal before each graph, and ends it after the last."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        """The bar is written to `stream`, by default to stderr where that is a terminal."""
+        if stream is None and sys.stderr.isatty():
+            stream = sys.stderr
+        self._stream = stream
+        self._began = time.perf_counter()
+        self._written = 0
+
+    def __call__(self, done: int, total: int, descriptor: BatchDescriptor, more: str = "") -> None:
+        """See `graphrt.GraphRunner.capture`; `more` is what somebody else knows of the capture."""
+        if self._stream is None:
+            return
+        took = seconds_text(time.perf_counter() - self._began) + (f", {more}" if more else "")
+        line, end = f"captured {counted(total, 'graph')} in {took}", "\n"
+        if done < total:
+            bar = "#" * (_WIDTH * done // total)
+            line, end = f"[{bar:.<{_WIDTH}}] {done}/{total}, next: {descriptor}, {took}", ""
+        # What a longer line before it has left is written over.
+        self._stream.write(f"\r{line:<{self._written}}{end}")
+        self._stream.flush()
+        self._written = len(line)
+
+
+def progress_of(progress: Progress | bool | None) -> Progress | None:
+    """What is called for `capture(progress=)`. Raises `InvalidOptionError`."""
+    if progress is None or isinstance(progress, bool):
+        return ProgressBar() if progress else None
+    check_takes("progress", progress, "progress(done, total, descriptor)")
+    return progress
+
+
 class CaptureScheduler:
     """Captures the planned graphs that the dispatcher does not serve yet, then seals.
 
@@ -73,10 +116,10 @@ class CaptureScheduler:
     between two of them steps change the state that a session saves.
     """
 
-    def __init__(self, graphs: GraphTable, trials: StepTrials) -> None:
-        self._setup = graphs.setup
-        self._graphs = graphs
-        self._trials = trials
+    def __init__(self, executor: StepExecutor) -> None:
+        self._graphs = executor.graphs
+        self._setup = executor.graphs.setup
+        self._executor = executor
         # Whether captures look at every operator for constants that are made on the host. That
         # takes time, and most forwards make none: a first capture that needs it is made again.
         self.lifts_constants = False
@@ -145,7 +188,7 @@ class CaptureScheduler:
             return dispatch, values
         # The capture fills the buffers, in which inputs may lie; and inputs may be outputs of the
         # last step, which ran on another stream.
-        self._setup.pool.follow_stream()
+        self._setup.pool.streams.follow()
         values = tree.cloned(dict(values))
         try:
             CaptureSession(graphs, self).run([(wanted.mode, wanted.descriptor)])
@@ -168,7 +211,7 @@ class CaptureScheduler:
         if graphs.dropped:
             tell_dropped(graphs.dropped, len(setup.plan.keys), strict=setup.options.strict)
         if setup.host.example is not None:
-            self._trials.try_examples(setup.host.example, graphs.release)
+            try_examples(self._executor, setup.host.example, graphs.release)
 
     def _leave_out(self, keys: Iterable[CaptureKey]) -> None:
         for key in keys:
@@ -201,14 +244,14 @@ class CaptureSession:
         self._graphs = graphs
         self._scheduler = scheduler
         # Steps on another stream may still use the state that is saved.
-        setup.pool.follow_stream()
+        setup.pool.streams.follow()
         platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
         self._state = WatchedState(
             setup.host.state,
             limit_bytes=limit,
             reads=graphs.reads if graphs.reads.watched else None,
             warmed_up=graphs.warmed_up,
-            pads=setup.inputs.padding.addresses,
+            pads=setup.inputs.declared.addresses,
             device_type=platform.device_type,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
             has_parts=setup.plan.mode.has_piecewise,
@@ -248,12 +291,12 @@ class CaptureSession:
         if not keys and not uncompiled:
             return
         undo.later(setup.inputs.reset)
-        undo.later(setup.pool.follow_stream)
+        undo.later(setup.pool.streams.follow)
         # The host's numbers go on where they were; those of a device are not restored.
         undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
         with setup.host.around_capture():
             # Warm-ups write what the steps before may be reading still, on whichever stream.
-            setup.pool.follow_stream()
+            setup.pool.streams.follow()
             if uncompiled:
                 # Of all rows, where no graph is planned.
                 rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)

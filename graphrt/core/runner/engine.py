@@ -28,7 +28,7 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.dispatch.dispatcher import Served
+from graphrt.core.dispatch.dispatcher import Count
 from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
 from graphrt.core.inputs.buffers import batch_of
 from graphrt.core.replay.pool import GraphPool
@@ -36,7 +36,7 @@ from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.capture_session import CaptureScheduler
 from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.graph_table import PreparedStep
-from graphrt.core.runner.trials import StepTrials
+from graphrt.core.runner.trials import differing_inputs, run_trial, run_verified
 from graphrt.core.trust.gradients import marked
 
 
@@ -46,9 +46,7 @@ class StepEngine:
     # C knows where in an object these are.
     __slots__ = ("__dict__", "last_dispatch", "live_tokens")
 
-    def __init__(
-        self, executor: StepExecutor, trials: StepTrials, scheduler: CaptureScheduler
-    ) -> None:
+    def __init__(self, executor: StepExecutor, scheduler: CaptureScheduler) -> None:
         graphs = executor.graphs
         self.closed = False
         self.last_dispatch: Dispatch | None = None
@@ -61,7 +59,6 @@ class StepEngine:
         self._owner = graphs.setup.owner
         self._pool = executor.pool
         self._scheduler = scheduler
-        self._trials = trials
 
     def check_open(self) -> None:
         """Raise `PoolClosedError` after `close()`, and while the interpreter shuts down: torch then
@@ -97,7 +94,7 @@ class StepEngine:
             under_way=under_way,
             batches=Batch,
             version=type(self._dispatcher.version),
-            reserved=Served,
+            counts=Count,
             prepared=PreparedStep,
         )
 
@@ -223,11 +220,11 @@ class StepEngine:
         checks = self._checks
         reason = None if checks.decided else checks.why_eager(dispatch, agreed=step.agreed)
         if reason is None:
-            differing = self._trials.differing(step)
+            differing = differing_inputs(self._executor, step)
             if not checks.wants_trial(dispatch.slot, differing):
                 return dispatch, self._run_padded(step)
             try:
-                return self._trials.run(step, differing)
+                return run_trial(self._executor, step, differing)
             except StateTooLargeError as error:
                 reason = checks.cannot_try(dispatch.slot, error)
         eager = self._dispatcher.run_eagerly(dispatch, step.batch, reason)
@@ -245,7 +242,7 @@ class StepEngine:
         `not_served` is the dispatcher's count before the step: if it has grown, a wrapper or the
         checks have counted this step. C passes none, as nothing else counts in its steps.
         """
-        self._executor.updates.step_failed(updates)
+        self._executor.step_failed(updates)
         if dispatch.slot >= 0 and not_served in (None, self._dispatcher.not_served):
             self.last_dispatch = self._dispatcher.failed(dispatch)
 
@@ -292,9 +289,9 @@ class StepEngine:
                 advice="capture() first",
             )
         try:
-            verdict = self._trials.verify(step)
+            verdict = run_verified(self._executor, step)
         except BaseException:  # a Ctrl-C too: which updates the graph has is unknown
-            self._executor.updates.step_failed(updates)
+            self._executor.step_failed(updates)
             raise
         self.last_dispatch = dispatch
         self.live_tokens += batch[0]
@@ -305,7 +302,7 @@ class StepEngine:
     def _run_padded(self, step: Step, *, eager: bool = False) -> Any:
         """Run a step on the inputs that its graph reads, in a context of its own."""
         executor = self._executor
-        return executor.run_padded(step, executor.updates.resolve(step), eager=eager)
+        return executor.run_padded(step, executor.updates_of(step), eager=eager)
 
     def _run_unpadded(self, step: Step) -> Any:
         """Run a step eagerly on its live rows alone. With `strict` raises `CaptureSealedError` for
@@ -317,7 +314,7 @@ class StepEngine:
                 got=step.batch,
                 expected=f"a batch that one of {len(graphs.setup.plan.keys)} graphs serves",
             )
-        updates = executor.updates.resolve(step, padded=False)
+        updates = executor.updates_of(step, padded=False)
         # Before the forward: what it changes itself is another thing.
         if self._checks.glances.rung:
             self._checks.look_at_host()

@@ -1,7 +1,7 @@
 """Runs one step: on padded inputs, by a graph or as the graph would, or on its live rows alone.
 
-`GraphRunner` gives the host's values; `StepEngine` and `StepTrials` say which of the ways is taken.
-`LastUpdates` says what UNCHANGED stands for.
+`GraphRunner` gives the host's values; `StepEngine` says which of the ways is taken, or has the step
+tried (trials.py).
 """
 
 from __future__ import annotations
@@ -60,9 +60,11 @@ class StepExecutor:
         self.inputs = setup.inputs
         self.pool = setup.pool
         self.graphs = graphs
-        self.updates = LastUpdates(graphs)
         self._bind = setup.host.bind
         self._clones = setup.options.outputs == "clone"
+        # The host arguments of the last step that had some, for a step with UNCHANGED. WORST_CASE
+        # after a step that failed with some: nobody says UNCHANGED of those.
+        self._last_updates: Any = None
 
     def run(
         self,
@@ -89,10 +91,11 @@ class StepExecutor:
             raise wrong_requests(reqs, prepared.reqs)
         if pool.closed:
             pool.check_open()
-        if context is None and pool.step is not None:
+        if context is None and pool.pieces.replaying is not None:
             pool._leave_step(None)
         ring = None if eager else prepared.ring
-        stream = None if pool.read_stream_id is None else pool.follow_stream()
+        streams = pool.streams
+        stream = None if streams.read_id is None else streams.follow()
         inputs.fill(values, prepared.layout, tokens, reqs, stream, ring is not None)
         # Not before: they may have been among the inputs.
         if pool.handed_out:
@@ -109,7 +112,7 @@ class StepExecutor:
             outputs = self._call(prepared, context, around, eager=eager)
         if ring is not None:
             ring.launched()
-        return prepared.outputs.live(outputs, tokens, reqs, pool)
+        return prepared.outputs.live(outputs, tokens, reqs)
 
     def run_padded(
         self, step: Step, updates: Any, *, eager: bool = False, around: Around | None = None
@@ -148,7 +151,7 @@ class StepExecutor:
             compared=around is not None,
             live=batch,
         )
-        pool.follow_stream()
+        pool.streams.follow()
         # Modes of the host see the operators of the forward, and no others.
         views = unseen(partial(inputs.copies, values, tokens, reqs))
         # Not before: they may have been among the inputs.
@@ -215,33 +218,17 @@ class StepExecutor:
             return tree.cloned(outputs)
         return tree.map_leaves(torch.Tensor.detach, outputs)
 
-
-def _of_outer_step(context: ForwardContext | None, name: str) -> Any:
-    try:
-        return getattr(context, name, None)
-    except FrozenMetadataError:
-        return None  # a step's own, which is withheld from the capture
-
-
-class LastUpdates:
-    """The host arguments of the last step that had some, for a step with UNCHANGED."""
-
-    def __init__(self, graphs: GraphTable) -> None:
-        self._graphs = graphs
-        # WORST_CASE after a step that failed with some: nobody says UNCHANGED of those.
-        self._last: Any = None
-
     def step_failed(self, updates: Any) -> None:
         """Note that a step with these updates failed."""
         if updates is not None and updates is not UNCHANGED:
-            self._last = WORST_CASE
+            self._last_updates = WORST_CASE
 
-    def set_aside(self, undo: Undo) -> None:
+    def set_updates_aside(self, undo: Undo) -> None:
         """Until `undo`: the steps are none of the host's, and UNCHANGED means the same after them
         as before."""
-        undo.later(partial(setattr, self, "_last", self._last))
+        undo.later(partial(setattr, self, "_last_updates", self._last_updates))
 
-    def resolve(self, step: Step, *, padded: bool = True) -> Any:
+    def updates_of(self, step: Step, *, padded: bool = True) -> Any:
         """The updates that the context of a step has: where it is `padded`, those of its graph's
         tasks alone. Raises `InvalidUpdateError` for names of no task."""
         updates = step.updates
@@ -256,12 +243,12 @@ class LastUpdates:
             )
         slot = step.dispatch.slot if padded else -1
         if updates is UNCHANGED:
-            if self._last is WORST_CASE:
+            if self._last_updates is WORST_CASE:
                 raise failed_half_way()
-            updates = self._last
+            updates = self._last_updates
         else:
             # The host may change its own lists in place before it says UNCHANGED.
-            self._last = _copied(updates)
+            self._last_updates = _copied(updates)
         if slot >= 0 and (type(updates) is dict or isinstance(updates, Mapping)):
             updates = self._of_graph(slot, updates)
         return updates
@@ -269,7 +256,7 @@ class LastUpdates:
     def _of_graph(self, slot: int, updates: Mapping[str, Any]) -> Mapping[str, Any]:
         """The updates of the tasks that a graph has: the host need not know which of its batches
         run by pieces, without tasks."""
-        steps = self._graphs.steps
+        steps = self.graphs.steps
         prepared = steps[slot]
         assert prepared is not None
         if updates.keys() <= prepared.task_names:
@@ -277,6 +264,13 @@ class LastUpdates:
         all_names = [each.task_names for each in steps if each is not None]
         check_names(updates, frozenset().union(*all_names))
         return {name: updates[name] for name in prepared.task_names & updates.keys()}
+
+
+def _of_outer_step(context: ForwardContext | None, name: str) -> Any:
+    try:
+        return getattr(context, name, None)
+    except FrozenMetadataError:
+        return None  # a step's own, which is withheld from the capture
 
 
 def _copied(updates: Any) -> Any:

@@ -96,8 +96,14 @@ class PreparedStep:
         self.readable = MappingProxyType(layout.views)
         self.call: Callable[..., Any] = setup.run_forward if wrapper is None else wrapper
         self.task_names: frozenset[str] = frozenset()
-        copies = setup.options.outputs == "clone"
-        self.outputs = LiveOutputs(descriptor, self.reqs, setup.outputs, copies=copies)
+        pool = setup.pool
+        self.outputs = LiveOutputs(
+            descriptor,
+            self.reqs,
+            setup.outputs,
+            pool.handed_out,
+            raw_storages=pool.platform.raw_storages and setup.options.outputs != "clone",
+        )
         # The entry of its wrapper, if a step is nothing but its replay; and that step in C.
         self.entry: Entry | None = None
         self.native: Any = None
@@ -123,7 +129,7 @@ class PreparedStep:
     def check_written(self, written: Mapping[int, Use]) -> None:
         """Raise `RefusedOpError` if a warm-up has written an input that has no batch axis: that is
         state, of which the next step would bring what was there before."""
-        with_rows = self._setup.inputs.padding.with_rows
+        with_rows = self._setup.inputs.declared.with_rows
         for name, view in self.layout.views.items():
             if name in with_rows:
                 continue
@@ -146,7 +152,7 @@ class PreparedStep:
         # The pool may have been cleared: until `recapture()` its steps are without a graph.
         if wrapper is None or entry is None or entry.outputs is self.outputs.held:
             return
-        self.outputs.hold(entry.outputs, pool)
+        self.outputs.hold(entry.outputs)
         # With several pieces it is the wrapper that counts them as one step.
         single = entry.graph is not None and wrapper.runtime_mode is GraphMode.FULL
         self.entry = entry if single else None
@@ -158,16 +164,18 @@ class PreparedStep:
     def _native_replay(self, entry: Entry, pool: GraphPool) -> Any:
         """The step of one graph in C, if the graph fetches its inputs and returns one tensor over
         memory that torch can make unreadable; else None."""
-        outputs = self.outputs.single(pool.handed_out)
+        outputs = self.outputs.single()
         if NativeReplay is None or outputs is None or self.ring is None:
             return None
         return NativeReplay(
             entry=entry,
             pool=pool,
+            pieces=pool.pieces,
+            streams=pool.streams,
             ring=self.ring,
             fetch=self.layout.fetch,
             graph=entry.graph,
-            stream=pool.read_stream_id,
+            stream=pool.streams.read_id,
             count=len(self.layout.fields),
             known=self.layout.known,
             shapes=self.outputs.shapes,
@@ -225,7 +233,7 @@ class GraphTable:
             setup.options,
             self.reads,
             setup.pool.platform.device_type,
-            inputs=frozenset() if setup.host.mixes_rows else setup.inputs.padding.with_rows,
+            inputs=frozenset() if setup.host.mixes_rows else setup.inputs.declared.with_rows,
             has_metadata=setup.host.metadata is not None,
         )
         self.wrappers = setup.wrappers()

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from graphrt.core.inputs.spec import InputSpec
     from graphrt.core.plan.plan import Plan, PlanArguments
     from graphrt.core.replay.pool import GraphPool
-    from graphrt.core.runner.capture_session import CaptureProgress
+    from graphrt.core.runner.capture_session import CaptureProgress, Progress
     from graphrt.core.runner.host import Host
-    from graphrt.core.runner.progress import Progress
     from graphrt.core.runner.report import RunnerReport
 
 T = TypeVar("T")
@@ -87,7 +86,6 @@ class GraphRunner(Uncopied, Generic[R]):
         from graphrt.core.runner.executor import StepExecutor
         from graphrt.core.runner.graph_table import GraphTable
         from graphrt.core.runner.setup import RunnerSetup
-        from graphrt.core.runner.trials import StepTrials
 
         setup = RunnerSetup(
             forward, plan, inputs, outputs, host, options, platform, pool, device, arguments
@@ -96,9 +94,8 @@ class GraphRunner(Uncopied, Generic[R]):
         self.pool, self.inputs = setup.pool, setup.inputs
         self.graphs = GraphTable(setup)
         executor = StepExecutor(self.graphs)
-        trials = StepTrials(executor)
-        self._scheduler = CaptureScheduler(self.graphs, trials)
-        self._engine = StepEngine(executor, trials, self._scheduler)
+        self._scheduler = CaptureScheduler(executor)
+        self._engine = StepEngine(executor, self._scheduler)
         # Observers wrap it (graphrt/observe/tap.py): a step that nobody observes pays nothing.
         self._run: Callable[..., R] = self._engine.entrance()
         if setup.host.ranks is not None:
@@ -215,7 +212,7 @@ class GraphRunner(Uncopied, Generic[R]):
         room for are dropped (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict`
         a `ResourceExhaustedError` when the rest is done.
         """
-        from graphrt.core.runner.progress import progress_of
+        from graphrt.core.runner.capture_session import progress_of
 
         tell = progress_of(progress)
         self._engine.check_open()
@@ -252,7 +249,7 @@ class GraphRunner(Uncopied, Generic[R]):
     def recapture(self, progress: Progress | bool | None = None) -> None:
         """Destroy all graphs and capture them again, for weights that have moved: in one turn of
         the pool, so no step comes between. `progress` is as in `capture()`."""
-        from graphrt.core.runner.progress import progress_of
+        from graphrt.core.runner.capture_session import progress_of
 
         tell = progress_of(progress)
         self._engine.check_open()

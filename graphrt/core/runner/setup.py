@@ -22,7 +22,6 @@ from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import check_forward
 from graphrt.core.inputs.outputs import OutputAxes, OutputLayout
 from graphrt.core.inputs.spec import InputSpec
-from graphrt.core.inputs.transport import InputRing
 from graphrt.core.plan.plan import Plan, PlanArguments, check_plan_arguments
 from graphrt.core.plan.resolution import all_compiled, compiled_in
 from graphrt.core.replay.pool import GraphPool, PoolOwner
@@ -85,7 +84,7 @@ class RunnerSetup:
         self.owner = PoolOwner("a step, or a capture, of a runner")
 
     @property
-    def ring(self) -> InputRing | None:
+    def ring(self) -> Any:
         """Where graphs fetch their inputs from. They are not there yet when `bind` is called, which
         may read or write them: with it there is none."""
         return None if self.host.bind is not None else self.inputs.ring
@@ -196,7 +195,7 @@ class Fetching:
     that a wrapper runs eagerly after all does, and fetches by itself.
     """
 
-    def __init__(self, forward: Callable[..., Any], ring: InputRing) -> None:
+    def __init__(self, forward: Callable[..., Any], ring: Any) -> None:
         self.forward = forward
         self._ring = ring
 

@@ -36,44 +36,37 @@ _SEED = 0
 """Of the generator that examples are made with: the same on every rank."""
 
 
-class StepTrials:
-    """Tries the steps of one runner that its checks do not let through."""
+def run_trial(
+    executor: StepExecutor, step: Step, differing: frozenset[str] | None
+) -> tuple[Dispatch, Any]:
+    """Run the trial of a step; returns how the step ran, and its live outputs."""
+    runs, dispatch = StepRuns(executor, step), step.dispatch
+    verdict = _try(executor, runs)
+    if verdict.failure is not None:
+        dispatcher = executor.graphs.dispatcher
+        dispatch = dispatcher.run_eagerly(dispatch, step.batch, Reason.QUARANTINED)
+    _note(executor, runs, verdict, differing)
+    return dispatch, verdict.outputs
 
-    def __init__(self, executor: StepExecutor) -> None:
-        self._executor = executor
-        self._graphs = executor.graphs
 
-    def run(self, step: Step, differing: frozenset[str] | None) -> tuple[Dispatch, Any]:
-        """Run the trial of a step; returns how the step ran, and its live outputs."""
-        runs, dispatch = StepRuns(self._executor, step), step.dispatch
-        verdict = self._try(runs)
-        if verdict.failure is not None:
-            dispatch = self._graphs.dispatcher.run_eagerly(dispatch, step.batch, Reason.QUARANTINED)
-        if differing is None and runs.padded:
-            differing = self._differing(runs.step)
-        self._note(step.dispatch.slot, verdict, differing)
-        return dispatch, verdict.outputs
+def run_verified(executor: StepExecutor, step: Step) -> Verdict:
+    """Try one step of a graph, whatever the level of checks is."""
+    # What changes from here on is the forward's own doing.
+    executor.graphs.checks.look_at_host()
+    return _try(executor, StepRuns(executor, step))
 
-    def verify(self, step: Step) -> Verdict:
-        """Try one step of a graph, whatever the level of checks is."""
-        # What changes from here on is the forward's own doing.
-        self._graphs.checks.look_at_host()
-        return self._try(StepRuns(self._executor, step))
 
-    @undoing
-    def try_examples(self, undo: Undo, make: MakeExample, release: Callable[[], None]) -> None:
-        """Try the graphs that have to be with steps of the host's own: with padding where there is
-        room for it. Raises the first failure, after `release`."""
-        generator = torch.Generator("cpu").manual_seed(_SEED)
-        undo.after_error(release)
-        self._executor.updates.set_aside(undo)
-        for dispatch in self._graphs.checks.to_try():
-            self._try_example(dispatch, make, generator)
-
-    def _try_example(
-        self, dispatch: Dispatch, make: MakeExample, generator: torch.Generator
-    ) -> None:
-        prepared = self._graphs.steps[dispatch.slot]
+@undoing
+def try_examples(
+    executor: StepExecutor, undo: Undo, make: MakeExample, release: Callable[[], None]
+) -> None:
+    """Try the graphs that have to be with steps of the host's own: with padding where there is room
+    for it. Raises the first failure, after `release`."""
+    generator = torch.Generator("cpu").manual_seed(_SEED)
+    undo.after_error(release)
+    executor.set_updates_aside(undo)
+    for dispatch in executor.graphs.checks.to_try():
+        prepared = executor.graphs.steps[dispatch.slot]
         batch = example_of(dispatch.descriptor, 1 if prepared is None else prepared.reqs)
         example = make(batch, generator)
         if not isinstance(example, Example):
@@ -84,56 +77,63 @@ class StepTrials:
                 advice="return Example(values={...})",
             )
         step = Step(batch, dispatch, example.values, example.updates, example.metadata)
-        runs = StepRuns(self._executor, step)
-        verdict = self._try(runs, undone=True)
+        runs = StepRuns(executor, step)
+        verdict = _try(executor, runs, undone=True)
         if verdict.failure is not None:
             raise verdict.failure
-        differing = self._differing(runs.step) if runs.padded else None
-        self._note(dispatch.slot, verdict, differing)
+        _note(executor, runs, verdict, None)
 
-    def differing(self, step: Step) -> frozenset[str] | None:
-        """The inputs of a padded step that differ from their padding; None if nobody asks."""
-        if step.agreed or step.batch.num_tokens >= step.dispatch.descriptor.num_tokens:
-            return None
-        return self._differing(step)
 
-    def _differing(self, step: Step) -> frozenset[str] | None:
-        if not self._graphs.checks.awaits_padding(step.dispatch.slot):
-            return None
-        return self._executor.inputs.padding.differing(step.values)
+def differing_inputs(executor: StepExecutor, step: Step) -> frozenset[str] | None:
+    """The inputs of a padded step that differ from their padding; None if nobody asks."""
+    if step.agreed or step.batch.num_tokens >= step.dispatch.descriptor.num_tokens:
+        return None
+    return _differing(executor, step)
 
-    @undoing
-    def _try(self, undo: Undo, runs: StepRuns, *, undone: bool = False) -> Verdict:
-        graphs, setup, dispatch = self._graphs, self._graphs.setup, runs.step.dispatch
-        graph = graphs.checks.graph_to_try(dispatch, graphs.warmed_up.get(dispatch.descriptor.kind))
-        trial = Trial(
-            runs,
-            graph,
-            places_of(setup.forward),
-            self._executor.pool.platform,
-            setup.options,
-            inputs=runs.prepared.storages(),
-            mixes_rows=setup.host.mixes_rows,
-            pads=self._executor.inputs.padding.unused_addresses(runs.step.values),
-        )
-        for span in graphs.spans:
-            undo.enter(span("trial", graph.name))
-        # As captures run.
-        set_for_capture(undo)
-        verdict = trial.run(undone=undone)
-        setup.run_forward.follows |= verdict.asks
-        graphs.checks.ran_forward(at_every_run=True)
-        return verdict
 
-    def _note(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
-        """Note the verdict of a trial; strictly, raises the failure."""
-        checks = self._graphs.checks
-        record = checks.record(slot)
-        is_first = verdict.failure is None and not record.steps
-        # What their nodes point to, and no operator has shown, is read too.
-        if is_first and self._graphs.keep_touched([record.descriptor]):
-            checks.glances.go_round()
-        checks.tried(slot, verdict, differing)
+def _differing(executor: StepExecutor, step: Step) -> frozenset[str] | None:
+    if not executor.graphs.checks.awaits_padding(step.dispatch.slot):
+        return None
+    return executor.inputs.declared.differing(step.values)
+
+
+@undoing
+def _try(executor: StepExecutor, undo: Undo, runs: StepRuns, *, undone: bool = False) -> Verdict:
+    graphs, setup, dispatch = executor.graphs, executor.graphs.setup, runs.step.dispatch
+    graph = graphs.checks.graph_to_try(dispatch, graphs.warmed_up.get(dispatch.descriptor.kind))
+    trial = Trial(
+        runs,
+        graph,
+        places_of(setup.forward),
+        executor.pool.platform,
+        setup.options,
+        inputs=runs.prepared.storages(),
+        mixes_rows=setup.host.mixes_rows,
+        pads=executor.inputs.declared.unused_addresses(runs.step.values),
+    )
+    for span in graphs.spans:
+        undo.enter(span("trial", graph.name))
+    # As captures run.
+    set_for_capture(undo)
+    verdict = trial.run(undone=undone)
+    setup.run_forward.follows |= verdict.asks
+    graphs.checks.ran_forward(at_every_run=True)
+    return verdict
+
+
+def _note(
+    executor: StepExecutor, runs: StepRuns, verdict: Verdict, differing: frozenset[str] | None
+) -> None:
+    """Note the verdict of a trial; strictly, raises the failure."""
+    checks, slot = executor.graphs.checks, runs.step.dispatch.slot
+    if differing is None and runs.padded:
+        differing = _differing(executor, runs.step)
+    record = checks.record(slot)
+    is_first = verdict.failure is None and not record.steps
+    # What their nodes point to, and no operator has shown, is read too.
+    if is_first and executor.graphs.keep_touched([record.descriptor]):
+        checks.glances.go_round()
+    checks.tried(slot, verdict, differing)
 
 
 class StepRuns:
@@ -143,9 +143,9 @@ class StepRuns:
         graphs, inputs = executor.graphs, executor.inputs
         inputs.declared.check(step.values, None, None)
         # They may be outputs of the last step, or views of the buffers.
-        executor.pool.follow_stream()
+        executor.pool.streams.follow()
         step = step._replace(values=tree.cloned(dict(step.values)))
-        resolve = executor.updates.resolve
+        resolve = executor.updates_of
         self._unpadded_step = step._replace(updates=resolve(step, padded=False))
         self.step = self._eager_step = step._replace(updates=resolve(step))
         at_bound = graphs.setup.host.metadata
@@ -182,7 +182,7 @@ class StepRuns:
         return tree.cloned(self._executor.run_padded(self.step, self.step.updates))
 
     def disturbed(self, watch: Watch) -> Any:
-        disturb = self._executor.inputs.padding.disturb
+        disturb = self._executor.inputs.declared.disturb
         rows = (live for _, live in self.sizes)
         return self.eager(watch, partial(disturb, self.prepared.layout, *rows))
 

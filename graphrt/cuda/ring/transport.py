@@ -22,6 +22,7 @@ from graphrt.core.inputs.layout import StepMoves
 from graphrt.core.inputs.transport import (
     MAX_BYTES,
     MAX_SLOTS,
+    InputTransport,
     Slab,
     StagedCopy,
     copy_rows,
@@ -35,14 +36,14 @@ from graphrt.cuda.ring.writers import Prepared, learn
 _MOVES_OF_A_FIELD = 3
 
 
-class RingTransport:
+class RingTransport(InputTransport):
     """Writes what comes from the host into a slot, and says there where the rest is: the one
     operation that fetches the slot moves and pads that too."""
 
     def __init__(self, ring: SlotRing, staged: StagedCopy) -> None:
-        self.ring = ring
+        self.ring: SlotRing = ring
         self.staged = staged
-        self.slab: Slab = staged.slab
+        self.slab = staged.slab
         memory = ring.device.memory
         self._memory = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         # What was copied on the device and has yet to be fetched.

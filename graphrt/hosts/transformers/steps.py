@@ -99,21 +99,12 @@ class StepGraphs:
         try:
             for count in (1, self.checked) if self.checked else (1,):
                 step = _Step(signature, forward, self.memory, self.cross, states, count)
-                inputs = self._inputs(count)
                 if compile is not None:
-                    batched = [name for name in inputs if name != "length"]
+                    batched = [name for name in self._inputs(count) if name != "length"]
                     graphrt.compile(step, dynamic_dims=batched, options=compile)
-                attention = self._attention if count == 1 else None
-                self._runners[count] = GraphRunner(
-                    step if attention is None else _Grouped(step, attention),
-                    inputs=inputs,
-                    outputs=("tokens", count, probe.logits.shape[-1]),
-                    mode="FULL",
-                    sizes=sizes if count == 1 else [1],
-                    host=Host(example=partial(self._example, count)),
-                    options=options,
-                    pool=self._pool,
-                )
+                of_count = sizes if count == 1 else [1]
+                axes = "tokens", count, probe.logits.shape[-1]
+                self._runners[count] = self._runner(step, count, of_count, axes, options)
             self._capture(tokens, encoded)
         except BaseException:
             self.close()
@@ -123,6 +114,26 @@ class StepGraphs:
     def runner(self) -> GraphRunner[torch.Tensor]:
         """The graphs of one token a row."""
         return self._runners[1]
+
+    def _runner(
+        self,
+        step: _Step,
+        count: int,
+        sizes: Sequence[int],
+        outputs: tuple[str, int, int],
+        options: GraphOptions,
+    ) -> GraphRunner[torch.Tensor]:
+        attention = self._attention if count == 1 else None
+        return GraphRunner(
+            step if attention is None else _Grouped(step, attention),
+            inputs=self._inputs(count),
+            outputs=outputs,
+            mode="FULL",
+            sizes=sizes,
+            host=Host(example=partial(self._example, count)),
+            options=options,
+            pool=self._pool,
+        )
 
     def _inputs(self, count: int) -> dict[str, InputSpec]:
         inputs = {"tokens": InputSpec(torch.int64, ("tokens", count))}
