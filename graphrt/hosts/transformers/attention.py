@@ -23,6 +23,9 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 GROUPED = "graphrt_grouped_sdpa"
 _PLAIN = "sdpa"
@@ -32,7 +35,7 @@ def attention_of(model: Any) -> Any:
     """The config whose attention is another one in steps; None where none is."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", None)
-    if config._attn_implementation != _PLAIN:
+    if config._attn_implementation != _PLAIN or not _is_transformers_own():
         return None
     if getattr(config, "num_key_value_heads", heads) in (None, heads):
         return None
@@ -42,6 +45,14 @@ def attention_of(model: Any) -> Any:
         return None
     _register()
     return config
+
+
+def _is_transformers_own() -> bool:
+    """Whether nobody has registered a function of theirs under the name of SDPA."""
+    return (
+        ALL_ATTENTION_FUNCTIONS.get(_PLAIN) is sdpa_attention_forward
+        and ALL_MASK_ATTENTION_FUNCTIONS.get(_PLAIN) is sdpa_mask
+    )
 
 
 @functools.cache
@@ -79,8 +90,6 @@ def _attend(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     # A mask or bias of each head's own would have to be regrouped too.
     by_head = attention_mask is not None and attention_mask.shape[1] != 1
     if query.shape[2] != 1 or by_head or more.get("position_bias") is not None:
@@ -100,8 +109,6 @@ def _attend(
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    from transformers.masking_utils import sdpa_mask
-
     made: torch.Tensor | None = sdpa_mask(*args, **kwargs)
     dtype = kwargs.get("dtype")
     if made is None or made.shape[2] != 1 or dtype is None:

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from graphrt import Batch, Dispatch, Example, GraphOptions, GraphPool, GraphRunner, Host, InputSpec
 from graphrt.errors import CaptureError, VerificationError
-from graphrt.hosts.transformers.signature import CACHES
+from graphrt.hosts.transformers.signature import CACHES, advice_for_outputs
 from graphrt.hosts.transformers.steps import CLOSE
 
 Inputs = Mapping[str, torch.Tensor]
@@ -56,7 +56,9 @@ class Buckets:
         shapes = [
             {
                 name: each.shape
-                for name, each in _tensors(self._call_model(self._random(1, length))).items()
+                for name, each in _tensors(
+                    self._call_model(self._random(1, length)), model.config
+                ).items()
             }
             for length in ((_SHORT, _SHORT + 1) if self.is_text else (0, 0))
         ]
@@ -140,7 +142,7 @@ class Buckets:
         if mask is not None and self._mask is not None:
             states = mask[:, :, None].to(self._model.dtype)
             call["attention_mask"] = self._mask(self._model.config, states, mask)
-        return _tensors(self._call_model(call))
+        return _tensors(self._call_model(call), self._model.config)
 
     def _call_model(self, inputs: Mapping[str, Any]) -> Any:
         return self._forward(**inputs, return_dict=True)
@@ -176,7 +178,8 @@ class Buckets:
             # The first token and the last one see each other, as a window has to allow.
             full["attention_mask"] = torch.ones_like(full["input_ids"])
         for inputs in (full, self._random(padded, max(length - 1, 1))):
-            ours, theirs = _tensors(self.run(inputs, length)[0]), _tensors(self._call_model(inputs))
+            outputs = self.run(inputs, length)[0], self._call_model(inputs)
+            ours, theirs = (_tensors(each, self._model.config) for each in outputs)
             for name, expected in theirs.items():
                 apart = float((ours[name] - expected).float().norm() / expected.float().norm())
                 if not apart <= CLOSE.get(expected.dtype, 1e-2):
@@ -253,7 +256,7 @@ def check_encoder(model: Any) -> None:
     )
 
 
-def _tensors(output: Any) -> dict[str, torch.Tensor]:
+def _tensors(output: Any, config: Any) -> dict[str, torch.Tensor]:
     """The outputs of a model by name; raises `CaptureError` where one is no tensor."""
     tensors = dict(output.items())
     other = sorted(name for name, each in tensors.items() if not isinstance(each, torch.Tensor))
@@ -265,7 +268,7 @@ def _tensors(output: Any) -> dict[str, torch.Tensor]:
             expected="tensors alone",
             advice="model.config.use_cache = False before with_graphs()"
             if has_cache
-            else "turn it off in model.config (output_hidden_states, output_attentions)",
+            else advice_for_outputs(config),
         )
     return tensors
 

@@ -136,7 +136,7 @@ def graphs_of(model: Any) -> Any:
     if graphs is None:
         raise InvalidOptionError(
             "the model has no graphs",
-            got=shown(model),
+            got=type(model).__name__,
             expected="a model that with_graphs() has returned",
             advice="with_graphs(model, max_batch=4, max_len=512)",
         )

@@ -5,6 +5,9 @@ graphrt finds weights that have moved, but not a flag, a hook or an adapter that
 numbers of the config, which some forwards read. The look compares identities, some 3 us a module;
 values are only compared where an identity is another one.
 
+So is code that is replaced where transformers lets it be: `forward` of a class of modules, and the
+function that is registered for an attention or its mask.
+
 What the code of a hook reads is nowhere to look at: `hooks_inside` names the hooks with which a
 model is not captured.
 """
@@ -15,6 +18,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphrt.core.base import tree
 
@@ -27,16 +32,26 @@ _UNREAD = frozenset(
         "_commit_hash",
         "_name_or_path",
         "architectures",
+        "dtype",
         "id2label",
         "label2id",
         "problem_type",
         "transformers_version",
     }
 )
-"""Of a config: what no call that graphs serve reads. A forward with labels writes some."""
+"""Of a config: what no call that graphs serve reads. A forward with labels writes some, and
+`save_pretrained` the dtype: the weights' own are looked at."""
 TOKEN_IDS = frozenset({"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"})
 """Those that `generate` reads and steps do not."""
-_IGNORED = frozenset({"_previous_max_cache_length", "_output_capturing_hooks_installed"})
+_IGNORED = frozenset(
+    {
+        "_previous_max_cache_length",
+        "_output_capturing_hooks_installed",
+        "generation_config",
+        "prepare_inputs_for_generation",
+    }
+)
+"""Attributes of modules that no step reads. PEFT's prompt tuning sets the last two in each call."""
 _RECORDERS = "transformers.utils.output_capturing"
 """Its hooks stay in a model after a call that asked for hidden states, and do nothing in others."""
 _KNOWN_HOOKS = (_RECORDERS, "torch.nn.utils.")
@@ -84,6 +99,11 @@ class Fingerprint:
                 by_config.setdefault(id(module.__dict__["config"]), module)
         self._configs = [(each, _config_facts(each, unread)) for each in by_config.values()]
         self._unread = unread
+        self._classes = [*{type(module): None for _, module in modules}]
+        configs = [module.__dict__["config"] for module in by_config.values()]
+        names = {getattr(each, "_attn_implementation", None) for each in configs}
+        self._attentions = sorted(name for name in names if isinstance(name, str))
+        self._code = self._code_now()
         self._next = 0
 
     def first_change(self, count: int | None = None) -> str | None:
@@ -95,6 +115,10 @@ class Fingerprint:
             now = _config_facts(module, self._unread)
             if now != facts:
                 return f"config.{_first_other(now, facts)}"
+        code = self._code_now()
+        if code != self._code:
+            places = range(len(code))
+            return self._name_of_code(next(at for at in places if code[at] != self._code[at]))
         modules = self._modules
         if count is not None:
             first, self._next = self._next, (self._next + count) % len(modules)
@@ -103,6 +127,22 @@ class Fingerprint:
             if not seen.is_same():
                 return seen.name or "the model itself"
         return None
+
+    def _code_now(self) -> list[object]:
+        """The functions that anybody may replace for all models at once."""
+        return [
+            *(each.forward for each in self._classes),
+            *(ALL_ATTENTION_FUNCTIONS.get(name) for name in self._attentions),
+            *(ALL_MASK_ATTENTION_FUNCTIONS.get(name) for name in self._attentions),
+        ]
+
+    def _name_of_code(self, place: int) -> str:
+        names = [
+            *(f"{each.__name__}.forward" for each in self._classes),
+            *(f"the attention {name!r}" for name in self._attentions),
+            *(f"the mask of the attention {name!r}" for name in self._attentions),
+        ]
+        return names[place]
 
 
 class _Seen:

@@ -253,8 +253,9 @@ class ModelGraphs(Seam):
         return None
 
     def _why_other_arguments(self, call: Mapping[str, Any], cache: Any) -> str | None:
+        known = self._signature.served if self.steps is None else self.steps.known
         for name, value in call.items():
-            if name in self._signature.served or value is None or value is False:
+            if name in known or value is None or value is False:
                 continue
             if name != "logits_to_keep" or not isinstance(value, int):
                 return f"{name}= was passed"

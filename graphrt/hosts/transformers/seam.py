@@ -40,12 +40,17 @@ class Seam(ABC):
         self.model = model
         self._refused: str | None = "captured nothing yet: recapture() does"
         self._counts = Counts(type(model).__name__)
-        self._forward: Callable[..., Any] = model.forward
+        self._models_own: Callable[..., Any] | None = model.__dict__.get("forward")
         self._before: dict[str, Any] = {}
         # Held while somebody works on the memory of graphs.
         self._using = threading.RLock()
         self._captured: Fingerprint | None = None
         self._changed: str | None = None
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        """The model's own forward; that of its class may be replaced at any time."""
+        return self._models_own or types.MethodType(type(self.model).forward, self.model)
 
     def install(self) -> None:
         """Put our methods in front of the model's."""

@@ -21,6 +21,9 @@ CACHES = ("cache", "cache_params", "past_key_values")
 """Names of a forward's cache. From transformers 5.24 on it is the first, and the others are older
 names of it."""
 
+TYPES_OF_TOKENS = frozenset({"mm_token_type_ids", "token_type_ids"})
+"""Arguments of 0 and 1 for each token, which `generate` goes on with in every step."""
+
 _FEATURES = "input_features"
 
 
@@ -56,7 +59,7 @@ class Signature:
             served.add("encoder_outputs")
         if self.masks_encoder:
             served.add("attention_mask")
-        self.served = served - {None}
+        self.served = frozenset(each for each in served if each is not None)
 
     def _known(self, name: str) -> str | None:
         return name if name in self.names else None
@@ -152,6 +155,14 @@ class Signature:
             )
         masked: Mapping[str, Any] = {} if mask is None else {"attention_mask": mask}
         return Encoded(self.model.get_encoder()(inputs, **masked, return_dict=True), mask)
+
+
+def advice_for_outputs(config: Any) -> str:
+    """What to try where a forward returns more than graphs give."""
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(config, name, False):
+            return f"model.config.{name} = False before with_graphs()"
+    return "leave with_graphs() out for this model, which runs as before"
 
 
 def positions_of(mask: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,12 @@ from graphrt.errors import CaptureError, VerificationError
 from graphrt.hosts.transformers.attention import attention_of, grouped
 from graphrt.hosts.transformers.caches import CrossCache, KeptCache, KeptPair, StepCache
 from graphrt.hosts.transformers.memory import Memory, first_rows, shapes_of
-from graphrt.hosts.transformers.signature import Encoded, Signature
+from graphrt.hosts.transformers.signature import (
+    TYPES_OF_TOKENS,
+    Encoded,
+    Signature,
+    advice_for_outputs,
+)
 
 _PROMPT = 6
 """Tokens of the prompt that graphs are captured and tried after."""
@@ -86,19 +91,20 @@ class StepGraphs:
         )
         self._batches = [Batch(max(rows, 1)) for rows in range(max_batch + 1)]
         self._takes_positions = signature.positions is not None
-        states = None if encoded is None else encoded.outputs[0]
         has_states = any(layer.states() for layer in self.memory.layers)
         has_room = _PROMPT + checked <= max_len
         self.checked = checked if self.memory.has_keys and has_room and not has_states else 0
         self.counts_positions = False
         """Whether steps without positions have the number of tokens before them, padding too."""
+        self.known = signature.served
+        """Arguments of steps that graphs take, or that only prompts of this model read."""
         self._attention = attention_of(signature.model)
         self._pool = GraphPool(device.type, device=device)
         # By the number of tokens of a row.
         self._runners: dict[int, GraphRunner[torch.Tensor]] = {}
         try:
             for count in (1, self.checked) if self.checked else (1,):
-                step = _Step(signature, forward, self.memory, self.cross, states, count)
+                step = _Step(signature, forward, self.memory, self.cross, encoded, count)
                 if compile is not None:
                     batched = [name for name in self._inputs(count) if name != "length"]
                     graphrt.compile(step, dynamic_dims=batched, options=compile)
@@ -169,22 +175,37 @@ class StepGraphs:
         if self.checked:
             self._compare(tokens[:1], mask[:1], None, [max(self.checked - 1, 2)])
         if self._takes_positions and self.memory.has_keys:
-            self.counts_positions = all(self._counts(tokens, each) for each in (mask, None))
+            counted = torch.full_like(tokens[:, :1], _PROMPT)
+            self.counts_positions = all(
+                self._are_equal(tokens, each, str(self.signature.positions), None, counted)
+                for each in (mask, None)
+            )
+        zeros = torch.zeros_like(tokens[:, :1])
+        self.known |= {
+            name
+            for name in TYPES_OF_TOKENS.intersection(self.signature.names)
+            if self._are_equal(tokens, mask, name, None, zeros, zeros + 1)
+        }
         self.clear()
 
-    def _counts(self, prompt: torch.Tensor, mask: torch.Tensor | None) -> bool:
-        """Whether the model gives a step without positions the number of tokens before it: some
-        leave padding out."""
-        rows, length = prompt.shape
-        name = str(self.signature.positions)
+    def _are_equal(
+        self,
+        prompt: torch.Tensor,
+        mask: torch.Tensor | None,
+        name: str,
+        *values: torch.Tensor | None,
+    ) -> bool:
+        """Whether the model's own step after a prompt has one result for all values of an argument:
+        positions are the number of tokens before in some models, and leave padding out in others;
+        PaliGemma reads the types of a prompt's tokens alone, others those of all tokens."""
         seen = None if mask is None else torch.cat([mask, mask[:, -1:]], 1)
         logits = []
-        for positions in (None, torch.full_like(prompt[:, :1], length)):
+        for value in values:
             cache = self.signature.new_cache()
             self._run(prompt, mask, None, cache)
-            call = self.signature.call(self._random_tokens(rows, 1), seen, None, cache)
-            logits.append(self._forward(**{**call, name: positions}).logits)
-        return torch.equal(*logits)
+            call = self.signature.call(self._random_tokens(len(prompt), 1), seen, None, cache)
+            logits.append(self._forward(**{**call, name: value}).logits)
+        return all(torch.equal(each, logits[0]) for each in logits)
 
     def _compare_past(self, window: int, length: int | None) -> None:
         """Compare steps that overwrite the first positions of a window, whose padding they see."""
@@ -346,7 +367,7 @@ class _Step(nn.Module):
         forward: Callable[..., Any],
         memory: Memory,
         cross: Memory | None,
-        encoder_states: torch.Tensor | None,
+        encoded: Encoded | None,
         count: int,
     ) -> None:
         super().__init__()
@@ -363,9 +384,12 @@ class _Step(nn.Module):
         self._more: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if "logits_to_keep" in signature.names:
             self._more["logits_to_keep"] = count
-        if encoder_states is not None:
+        if encoded is not None:
             # Nobody reads the values: what steps need of them is in the cross-attention's cache.
-            self._no_states = encoder_states.new_zeros((1, 1, encoder_states.shape[-1]))
+            states = encoded.outputs[0]
+            self._no_states = states.new_zeros((1, 1, states.shape[-1]))
+            # T5Gemma takes no tuple, and NLLB-MoE reads what others have not.
+            self._encoder_output = type(encoded.outputs)
 
     def forward(
         self,
@@ -384,7 +408,7 @@ class _Step(nn.Module):
             call[self._mask_name] = kept.mask()
         if cross is not None:
             states = self._no_states.expand(size, cross.length, -1)
-            call["encoder_outputs"] = (states,)
+            call["encoder_outputs"] = self._encoder_output(last_hidden_state=states)
             call[cache_name] = EncoderDecoderCache(kept, CrossCache(cross, size))
             if self._masks_encoder:
                 call["attention_mask"] = _encoder_mask(
@@ -427,7 +451,8 @@ def _rows_of(encoded: Encoded | None, rows: int) -> Encoded | None:
     if encoded is None:
         return None
     mask = None if encoded.mask is None else encoded.mask[:rows]
-    return Encoded((encoded.outputs[0][:rows],), mask)
+    outputs = type(encoded.outputs)(last_hidden_state=encoded.outputs[0][:rows])
+    return Encoded(outputs, mask)
 
 
 def _encoder_mask(config: Any, mask: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -454,6 +479,6 @@ def _output_of(probe: Any, signature: Signature) -> Callable[..., Any]:
             "the model's forward returns more than logits and its cache",
             got=", ".join(more),
             expected="logits alone",
-            advice="turn it off in model.config (output_hidden_states, output_attentions)",
+            advice=advice_for_outputs(signature.model.config),
         )
     return type(probe)

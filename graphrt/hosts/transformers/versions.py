@@ -33,7 +33,12 @@ _NAMES = {
     ),
     "transformers.generation.configuration_utils": ("ALL_STATIC_CACHE_IMPLEMENTATIONS",),
     "transformers.integrations.sdpa_attention": ("sdpa_attention_forward",),
-    "transformers.masking_utils": ("create_bidirectional_mask", "sdpa_mask"),
+    "transformers.masking_utils": (
+        "ALL_MASK_ATTENTION_FUNCTIONS",
+        "create_bidirectional_mask",
+        "sdpa_mask",
+    ),
+    "transformers.modeling_utils": ("ALL_ATTENTION_FUNCTIONS",),
 }
 _ARGUMENTS = {
     ("transformers", "GenerationMixin._prepare_cache_for_generation"): (

@@ -1,0 +1,203 @@
+"""Kinds of models, and changes between two calls, that the families of `test_transformers.py` do
+not have: each was once refused, served as it was before the change, or advised wrongly."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.errors import CaptureError, InvalidOptionError
+from tests.models.families import SHARED
+from tests.models.generating import generate, new_model, random_tokens
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+from graphrt.hosts.transformers import graphs_of, with_graphs  # noqa: E402
+
+VISION = {
+    "image_size": 16,
+    "patch_size": 8,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+CHANGED = "the model is not as it was captured ({}): recapture()"
+
+
+def pair(name: str = "llama", **config: Any) -> tuple[Any, Any]:
+    """A model, and a twin with graphs."""
+    plain = new_model(name, **config)
+    return plain, with_graphs(copy.deepcopy(plain), max_batch=2, max_len=32, strict=True)
+
+
+def served(model: Any) -> tuple[int, dict[str, int]]:
+    report = graphs_of(model).report()
+    return report.served, report.eager
+
+
+def logits_of(model: Any, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
+    call = {"return_dict_in_generate": True, "output_logits": True, **more}
+    return torch.stack(generate(model, tokens, 8, **call).logits)
+
+
+def assert_same(plain: Any, model: Any, tokens: torch.Tensor, **more: Any) -> None:
+    ours, theirs = logits_of(model, tokens, **more), logits_of(plain, tokens, **more)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+# Code that is replaced ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["LlamaMLP", "LlamaForCausalLM"])
+def test_another_forward_of_a_class_is_found(name, monkeypatch):
+    plain, model = pair()
+    tokens, kind = random_tokens(2, 6), getattr(modeling_llama, name)
+    before = kind.forward
+
+    def halved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = before(self, *args, **kwargs)
+        if isinstance(output, torch.Tensor):
+            return output / 2
+        output.logits = output.logits / 2
+        return output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", halved)
+        assert_same(plain, model, tokens)
+        assert served(model) == (0, {CHANGED.format(f"{name}.forward"): 7})
+        graphs_of(model).recapture()
+        assert_same(plain, model, tokens)
+        assert served(model)[0] == 7
+    assert_same(plain, model, tokens)
+    assert served(model)[0] == 7
+
+
+def weaker(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # Little enough that a comparison within rounding of half precision would let it pass.
+    return sdpa_attention_forward(*args, **kwargs)[0] * 0.999, None
+
+
+def test_another_function_of_an_attention_is_found(monkeypatch):
+    plain, model = pair()
+    tokens = random_tokens(2, 6)
+    with monkeypatch.context() as patch:
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", weaker)
+        assert_same(plain, model, tokens)
+        assert served(model) == (0, {CHANGED.format("the attention 'sdpa'"): 7})
+        graphs_of(model).recapture()
+        assert_same(plain, model, tokens)
+        assert served(model)[0] == 7
+
+
+# Changes that no step reads ----------------------------------------------------------------------
+
+
+def test_a_saved_model_is_served(tmp_path):
+    plain, model = pair()
+    model.save_pretrained(tmp_path)
+    assert_same(plain, model, random_tokens(2, 6))
+    assert served(model) == (7, {})
+
+
+@pytest.mark.parametrize("captured_first", [False, True])
+def test_prompt_tuning_is_served(captured_first):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    kind = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    tokens, models = random_tokens(2, 6), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(peft.get_peft_model(new_model("llama"), kind).eval())
+    plain, model = models
+    if captured_first:
+        base = with_graphs(new_model("llama"), max_batch=2, max_len=32, strict=True)
+        torch.manual_seed(0)
+        model = peft.get_peft_model(base, kind).eval()
+    else:
+        with_graphs(model, max_batch=2, max_len=32, strict=True)
+    for _ in range(2):
+        call = {"input_ids": tokens, "max_new_tokens": 8, "do_sample": False}
+        call["attention_mask"] = torch.ones_like(tokens)
+        assert torch.equal(model.generate(**call), plain.generate(**call))
+    assert served(model) == (14, {})
+
+
+def test_types_of_tokens_are_served_where_prompts_alone_read_them():
+    config = transformers.PaliGemmaConfig(
+        vision_config=transformers.SiglipVisionConfig(**VISION),
+        text_config=transformers.GemmaConfig(**{**SHARED, "head_dim": 16, "pad_token_id": 0}),
+        image_token_index=2,
+        projection_dim=64,
+        hidden_size=64,
+    )
+    torch.manual_seed(0)
+    plain = transformers.PaliGemmaForConditionalGeneration(config).eval()
+    model = with_graphs(copy.deepcopy(plain), max_batch=2, max_len=32, strict=True)
+    tokens = torch.cat([torch.full((2, 4), 2), random_tokens(2, 5)], 1)
+    more = {"pixel_values": torch.randn(2, 3, 16, 16), "token_type_ids": torch.zeros_like(tokens)}
+    more["token_type_ids"][:, 6:] = 1
+    assert_same(plain, model, tokens, **more)
+    assert served(model) == (7, {})
+
+
+def test_types_of_tokens_are_eager_where_all_steps_read_them():
+    config = transformers.CTRLConfig(
+        vocab_size=64, n_embd=32, dff=64, n_layer=2, n_head=2, n_positions=64
+    )
+    torch.manual_seed(0)
+    plain = transformers.CTRLLMHeadModel(config).eval()
+    model = with_graphs(copy.deepcopy(plain), max_batch=2, max_len=32, strict=True)
+    cache, theirs = graphs_of(model).new_cache(), transformers.DynamicCache()
+    tokens, types = random_tokens(2, 6) % 64, torch.ones(2, 6, dtype=torch.int64)
+    with torch.no_grad():
+        for each, kept in ((plain, theirs), (model, cache)):
+            each(tokens, past_key_values=kept)
+        call = {"token_type_ids": types[:, :1], "position_ids": torch.full((2, 1), 6)}
+        ours = model(tokens[:, :1], past_key_values=cache, **call).logits
+        expected = plain(tokens[:, :1], past_key_values=theirs, **call).logits
+        other = plain(tokens[:, :1], past_key_values=theirs).logits
+    torch.testing.assert_close(ours, expected)
+    assert not torch.allclose(other, expected)
+    assert served(model) == (0, {"token_type_ids= was passed": 1})
+
+
+# Advice ------------------------------------------------------------------------------------------
+
+
+def t5gemma() -> Any:
+    config = {**SHARED, "head_dim": 16, "sliding_window": 8}
+    half = transformers.T5GemmaModuleConfig(**config)
+    whole = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1}
+    return transformers.T5GemmaForConditionalGeneration(
+        transformers.T5GemmaConfig(encoder=half, decoder=half, vocab_size=256, **whole)
+    ).eval()
+
+
+def test_outputs_that_nobody_asked_for_cannot_be_turned_off():
+    with pytest.raises(CaptureError, match="decoder_hidden_states") as error:
+        with_graphs(t5gemma(), max_batch=1, max_len=32, strict=True)
+    assert str(error.value.advice).startswith("leave with_graphs() out")
+
+
+def test_outputs_that_the_config_asks_for_are_turned_off():
+    model = new_model("llama", output_hidden_states=True)
+    with pytest.raises(CaptureError, match="hidden_states") as error:
+        with_graphs(model, max_batch=1, max_len=32, strict=True)
+    advised = str(error.value.advice)
+    assert advised == "model.config.output_hidden_states = False before with_graphs()"
+    model.config.output_hidden_states = False
+    with_graphs(model, max_batch=1, max_len=32, strict=True)
+
+
+def test_a_model_without_graphs_is_named_in_a_line():
+    with pytest.raises(InvalidOptionError) as error:
+        graphs_of(new_model("llama"))
+    assert error.value.got == "LlamaForCausalLM"
