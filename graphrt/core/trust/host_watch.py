@@ -312,16 +312,16 @@ class HostWatch:
                 is_told = self._native is not None
                 self._outlines.append(_Outline.of(place, value, shape, is_told=is_told))
         groups += [[each] for each in _global_dicts(places)]
-        untold: list[list[_Keyed]] = [[] for _ in groups]
-        for group, kept in zip(groups, untold, strict=True):
-            for each in group:
-                at, closed = id(each.held), self._closed.get(id(each.held))
-                # Others hold it too, and are told of it.
-                if each.counted is not None or at not in self._watched:
-                    known = each if closed is None else each._replace(counted=closed[1])
-                    self._watched[at] = known
-                    kept.append(each)
+        untold = [[*filter(self._is_untold, group)] for group in groups]
         self._keys = _Keys(untold if self._native is None else ())
+
+    def _is_untold(self, each: _Keyed) -> bool:
+        """Have a dict watched; False for one that others hold too, and are told of."""
+        at, closed = id(each.held), self._closed.get(id(each.held))
+        if each.counted is None and at in self._watched:
+            return False
+        self._watched[at] = each if closed is None else each._replace(counted=closed[1])
+        return True
 
     def _is_new(self, place: Place | None) -> bool:
         """Whether a slot is a new item of a container in which these are left out, or below one."""

@@ -85,10 +85,8 @@ class StepGraphs:
             length = max_encoder_len if signature.masks_encoder else encoded.length
             shapes = shapes_of(twin.cross_attention_cache)
             self.cross = Memory(shapes, max_batch, length, device)
-        self._hosts_rows, self._hosts_length = (
-            torch.arange(max_batch, device="cpu"),
-            torch.arange(max_len, device="cpu"),
-        )
+        self._hosts_rows = torch.arange(max_batch, device="cpu")
+        self._hosts_length = torch.arange(max_len, device="cpu")
         self._batches = [Batch(max(rows, 1)) for rows in range(max_batch + 1)]
         self._takes_positions = signature.positions is not None
         has_states = any(layer.states() for layer in self.memory.layers)

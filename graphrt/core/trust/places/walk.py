@@ -24,7 +24,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -521,18 +521,10 @@ class Walk:
     def _attributes(self, value: Any, place: Place, shape: Shape) -> Slots:
         """An object's `__dict__`, slots and class; of a module also its parameters, buffers,
         submodules and hooks."""
-        attributes: Slots = []
         held = {} if shape.dict_of is None else shape.dict_of(value)
-        skipped: Collection[str] = ()
-        if shape.kind is Kind.MODULE:
-            skipped = _OWN_OF_MODULES
-            for inner_name in INNER:
-                inner: Any = held.get(inner_name)
-                before = f".{inner_name}" if inner_name.endswith("hooks") else ""
-                for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
-                    where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
-                    slot = Place(place, before + where, slots.ITEM, inner, key)
-                    attributes.append((slot, each))
+        is_module = shape.kind is Kind.MODULE
+        attributes = _registered(held, place) if is_module else []
+        skipped: Collection[str] = _OWN_OF_MODULES if is_module else ()
         for name, each in dict.items(held):
             if name not in skipped and type(name) is str:
                 attributes.append((Place(place, f".{name}", slots.ITEM, held, name), each))
@@ -741,6 +733,18 @@ class Walk:
         kinds = (Kind.TENSOR, Kind.TUPLE)
         results = [each for each in held if self._shapes[type(each)].kind in kinds]
         return _fixed(place, results, ", cached") + _fixed(place, [value.__wrapped__])
+
+
+def _registered(held: Mapping[str, Any], place: Place) -> Slots:
+    """What a module with these attributes has registered: parameters, buffers, submodules, hooks."""
+    registered: Slots = []
+    for name in INNER:
+        inner: Any = held.get(name)
+        before = f".{name}" if name.endswith("hooks") else ""
+        for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
+            where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
+            registered.append((Place(place, before + where, slots.ITEM, inner, key), each))
+    return registered
 
 
 def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
