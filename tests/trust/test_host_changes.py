@@ -58,8 +58,8 @@ def globals_of_programs() -> dict[str, Any]:
     return vars(programs)
 
 
-def runner_of(forward: Callable[..., Any], **options: Any) -> GraphRunner[Any]:
-    """A runner whose graphs were all captured, and tried with and without padding."""
+def untried_runner(forward: Callable[..., Any], **options: Any) -> GraphRunner[Any]:
+    """A runner whose graphs were all captured."""
     runner = GraphRunner(
         forward,
         mode=options.pop("mode", "FULL"),
@@ -69,6 +69,12 @@ def runner_of(forward: Callable[..., Any], **options: Any) -> GraphRunner[Any]:
         platform="cpu",
     )
     runner.capture()
+    return runner
+
+
+def runner_of(forward: Callable[..., Any], **options: Any) -> GraphRunner[Any]:
+    """A runner whose graphs were all captured, and tried with and without padding."""
+    runner = untried_runner(forward, **options)
     for rows in (4, 3, 2, 1, 4, 3, 2, 1):
         runner(x=torch.randn(rows, WIDTH))
     assert {record.status for record in runner.report().trust.trials} == {"tried"}
@@ -253,15 +259,7 @@ def test_a_graph_is_tried_with_another_value_than_its_own_before_that_is_left_ou
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x * held.scale if x.shape[0] > 2 else x * 1.0
 
-    runner = GraphRunner(
-        forward,
-        mode="FULL",
-        sizes=SIZES,
-        inputs={"x": InputSpec(torch.float32, ("tokens", WIDTH))},
-        options=GraphOptions(check="first"),
-        platform="cpu",
-    )
-    runner.capture()
+    runner = untried_runner(forward)
     steps = Steps(runner, forward)
     # The step of four always has the value of its capture, that of two has others too.
     for _ in range(8):

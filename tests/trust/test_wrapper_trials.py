@@ -381,6 +381,19 @@ def test_a_key_without_trials_keeps_no_forward() -> None:
     assert kept() is None
 
 
+def test_of_a_graph_that_is_dropped_and_captured_again_no_record_stays() -> None:
+    engine = Engine(Net())
+    for _ in range(5):
+        assert engine.wrong(4) == []
+        engine.wrapper.drop(BatchDescriptor(4))
+    assert [record.descriptor.num_tokens for record in engine.trials.records] == [2]
+    assert engine.wrong(4) == []
+    engine.model.scale = 3.0  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphQuarantinedWarning)
+        assert all(number < 2 * TOLD_AFTER for number in engine.wrong(2 * TOLD_AFTER + 4))
+
+
 def test_a_graph_captured_after_a_value_was_left_out_is_tried_with_another_one() -> None:
     held = types.SimpleNamespace(scale=1.0)
     pool, trials = GraphPool("cpu"), WrapperTrials()

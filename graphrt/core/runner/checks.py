@@ -238,6 +238,7 @@ class Checks:
         "_graphs",
         "_has_metadata",
         "_inputs",
+        "_kinds",
         "_levels",
         "_steps",
         "_warned_of",
@@ -271,6 +272,7 @@ class Checks:
     def reset(self) -> None:
         """Forget everything: there are no graphs."""
         self._graphs: dict[int, _Graph] = {}
+        self._kinds: dict[Hashable, _Kind] = {}
         # slot -> the token count that needs no trial; -1: every batch needs a closer look.
         self.pending: dict[int, int] = {}
         self._steps = 0
@@ -295,12 +297,11 @@ class Checks:
         if not self.on:
             return
         self.glances.begin()
-        known = {_key_of(each.record): each.kind for each in self._graphs.values()}
         kinds: dict[Hashable, list[_Graph]] = {}
         for mode, descriptor, _, slot in graphs:
             record = TrialRecord(mode, descriptor)
             key = _key_of(record)
-            kind = known.setdefault(key, _Kind(self._inputs))
+            kind = self._kinds.setdefault(key, _Kind(self._inputs))
             if slot not in self._graphs:
                 self._graphs[slot] = graph = _Graph(record, kind)
                 if self.harmless:
@@ -318,6 +319,11 @@ class Checks:
             for graph in of_kind if "first" in self._levels else ends:
                 graph.to_try |= graph.record.status == "untried"
         self._note_pending()
+
+    def dropped(self, slot: int) -> None:
+        """A graph was destroyed, and others are there."""
+        if self._graphs.pop(slot, None) is not None:
+            self._note_pending()
 
     def to_try(self) -> list[Dispatch]:
         """The graphs that are tried whatever the step, the largest first."""
@@ -566,6 +572,7 @@ class Checks:
             now = Told("this one") if place is None else place.get()
             was, _ = graph.changed.get(path, (now, now))
             if isinstance(was, Told):
+                # Another object may have its address by now: it is tried as it is.
                 graph.changed.setdefault(path, (Told("another value"), now))
             else:
                 graph.changed.pop(path, None)

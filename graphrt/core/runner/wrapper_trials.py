@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 from graphrt.core.base import tree
@@ -49,6 +50,7 @@ class WrapperTrials:
         self._reads: ReadSet | None = None
         # The number of each graph among the checks.
         self._slots: dict[BatchDescriptor, int] = {}
+        self._numbers = count()
         # Of each graph that was tried, the operators of an eager run that it has stood for.
         self._traces: dict[int, Trace] = {}
 
@@ -71,7 +73,7 @@ class WrapperTrials:
         assert reads is not None and checks is not None
         if not checks.on:
             return
-        self._slots[descriptor] = len(checks.records)
+        self._slots[descriptor] = next(self._numbers)
         checks.ran_forward(at_every_run=True)
         reads.settle()
         mode = wrapper.runtime_mode
@@ -84,8 +86,10 @@ class WrapperTrials:
         """The graph of a descriptor is destroyed, or all of them."""
         if self._checks is None or self._reads is None:
             return
-        if descriptor is not None:
-            self._slots.pop(descriptor, None)
+        if descriptor is not None and descriptor in self._slots:
+            slot = self._slots.pop(descriptor)
+            self._traces.pop(slot, None)
+            self._checks.dropped(slot)
         if descriptor is None or not self._slots:
             self._slots.clear()
             self._traces.clear()
