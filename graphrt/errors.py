@@ -7,7 +7,6 @@ is an attribute too. What compiling refuses is in `graphrt.compile`: its errors 
 # ruff: noqa: F403, F405  (each name is listed once, below)
 from __future__ import annotations
 
-from graphrt.core.base._warnings import *
 from graphrt.core.base.errors import *
 from graphrt.core.device.registry import PluginWarning
 

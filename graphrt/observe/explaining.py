@@ -26,8 +26,12 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base._warnings import GraphQuarantinedWarning
-from graphrt.core.base.errors import CaptureError, GraphRTError, InvalidOptionError
+from graphrt.core.base.errors import (
+    CaptureError,
+    GraphQuarantinedWarning,
+    GraphRTError,
+    InvalidOptionError,
+)
 from graphrt.core.base.texts import counted, seconds_text, size_text
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.batch.modes import GraphMode

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from graphrt.core.base._warnings import GraphMemoryWarning, warn_caller
+from graphrt.core.base.errors import GraphMemoryWarning, warn_caller
 from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import counted, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor

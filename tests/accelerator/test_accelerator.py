@@ -16,7 +16,7 @@ from graphrt.core.device._contract import Capability
 from graphrt.core.device.figures import MemoryFigures
 from graphrt.core.device.platform import Availability
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.trust.watching.modes import IssuedWatch
+from graphrt.core.trust.watching.watch import IssuedWatch
 from graphrt.testing import PlatformConformance
 from graphrt.testing.conformance.base import D2, D4, FULL, PIECEWISE, ConformanceBase
 

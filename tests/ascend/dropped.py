@@ -11,8 +11,7 @@ import torch
 from graphrt import Batch, GraphMode, GraphOptions, GraphRunner, InputSpec
 from graphrt.ascend import AscendPlatform
 from graphrt.ascend.driver.library import available_streams
-from graphrt.core.base._warnings import GraphsDroppedWarning
-from graphrt.core.base.errors import CaptureError, ResourceExhaustedError
+from graphrt.core.base.errors import CaptureError, GraphsDroppedWarning, ResourceExhaustedError
 
 SIZES = list(range(1, 21))
 

@@ -23,7 +23,7 @@ from graphrt import Batch, GraphRunner, InputSpec, eager_break, get_platform
 from graphrt.ascend import AscendOptions, AscendPlatform
 from graphrt.ascend.attention import fused_infer_attention
 from graphrt.ascend.driver.library import available_streams
-from graphrt.core.base._warnings import GraphsDroppedWarning
+from graphrt.core.base.errors import GraphsDroppedWarning
 from graphrt.platforms import GraphWork
 
 MODES = ("FULL", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")

@@ -18,9 +18,9 @@ from graphrt.compile import (
     compile_module,
     opaque,
 )
-from graphrt.core.base._warnings import GraphQuarantinedWarning
 from graphrt.core.base.errors import (
     BreakError,
+    GraphQuarantinedWarning,
     InvalidOptionError,
     OutputError,
     OverwrittenOutputError,

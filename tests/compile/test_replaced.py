@@ -14,8 +14,7 @@ from torch import nn
 
 from graphrt import Batch, GraphOptions, GraphPool, GraphRunner, InputSpec, Reason
 from graphrt.compile import CompileOptions, RetraceError, compile_module, opaque
-from graphrt.core.base._warnings import GraphQuarantinedWarning
-from graphrt.core.base.errors import StaleInputError
+from graphrt.core.base.errors import GraphQuarantinedWarning, StaleInputError
 
 WIDTH = 8
 SIZES = (4, 3, 2, 1)

@@ -29,11 +29,11 @@ from graphrt import (
     forward_context,
     wrapper_class,
 )
-from graphrt.core.base._warnings import GraphsDroppedWarning
 from graphrt.core.base.errors import (
     CaptureError,
     CaptureSealedError,
     GraphRTError,
+    GraphsDroppedWarning,
     NestedCaptureError,
     PoolBusyError,
     PoolClosedError,

@@ -27,12 +27,12 @@ from graphrt import (
     Reason,
     forward_context,
 )
-from graphrt.core.base._warnings import PlanChangedWarning
 from graphrt.core.base.errors import (
     InvalidModeError,
     InvalidOptionError,
     InvalidSizesError,
     ModeNotSupportedError,
+    PlanChangedWarning,
     PlanFileError,
 )
 from graphrt.core.plan.plan import PlanArguments

@@ -31,7 +31,6 @@ from graphrt import (
     InputSpec,
     Plan,
 )
-from graphrt.core.base._warnings import PlanChangedWarning
 from graphrt.core.base.errors import (
     GraphRTError,
     InvalidBatchError,
@@ -39,6 +38,7 @@ from graphrt.core.base.errors import (
     InvalidOptionError,
     InvalidSizesError,
     ModeNotSupportedError,
+    PlanChangedWarning,
     PlanFileError,
     ResourceExhaustedError,
 )

@@ -28,10 +28,11 @@ from graphrt import (
     eager_break,
     get_platform,
 )
-from graphrt.core.base._warnings import GraphQuarantinedWarning, GraphsDroppedWarning
 from graphrt.core.base.errors import (
     CaptureSealedError,
+    GraphQuarantinedWarning,
     GraphRTError,
+    GraphsDroppedWarning,
     InvalidBatchError,
     InvalidInputError,
     InvalidModeError,

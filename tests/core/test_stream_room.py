@@ -21,9 +21,8 @@ from graphrt import (
     eager_break,
     forward_context,
 )
-from graphrt.core.base._warnings import GraphsDroppedWarning
-from graphrt.core.base.errors import ResourceExhaustedError, StreamBudgetError
-from graphrt.core.trust.watching.modes import WorkCount
+from graphrt.core.base.errors import GraphsDroppedWarning, ResourceExhaustedError, StreamBudgetError
+from graphrt.core.trust.watching.watch import WorkCount
 from graphrt.cpu import CpuPlatform
 from graphrt.platforms import GraphWork, StreamRoom
 

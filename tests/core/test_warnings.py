@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from graphrt.core.base._warnings import warn_caller
+from graphrt.core.base.errors import warn_caller
 
 
 def test_a_warning_keeps_no_tensor_of_the_frames_that_led_to_it() -> None:

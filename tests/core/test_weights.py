@@ -115,6 +115,28 @@ def test_where_weights_are_unknown_it_says_so(way, mode):
     run.weights_changed()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_weights_of_a_scripted_module_are_known_by_the_module_alone():
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.jit.script(Scaled())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    model = Holder()
+    run, by_function = runner(model), runner(lambda x: model.inner(x))
+    run.capture()
+    by_function.capture()
+    run.weights_changed()
+    with pytest.raises(UntrackedWeightsError):
+        by_function.weights_changed()
+    model.inner.linear.weight.data = torch.zeros_like(model.inner.linear.weight)
+    with pytest.raises(StaleInputError, match=r"inner\.linear\.weight"):
+        run.weights_changed()
+
+
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", ["function", "engine's method"])

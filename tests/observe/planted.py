@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphrt import Batch, GraphRunner, InputSpec, current_context
-from graphrt.core.base._warnings import GraphQuarantinedWarning
+from graphrt.core.base.errors import GraphQuarantinedWarning
 
 PADDED, TOO_LARGE, MIXED = 12, 7, 3
 """Steps with each fault."""

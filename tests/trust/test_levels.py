@@ -23,8 +23,8 @@ from graphrt import (
     Reason,
     current_context,
 )
-from graphrt.core.base._warnings import GraphQuarantinedWarning
 from graphrt.core.base.errors import (
+    GraphQuarantinedWarning,
     InvalidInputError,
     InvalidOptionError,
     PythonStateError,

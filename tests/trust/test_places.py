@@ -668,12 +668,7 @@ def test_a_replaced_container_of_numbers_is_seen():
     assert changed(values) == ["model.state"]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_scripted_and_compiled_modules_are_seen_through():
-    scripted = torch.jit.script(nn.Linear(2, 2))
-    places = places_of(scripted)
-    assert {place.path for place, _ in places.tensors} == {"model.weight", "model.bias"}
-    assert Looked(places).broken() == []
+def test_a_compiled_module_is_seen_through():
     compiled = places_of(torch.compile(Model(), backend="eager"))
     assert "model._orig_mod.layers[0].table" in {place.path for place, _ in compiled.tensors}
 

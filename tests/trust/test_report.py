@@ -14,8 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt import Example, GraphOptions, GraphRunner, Host, InputSpec
-from graphrt.core.base._warnings import GraphQuarantinedWarning
-from graphrt.core.base.errors import StateTooLargeError
+from graphrt.core.base.errors import GraphQuarantinedWarning, StateTooLargeError
 from graphrt.core.runner.report import TrustReport
 from graphrt.core.trust.reads import ReadSet, TensorUse
 from graphrt.core.trust.watching.watch import Watch

@@ -11,7 +11,7 @@ from torch import nn
 
 from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import dispatch_modes
-from graphrt.core.trust.generators import Generators
+from graphrt.core.trust.snapshot import Generators
 from graphrt.core.trust.watching.watch import Use, Values, Watch
 
 Run = Callable[[torch.Tensor, torch.Tensor], Any]

@@ -13,10 +13,9 @@ from graphrt import GraphRunner, InputSpec
 from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
 from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import is_watched
-from graphrt.core.trust.watching import modes
-from graphrt.core.trust.watching.modes import WriteWatch, note_operators
+from graphrt.core.trust.watching import writes
 from graphrt.core.trust.watching.watch import Watch
-from graphrt.core.trust.watching.writes import SavedWrites
+from graphrt.core.trust.watching.writes import SavedWrites, WriteWatch, note_operators
 
 NAMESPACE = "graphrt_write_watch"
 
@@ -206,8 +205,8 @@ def test_higher_order_operators_are_passed_by():
 
 def test_what_writes_nothing_is_never_asked_about(monkeypatch):
     asked: list[Any] = []
-    facts = modes.facts_of
-    monkeypatch.setattr(modes, "facts_of", lambda func: asked.append(func) or facts(func))
+    facts = writes.facts_of
+    monkeypatch.setattr(writes, "facts_of", lambda func: asked.append(func) or facts(func))
     watch, x = watch_of(), torch.tensor([1.0, 3.0])
     assert torch.equal(watch.around(x.sin), x.sin())
     assert not asked

@@ -1,7 +1,10 @@
-"""Every error graphrt raises on purpose: one class per cause, one root."""
+"""Every error that graphrt raises on purpose, one class per cause, and every warning."""
 
 from __future__ import annotations
 
+import sys
+import warnings
+from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 from graphrt.core.base.homes import public
@@ -294,6 +297,53 @@ class CheckpointError(GraphRTError):
         "download the checkpoint again, whole, or write another one: config.json, tokenizer.json "
         "and safetensors files as transformers' save_pretrained() does"
     )
+
+
+# Warnings -----------------------------------------------------------------------------------------
+
+
+@public("graphrt.errors")
+class InputRingWarning(UserWarning):
+    """A device that could fetch inputs does not: they are copied before each launch."""
+
+
+@public("graphrt.errors")
+class PlanChangedWarning(UserWarning):
+    """A saved plan comes out differently where it is loaded."""
+
+
+@public("graphrt.errors")
+class GraphsDroppedWarning(UserWarning):
+    """Graphs of a plan did not fit on the device; their sizes run eagerly."""
+
+
+@public("graphrt.errors")
+class GraphMemoryWarning(UserWarning):
+    """The graphs of a plan will take more memory than there is, or than they may."""
+
+
+@public("graphrt.errors")
+class StaleTensorWarning(UserWarning):
+    """A forward leaves tensors of its graphs in Python, where no replay makes new ones."""
+
+
+@public("graphrt.errors")
+class GraphQuarantinedWarning(UserWarning):
+    """Graphs that failed a check; their batches run eagerly from now on."""
+
+
+def warn_caller(text: str, category: type[Warning]) -> None:
+    """Warn of the line outside of graphrt that led here, through however many of its functions."""
+    level = 1
+    # The one name of it: a frame that has itself keeps the step's tensors until garbage is
+    # collected.
+    caller: FrameType | None = sys._getframe(0)
+    while caller is not None and str(caller.f_globals.get("__name__")).startswith("graphrt."):
+        level, caller = level + 1, caller.f_back
+    warnings.warn(text, category, stacklevel=level)
+
+
+# What holds graphs --------------------------------------------------------------------------------
 
 
 class Uncopied:

@@ -142,11 +142,9 @@ class PieceProvider(enum.Enum):
     @classmethod
     def parse(cls, value: PieceProvider | str | None) -> PieceProvider | None:
         """A provider from itself or its name, None for none; raises `InvalidOptionError`."""
-        return (
-            None
-            if value is None
-            else _member(cls, value, "provider of pieces", "pieces", "breakable")
-        )
+        if value is None:
+            return None
+        return _member(cls, value, "provider of pieces", "pieces", "breakable")
 
 
 def _member(

@@ -19,8 +19,12 @@ from typing import Any, TypeVar
 import torch
 
 from graphrt._version import __version__
-from graphrt.core.base._warnings import PlanChangedWarning, warn_caller
-from graphrt.core.base.errors import InvalidOptionError, PlanFileError
+from graphrt.core.base.errors import (
+    InvalidOptionError,
+    PlanChangedWarning,
+    PlanFileError,
+    warn_caller,
+)
 from graphrt.core.base.files import read_bounded
 from graphrt.core.base.option_values import shown
 from graphrt.core.plan.budget import Budget, GraphCost

@@ -51,7 +51,7 @@ from graphrt.core.runner.graph_table import (
 from graphrt.core.runner.host import Phase
 from graphrt.core.runner.trials import try_examples
 from graphrt.core.trust.warm_up import WatchedState
-from graphrt.core.trust.watching.modes import WorkCount
+from graphrt.core.trust.watching.watch import WorkCount
 
 Progress = Callable[[int, int, BatchDescriptor], None]
 """Told how many graphs are done, of how many, and which one comes next (at the end: the last)."""

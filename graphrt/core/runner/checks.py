@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Literal
 
-from graphrt.core.base._warnings import GraphQuarantinedWarning, warn_caller
-from graphrt.core.base.errors import StateTooLargeError, VerificationError
+from graphrt.core.base.errors import (
+    GraphQuarantinedWarning,
+    StateTooLargeError,
+    VerificationError,
+    warn_caller,
+)
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.batch.descriptor import BatchDescriptor

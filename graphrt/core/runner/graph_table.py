@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.core.base._native_door import NativeReplay
-from graphrt.core.base._warnings import GraphsDroppedWarning, warn_caller
 from graphrt.core.base.errors import (
     CaptureError,
     GraphRTError,
+    GraphsDroppedWarning,
     RefusedOpError,
     ResourceExhaustedError,
     UntrackedWeightsError,
+    warn_caller,
 )
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger

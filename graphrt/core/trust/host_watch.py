@@ -503,12 +503,8 @@ def watch_state() -> str:
 
 def described_changes(changes: Changes) -> str:
     """Changes in words; empty where there are none."""
-    return (
-        ""
-        if not changes
-        else listed(
-            [f"{path} = {_text(was)}, then {_text(now)}" for path, (was, now) in changes.items()]
-        )
+    return listed(
+        [f"{path} = {_text(was)}, then {_text(now)}" for path, (was, now) in changes.items()]
     )
 
 

@@ -355,7 +355,7 @@ class ReadSet:
             gone = all(path in moved for path in paths)
             if not paths:
                 gone = storage_use_count(storage._cdata) <= 1
-            name, source = min(paths, key=len, default=""), _source(use)
+            name, source = min(paths, key=len, default=""), str(use.source or "")
             rows.append(
                 TensorUse(
                     name, use.dtype, use.shape, storage.nbytes(), use.is_written, gone, source
@@ -387,10 +387,6 @@ def _in_turn(
     """Whether what is got is what it was, one after the other without end."""
     gets, was = [*zip(*looks, strict=True)] or ((), ())
     return map(same, map(call, cycle(gets)), cycle(was)) if gets else repeat(True)
-
-
-def _source(use: Use) -> str:
-    return "" if use.source is None else str(use.source)
 
 
 def each_call(function: Callable[[], T]) -> Iterator[T]:

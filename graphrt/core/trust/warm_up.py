@@ -11,8 +11,7 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base._warnings import StaleTensorWarning, warn_caller
-from graphrt.core.base.errors import PythonStateError
+from graphrt.core.base.errors import PythonStateError, StaleTensorWarning, warn_caller
 from graphrt.core.base.thread_mode import without_kept_casts
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import CaptureGuard, SideDoors, side_doors
@@ -27,9 +26,8 @@ from graphrt.core.trust.snapshot import (
     is_plain,
     put_back,
 )
-from graphrt.core.trust.watching.modes import IssuedWatch, WriteWatch, note_operators
-from graphrt.core.trust.watching.watch import Kept, Trace, Use, Watch
-from graphrt.core.trust.watching.writes import SavedWrites
+from graphrt.core.trust.watching.watch import IssuedWatch, Kept, Trace, Use, Watch
+from graphrt.core.trust.watching.writes import SavedWrites, WriteWatch, note_operators
 
 T = TypeVar("T")
 

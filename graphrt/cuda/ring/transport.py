@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base._warnings import InputRingWarning
-from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.errors import GraphRTError, InputRingWarning
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.layout import StepMoves
 from graphrt.core.inputs.transport import (

@@ -34,7 +34,7 @@ from graphrt import (
     Reason,
     current_platform,
 )
-from graphrt.core.base._warnings import warn_caller
+from graphrt.core.base.errors import warn_caller
 from graphrt.core.replay.recording import is_inside_capture
 from graphrt.errors import GraphRTError
 from graphrt.hosts.advice import advise

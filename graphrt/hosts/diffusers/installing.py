@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphrt.core.base._warnings import warn_caller
+from graphrt.core.base.errors import warn_caller
 from graphrt.core.base.option_values import count_of, shown
 from graphrt.errors import UnsupportedHostError
 from graphrt.hosts.diffusers.denoiser import (

@@ -360,12 +360,6 @@ def _set_context_value(variable: Any, key: None, value: object) -> None:
     variable.set(value)
 
 
-def _script_tensor(module: Any, name: str) -> object:
-    for part in name.split("."):
-        module = getattr(module, part, MISSING)
-    return module
-
-
 def base_of(container: Any) -> Any:
     """Python's own type of a container that can be changed."""
     bases = type(container).__mro__
@@ -433,8 +427,6 @@ TARGET = Way(_target)
 """The referent of a weak reference."""
 CONTEXT_VALUE = Way(_context_value, _set_context_value)
 """The value of a context variable in the current context."""
-SCRIPT_TENSOR = Way(_script_tensor)
-"""A parameter or buffer of a scripted module, which torch keeps in C++."""
 CONTENTS = Way(items_of, _refill, same_items, anew=True)
 """All that is in a container; of a set its members: theirs is the hash, which is not asked."""
 LENGTH = Way(lambda holder, base: base.__len__(holder), text="len({})", anew=True)

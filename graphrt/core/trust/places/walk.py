@@ -53,7 +53,6 @@ class Kind(enum.Enum):
     PLAIN = enum.auto()
     TENSOR = enum.auto()
     MODULE = enum.auto()
-    SCRIPT = enum.auto()
     OBJECT = enum.auto()
     DICT = enum.auto()
     LIST = enum.auto()
@@ -116,7 +115,6 @@ _KINDS: tuple[tuple[type, Kind], ...] = (
     (enum.EnumMeta, Kind.SKIPPED),
     (enum.Enum, Kind.PLAIN),
     (type, Kind.CLASS),
-    (torch.jit.ScriptModule, Kind.SCRIPT),
     (torch.nn.Module, Kind.MODULE),
     (functools.partial, Kind.PARTIAL),
     # Only read where code names what is in it.
@@ -316,7 +314,7 @@ _ONLY_IF_NAMED = frozenset(("__init__", "__new__", "__repr__", "__del__", "__pos
 """Special methods that are read only if some code names them; other special methods always are, as
 Python runs them unnamed."""
 
-_ROOTS = {Kind.MODULE: "model", Kind.SCRIPT: "model", Kind.PARTIAL: "partial"}
+_ROOTS = {Kind.MODULE: "model", Kind.PARTIAL: "partial"}
 
 Slots = list[tuple[Place, Any]]
 
@@ -543,10 +541,6 @@ class Walk:
                 slot = Place(place, ".__class__", slots.TYPE, value)
             attributes.append((slot, base))
         return attributes
-
-    def _script(self, value: torch.jit.ScriptModule, place: Place, shape: Shape) -> Slots:
-        tensors = [*value.named_parameters(), *value.named_buffers()]
-        return [(Place(place, f".{n}", slots.SCRIPT_TENSOR, value, n), each) for n, each in tensors]
 
     def _items(self, value: Any, place: Place, shape: Shape) -> Slots:
         entries: Slots = []
@@ -793,7 +787,6 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 _READERS: dict[Kind, Callable[[Walk, Any, Place, Shape], Slots]] = {
-    Kind.SCRIPT: Walk._script,
     **dict.fromkeys((Kind.OBJECT, Kind.MODULE, Kind.TENSOR), Walk._attributes),
     Kind.DICT: Walk._items,
     **dict.fromkeys(_BASES.keys() - {Kind.DICT}, Walk._elements),

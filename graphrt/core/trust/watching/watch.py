@@ -15,21 +15,25 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import eq, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import ThreadMode, unseen
 from graphrt.core.base.torch_names import storage_of_weak
-from graphrt.core.capture.guard import in_eager_part
+from graphrt.core.capture.guard import in_eager_part, is_listed
 from graphrt.core.capture.operators import LIFT_FRESH, OperatorFacts, facts_of, in_bounds, written
 from graphrt.core.capture.refusals import Source, user_source
-from graphrt.core.replay.recording import in_task
-from graphrt.core.trust.generators import Generators
+from graphrt.core.device.figures import GraphWork
+from graphrt.core.replay.recording import active, counted, in_task, issued
 from graphrt.core.trust.places.slots import same_value
+from graphrt.core.trust.snapshot import Generators
 from graphrt.core.trust.watching.writes import SavedWrites
+
+T = TypeVar("T")
 
 
 class Use:
@@ -340,6 +344,64 @@ def _from_compiled_code() -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+# Watches that see one thing each ------------------------------------------------------------------
+
+_COLLECTIVES = ("c10d", "_c10d_functional")
+
+
+class IssuedWatch(ThreadMode):
+    """Notes the operators of a step that captures, in their order: some forwards take another way
+    then. What graphs record, and their eager parts, is noted by their captures, which find the list
+    in `issued`: a platform's own operators, which run below, are none of the forward's. As a mode
+    it sees what runs between the graphs of a forward that has several."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[Any] = []
+
+    @undoing
+    def run(self, undo: Undo, function: Callable[[], T], *, in_one: bool) -> T:
+        """Call `function`, which captures; `in_one` says that all of it is one capture."""
+        undo.set(issued, self.operators)
+        return function() if in_one else self.around(function)
+
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if active.get() is None:
+            self.operators.append(func)
+        return func(*args, **kwargs)
+
+
+class WorkCount(ThreadMode):
+    """Counts what an eager run issues, from which a platform knows what a graph of it will take:
+    operators by the stream that is current; those in `breaks` count as breaks too. Kernels outside
+    of torch's operators are not seen, nor a stream that only they use."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, stream_id: Callable[[], int], breaks: frozenset[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = GraphWork()
+        self._stream_id = stream_id
+        self._breaks = breaks
+
+    @undoing
+    def run(self, undo: Undo, function: Callable[[], T]) -> T:
+        """Call `function`, which issues what is counted."""
+        undo.set(counted, self.work)
+        return self.around(function)
+
+    def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.work.collectives |= getattr(func, "namespace", "") in _COLLECTIVES
+        if is_listed(func, self._breaks):
+            self.work.breaks += 1
+        if not facts_of(func).is_view:
+            stream, operators = self._stream_id(), self.work.operators
+            operators[stream] = operators.get(stream, 0) + 1
+        return func(*args, **kwargs)
 
 
 # What a run did, operator by operator, so that two runs can be compared ---------------------------
