@@ -28,7 +28,7 @@ from graphrt.core.capture.operators import (
     writes_of,
     written,
 )
-from graphrt.core.device.figures import GraphWork
+from graphrt.core.device.contract import GraphWork
 from graphrt.core.replay.recording import active, counted, issued
 from graphrt.core.trust.watching.writes import SavedWrites
 
