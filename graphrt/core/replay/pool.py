@@ -154,11 +154,7 @@ class PieceSteps:
     """
 
     # C knows where in an object `replaying` is.
-    __slots__ = (
-        "__dict__",
-        "context",
-        "replaying",
-    )
+    __slots__ = ("__dict__", "context", "replaying")
 
     def __init__(self) -> None:
         # The last step: its context, and the token that this had.
