@@ -7,7 +7,7 @@ What is here may change from one minor release to the next, which the notes of t
 from __future__ import annotations
 
 from graphrt.core.batch.context import CaptureTransaction
-from graphrt.core.device.figures import GraphWork
+from graphrt.core.device.contract import GraphWork
 from graphrt.core.device.pool_memory import PoolMemory, captured_pool, never_destroy
 from graphrt.core.replay.entry import Segment, graphs_of
 from graphrt.core.replay.recording import Recording, current_capture, frozen_gc, is_inside_capture

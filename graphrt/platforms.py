@@ -9,16 +9,20 @@ that platforms over a caching allocator of torch have in common.
 from __future__ import annotations
 
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.device._contract import CONTRACT_VERSION, Capability
 from graphrt.core.device.captures import Captures, Memory
-from graphrt.core.device.error_chain import error_chain
-from graphrt.core.device.figures import GraphWork, MemoryFigures, StreamRoom, UpdateFigures
-from graphrt.core.device.graph import (
+from graphrt.core.device.contract import (
+    CONTRACT_VERSION,
+    Capability,
     DeviceEvent,
     DeviceGraph,
     GraphPointers,
+    GraphWork,
     MemoryBlock,
+    MemoryFigures,
+    StreamRoom,
     TaskUpdate,
+    UpdateFigures,
+    error_chain,
 )
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.pool_memory import Allocator, PoolHandle, PoolMemory, weak_alias

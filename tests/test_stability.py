@@ -12,7 +12,7 @@ import pytest
 
 from graphrt import GraphPool, Plan
 from graphrt.core.base.errors import ContractVersionError, PlanFileError, UnknownPlatformError
-from graphrt.core.device._contract import OLDEST_CONTRACT
+from graphrt.core.device.contract import OLDEST_CONTRACT
 from graphrt.core.device.registry import PluginWarning
 from graphrt.cpu import CpuPlatform
 from graphrt.platforms import CONTRACT_VERSION, PlatformRegistry, hookimpl, installed_platforms

@@ -20,8 +20,7 @@ from graphrt.accelerator.memory import GraphMemory
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
 from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device._contract import CONTRACT_VERSION, Capability
-from graphrt.core.device.figures import MemoryFigures
+from graphrt.core.device.contract import CONTRACT_VERSION, Capability, MemoryFigures
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.pool_memory import weak_alias
 

@@ -38,10 +38,15 @@ from graphrt.core.base.errors import (
     StreamBudgetError,
 )
 from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device._contract import CONTRACT_VERSION, Capability
 from graphrt.core.device._devices import no_other_capture
-from graphrt.core.device.figures import GraphWork, MemoryFigures, StreamRoom
-from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.device.contract import (
+    CONTRACT_VERSION,
+    Capability,
+    GraphWork,
+    MemoryFigures,
+    StreamRoom,
+    TaskUpdate,
+)
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.pool_memory import PoolHandle, pool_handle
 from graphrt.core.replay.tasks import Updates

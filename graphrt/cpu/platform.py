@@ -13,9 +13,12 @@ import torch
 from graphrt.core.base.errors import CaptureError, InvalidOptionError, ResourceExhaustedError
 from graphrt.core.base.option_values import shown
 from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device._contract import CONTRACT_VERSION, Capability
-from graphrt.core.device.figures import MemoryFigures
-from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.device.contract import (
+    CONTRACT_VERSION,
+    Capability,
+    MemoryFigures,
+    TaskUpdate,
+)
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.graph import TapeGraph

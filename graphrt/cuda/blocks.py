@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from graphrt.core.device.graph import MemoryBlock
+from graphrt.core.device.contract import MemoryBlock
 from graphrt.cuda.private_torch import cublas_workspace_bytes, cublaslt_workspace_bytes
 
 _NO_POOL = (0, 0)

@@ -10,7 +10,7 @@ from graphrt.core.base.errors import (
     RefusedOpError,
     ResourceExhaustedError,
 )
-from graphrt.core.device.error_chain import Unexplained, error_chain
+from graphrt.core.device.contract import Unexplained, error_chain
 
 _KEEP_OUT = (
     "keep .item(), .cpu(), .tolist(), nonzero and boolean masks out of the captured forward, "

@@ -11,9 +11,16 @@ import torch
 
 from graphrt.core.base.errors import CaptureError, InvalidOptionError
 from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device._contract import CONTRACT_VERSION, Capability
-from graphrt.core.device.figures import MemoryFigures, UpdateFigures
-from graphrt.core.device.graph import DeviceGraph, GraphPointers, MemoryBlock, TaskUpdate
+from graphrt.core.device.contract import (
+    CONTRACT_VERSION,
+    Capability,
+    DeviceGraph,
+    GraphPointers,
+    MemoryBlock,
+    MemoryFigures,
+    TaskUpdate,
+    UpdateFigures,
+)
 from graphrt.core.device.platform import Availability, Platform
 from graphrt.core.device.pool_memory import PoolHandle, pool_handle, weak_alias
 from graphrt.core.inputs.transport import Slab

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from graphrt.accelerator import AcceleratorGraphWrapper, AcceleratorPlatform
 from graphrt.core.base.errors import CaptureError, NestedCaptureError
 from graphrt.core.capture.guard import eager_break
-from graphrt.core.device._contract import Capability
-from graphrt.core.device.figures import MemoryFigures
+from graphrt.core.device.contract import Capability, MemoryFigures
 from graphrt.core.device.platform import Availability
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.trust.watching.watch import IssuedWatch

@@ -21,7 +21,7 @@ from graphrt.core.base.errors import (
     StreamBudgetError,
     TaskContractError,
 )
-from graphrt.core.device.error_chain import Unexplained
+from graphrt.core.device.contract import Unexplained
 
 
 def npu_error(call: str, code: int, text: str = "", recent: str = "") -> RuntimeError:

@@ -32,7 +32,7 @@ from graphrt.ascend.budget.streams import (
 )
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.device.figures import GraphWork
+from graphrt.core.device.contract import GraphWork
 from graphrt.core.plan.budget import Budget, Captured, LeftOut, fit, total_of
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import capture_sizes, descriptors_for, mixed_sizes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphrt.core.base.errors import CaptureError
-from graphrt.core.device.error_chain import error_chain
+from graphrt.core.device.contract import error_chain
 
 
 def chained() -> tuple[Exception, list[Exception]]:

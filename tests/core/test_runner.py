@@ -45,7 +45,7 @@ from graphrt.core.base.errors import (
     UnknownPlatformError,
     VerificationError,
 )
-from graphrt.core.device.figures import MemoryFigures
+from graphrt.core.device.contract import MemoryFigures
 from graphrt.core.replay.recording import current_capture
 from graphrt.cpu import CpuPlatform
 

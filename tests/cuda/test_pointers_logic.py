@@ -12,7 +12,7 @@ from fake_nodes import CHILD, EMPTY, HOST, MEMCPY, MEMSET, FakeNodes, Node, kern
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphrt import GraphOptions, GraphRunner, InputSpec
-from graphrt.core.device.graph import GraphPointers, MemoryBlock
+from graphrt.core.device.contract import GraphPointers, MemoryBlock
 from graphrt.core.trust.watching.pointers import (
     UnknownBlock,
     tensor_addresses,

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from graphrt import GraphRTError, Platform
-from graphrt.core.device.error_chain import error_chain
+from graphrt.core.device.contract import error_chain
 from graphrt.cuda.driver.api import DriverError
 from tests.faults.inject import WAYS, Fault, Faults
 from tests.faults.places import faulty, patched

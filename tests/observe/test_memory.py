@@ -12,7 +12,7 @@ import torch
 
 from graphrt import Budget, GraphRunner, InputSpec
 from graphrt.cli.app import app
-from graphrt.core.device.figures import MemoryFigures
+from graphrt.core.device.contract import MemoryFigures
 from graphrt.errors import GraphMemoryWarning, InvalidOptionError
 from graphrt.observe import MemoryWatch, page
 from graphrt.observe.memory import GraphMemory, predicted, told_beforehand

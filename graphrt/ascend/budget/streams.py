@@ -13,7 +13,7 @@ from typing import TypeVar
 from graphrt.ascend.budget.profiles import Deployment, StreamFigures, profile_named
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.option_values import shown
-from graphrt.core.device.figures import GraphWork, StreamRoom
+from graphrt.core.device.contract import GraphWork, StreamRoom
 
 STRUCTURAL = "structural"
 

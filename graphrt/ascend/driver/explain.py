@@ -30,7 +30,7 @@ from graphrt.core.base.errors import (
     GraphRTError,
     RefusedOpError,
 )
-from graphrt.core.device.error_chain import Unexplained, error_chain
+from graphrt.core.device.contract import Unexplained, error_chain
 
 _CODE = re.compile(r"(?:error code is |\(code )(\d{6})")
 # torch_npu refuses these itself, before the device could give a code.

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from graphrt.ascend.driver.library import torch_npu
 from graphrt.core.base.errors import LaunchQueueError
-from graphrt.core.device.error_chain import error_chain
+from graphrt.core.device.contract import error_chain
 
 _ENDED = "The process exits for this inner error"
 _LAUNCHING, _RELEASING = "acl_thread", "release_thread"

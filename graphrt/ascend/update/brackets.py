@@ -10,7 +10,7 @@ import torch
 
 from graphrt.ascend.driver.library import has_value_wait
 from graphrt.core.base.errors import InvalidUpdateError, MissingCapabilityError, TaskContractError
-from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.device.contract import TaskUpdate
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from graphrt.ascend.update.streams import UpdateStream
 from graphrt.ascend.watchdog import WatchedStep
 from graphrt.core.base.errors import MissingCapabilityError, MissingUpdateError, TaskContractError
-from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.device.contract import TaskUpdate
 
 
 @dataclass

@@ -31,7 +31,7 @@ from graphrt.ascend.update.deferred import (
 from graphrt.ascend.update.streams import UpdateStream, leave_stream, new_update_stream
 from graphrt.ascend.watchdog import Watchdog, WatchedStep
 from graphrt.core.base.errors import DeviceHangError, GraphRTError, LaunchQueueError
-from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.device.contract import TaskUpdate
 
 
 class Tasks:

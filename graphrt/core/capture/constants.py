@@ -40,7 +40,7 @@ from graphrt.core.capture.refusals import (
     described,
     user_source,
 )
-from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.replay.pool import GraphPool
 
 _aten = torch.ops.aten

@@ -52,7 +52,7 @@ from graphrt.core.capture.refusals import (
     described,
     user_source,
 )
-from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.replay.entry import name_of
 from graphrt.core.replay.recording import Recording, counted, current_capture, issued
 

@@ -32,9 +32,7 @@ from graphrt.core.capture.refusals import (
     described,
     source_of,
 )
-from graphrt.core.device._contract import Capability
-from graphrt.core.device.error_chain import Unexplained
-from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.device.contract import Capability, DeviceGraph, Unexplained
 from graphrt.core.replay.entry import (
     Call,
     EagerPart,

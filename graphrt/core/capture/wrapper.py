@@ -32,7 +32,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
 from graphrt.core.capture.options import GraphOptions, Sealing
 from graphrt.core.capture.recorder import Bridges, Recorder
-from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import given_platform
 from graphrt.core.dispatch.reasons import Reason

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from graphrt.core.base.errors import NestedCaptureError
 from graphrt.core.base.homes import public
 
-
-class CaptureMemory(Protocol):
-    """Memory that graphs are captured into."""
-
-    def handle(self) -> Any:
-        """The allocator pool to capture into now."""
-
-
-Memory = TypeVar("Memory", bound=CaptureMemory)
+Memory = TypeVar("Memory")
+"""Memory of graphs: its `handle()` is the allocator pool to capture into now."""
 
 
 @dataclass
@@ -40,7 +33,7 @@ class Captures(ABC, Generic[Memory]):
     def __init__(self) -> None:
         self._open: dict[Any, OpenCapture[Memory]] = {}
 
-    def begin(self, graph: Any, memory: Memory) -> None:
+    def begin(self, graph: Any, memory: Any) -> None:
         """Record this thread's work on the current stream into `graph`; raises
         `NestedCaptureError` if that stream is being captured already."""
         stream = self._stream_to_capture()

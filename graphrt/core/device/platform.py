@@ -12,20 +12,18 @@ import torch
 
 from graphrt.core.base.errors import CaptureError, MissingCapabilityError
 from graphrt.core.base.homes import public
-from graphrt.core.device._contract import Capability
-from graphrt.core.device.error_chain import Unexplained
-from graphrt.core.device.figures import (
-    GraphWork,
-    MemoryFigures,
-    StreamRoom,
-    UpdateFigures,
-)
-from graphrt.core.device.graph import (
+from graphrt.core.device.contract import (
+    Capability,
     DeviceEvent,
     DeviceGraph,
     GraphPointers,
+    GraphWork,
     MemoryBlock,
+    MemoryFigures,
+    StreamRoom,
     TaskUpdate,
+    Unexplained,
+    UpdateFigures,
 )
 
 

@@ -31,7 +31,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_kind, flag, shown
-from graphrt.core.device._contract import check_contract
+from graphrt.core.device.contract import check_contract
 from graphrt.core.device.platform import Availability, Platform
 
 FAILURES = (Exception, SystemExit)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Sequence
 from operator import le
-from typing import NamedTuple
 
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.batch.modes import GraphMode
@@ -36,17 +35,9 @@ def _preference(graph: Dispatch, axes: int) -> tuple[object, ...]:
     )
 
 
-class _Ladder(NamedTuple):
-    """Graphs of one mode and kind, smallest first: their tokens, the most requests of each, their
-    places among all graphs by preference."""
-
-    mode: GraphMode
-    loras: float
-    bounds: tuple[int, ...]
-    sizes: list[int]
-    reqs: list[float]
-    ranks: list[int]
-
+_Ladder = tuple[GraphMode, float, tuple[int, ...], list[int], list[float], list[int]]
+"""Graphs of one mode and kind, smallest first: the most LoRAs, the bounds; and of each its tokens,
+the most requests, and its place among all graphs by preference."""
 
 Search = tuple[Dispatch | None, bool, bool, int]
 """The best graph for a batch, and what else there is: one that pads too much, one of an excluded
@@ -70,12 +61,13 @@ class Ladders:
             ladder = of_kind.get(kind)
             if ladder is None:
                 loras, bounds = descriptor.lora_capacity, descriptor.bounds
-                ladder = of_kind[kind] = _Ladder(mode, loras, bounds, [], [], [])
+                ladder = of_kind[kind] = mode, loras, bounds, [], [], []
                 key = descriptor.variant, descriptor.query_len if descriptor.uniform else None
                 self._ladders.setdefault(key, []).append(ladder)
-            ladder.sizes.append(descriptor.num_tokens)
-            ladder.reqs.append(_INF if descriptor.num_reqs is None else descriptor.num_reqs)
-            ladder.ranks.append(rank)
+            _, _, _, sizes, reqs, ranks = ladder
+            sizes.append(descriptor.num_tokens)
+            reqs.append(_INF if descriptor.num_reqs is None else descriptor.num_reqs)
+            ranks.append(rank)
         for (variant, query_len), ladders in self._ladders.items():
             if query_len is not None:
                 ladders += self._ladders.get((variant, None), ())

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.core.base.torch_names import copy_all
-from graphrt.core.device.graph import DeviceEvent
+from graphrt.core.device.contract import DeviceEvent
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.layout import FieldMove, StepMoves, copy_few
 from graphrt.core.inputs.spec import LOWEST_ADDRESS, check_value

@@ -28,7 +28,7 @@ from graphrt.core.base.torch_names import (
 )
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.replay.tasks import CapturedTask, HostValues, TaskTable
 

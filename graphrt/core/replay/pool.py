@@ -32,10 +32,8 @@ from graphrt.core.base.option_values import check_callable
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.device._contract import Capability
 from graphrt.core.device._devices import capture_lock, device_of
-from graphrt.core.device.figures import UpdateFigures
-from graphrt.core.device.graph import DeviceGraph
+from graphrt.core.device.contract import Capability, DeviceGraph, UpdateFigures
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.replay.handout import HandedOut, expire
@@ -156,11 +154,7 @@ class PieceSteps:
     """
 
     # C knows where in an object `replaying` is.
-    __slots__ = (
-        "__dict__",
-        "context",
-        "replaying",
-    )
+    __slots__ = ("__dict__", "context", "replaying")
 
     def __init__(self) -> None:
         # The last step: its context, and the token that this had.

@@ -15,7 +15,7 @@ import torch
 from graphrt.core.base._undo import ProcessChange, Undo
 from graphrt.core.base.errors import NestedCaptureError
 from graphrt.core.base.homes import public
-from graphrt.core.device.figures import GraphWork
+from graphrt.core.device.contract import GraphWork
 
 
 @public("graphrt.lowlevel")

@@ -33,7 +33,7 @@ from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
-from graphrt.core.device.figures import GraphWork, StreamRoom
+from graphrt.core.device.contract import GraphWork, StreamRoom
 from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.ladders import preferred
 from graphrt.core.dispatch.reasons import Agreed, Dispatch

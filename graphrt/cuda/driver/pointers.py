@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 
-from graphrt.core.device.graph import GraphPointers
+from graphrt.core.device.contract import GraphPointers
 from graphrt.cuda.driver.api import DriverError, check, need, pointer
 from graphrt.cuda.driver.nodes import (
     KernelParameters,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from graphrt.core.base.errors import IN_PIECES, TaskError
-from graphrt.core.device.figures import UpdateFigures
+from graphrt.core.device.contract import UpdateFigures
 from graphrt.cuda.update.images import EMPTY, KERNEL, SKIPPED, Image
 from graphrt.cuda.update.node_parameters import Setting, WholeSetting
 

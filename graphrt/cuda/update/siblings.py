@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.device.contract import TaskUpdate
 from graphrt.cuda.update.images import WORD, Image, Images, key_of, words
 from graphrt.cuda.update.ladder import Ladder, TaskNode, UpdateCounts
 from graphrt.cuda.update.node_parameters import PatchedSetting, Setting, SharedSetting

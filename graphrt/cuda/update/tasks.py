@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphrt.core.base.errors import IN_PIECES, CaptureSyncError, GraphRTError, TaskContractError
-from graphrt.core.device.graph import TaskUpdate
+from graphrt.core.device.contract import TaskUpdate
 from graphrt.cuda.driver.api import (
     begin_capture,
     capture_dependencies,

@@ -13,7 +13,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.device._contract import Capability
+from graphrt.core.device.contract import Capability
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.replay.entry import SegmentHooks

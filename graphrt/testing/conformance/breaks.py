@@ -14,7 +14,7 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.batch.context import current_context
 from graphrt.core.capture.guard import eager_break
-from graphrt.core.device._contract import Capability
+from graphrt.core.device.contract import Capability
 from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import D2, FULL, PIECEWISE, ConformanceBase, Counting
 

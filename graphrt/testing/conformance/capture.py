@@ -17,7 +17,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.batch.context import current_context, forward_context
 from graphrt.core.capture.guard import eager_break
 from graphrt.core.capture.wrapper import wrapper_class
-from graphrt.core.device._contract import Capability
+from graphrt.core.device.contract import Capability
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.host import Host

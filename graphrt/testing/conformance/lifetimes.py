@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphrt.core.device._contract import Capability
+from graphrt.core.device.contract import Capability
 from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import D2, D4, FULL, PIECEWISE, ConformanceBase
 

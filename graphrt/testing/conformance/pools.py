@@ -18,7 +18,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.batch.context import carry_context, current_context
 from graphrt.core.capture.guard import eager_break
 from graphrt.core.capture.keyed import KeyedGraphs
-from graphrt.core.device._contract import Capability
+from graphrt.core.device.contract import Capability
 from graphrt.core.replay.pool import GraphPool
 from graphrt.testing.conformance.base import D4, FULL, PIECEWISE, ConformanceBase
 

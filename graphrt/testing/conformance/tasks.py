@@ -9,7 +9,7 @@ import torch
 
 from graphrt.core.base.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.device._contract import Capability
+from graphrt.core.device.contract import Capability
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.tasks import UNCHANGED, HostArg, UpdatableTask
 from graphrt.testing.conformance.base import FULL, PIECEWISE, ConformanceBase, Counting

@@ -730,7 +730,7 @@ class Walk:
 
 
 def _registered(held: Mapping[str, Any], place: Place) -> Slots:
-    """What a module with these attributes has registered: parameters, buffers, submodules, hooks."""
+    """What a module has registered: parameters, buffers, submodules, hooks."""
     registered: Slots = []
     for name in INNER:
         inner: Any = held.get(name)

@@ -19,7 +19,7 @@ import torch
 
 from graphrt.core.base.homes import public
 from graphrt.core.base.thread_mode import unseen
-from graphrt.core.device.graph import DeviceGraph, MemoryBlock
+from graphrt.core.device.contract import DeviceGraph, MemoryBlock
 from graphrt.core.device.platform import Platform
 
 

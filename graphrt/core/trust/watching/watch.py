@@ -27,7 +27,7 @@ from graphrt.core.base.torch_names import storage_of_weak
 from graphrt.core.capture.guard import in_eager_part, is_listed
 from graphrt.core.capture.operators import LIFT_FRESH, OperatorFacts, facts_of, in_bounds, written
 from graphrt.core.capture.refusals import Source, user_source
-from graphrt.core.device.figures import GraphWork
+from graphrt.core.device.contract import GraphWork
 from graphrt.core.replay.recording import active, counted, in_task, issued
 from graphrt.core.trust.places.slots import same_value
 from graphrt.core.trust.snapshot import Generators
