@@ -24,6 +24,7 @@ from graphrt.core.capture.guard import (
 )
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
+from graphrt.core.inputs.declared import flat_of
 from graphrt.core.replay.recording import enter_under_way, warming_up
 from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.host import Example, MakeExample
@@ -144,7 +145,7 @@ class StepRuns:
         inputs.declared.check(step.values, None, None)
         # They may be outputs of the last step, or views of the buffers.
         executor.pool.streams.follow()
-        step = step._replace(values=tree.cloned(dict(step.values)))
+        step = step._replace(values=tree.cloned(dict(flat_of(step.values))))
         resolve = executor.updates_of
         self._unpadded_step = step._replace(updates=resolve(step, padded=False))
         self.step = self._eager_step = step._replace(updates=resolve(step))
