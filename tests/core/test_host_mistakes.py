@@ -8,18 +8,22 @@ import pytest
 import torch
 
 from graphrt import (
+    Batch,
     BatchDescriptor,
     ForwardContext,
     GraphMode,
     GraphOptions,
     GraphPool,
+    GraphRunner,
     GraphWrapper,
+    InputSpec,
     Plan,
     wrapper_class,
 )
 from graphrt.core.base.errors import ContractVersionError
 from graphrt.cpu import CpuPlatform
 from graphrt.errors import (
+    InvalidBatchError,
     InvalidModeError,
     InvalidOptionError,
     PoolClosedError,
@@ -189,3 +193,31 @@ def test_a_saved_plan_is_loaded_for_no_platform_of_another_contract(tmp_path):
     Plan(mode="FULL", sizes=[1], platform="cpu").save(tmp_path / "plan.json")
     with pytest.raises(ContractVersionError):
         Plan.load(tmp_path / "plan.json", platform=Other())
+
+
+# Dispatches -------------------------------------------------------------------------------------
+
+
+def plus_one_of(sizes: list[int]) -> GraphRunner:
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
+    runner = GraphRunner(plus_one, mode="FULL", sizes=sizes, inputs=inputs, platform="cpu")
+    runner.capture()
+    return runner
+
+
+def test_a_batch_is_padded_to_no_graph_that_is_smaller():
+    """Its rows would be written behind those of the graph, into whatever lies there."""
+    runner = plus_one_of([2, 4])
+    small = runner.dispatcher.dispatch(Batch(2, 2))
+    with pytest.raises(InvalidBatchError, match="more tokens than the graph"):
+        runner.run_padded_eagerly(Batch(4, 2), small, {"x": torch.ones(4, 4)})
+    out = runner.run_padded_eagerly(Batch(1, 1), small, {"x": torch.ones(1, 4)})
+    assert torch.equal(out, torch.full((1, 4), 2.0))
+
+
+def test_the_dispatch_of_another_runner_is_none():
+    """Its slot is that of another size here."""
+    runner, other = plus_one_of([2, 4]), plus_one_of([4, 8])
+    dispatch = other.dispatcher.dispatch(Batch(4, 4))
+    with pytest.raises(InvalidBatchError, match="no graph whose padding"):
+        runner.run_padded_eagerly(Batch(2, 2), dispatch, {"x": torch.ones(2, 4)})

@@ -255,9 +255,10 @@ class StepEngine:
         metadata: Any,
     ) -> Any:
         """See `GraphRunner.run_padded_eagerly`: in a turn of the pool, as all that follows."""
-        steps = self._graphs.steps
-        # A graph may have gone since its dispatch.
-        if not 0 <= dispatch.slot < len(steps) or steps[dispatch.slot] is None:
+        steps, slot = self._graphs.steps, dispatch.slot
+        prepared = steps[slot] if 0 <= slot < len(steps) else None
+        # A graph may have gone since its dispatch, or be another runner's.
+        if prepared is None or prepared.descriptor != dispatch.descriptor:
             raise InvalidBatchError(
                 "there is no graph whose padding the step could have",
                 got=f"a dispatch with Reason.{dispatch.reason.name}",
@@ -265,7 +266,16 @@ class StepEngine:
                 advice="capture() first; dispatch = runner.dispatcher.dispatch(batch), and call "
                 "this only where dispatch.reason is Reason.HIT",
             )
-        step = Step(checked_batch(batch), dispatch, values, updates, metadata)
+        batch = checked_batch(batch)
+        if batch.num_tokens > prepared.tokens:
+            # Its rows would be written behind the buffers.
+            raise InvalidBatchError(
+                "the batch has more tokens than the graph of the dispatch",
+                got=batch.num_tokens,
+                expected=f"at most {prepared.tokens}",
+                advice="pass the dispatch of this batch: runner.dispatcher.dispatch(batch)",
+            )
+        step = Step(batch, dispatch, values, updates, metadata)
         return self._run_padded(step, eager=True)
 
     def verify(
