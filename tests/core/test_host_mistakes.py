@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from graphrt import (
+    UNCHANGED,
     Batch,
     BatchDescriptor,
     ForwardContext,
@@ -16,16 +17,20 @@ from graphrt import (
     GraphPool,
     GraphRunner,
     GraphWrapper,
+    HostArg,
     InputSpec,
     Plan,
+    UpdatableTask,
     wrapper_class,
 )
 from graphrt.core.base.errors import ContractVersionError
 from graphrt.cpu import CpuPlatform
 from graphrt.errors import (
     InvalidBatchError,
+    InvalidInputError,
     InvalidModeError,
     InvalidOptionError,
+    MissingUpdateError,
     PoolClosedError,
     PoolError,
 )
@@ -221,3 +226,28 @@ def test_the_dispatch_of_another_runner_is_none():
     dispatch = other.dispatcher.dispatch(Batch(4, 4))
     with pytest.raises(InvalidBatchError, match="no graph whose padding"):
         runner.run_padded_eagerly(Batch(2, 2), dispatch, {"x": torch.ones(2, 4)})
+
+
+def test_nobody_means_the_updates_of_a_failed_call_by_unchanged():
+    task = UpdatableTask(
+        "scale",
+        lambda x, out, *, by: torch.mul(x, by, out=out),
+        {"by": HostArg(None)},
+        at_capture=lambda descriptor: {"by": 1},
+    )
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        task(x, out)
+        return out
+
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
+    runner = GraphRunner(forward, mode="FULL", sizes=[2], inputs=inputs, platform="cpu")
+    runner.capture()
+    x, batch = torch.ones(2, 4), Batch(2, 2)
+    assert torch.equal(runner(x=x, updates={"scale": {"by": 2}}), x * 2)
+    hit = runner.dispatcher.dispatch(batch)
+    with pytest.raises(InvalidInputError):
+        runner.run_padded_eagerly(batch, hit, {"y": x}, {"scale": {"by": 9}})
+    with pytest.raises(MissingUpdateError, match="failed half-way"):
+        runner(x=x, updates=UNCHANGED)

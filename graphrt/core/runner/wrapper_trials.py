@@ -103,8 +103,8 @@ class WrapperTrials:
         # A step that waits for its updates has the pool until these come.
         if checks is None or slot < 0 or context.updates is DEFERRED:
             return True
-        # A token count there would only ask for a padded step.
-        if checks.pending.get(slot, 0) >= 0 and next(checks.glances.looks):
+        # Rows there would only ask for a padded step.
+        if checks.pending.get(slot) != -1 and next(checks.glances.looks):
             return True
         dispatch = Dispatch(wrapper.runtime_mode, entry.descriptor, Reason.HIT, slot)
         if checks.why_eager(dispatch) is not None:
