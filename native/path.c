@@ -70,7 +70,7 @@ static int look_up(const Path *self, PyObject *batch, PyObject **answer) {
 }
 
 /* As StepEngine.is_clear: whether the step is simply replayed; -1 with an error set. */
-static int is_clear(const Path *self, PyObject *slot, PyObject *tokens) {
+static int is_clear(const Path *self, PyObject *slot, PyObject *batch) {
     PyObject *checks = self->of[CHECKS];
     if (in_slot(checks, self->on) == Py_False) return 1;
     PyObject *pending = in_slot(checks, self->pending);
@@ -81,7 +81,13 @@ static int is_clear(const Path *self, PyObject *slot, PyObject *tokens) {
     }
     PyObject *wanted = PyDict_GetItemWithError(pending, slot);
     if (wanted != NULL) {
-        int clear = PyObject_RichCompareBool(wanted, tokens, Py_EQ);
+        /* Tokens, or tokens and requests. */
+        Py_INCREF(wanted);
+        PyObject *rows = PyTuple_CheckExact(wanted) ? PyTuple_GetSlice(batch, 0, 2)
+                                                    : Py_XNewRef(PyTuple_GetItem(batch, 0));
+        int clear = rows == NULL ? -1 : PyObject_RichCompareBool(wanted, rows, Py_EQ);
+        Py_XDECREF(rows);
+        Py_DECREF(wanted);
         if (clear <= 0) return clear;
     } else if (PyErr_Occurred()) {
         return -1;
@@ -134,7 +140,7 @@ static PyObject *run_dispatched(Path *self, PyObject *const *args, PyObject *dis
     if (PyErr_Occurred()) return NULL;
     PyObject *step[] = {batch,         dispatch,       args[VALUES],
                         args[UPDATES], args[METADATA], args[AGREED]};
-    int clear = is_clear(self, slot, tokens);
+    int clear = is_clear(self, slot, batch);
     if (clear < 0) return NULL;
     if (!clear) return PyObject_Vectorcall(self->of[CHECK], step, 6, NULL);
     set_slot(self->of[ENGINE], self->last_dispatch, dispatch);

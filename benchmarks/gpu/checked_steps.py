@@ -81,7 +81,7 @@ def lookups_of(runner: GraphRunner) -> list[tuple[str, Callable[[], Any]]]:
 
     def ask() -> bool:
         hit = dispatch(batch)
-        return hit.slot >= 0 and is_clear(hit.slot, batch[0])
+        return hit.slot >= 0 and is_clear(hit.slot, batch)
 
     return [*found, ("dispatch_and_clear_ns", ask)]
 

@@ -15,7 +15,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, eager_break
-from graphrt.core.base.errors import BakedScalarError, CaptureError, SideDoorError
+from graphrt.core.base.errors import BakedScalarError, BreakError, CaptureError, SideDoorError
 from graphrt.core.capture.recorder import Bridges
 
 
@@ -243,3 +243,36 @@ def test_a_setting_around_an_eager_part_that_a_replay_does_not_enter_is_refused(
     x = torch.ones(2, 4)
     with REFUSED[name]():
         assert torch.equal(captured(lambda x: part(x) * 2)(x=x), torch.full((2, 4), 4.0))
+
+
+def test_a_part_that_returned_one_tensor_twice_may_return_two_later():
+    """Both had one place in the graph: its first reader read the second result."""
+
+    @eager_break
+    def part(x):
+        first = x + 1
+        return first, (first if bool((x == 0).all()) else x * 10)
+
+    def forward(x):
+        first, second = part(x * 1)
+        return first * 2, second * 3
+
+    run = captured(forward)
+    for x in (torch.zeros(2, 4), torch.ones(2, 4), torch.zeros(2, 4)):
+        outputs = run(x=x)
+        assert all(map(torch.equal, outputs, forward(x)))
+
+
+def test_what_a_part_returns_twice_is_not_written_in_a_graph():
+    def twice(x):
+        y = x + 1
+        return y, y
+
+    part = eager_break(twice)
+
+    def forward(x):
+        first, second = part(x * 1)
+        return first.add_(1) * second
+
+    with pytest.raises(BreakError):
+        captured(forward)

@@ -183,6 +183,27 @@ def test_equal_updates_resolve_to_nothing():
 
 
 @pytest.mark.parametrize(
+    ("was", "now", "changes"),
+    [
+        (0.0, -0.0, True),
+        (1, 1.0, True),
+        (1, True, True),
+        ([0.0], [-0.0], True),
+        (2.5, float("2.5"), False),
+        (1000, int("1000"), False),
+        ([1, 2.0], [1, 2.0], False),
+    ],
+)
+def test_a_scalar_that_an_operator_may_tell_apart_is_a_change(was, now, changes):
+    spec = UpdatableTask("scale", print, {"by": HostArg(None)})
+    tasks = [CapturedTask(spec, f"layer.{place}", None, (), {}, {"by": was}) for place in range(2)]
+    for updates in ({"scale": {"by": now}}, {f"layer.{place}": {"by": now} for place in range(2)}):
+        context = ForwardContext(GraphMode.FULL, BatchDescriptor(2, 2), updates=updates)
+        values = TaskTable(tasks).values(context, all_known=True)
+        assert repr(values) == repr([{"by": now}] * 2 if changes else None)
+
+
+@pytest.mark.parametrize(
     ("updates", "error", "text"),
     [
         (None, MissingUpdateError, "UNCHANGED"),

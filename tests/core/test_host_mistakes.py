@@ -8,20 +8,29 @@ import pytest
 import torch
 
 from graphrt import (
+    UNCHANGED,
+    Batch,
     BatchDescriptor,
     ForwardContext,
     GraphMode,
     GraphOptions,
     GraphPool,
+    GraphRunner,
     GraphWrapper,
+    HostArg,
+    InputSpec,
     Plan,
+    UpdatableTask,
     wrapper_class,
 )
 from graphrt.core.base.errors import ContractVersionError
 from graphrt.cpu import CpuPlatform
 from graphrt.errors import (
+    InvalidBatchError,
+    InvalidInputError,
     InvalidModeError,
     InvalidOptionError,
+    MissingUpdateError,
     PoolClosedError,
     PoolError,
 )
@@ -189,3 +198,56 @@ def test_a_saved_plan_is_loaded_for_no_platform_of_another_contract(tmp_path):
     Plan(mode="FULL", sizes=[1], platform="cpu").save(tmp_path / "plan.json")
     with pytest.raises(ContractVersionError):
         Plan.load(tmp_path / "plan.json", platform=Other())
+
+
+# Dispatches -------------------------------------------------------------------------------------
+
+
+def plus_one_of(sizes: list[int]) -> GraphRunner:
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
+    runner = GraphRunner(plus_one, mode="FULL", sizes=sizes, inputs=inputs, platform="cpu")
+    runner.capture()
+    return runner
+
+
+def test_a_batch_is_padded_to_no_graph_that_is_smaller():
+    """Its rows would be written behind those of the graph, into whatever lies there."""
+    runner = plus_one_of([2, 4])
+    small = runner.dispatcher.dispatch(Batch(2, 2))
+    with pytest.raises(InvalidBatchError, match="more tokens than the graph"):
+        runner.run_padded_eagerly(Batch(4, 2), small, {"x": torch.ones(4, 4)})
+    out = runner.run_padded_eagerly(Batch(1, 1), small, {"x": torch.ones(1, 4)})
+    assert torch.equal(out, torch.full((1, 4), 2.0))
+
+
+def test_the_dispatch_of_another_runner_is_none():
+    """Its slot is that of another size here."""
+    runner, other = plus_one_of([2, 4]), plus_one_of([4, 8])
+    dispatch = other.dispatcher.dispatch(Batch(4, 4))
+    with pytest.raises(InvalidBatchError, match="no graph whose padding"):
+        runner.run_padded_eagerly(Batch(2, 2), dispatch, {"x": torch.ones(2, 4)})
+
+
+def test_nobody_means_the_updates_of_a_failed_call_by_unchanged():
+    task = UpdatableTask(
+        "scale",
+        lambda x, out, *, by: torch.mul(x, by, out=out),
+        {"by": HostArg(None)},
+        at_capture=lambda descriptor: {"by": 1},
+    )
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        task(x, out)
+        return out
+
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
+    runner = GraphRunner(forward, mode="FULL", sizes=[2], inputs=inputs, platform="cpu")
+    runner.capture()
+    x, batch = torch.ones(2, 4), Batch(2, 2)
+    assert torch.equal(runner(x=x, updates={"scale": {"by": 2}}), x * 2)
+    hit = runner.dispatcher.dispatch(batch)
+    with pytest.raises(InvalidInputError):
+        runner.run_padded_eagerly(batch, hit, {"y": x}, {"scale": {"by": 9}})
+    with pytest.raises(MissingUpdateError, match="failed half-way"):
+        runner(x=x, updates=UNCHANGED)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
-from graphrt import Batch, GraphMode, GraphRunner, InputSpec
+from graphrt import Batch, GraphMode, GraphOptions, GraphRunner, InputSpec, Reason
 from graphrt.core.inputs.transport import sources_of
 
 
@@ -82,3 +83,27 @@ def test_inputs_that_lie_where_the_graph_reads_them_are_not_copied(rows: int) ->
     # The bits of a lazily negated one are not its values.
     values["x"] = torch._neg_view(values["x"])
     assert sources_of(values, layout.moves(rows, rows), slab).kinds == "hk"
+
+
+@pytest.mark.parametrize(
+    "options", [GraphOptions(lazy=True), GraphOptions(check="always")], ids=["lazy", "tried"]
+)
+def test_what_lies_there_may_come_in_any_mapping(options: GraphOptions) -> None:
+    """A capture, and the runs of a trial, write the buffers: what a step brought there is kept
+    before."""
+    spec = InputSpec(torch.float32, ("tokens", 8))
+    run = GraphRunner(
+        lambda x, more: x + more["y"],
+        mode="FULL",
+        sizes=[4],
+        inputs={"x": spec, "more": {"y": spec}},
+        platform="cpu",
+        options=options,
+    )
+    if not options.lazy:
+        run.capture()
+    place, x = run.inputs.buffers["more.y"], torch.randn(4, 8)
+    for value in (7.0, 8.0):
+        place.fill_(value)
+        assert torch.equal(run(x=x, more=MappingProxyType({"y": place})), x + value)
+        assert run.last_dispatch is not None and run.last_dispatch.reason is Reason.HIT

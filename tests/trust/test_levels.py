@@ -252,11 +252,11 @@ def test_after_everything_was_tried_a_step_is_replayed_and_nothing_else(level, m
 @pytest.mark.parametrize("level", ["sample", "always"])
 def test_at_higher_levels_every_step_is_looked_at(level):
     runner = captured(Model(), level)
-    assert not runner._engine.is_clear(0, 8)
+    assert not runner._engine.is_clear(0, Batch(8))
     for count in range(1, 9):
         step(runner, count)
     slots = range(len(SIZES))
-    pairs = [(slot, runner.graphs.steps[slot].tokens) for slot in slots]
+    pairs = [(slot, Batch(runner.graphs.steps[slot].tokens)) for slot in slots]
     assert not any(runner._engine.is_clear(*pair) for pair in pairs)
 
 
@@ -569,7 +569,7 @@ def test_a_holder_that_was_replaced_and_leads_to_the_same_tensors_is_no_failure(
             step(runner, 4)
             assert runner.last_dispatch.reason is Reason.HIT
         # The first of them has noted where everything is now: the others are simply replayed.
-        assert all(runner._engine.is_clear(runner.last_dispatch.slot, 4) for _ in range(8))
+        assert all(runner._engine.is_clear(runner.last_dispatch.slot, Batch(4)) for _ in range(8))
     holder.inner.weight = torch.ones(WIDTH)
     with pytest.warns(GraphQuarantinedWarning, match="weight"):
         go_on(runner)
@@ -582,10 +582,10 @@ def test_a_setting_that_changes_nothing_is_looked_at_once():
     try:
         torch.set_num_threads(threads + 1)
         slot = runner.last_dispatch.slot
-        assert not runner._engine.is_clear(slot, 4)
+        assert not runner._engine.is_clear(slot, Batch(4))
         step(runner, 4)
         assert runner.last_dispatch.reason is Reason.HIT
-        assert all(runner._engine.is_clear(slot, 4) for _ in range(8))
+        assert all(runner._engine.is_clear(slot, Batch(4)) for _ in range(8))
     finally:
         torch.set_num_threads(threads)
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from graphrt import (
+    Batch,
     GraphOptions,
     GraphRunner,
     Host,
@@ -674,6 +675,53 @@ def test_rows_that_equal_one_another_and_not_the_padding_are_a_padded_trial():
     runner(x=rows(4))
     with pytest.warns(GraphQuarantinedWarning):
         runner(x=torch.full((3, WIDTH), 2.0))
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_a_step_of_all_tokens_and_few_requests_shows_nothing_of_the_padding_of_tokens(count):
+    """As the chunks of a long prompt are: with them alone no token is padding."""
+    runner = runner_of(lambda x: x - x.mean(0), sizes=[8], max_num_reqs=8)
+    for seed in range(3):
+        runner(Batch(8, count), x=rows(8, seed))
+        assert runner.last_dispatch.reason is Reason.HIT
+    x = rows(5)
+    with pytest.warns(GraphQuarantinedWarning):
+        out = runner(Batch(5, min(count, 5)), x=x)
+    assert torch.allclose(out, x - x.mean(0))
+
+
+def test_padding_of_requests_alone_is_tried():
+    """A step of all tokens was no padded one, however few of its requests were live."""
+
+    def forward(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return x + bias.mean(0)
+
+    inputs = {"x": X, "bias": InputSpec(torch.float32, ("reqs", WIDTH))}
+    runner = runner_of(forward, inputs=inputs, sizes=[8], max_num_reqs=8)
+    x, bias = rows(8), torch.ones(8, WIDTH)
+    for _ in range(3):
+        runner(Batch(8, 8), x=x, bias=bias)
+        assert runner.last_dispatch.reason is Reason.HIT
+    with pytest.warns(GraphQuarantinedWarning):
+        out = runner(Batch(8, 2), x=x, bias=bias[:2])
+    assert torch.allclose(out, x + 1)
+
+
+def test_padding_of_requests_is_tried_once_and_left_alone():
+    def forward(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return x + bias[:1]
+
+    inputs = {"x": X, "bias": InputSpec(torch.float32, ("reqs", WIDTH))}
+    runner = runner_of(forward, inputs=inputs, sizes=[8], max_num_reqs=8)
+    pending = runner._engine._checks
+    runner(Batch(8, 8), x=rows(8), bias=rows(8))
+    assert list(pending.pending.values()) == [(8, 8)]
+    runner(Batch(8, 2), x=rows(8), bias=rows(2))
+    # Of the tokens none was padding.
+    assert list(pending.pending.values()) == [8]
+    runner(Batch(5, 2), x=rows(5), bias=rows(2))
+    assert not pending.pending
+    assert [t.steps for t in runner.report().trust.trials] == [3]
 
 
 def test_an_input_that_always_equals_its_padding_is_not_tried_for_ever():

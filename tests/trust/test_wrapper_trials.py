@@ -468,3 +468,50 @@ def test_numbers_that_updates_bring_to_a_task_are_no_change_of_the_hosts() -> No
         warnings.simplefilter("ignore", GraphQuarantinedWarning)
         last = [graph.replay(UNCHANGED).tolist() for _ in range(TOLD_AFTER + 2)][-1]
     assert last == [2.0 * step, 2.0 * step]
+
+
+def expanded() -> torch.Tensor:
+    return torch.randn(4, 1).expand(4, WIDTH)
+
+
+def made_in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.randn(4, WIDTH)
+
+
+def result_with_gradient() -> torch.Tensor:
+    with torch.enable_grad():
+        return torch.randn(4, WIDTH, requires_grad=True) * 1
+
+
+ARGUMENTS: dict[str, Callable[[], torch.Tensor]] = {
+    "expanded": expanded,
+    "parameter": lambda: torch.nn.Parameter(torch.randn(4, WIDTH)),
+    "inference": made_in_inference_mode,
+    "gradient": result_with_gradient,
+    "conjugated": lambda: torch.randn(4, WIDTH, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.parametrize("writes", [False, True], ids=["read", "written beside it"])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_are_put_back_whatever_they_are(name: str, writes: bool) -> None:
+    """Torch lets nobody write an expanded tensor, nor, with gradients on, a parameter."""
+    given, state = ARGUMENTS[name](), torch.zeros(4, WIDTH)
+
+    def forward(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        if writes:
+            state.add_(1)
+        return x * 2 + state
+
+    trials = WrapperTrials()
+    options = GraphOptions(lazy=True, check="always")
+    wrapper = GraphWrapper(forward, "FULL", pool=GraphPool("cpu"), trials=trials, options=options)
+    before, history = given.detach().clone(), given.grad_fn
+    with torch.enable_grad():
+        for step in range(3):
+            with forward_context("FULL", BatchDescriptor(4)):
+                out = wrapper(given, state)
+            assert torch.equal(out, before * 2 + (step + 1) * writes)
+    assert [(each.status, each.steps) for each in trials.records] == [("tried", 2)]
+    assert torch.equal(given, before) and given.grad_fn is history

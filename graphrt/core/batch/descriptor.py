@@ -263,6 +263,12 @@ def descriptor_of(batch: Batch) -> BatchDescriptor:
     return _new_tuple(BatchDescriptor, fields)
 
 
+def room_for_reqs(descriptor: BatchDescriptor, most: int) -> int:
+    """The requests that the graph of a descriptor has rows for, `most` being the most of any. Every
+    request has a token, so a graph for any number of requests needs no more rows."""
+    return descriptor.num_reqs or min(descriptor.num_tokens, most)
+
+
 def example_of(descriptor: BatchDescriptor, room: int) -> Batch:
     """A batch that the graph of a descriptor serves, with padding rows if there may be some; where
     it serves any number of requests, of half of those that it has `room` for."""

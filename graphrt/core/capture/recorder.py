@@ -72,23 +72,25 @@ class Bridges:
         """`result` with its tensors copied to where every step will find them, and the paths of
         those that `stays(path, tensor)` left where they are, as empty ones are.
 
-        `allocate` gives the memory for a tensor, or None for a buffer of this object.
+        `allocate` gives the memory for a tensor, or None for a buffer of this object. A tensor that
+        is there twice has two places: another step may return two.
         """
         unmoved: set[str] = set()
-        fixed: dict[int, torch.Tensor] = {}
+        fixed: list[torch.Tensor] = []
         for path, leaf in tree.leaves(result):
             if not isinstance(leaf, torch.Tensor):
                 continue
             if leaf.numel() == 0 or stays(path, leaf):
                 unmoved.add(path)
-                fixed[id(leaf)] = leaf
-            elif id(leaf) not in fixed:
-                buffer = None if allocate is None else allocate(leaf)
-                if buffer is None:
-                    buffer = self.buffer((site, len(fixed)), leaf)
-                buffer.copy_(leaf)
-                fixed[id(leaf)] = buffer
-        return tree.map_leaves(lambda leaf: fixed[id(leaf)], result), frozenset(unmoved)
+                fixed.append(leaf)
+                continue
+            buffer = None if allocate is None else allocate(leaf)
+            if buffer is None:
+                buffer = self.buffer((site, len(fixed)), leaf)
+            buffer.copy_(leaf)
+            fixed.append(buffer)
+        in_order = iter(fixed)
+        return tree.map_leaves(lambda _: next(in_order), result), frozenset(unmoved)
 
     def buffer(self, key: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
         """The buffer of `key` with the shape of `like`; grows if it is too small.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,12 @@ class DeclaredInputs:
         self.axes = {axis.name for axis in axes.values() if axis is not None}
         self.with_rows = frozenset(name for name, axis in axes.items() if axis)
         """The inputs that have padding rows."""
+        by_axis: dict[str, set[str]] = {"tokens": set()}
+        for name, axis in axes.items():
+            if axis is not None:
+                by_axis.setdefault(axis.counts, set()).add(name)
+        self.by_axis = {axis: frozenset(names) for axis, names in by_axis.items()}
+        """The same by what they grow with: tokens, and requests if any does."""
         pads = {int(spec.pad_value.real) for spec in self.specs.values() if spec.index}
         self.addresses = sorted(pads)
         """The padding values of index inputs: rows in which padding may be written."""
@@ -157,19 +163,22 @@ class DeclaredInputs:
                     unused.add(pad)
         return sorted(unused)
 
-    def differing(self, values: Mapping[str, Any]) -> frozenset[str]:
-        """The inputs of which a live row is another than the padding rows: only these can show that
-        rows are mixed. Waits for the device."""
-        names = set()
+    def differing(
+        self, values: Mapping[str, Any], axes: Collection[str]
+    ) -> dict[str, frozenset[str]]:
+        """By these axes, the inputs of which a live row is another than the padding rows: only
+        these can show that rows are mixed. Waits for the device."""
+        names: dict[str, set[str]] = {axis: set() for axis in axes}
         for name, value in flat_of(values):
             spec = self.specs.get(name)
             axis, dim = (None, 0) if spec is None else spec.batch_axis()
             if spec is None or axis is None or not isinstance(value, torch.Tensor):
                 continue
             # What is no input at all, such as a sparse tensor, is named when it is written.
-            if _is_plain(value) and value.dim() > dim and _differs(value, spec, dim):
-                names.add(name)
-        return frozenset(names)
+            can_differ = axis.counts in names and _is_plain(value) and value.dim() > dim
+            if can_differ and _differs(value, spec, dim):
+                names[axis.counts].add(name)
+        return {axis: frozenset(differing) for axis, differing in names.items()}
 
     def disturb(self, layout: InputLayout, tokens: int, reqs: int) -> None:
         """Let padding rows hold what the first live row holds, but for indices: what they address

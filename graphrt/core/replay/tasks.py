@@ -463,7 +463,7 @@ class TaskTable:
 class _Layers:
     """Tasks of one declaration that were captured with values for the same host arguments."""
 
-    __slots__ = ("indices", "keys", "names", "spec", "tasks")
+    __slots__ = ("indices", "keys", "names", "scalars", "spec", "tasks")
 
     def __init__(self, tasks: Sequence[CapturedTask], indices: list[int]) -> None:
         self.indices = indices
@@ -471,6 +471,8 @@ class _Layers:
         self.spec = self.tasks[0].spec
         self.names = frozenset(task.name for task in self.tasks) - {self.spec.group}
         self.keys = self.tasks[0].values.keys()
+        arguments = self.spec.host_args
+        self.scalars = [key for key in self.keys if arguments[key].axis is None]
 
     def resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues]:
         first = self.tasks[0]
@@ -490,11 +492,23 @@ class _Layers:
     def unchanged(self, values: Sequence[HostValues]) -> bool:
         """Whether these values are equal to those of the replay before."""
         new, old = values[0], self.tasks[0].values
-        if new != old:
+        if not self._are_same(new, old):
             return False
         # Layers share their values, as a rule, and a step that changes nothing ends here.
         for task, value in zip(self.tasks, values, strict=True):
-            if (value is not new or task.values is not old) and task.values != value:
+            if value is new and task.values is old:
+                continue
+            if not self._are_same(value, task.values):
+                return False
+        return True
+
+    def _are_same(self, new: HostValues, old: HostValues) -> bool:
+        if new != old:
+            return False
+        for key in self.scalars:
+            now, was = new[key], old[key]
+            # -0.0 equals 0.0, and 1.0 and True equal 1; an operator may tell them apart.
+            if now is not was and (type(now) is not type(was) or repr(now) != repr(was)):
                 return False
         return True
 

@@ -37,6 +37,7 @@ from graphrt.core.device.contract import GraphWork, StreamRoom
 from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.ladders import preferred
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
+from graphrt.core.inputs.declared import flat_of
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.recording import enter_under_way, freeze_garbage, thaw_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
@@ -189,7 +190,7 @@ class CaptureScheduler:
         # The capture fills the buffers, in which inputs may lie; and inputs may be outputs of the
         # last step, which ran on another stream.
         self._setup.pool.streams.follow()
-        values = tree.cloned(dict(values))
+        values = tree.cloned(dict(flat_of(values)))
         try:
             CaptureSession(graphs, self).run([(wanted.mode, wanted.descriptor)])
         except Exception:

@@ -16,7 +16,7 @@ from graphrt.core.base.errors import (
 )
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.descriptor import BatchDescriptor, room_for_reqs
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
@@ -60,43 +60,79 @@ class TrialRecord:
     notes: tuple[str, ...] = ()
 
 
-class _Kind:
-    """The graphs of one kind, and the steps of them that are still to be tried.
+Differing = Mapping[str, frozenset[str]]
+"""By the axes along which a step is padded, the inputs in which live rows differ from padding."""
 
-    The first step is tried, and the first padded one. A live row that equals the padding shows
-    little there: a mean over equal rows stays as it is, however many of them are padding. So padded
-    steps are tried until each of the `inputs` has differed from its padding in a trial.
+
+NO_INPUTS: Differing = {"tokens": frozenset()}
+"""Where nothing shows whether rows are mixed, the first padded step is tried."""
+
+
+class _Padding:
+    """The padding rows of one batch axis in the graphs of one kind, and whether trials have shown
+    that live rows do not depend on them.
+
+    The first step with some is tried. A live row that equals the padding shows little there: a mean
+    over equal rows stays as it is, however many of them are padding. So steps are tried until each
+    of the `inputs` has differed from its padding in a trial.
     """
 
     def __init__(self, inputs: frozenset[str]) -> None:
-        self.untried = True
-        self.awaits_padding = True
-        # By path, how many trials have passed with other Python values.
-        self.passed = Counter[str]()
+        self.is_awaited = True
         self._unshown = set(inputs)
         self._shows_mixing = not inputs
-        self._untried_padded = True
+        self._is_untried = True
         self._looks = _LOOKS
 
-    def wants_padded(self, differing: frozenset[str]) -> bool:
-        """Whether a padded step in which these inputs differ from their padding is to be tried."""
+    def wants(self, differing: frozenset[str]) -> bool:
+        """Whether a step in which these inputs differ from their padding is to be tried."""
         if self._shows_mixing:
             self._looks -= 1
-        wanted = self._untried_padded or not self._unshown.isdisjoint(differing)
+        wanted = self._is_untried or not self._unshown.isdisjoint(differing)
         if not wanted:
-            self._settle_padding()
+            self._settle()
         return wanted
 
-    def tried_padded(self, differing: frozenset[str]) -> None:
+    def tried(self, differing: frozenset[str]) -> None:
         """Such a step was tried."""
-        self._untried_padded = False
+        self._is_untried = False
         self._unshown -= differing
         self._shows_mixing |= bool(differing)
-        self._settle_padding()
+        self._settle()
 
-    def _settle_padding(self) -> None:
+    def _settle(self) -> None:
         if self._shows_mixing and (not self._unshown or self._looks <= 0):
-            self.awaits_padding = False
+            self.is_awaited = False
+
+
+class _Kind:
+    """The graphs of one kind, and the steps of them that are still to be tried: the first, and
+    padded ones. A step with all of its tokens may have fewer requests than its graph: it shows
+    nothing of the padding of tokens, so each axis is awaited by itself."""
+
+    def __init__(self, inputs: Differing) -> None:
+        self.untried = True
+        # By path, how many trials have passed with other Python values.
+        self.passed = Counter[str]()
+        self._padding = dict(zip(inputs, map(_Padding, inputs.values()), strict=True))
+        # The axes of which steps with padding rows are still to be tried.
+        self.awaited = [*inputs]
+
+    def wants_padded(self, differing: Differing) -> bool:
+        """Whether a step that is padded so is to be tried."""
+        # Each of them counts its looks.
+        wanted = [self._padding[axis].wants(names) for axis, names in differing.items()]
+        self._settle()
+        return any(wanted)
+
+    def tried_padded(self, differing: Differing) -> None:
+        """Such a step was tried."""
+        for axis, names in differing.items():
+            self._padding[axis].tried(names)
+        self._settle()
+
+    def _settle(self) -> None:
+        self.awaited = [axis for axis, padding in self._padding.items() if padding.is_awaited]
 
 
 @dataclass
@@ -244,6 +280,7 @@ class Checks:
         "_inputs",
         "_kinds",
         "_levels",
+        "_reqs",
         "_steps",
         "_warned_of",
         "decided",
@@ -260,15 +297,17 @@ class Checks:
         reads: ReadSet,
         device_type: str,
         *,
-        inputs: frozenset[str] = frozenset(),
+        inputs: Differing = NO_INPUTS,
+        reqs: int = 1,
         has_metadata: bool = False,
     ) -> None:
-        """`inputs` are those whose padding rows may show that rows are mixed. With
-        `has_metadata` a number of an operator may come from the step's metadata, and differ."""
+        """`inputs` are those whose padding rows may show that rows are mixed, by their axes, and
+        `reqs` the most requests that there are rows for. With `has_metadata` a number of an
+        operator may come from the step's metadata, and differ."""
         self.on = options.checks("capture")
         self.strict = options.strict
         self._levels = set(filter(options.checks, ("first", "sample", "always")))
-        self._inputs, self._has_metadata = inputs, has_metadata
+        self._inputs, self._reqs, self._has_metadata = inputs, reqs, has_metadata
         self._warned_of: set[str] = set()
         self.glances = Glances(reads if reads.watched else None, device_type)
         self.reset()
@@ -277,8 +316,9 @@ class Checks:
         """Forget everything: there are no graphs."""
         self._graphs: dict[int, _Graph] = {}
         self._kinds: dict[Hashable, _Kind] = {}
-        # slot -> the token count that needs no trial; -1: every batch needs a closer look.
-        self.pending: dict[int, int] = {}
+        # slot -> the token count, or tokens and requests, of batches that need no trial; -1: every
+        # batch needs a closer look.
+        self.pending: dict[int, int | tuple[int, int]] = {}
         self._steps = 0
         # What ranks have decided of the next step.
         self.decided: bool | None = None
@@ -419,13 +459,13 @@ class Checks:
     def _served(self) -> list[_Graph]:
         return [graph for graph in self._graphs.values() if graph.record.failure is None]
 
-    def awaits_padding(self, slot: int) -> bool:
-        """Whether padded steps of the graph may be tried for being padded."""
-        return self._graphs[slot].kind.awaits_padding
+    def awaited_padding(self, slot: int) -> list[str]:
+        """The axes along which padded steps of the graph may be tried for being padded."""
+        return self._graphs[slot].kind.awaited
 
-    def wants_trial(self, slot: int, differing: frozenset[str] | None) -> bool:
-        """Whether this step of the graph is tried; `differing` are the inputs of a padded one in
-        which live rows differ from the padding, where it `awaits_padding`."""
+    def wants_trial(self, slot: int, differing: Differing | None) -> bool:
+        """Whether this step of the graph is tried; `differing` is of one that is padded along an
+        axis of `awaited_padding`."""
         if self.decided is not None:
             self._steps += 1
             return self.decided
@@ -433,10 +473,11 @@ class Checks:
         kind = graph.kind
         if graph.is_wanted:
             return True
-        if differing is not None and kind.awaits_padding:
+        if differing is not None:
+            awaited = kind.awaited
             if kind.wants_padded(differing):
                 return True
-            if not kind.awaits_padding:
+            if kind.awaited != awaited:
                 self._note_pending()
         self._steps += 1
         return self._is_sampled(self._steps)
@@ -453,7 +494,7 @@ class Checks:
             return (), ()
         is_sampled = self._is_sampled(self._steps + 1)
         to_try, failed = [], []
-        for slot in (slot for slot, tokens in self.pending.items() if tokens < 0):
+        for slot in (slot for slot, rows in self.pending.items() if rows == -1):
             graph = self._graphs[slot]
             graph.note_left_out(self.harmless)
             if graph.record.failure is not None:
@@ -474,7 +515,7 @@ class Checks:
         """The step that ranks have decided on is over."""
         self.decided = None
 
-    def tried(self, slot: int, verdict: Verdict, differing: frozenset[str] | None) -> None:
+    def tried(self, slot: int, verdict: Verdict, differing: Differing | None) -> None:
         """Note the verdict of a trial; if it failed, all graphs of its kind go into quarantine.
 
         Strictly, raises the failure.
@@ -497,7 +538,7 @@ class Checks:
         if not verdict.is_doubtful or graph.doubts >= _DOUBTFUL:
             self._note_harmless(graph, verdict.harmless)
         graph.to_try = kind.untried = False
-        if differing is not None and kind.awaits_padding:
+        if differing is not None:
             kind.tried_padded(differing)
         self._note_pending()
 
@@ -621,14 +662,18 @@ class Checks:
         self._say(failure)
 
     def _note_pending(self) -> None:
-        pending = {}
+        pending: dict[int, int | tuple[int, int]] = {}
         for slot, graph in self._graphs.items():
             record, kind = graph.record, graph.kind
             always = "sample" in self._levels or record.failure is not None
             if always or graph.is_wanted or graph.baked:
                 pending[slot] = -1
-            elif kind.awaits_padding:
-                pending[slot] = record.descriptor.num_tokens
+            elif kind.awaited:
+                tokens = record.descriptor.num_tokens
+                pending[slot] = tokens
+                # With all tokens of a uniform graph a step has all of its requests too.
+                if "reqs" in kind.awaited and not record.descriptor.uniform:
+                    pending[slot] = tokens, room_for_reqs(record.descriptor, self._reqs)
         self.pending = pending
 
     def _say(self, failure: Exception) -> None:

@@ -125,7 +125,7 @@ class StepEngine:
             if self._graphs.sealing.may_capture:
                 dispatch, values = self._scheduler.for_step(batch, dispatch, values, agreed)
             # Without a graph there is nothing to check.
-            if dispatch.slot < 0 or self.is_clear(dispatch.slot, batch[0]):
+            if dispatch.slot < 0 or self.is_clear(dispatch.slot, batch):
                 outputs = self.serve(batch, dispatch, values, updates, metadata, agreed)
             else:
                 outputs = self.check(batch, dispatch, values, updates, metadata, agreed)
@@ -136,13 +136,16 @@ class StepEngine:
             pool.owner = None
             raise
 
-    def is_clear(self, slot: int, tokens: int) -> bool:
-        """Whether the step of a graph, with `tokens` live tokens, is replayed without `check`: no
-        trial is pending for it, and the settings and one tensor are what they were."""
+    def is_clear(self, slot: int, batch: Batch) -> bool:
+        """Whether the step of a graph is replayed without `check`: no trial is pending for its
+        batch, and the settings and one tensor are what they were."""
         checks = self._checks
         if not checks.on:
             return True
-        return checks.pending.get(slot, tokens) == tokens and next(checks.glances.looks)
+        rows = checks.pending.get(slot)
+        if rows is not None and rows != (batch[:2] if type(rows) is tuple else batch[0]):
+            return False
+        return next(checks.glances.looks)
 
     def serve(
         self,
@@ -255,9 +258,10 @@ class StepEngine:
         metadata: Any,
     ) -> Any:
         """See `GraphRunner.run_padded_eagerly`: in a turn of the pool, as all that follows."""
-        steps = self._graphs.steps
-        # A graph may have gone since its dispatch.
-        if not 0 <= dispatch.slot < len(steps) or steps[dispatch.slot] is None:
+        steps, slot = self._graphs.steps, dispatch.slot
+        prepared = steps[slot] if 0 <= slot < len(steps) else None
+        # A graph may have gone since its dispatch, or be another runner's.
+        if prepared is None or prepared.descriptor != dispatch.descriptor:
             raise InvalidBatchError(
                 "there is no graph whose padding the step could have",
                 got=f"a dispatch with Reason.{dispatch.reason.name}",
@@ -265,8 +269,21 @@ class StepEngine:
                 advice="capture() first; dispatch = runner.dispatcher.dispatch(batch), and call "
                 "this only where dispatch.reason is Reason.HIT",
             )
-        step = Step(checked_batch(batch), dispatch, values, updates, metadata)
-        return self._run_padded(step, eager=True)
+        batch = checked_batch(batch)
+        if batch.num_tokens > prepared.tokens:
+            # Its rows would be written behind the buffers.
+            raise InvalidBatchError(
+                "the batch has more tokens than the graph of the dispatch",
+                got=batch.num_tokens,
+                expected=f"at most {prepared.tokens}",
+                advice="pass the dispatch of this batch: runner.dispatcher.dispatch(batch)",
+            )
+        step = Step(batch, dispatch, values, updates, metadata)
+        try:
+            return self._run_padded(step, eager=True)
+        except BaseException:  # a Ctrl-C too: nobody means them by UNCHANGED
+            self._executor.step_failed(updates)
+            raise
 
     def verify(
         self, batch: Batch | None, values: Mapping[str, Any], updates: Any, metadata: Any

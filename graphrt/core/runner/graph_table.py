@@ -24,7 +24,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.batch.context import CaptureTransaction
-from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.descriptor import BatchDescriptor, room_for_reqs
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import Sealing
 from graphrt.core.capture.state import as_states
@@ -35,7 +35,7 @@ from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.handout import LiveOutputs
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.runner.checks import Checks
+from graphrt.core.runner.checks import NO_INPUTS, Checks
 from graphrt.core.runner.setup import RunnerSetup
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.warm_up import WarmedUp
@@ -88,8 +88,7 @@ class PreparedStep:
         inputs = setup.inputs
         self._setup, self._wrapper = setup, wrapper
         self.descriptor = descriptor
-        # Every request has a token, so a graph for any number of requests needs no more rows.
-        self.reqs = descriptor.num_reqs or min(descriptor.num_tokens, inputs.reqs)
+        self.reqs = room_for_reqs(descriptor, inputs.reqs)
         layout = self.layout = inputs.layout(descriptor.num_tokens, self.reqs)
         # None too where inputs of this size are too large to be fetched.
         self.ring = None if wrapper is None or layout.fetch is None else setup.ring
@@ -234,7 +233,8 @@ class GraphTable:
             setup.options,
             self.reads,
             setup.pool.platform.device_type,
-            inputs=frozenset() if setup.host.mixes_rows else setup.inputs.declared.with_rows,
+            inputs=NO_INPUTS if setup.host.mixes_rows else setup.inputs.declared.by_axis,
+            reqs=setup.inputs.reqs,
             has_metadata=setup.host.metadata is not None,
         )
         self.wrappers = setup.wrappers()

@@ -25,6 +25,7 @@ from graphrt.core.capture.guard import (
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.replay.recording import enter_under_way, warming_up
+from graphrt.core.runner.checks import Differing
 from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.trust.places.walk import places_of
@@ -37,7 +38,7 @@ _SEED = 0
 
 
 def run_trial(
-    executor: StepExecutor, step: Step, differing: frozenset[str] | None
+    executor: StepExecutor, step: Step, differing: Differing | None
 ) -> tuple[Dispatch, Any]:
     """Run the trial of a step; returns how the step ran, and its live outputs."""
     runs, dispatch = StepRuns(executor, step), step.dispatch
@@ -81,20 +82,24 @@ def try_examples(
         verdict = _try(executor, runs, undone=True)
         if verdict.failure is not None:
             raise verdict.failure
-        _note(executor, runs, verdict, None)
+        _note(executor, runs, verdict, differing_inputs(executor, runs.step))
 
 
-def differing_inputs(executor: StepExecutor, step: Step) -> frozenset[str] | None:
-    """The inputs of a padded step that differ from their padding; None if nobody asks."""
-    if step.agreed or step.batch.num_tokens >= step.dispatch.descriptor.num_tokens:
+def differing_inputs(executor: StepExecutor, step: Step) -> Differing | None:
+    """By the axes along which a step is padded, its inputs that differ from their padding; None if
+    nobody asks."""
+    graphs, inputs, padded = executor.graphs, executor.inputs, []
+    is_less = step.batch.num_tokens < step.dispatch.descriptor.num_tokens
+    if step.agreed or not (is_less or "reqs" in inputs.declared.by_axis):
         return None
-    return _differing(executor, step)
-
-
-def _differing(executor: StepExecutor, step: Step) -> frozenset[str] | None:
-    if not executor.graphs.checks.awaits_padding(step.dispatch.slot):
-        return None
-    return executor.inputs.declared.differing(step.values)
+    prepared = graphs.steps[step.dispatch.slot]
+    awaited = graphs.checks.awaited_padding(step.dispatch.slot)
+    assert prepared is not None
+    if "tokens" in awaited and is_less:
+        padded.append("tokens")
+    if "reqs" in awaited and reqs_of(inputs, step.batch, step.values) < prepared.reqs:
+        padded.append("reqs")
+    return inputs.declared.differing(step.values, padded) if padded else None
 
 
 @undoing
@@ -122,12 +127,10 @@ def _try(executor: StepExecutor, undo: Undo, runs: StepRuns, *, undone: bool = F
 
 
 def _note(
-    executor: StepExecutor, runs: StepRuns, verdict: Verdict, differing: frozenset[str] | None
+    executor: StepExecutor, runs: StepRuns, verdict: Verdict, differing: Differing | None
 ) -> None:
     """Note the verdict of a trial; strictly, raises the failure."""
     checks, slot = executor.graphs.checks, runs.step.dispatch.slot
-    if differing is None and runs.padded:
-        differing = _differing(executor, runs.step)
     record = checks.record(slot)
     is_first = verdict.failure is None and not record.steps
     # What their nodes point to, and no operator has shown, is read too.
@@ -141,10 +144,10 @@ class StepRuns:
 
     def __init__(self, executor: StepExecutor, step: Step) -> None:
         graphs, inputs = executor.graphs, executor.inputs
-        inputs.declared.check(step.values, None, None)
+        flat = inputs.declared.check(step.values, None, None)
         # They may be outputs of the last step, or views of the buffers.
         executor.pool.streams.follow()
-        step = step._replace(values=tree.cloned(dict(step.values)))
+        step = step._replace(values=tree.cloned(flat))
         resolve = executor.updates_of
         self._unpadded_step = step._replace(updates=resolve(step, padded=False))
         self.step = self._eager_step = step._replace(updates=resolve(step))

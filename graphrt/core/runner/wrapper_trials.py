@@ -21,11 +21,14 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import torch
+
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.base.homes import public
-from graphrt.core.base.thread_mode import set_for_capture
+from graphrt.core.base.thread_mode import set_for_capture, unseen
+from graphrt.core.base.torch_names import inference_guard
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.capture.wrapper import GraphWrapper
@@ -104,8 +107,8 @@ class WrapperTrials:
         # A step that waits for its updates has the pool until these come.
         if checks is None or slot < 0 or context.updates is DEFERRED:
             return True
-        # A token count there would only ask for a padded step.
-        if checks.pending.get(slot, 0) >= 0 and next(checks.glances.looks):
+        # Rows there would only ask for a padded step.
+        if checks.pending.get(slot) != -1 and next(checks.glances.looks):
             return True
         dispatch = Dispatch(wrapper.runtime_mode, entry.descriptor, Reason.HIT, slot)
         if checks.why_eager(dispatch) is not None:
@@ -155,12 +158,16 @@ class WrapperStep:
         self.watch: Watch | None = None
         self._context, self._args, self._kwargs = context, args, kwargs
         # They may lie in the pool, where a replay makes room for its own results.
-        self._before = [(each, each.clone()) for each in tree.tensors(args, kwargs)]
+        places = unseen(lambda: [*map(_memory_of, tree.tensors(args, kwargs))])
+        self._before = [(place, place.clone()) for place in places]
 
-    def put_back(self) -> None:
+    @undoing
+    def put_back(self, undo: Undo) -> None:
         """Have the arguments as they were."""
-        for tensor, before in self._before:
-            tensor.copy_(before)
+        # Outside of it those that were made inside could not be written.
+        undo.enter(inference_guard(True))
+        for place, before in self._before:
+            place.copy_(before)
 
     def eager(self, watch: Watch) -> Any:
         self.put_back()
@@ -185,3 +192,14 @@ class WrapperStep:
 
     def disturbed(self, watch: Watch) -> Any:
         return self.eager(watch)
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor has in memory, each element once: an expanded one cannot be written. It knows
+    nothing of gradients: a parameter could not be written either."""
+    place = tensor.detach()
+    if place.layout is torch.strided:
+        for dim, stride in enumerate(place.stride()):
+            if stride == 0 and place.shape[dim] > 1:
+                place = place.narrow(dim, 0, 1)
+    return place
