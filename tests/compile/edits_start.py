@@ -140,8 +140,10 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         except GraphRTError as error:
             return {"refused": f"{type(error).__name__}: {error}"}
         figures = compiled.figures
+        # Between products in bfloat16 Inductor rounds less often.
+        halves = output.dtype is torch.bfloat16 or torch.is_autocast_enabled("cpu")
         right = expected.dtype == output.dtype and torch.allclose(
-            expected.float(), output.float(), atol=1e-2 if output.dtype is torch.bfloat16 else 1e-5
+            expected.float(), output.float(), atol=1e-2 if halves else 1e-5
         )
         told = [
             str(each.message)
