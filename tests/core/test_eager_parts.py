@@ -24,9 +24,8 @@ def captured(forward: Callable[..., Any], mode: str = "PIECEWISE", **more: Any) 
         forward,
         mode=mode,
         sizes=[2],
-        inputs={"x": InputSpec(torch.float32, ("tokens", 4))},
         platform="cpu",
-        **more,
+        **{"inputs": {"x": InputSpec(torch.float32, ("tokens", 4))}, **more},
     )
     made.capture()
     return made
@@ -261,6 +260,17 @@ def test_a_part_that_returned_one_tensor_twice_may_return_two_later():
     for x in (torch.zeros(2, 4), torch.ones(2, 4), torch.zeros(2, 4)):
         outputs = run(x=x)
         assert all(map(torch.equal, outputs, forward(x)))
+
+
+def test_a_part_that_returned_an_argument_may_not_return_its_conjugate():
+    """It lies at the same place: readers in the graph would take the argument for it."""
+    part = eager_break(lambda x: x.conj() if bool((x.real > 0).all()) else x)
+    inputs = {"x": InputSpec(torch.complex64, ("tokens", 4))}
+    run = captured(lambda x: part(x * 1) + 0, inputs=inputs, options=GraphOptions(check="off"))
+    x = torch.full((2, 4), -1 + 1j)
+    assert torch.equal(run(x=x), x)
+    with pytest.raises(BreakError):
+        run(x=-x)
 
 
 def test_what_a_part_returns_twice_is_not_written_in_a_graph():
