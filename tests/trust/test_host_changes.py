@@ -279,6 +279,52 @@ class Slotted:
     __slots__ = ("kept",)
 
 
+@pytest.mark.parametrize("where", ["take", "walk", "settle"])
+@pytest.mark.parametrize("of", ["number", "object", "tensor", "equal object"])
+def test_a_change_whose_look_is_interrupted_is_found_by_the_next(
+    of: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = SimpleNamespace(scale=1.0, inner=SimpleNamespace(scale=1.0), tensor=torch.ones(WIDTH))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * held.tensor * held.scale * held.inner.scale
+
+    runner = runner_of(forward)
+    if of == "number":
+        held.scale = 2.0
+    elif of == "tensor":
+        held.tensor = torch.full((WIDTH,), 2.0)
+    else:
+        held.inner = SimpleNamespace(scale=2.0 if of == "object" else 1.0)
+    runner.graphs.checks.pending = dict.fromkeys(runner.graphs.checks.records, -1)
+
+    with monkeypatch.context() as patch:
+        real = getattr(reads_module.ReadSet, where)
+
+        def interrupted(*args: Any) -> None:
+            real(*args)
+            raise KeyboardInterrupt
+
+        patch.setattr(reads_module.ReadSet, where, interrupted)
+        try:
+            runner(x=torch.ones(4, WIDTH))
+        except KeyboardInterrupt:
+            pass
+        else:
+            # Nothing was walked to: a number is told by itself, a tensor is given up before.
+            assert (of, where) in {("number", "walk"), ("number", "settle"), ("tensor", "settle")}
+    if of == "equal object":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for rows in (4, 2):
+                runner(x=torch.ones(rows, WIDTH))
+        held.inner.scale = 2.0
+        runner.weights_changed()
+    steps = Steps(runner, forward)
+    steps.run(4)
+    assert steps.wrong == [] and steps.reason is Reason.QUARANTINED
+
+
 @pytest.mark.parametrize("of", ["attribute", "slot", "item"])
 def test_what_the_forward_fills_once_the_host_has_emptied_it_is_watched(of: str) -> None:
     held: Any = Slotted() if of == "slot" else SimpleNamespace(kept={} if of == "item" else None)

@@ -358,8 +358,9 @@ def test_a_key_in_quarantine_keeps_the_host_arguments_of_the_step_before() -> No
 
     graphs = KeyedGraphs(GraphPool("cpu"), trials=WrapperTrials)
     graph = graphs.capture("key", forward)
-    with pytest.raises(MissingUpdateError):
-        graph.replay()
+    for updates in (None, UNCHANGED):
+        with pytest.raises(MissingUpdateError):
+            graph.replay(updates)
     assert graph.replay({"fill": {"n": 3}}).tolist() == [3.0, 3.0]
     held.scale = 2.0
     with pytest.warns(GraphQuarantinedWarning, match="scale"):

@@ -21,7 +21,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.trust.ambient import Ambient
-from graphrt.core.trust.host_watch import Changes, Told, described_changes
+from graphrt.core.trust.host_watch import Changes, HostChanges, Told, described_changes
 from graphrt.core.trust.places.slots import MISSING, Place, same_value
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.trial import TriedGraph
@@ -278,6 +278,8 @@ class Checks:
         "_graphs",
         "_has_metadata",
         "_inputs",
+        "_interrupted",
+        "_interrupts",
         "_kinds",
         "_levels",
         "_reqs",
@@ -320,6 +322,9 @@ class Checks:
         # batch needs a closer look.
         self.pending: dict[int, int | tuple[int, int]] = {}
         self._steps = 0
+        # How many looks at the host were interrupted, and the path that stands for what the last
+        # one has lost, until the next look.
+        self._interrupts, self._interrupted = 0, ""
         # What ranks have decided of the next step.
         self.decided: bool | None = None
         # The paths at which changes of the host make no difference, with the places of values.
@@ -425,9 +430,23 @@ class Checks:
         reads, served = self.glances.reads, self._served()
         if reads is None or reads.host.values is None or not served:
             return
-        found = reads.take()
-        if found is None:
-            return
+        try:
+            found = reads.take()
+            if self._interrupted:
+                found = found or HostChanges()
+                found.is_structural = True
+                found.note(self._interrupted, Told("unknown"), Told("unknown"))
+            if found is not None:
+                self._note_changes(reads, served, found)
+            self._interrupted = ""
+        except BaseException:
+            # A Ctrl-C, maybe: the host's changes are told once, and some may be lost.
+            self._interrupts += 1
+            self._interrupted = f"what was lost in a look that was interrupted ({self._interrupts})"
+            self.pending = dict.fromkeys(self._graphs, -1)
+            raise
+
+    def _note_changes(self, reads: ReadSet, served: list[_Graph], found: HostChanges) -> None:
         places = reads.walk() if found.is_structural else None
         moved = [] if places is None else reads.moved(places)
         if moved:
