@@ -11,7 +11,7 @@ import torch
 
 from graphrt.errors import CaptureError, InvalidOptionError
 from tests.models.families import SHARED
-from tests.models.generating import generate, new_model, random_tokens
+from tests.models.generating import DEVICES, generate, new_model, random_tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -123,11 +123,17 @@ def test_prompt_tuning_is_served(captured_first):
         model = peft.get_peft_model(base, kind).eval()
     else:
         with_graphs(model, max_batch=2, max_len=32, strict=True)
+    steps: list[bool] = []
+    # PEFT 0.21 does not know the cache by its name of transformers 5.24, and passes no token alone.
+    plain.base_model.register_forward_pre_hook(
+        lambda _, args, call: steps.append(call["input_ids"] is not None), with_kwargs=True
+    )
     for _ in range(2):
         call = {"input_ids": tokens, "max_new_tokens": 8, "do_sample": False}
         call["attention_mask"] = torch.ones_like(tokens)
         assert torch.equal(model.generate(**call), plain.generate(**call))
-    assert served(model) == (14, {})
+    assert len(steps) == 16
+    assert served(model) == (sum(steps), {})
 
 
 def test_types_of_tokens_are_served_where_prompts_alone_read_them():
@@ -167,6 +173,142 @@ def test_types_of_tokens_are_eager_where_all_steps_read_them():
     torch.testing.assert_close(ours, expected)
     assert not torch.allclose(other, expected)
     assert served(model) == (0, {"token_type_ids= was passed": 1})
+
+
+# Positions in planes -----------------------------------------------------------------------------
+
+IMAGE, START = 127, 125
+MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+QWEN_TEXT = {**SHARED, "vocab_size": 128, "head_dim": 16, "pad_token_id": 0}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
+QWEN_VISION |= {"num_heads": 2, "patch_size": 4}
+LINEAR = {f"linear_{each}_head_dim": 16 for each in ("key", "value")}
+LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+QWENS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen2VL": (
+        {"rope_parameters": MROPE},
+        {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4},
+    ),
+    "Qwen2_5_VL": (
+        {"rope_parameters": MROPE},
+        {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [0]},
+    ),
+    "Qwen3VL": (
+        {"rope_parameters": MROPE},
+        {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "Qwen3_5": (
+        {
+            "rope_parameters": {**MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25},
+            "layer_types": ["linear_attention", "full_attention"],
+            **LINEAR,
+        },
+        {**QWEN_VISION, "num_position_embeddings": 16},
+    ),
+}
+
+
+def qwen(name: str, device: str = "cpu") -> Any:
+    text, vision = QWENS[name]
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**QWEN_TEXT, **text},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=126,
+        vision_start_token_id=START,
+        vision_end_token_id=124,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval().to(device)
+
+
+def with_pictures(device: str = "cpu", *, text: int = 6) -> dict[str, Any]:
+    """Two prompts with a picture of 4 x 6 patches in 6 tokens, and text behind it."""
+    tokens = random_tokens(2, 4 + 6 + text) % 100
+    tokens[:, 3], tokens[:, 4:10] = START, IMAGE
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = 0
+    generator = torch.Generator().manual_seed(0)
+    prompt = {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "pixel_values": torch.randn(2 * 24, 3 * 2 * 4 * 4, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 6], [1, 4, 6]]),
+        "mm_token_type_ids": (tokens == IMAGE).int(),
+    }
+    return {name: each.to(device) for name, each in prompt.items()}
+
+
+def told(model: Any, call: dict[str, Any], **more: Any) -> Any:
+    more = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, **more}
+    return model.generate(**call, max_new_tokens=8, **more)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", QWENS)
+def test_positions_of_time_height_and_width_are_served(name, device):
+    plain = qwen(name, device)
+    model = with_graphs(copy.deepcopy(plain), max_batch=4, max_len=64, strict=True)
+    words = {"input_ids": random_tokens(2, 6, device) % 100}
+    # Height and width go on apart where the prompt ends in a picture.
+    calls = (with_pictures(device), with_pictures(device, text=0), words)
+    for call in calls:
+        for more in ({}, {"num_beams": 2}):
+            ours, theirs = told(model, call, **more), told(plain, call, **more)
+            assert torch.equal(ours.sequences, theirs.sequences)
+            for one, other in zip(ours.logits, theirs.logits, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    assert served(model) == (7 * 2 * len(calls), {})
+
+
+def test_a_conversation_about_a_picture_goes_on():
+    plain = qwen("Qwen3VL")
+    model = with_graphs(copy.deepcopy(plain), max_batch=2, max_len=64, strict=True)
+    first, turns = with_pictures(), []
+    for each in (plain, model):
+        answer = told(each, first)
+        tokens = torch.cat([answer.sequences, random_tokens(2, 3) % 100], 1)
+        mask = torch.cat([first["attention_mask"], torch.ones(2, 11, dtype=torch.int64)], 1)
+        call = {"input_ids": tokens, "attention_mask": mask}
+        turns.append(told(each, call, past_key_values=answer.past_key_values).sequences)
+    assert torch.equal(*turns)
+    assert served(model) == (14, {})
+
+
+def test_a_capture_between_two_turns_keeps_the_deltas_of_the_first():
+    model = qwen("Qwen2VL")
+    told(model, with_pictures())
+    deltas = model.model.rope_deltas.clone()
+    assert deltas.any()
+    with_graphs(model, max_batch=2, max_len=64, strict=True)
+    assert torch.equal(model.model.rope_deltas, deltas)
+
+
+def test_a_loop_with_positions_in_other_planes_is_eager():
+    plain = qwen("Qwen3VL")
+    model = with_graphs(copy.deepcopy(plain), max_batch=2, max_len=64, strict=True)
+    tokens, caches = random_tokens(2, 6) % 100, []
+    for each in (plain, model):
+        new = graphs_of(model).new_cache() if each is model else transformers.DynamicCache()
+        with torch.no_grad():
+            each(tokens, past_key_values=new)
+            positions = torch.full((3, 2, 1), 9)
+            caches.append(each(tokens[:, :1], past_key_values=new, position_ids=positions))
+    torch.testing.assert_close(caches[0].logits, caches[1].logits)
+    assert served(model) == (0, {"position_ids= is not of the shape (4, rows, 1)": 1})
+
+
+def test_a_loop_of_ones_own_gives_the_tokens_of_generate():
+    plain = qwen("Qwen3VL")
+    graphs = graphs_of(with_graphs(copy.deepcopy(plain), max_batch=2, max_len=64, strict=True))
+    prompts = random_tokens(2, 6) % 100
+    tokens = [graphs.prefill(prompts).argmax(-1)]
+    for _ in range(7):
+        tokens.append(graphs.step(tokens[-1]).argmax(-1))
+    expected = told(plain, {"input_ids": prompts}).sequences[:, 6:]
+    assert torch.equal(torch.stack(tokens, 1), expected)
+    assert graphs.report().served == 7
 
 
 # Advice ------------------------------------------------------------------------------------------

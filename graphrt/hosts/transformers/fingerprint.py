@@ -49,9 +49,11 @@ _IGNORED = frozenset(
         "_output_capturing_hooks_installed",
         "generation_config",
         "prepare_inputs_for_generation",
+        "rope_deltas",
     }
 )
-"""Attributes of modules that no step reads. PEFT's prompt tuning sets the last two in each call."""
+"""Attributes of modules that no step reads: `generate` sets the last one, for the positions that it
+passes, and PEFT's prompt tuning those two before."""
 _RECORDERS = "transformers.utils.output_capturing"
 """Its hooks stay in a model after a call that asked for hidden states, and do nothing in others."""
 _KNOWN_HOOKS = (_RECORDERS, "torch.nn.utils.")

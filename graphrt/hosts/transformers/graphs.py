@@ -244,8 +244,9 @@ class ModelGraphs(Seam):
             if positions is None:
                 if self.steps is None or not self.steps.counts_positions:
                     return f"{signature.positions}= was not passed"
-            elif tuple(positions.shape) not in ((rows, count), (1, count)):
-                return f"{signature.positions}= is not of the shape (rows, {count})"
+            elif not _are_of(positions, signature.planes, rows, count):
+                planes = "" if signature.planes is None else f"{signature.planes}, "
+                return f"{signature.positions}= is not of the shape ({planes}rows, {count})"
         for name in (signature.tokens, signature.positions):
             value = None if name is None else call.get(name)
             if value is not None and value.dtype != torch.int64:
@@ -428,6 +429,17 @@ def _kind_of(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of {value.dtype} of the shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+def _are_of(positions: torch.Tensor, planes: int | None, rows: int, count: int) -> bool:
+    """Whether positions are those of a step: in planes if the model has some, of all rows or one
+    for all."""
+    shape = tuple(positions.shape)
+    if planes is not None:
+        if len(shape) != 3 or shape[0] not in (planes, 1):
+            return False
+        shape = shape[1:]
+    return shape in ((rows, count), (1, count))
 
 
 def _nobody() -> None:

@@ -7,6 +7,7 @@ Decoders take `input_ids`, a mask and positions; decoders beside an encoder take
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ names of it."""
 
 TYPES_OF_TOKENS = frozenset({"mm_token_type_ids", "token_type_ids"})
 """Arguments of 0 and 1 for each token, which `generate` goes on with in every step."""
+GRIDS = ("image_grid_thw", "video_grid_thw")
+"""Sizes of pictures, which `generate` passes to every step: M-RoPE counts a prompt's with them."""
+DELTAS = "rope_deltas"
+"""What the steps of M-RoPE return beside their logits, up to transformers 5.19."""
 
 _FEATURES = "input_features"
 
@@ -60,6 +65,22 @@ class Signature:
         if self.masks_encoder:
             served.add("attention_mask")
         self.served = frozenset(each for each in served if each is not None)
+
+    @functools.cached_property
+    def planes(self) -> int | None:
+        """In how many planes `generate` passes positions; None: in none. Qwen's models of pictures
+        have one for the text, and three for time, height and width."""
+        inner = self.model.base_model
+        if self.positions is None or not hasattr(inner, "rope_deltas"):
+            return None
+        before = inner.rope_deltas
+        tokens = torch.zeros((1, 1), dtype=torch.int64, device=self.model.device)
+        try:
+            positions = self.model._prepare_position_ids_for_generation(tokens, {})
+        finally:
+            # A sequence that was begun before goes on with it.
+            inner.rope_deltas = before
+        return positions.shape[0] if positions.dim() == 3 else None
 
     def _known(self, name: str) -> str | None:
         return name if name in self.names else None
@@ -120,7 +141,10 @@ class Signature:
         if self.mask is not None and masked:
             call[self.mask] = mask
         if self.positions is not None:
-            call[self.positions] = positions_of(mask)[:, -tokens.shape[1] :]
+            positions = positions_of(mask)[:, -tokens.shape[1] :]
+            if self.planes is not None:
+                positions = positions.expand(self.planes, -1, -1)
+            call[self.positions] = positions
         return call
 
     def new_cache(self) -> Any:

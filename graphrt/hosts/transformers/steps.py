@@ -37,6 +37,8 @@ from graphrt.hosts.transformers.attention import attention_of, grouped
 from graphrt.hosts.transformers.caches import CrossCache, KeptCache, KeptPair, StepCache
 from graphrt.hosts.transformers.memory import Memory, first_rows, shapes_of
 from graphrt.hosts.transformers.signature import (
+    DELTAS,
+    GRIDS,
     TYPES_OF_TOKENS,
     Encoded,
     Signature,
@@ -79,6 +81,7 @@ class StepGraphs:
         twin = signature.new_cache()
         probe = self._run(tokens[:1, :2], None, _rows_of(encoded, 1), twin)
         self._output = _output_of(probe, signature)
+        self._has_deltas = signature.planes is not None and hasattr(probe, DELTAS)
         self.memory = Memory(shapes_of(_decoder(twin)), max_batch, max_len, device, window)
         self.cross: Memory | None = None
         if encoded is not None:
@@ -142,7 +145,9 @@ class StepGraphs:
     def _inputs(self, count: int) -> dict[str, InputSpec]:
         inputs = {"tokens": InputSpec(torch.int64, ("tokens", count))}
         if self.signature.positions is not None:
-            inputs["positions"] = InputSpec(torch.int64, ("tokens", count))
+            planes = self.signature.planes
+            shape = ("tokens", count) if planes is None else ("tokens", count, planes)
+            inputs["positions"] = InputSpec(torch.int64, shape)
         # Padding writes the memory's last row, which is nobody's.
         inputs["rows"] = InputSpec(torch.int64, ("tokens",), pad=self._max_batch, index=True)
         inputs["length"] = InputSpec(torch.int64, (1,))
@@ -172,17 +177,22 @@ class StepGraphs:
             self._compare_past(self.memory.window, lengths[0])
         if self.checked:
             self._compare(tokens[:1], mask[:1], None, [max(self.checked - 1, 2)])
-        if self._takes_positions and self.memory.has_keys:
+        # M-RoPE without positions goes by what the last call of `generate` has left.
+        if self._takes_positions and self.memory.has_keys and self.signature.planes is None:
             counted = torch.full_like(tokens[:, :1], _PROMPT)
             self.counts_positions = all(
                 self._are_equal(tokens, each, str(self.signature.positions), None, counted)
                 for each in (mask, None)
             )
-        zeros = torch.zeros_like(tokens[:, :1])
+        types = torch.zeros_like(tokens[:, :1])
+        grid = torch.tensor([[1, 2, 2]], device=tokens.device)
+        values = dict.fromkeys(TYPES_OF_TOKENS, (types, types + 1))
+        if self.signature.planes is not None:
+            values |= dict.fromkeys(GRIDS, (grid, 2 * grid))
         self.known |= {
             name
-            for name in TYPES_OF_TOKENS.intersection(self.signature.names)
-            if self._are_equal(tokens, mask, name, None, zeros, zeros + 1)
+            for name in values.keys() & set(self.signature.names)
+            if self._are_equal(tokens, mask, name, None, *values[name])
         }
         self.clear()
 
@@ -215,7 +225,7 @@ class StepGraphs:
     def _example(self, count: int, batch: Batch, generator: torch.Generator) -> Example:
         shape = batch.num_tokens, count
         tokens = torch.randint(self._vocabulary, shape, generator=generator, device="cpu")
-        positions = torch.arange(_PROMPT, _PROMPT + count, device="cpu").expand(shape)
+        positions = torch.arange(_PROMPT, _PROMPT + count, device="cpu")[None]
         return Example(self._values(tokens, positions, _PROMPT))
 
     def _compare(
@@ -319,9 +329,11 @@ class StepGraphs:
 
     def output(self, call: Mapping[str, Any], logits: torch.Tensor, cache: Any) -> Any:
         """The output of a step, as the model's forward returns it."""
-        more = {}
+        more: dict[str, Any] = {}
         if self.signature.has_encoder:
             more["encoder_last_hidden_state"] = call["encoder_outputs"][0]
+        if self._has_deltas:
+            more[DELTAS] = self.signature.model.base_model.rope_deltas
         return self._output(logits=logits, **{self.signature.cache: cache}, **more)
 
     def close(self) -> None:
@@ -348,7 +360,12 @@ class StepGraphs:
             "length": self._hosts_length[seen : seen + 1],
         }
         if self._takes_positions:
-            values["positions"] = positions.expand(rows, -1)
+            planes = self.signature.planes
+            if planes is None:
+                values["positions"] = positions.expand(rows, -1)
+            else:
+                positions = positions.expand(planes, rows, -1).permute(1, 2, 0)
+                values["positions"] = positions.contiguous()
         return values
 
 
@@ -401,7 +418,8 @@ class _Step(nn.Module):
         kept = StepCache(memory, rows, length, self._count)
         call = {**self._more, tokens_name: tokens, cache_name: kept}
         if positions is not None and positions_name is not None:
-            call[positions_name] = positions
+            # Planes are the last dimension of an input, whose first one is padded.
+            call[positions_name] = positions if positions.dim() == 2 else positions.permute(2, 0, 1)
         if self._mask_name is not None:
             call[self._mask_name] = kept.mask()
         if cross is not None:
@@ -471,6 +489,8 @@ def _encoder_mask(config: Any, mask: torch.Tensor, states: torch.Tensor) -> torc
 def _output_of(probe: Any, signature: Signature) -> Callable[..., Any]:
     """The class of a step's output; raises `CaptureError` where it has more than logits."""
     known = {"logits", signature.cache, "encoder_last_hidden_state"}
+    if signature.planes is not None:
+        known.add(DELTAS)
     more = sorted(name for name in probe if name not in known)
     if more:
         raise CaptureError(
