@@ -17,7 +17,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from graphrt import GraphOptions, GraphRunner, InputSpec, eager_break
 from graphrt.core.base.errors import BakedScalarError, BreakError, CaptureError, SideDoorError
 from graphrt.core.capture.recorder import Bridges
-from graphrt.errors import GraphQuarantinedWarning
 
 
 def captured(forward: Callable[..., Any], mode: str = "PIECEWISE", **more: Any) -> GraphRunner:
@@ -274,9 +273,7 @@ def test_a_part_that_returned_an_argument_may_not_return_its_conjugate():
         run(x=-x)
 
 
-def test_a_write_to_what_a_part_returns_twice_is_found_by_the_trial():
-    """It has two places, as each reader may get another tensor later."""
-
+def test_what_a_part_returns_twice_is_not_written_in_a_graph():
     def twice(x):
         y = x + 1
         return y, y
@@ -287,7 +284,5 @@ def test_a_write_to_what_a_part_returns_twice_is_found_by_the_trial():
         first, second = part(x * 1)
         return first.add_(1) * second
 
-    run, x = captured(forward), torch.ones(2, 4)
-    with pytest.warns(GraphQuarantinedWarning):
-        assert torch.equal(run(x=x), forward(x))
-    assert torch.equal(run(x=x), forward(x))
+    with pytest.raises(BreakError):
+        captured(forward)
