@@ -28,7 +28,7 @@ from graphrt.core.capture.guard import SideDoors, hand_back, in_eager_part, with
 from graphrt.core.capture.recorder import can_change
 from graphrt.core.replay.recording import warming_up
 from graphrt.cpu import CPUGraphWrapper
-from graphrt.errors import FrozenMetadataError, RefusedOpError, SideDoorError
+from graphrt.errors import BreakError, FrozenMetadataError, RefusedOpError, SideDoorError
 
 D4 = BatchDescriptor(4)
 
@@ -356,6 +356,14 @@ def test_results_that_share_memory_may_be_read_and_not_written():
         with forward_context("PIECEWISE", D4):
             served = wrapper(x)
         assert torch.equal(served, forward(x))
+
+    def writes(x: torch.Tensor) -> torch.Tensor:
+        whole, half = part(x + 1)
+        whole += 1
+        return half * 1
+
+    with pytest.raises(BreakError, match="returned twice"):
+        capture(writes, torch.ones(4))
 
 
 @pytest.mark.parametrize("kind", [list, dict])

@@ -35,7 +35,7 @@ from graphrt.core.base.thread_mode import (
 from graphrt.core.base.torch_names import has_kernel, in_transform, schemas_of_operator
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.operators import LIFT_FRESH, facts_of
+from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
 from graphrt.core.capture.refusals import (
     HIDDEN_TENSOR,
     HOST_ARGUMENT,
@@ -48,6 +48,7 @@ from graphrt.core.capture.refusals import (
     SIDE_DOOR,
     TRACED_BREAK,
     TRANSFORMED_BREAK,
+    WRITTEN_COPY,
     Source,
     described,
     user_source,
@@ -93,6 +94,8 @@ class CaptureGuard(ThreadMode):
         self.owns = owns
         self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
         self.doors.begin_capture()
+        # Copies that graphs read in place of memory which eager parts returned and did not make.
+        self.copies: dict[StorageWeakRef, str] = {}
         self._entered = self._handling = False
 
     def begin(self, graph: DeviceGraph) -> None:
@@ -101,7 +104,7 @@ class CaptureGuard(ThreadMode):
         if self.constants is not None:
             self.constants.begin(graph)
         self._caller.begin()
-        in_pieces = self._in_pieces and (self._breaks or self.doors.made)
+        in_pieces = self._in_pieces and (self._breaks or self.doors.made or self.copies)
         wanted = in_pieces or self._caller.looks or self.constants is not None
         wanted = wanted or self.issued is not None
         # While an operator is being handled torch has taken this mode off its stack already.
@@ -138,6 +141,8 @@ class CaptureGuard(ThreadMode):
             self.issued.append(func)
         if self._in_pieces and self.doors.made:
             self.doors.check(tree.tensors(args, kwargs), "the graph reads", func)
+        if self.copies:
+            self.check_written(func, args, kwargs)
         if self._caller.on_device:
             self._caller.check(func, args, kwargs)
         # Its kernel may end the segment (vLLM's breakable attention), while torch has this mode off
@@ -159,6 +164,21 @@ class CaptureGuard(ThreadMode):
             return recorder.run_eagerly(func, args, kwargs)
         finally:
             self._handling = False
+
+    def note_copy(self, part: str, copy: torch.Tensor) -> None:
+        """Note a copy of what an eager part returned and others hold too: a write would reach the
+        copy alone."""
+        self.copies[StorageWeakRef(copy.untyped_storage())] = part  # type: ignore[no-untyped-call]
+
+    def check_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise `BreakError` if an operator is about to write such a copy."""
+        for tensor in written(facts_of(func), args, kwargs):
+            if tensor.layout is torch.strided:
+                ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+                part = self.copies.get(ref)
+                if part is not None:
+                    at = user_source() or "some line"
+                    raise WRITTEN_COPY(f"{func} of {described(tensor)}, at {at}", part=part)
 
 
 def is_listed(func: Any, breaks: frozenset[str]) -> bool:
@@ -378,7 +398,7 @@ class SideDoors:
         guard: CaptureGuard | None = None,
     ) -> Any:
         """Run an eager part, and see what it makes; those inside of it are part of it. In a capture
-        it may read no tensor that `guard` owns, unless it was given it."""
+        it may read no tensor that `guard` owns, unless it was given it, and write no copy."""
         for mode in dispatch_modes():
             if isinstance(mode, _PartWatch) and mode.doors is self:
                 return function(*args, **kwargs)
@@ -472,6 +492,8 @@ class _PartWatch(ThreadMode):
             for name, tensor in _memory_of(tensors).items():
                 if name not in self._arguments:
                     self._check_read(guard, tensor, func)
+            if guard.copies:
+                guard.check_written(func, args, kwargs)
         result = func(*args, **kwargs)
         if not makes_nothing:
             # What is made of Python data is memory that it was given.

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
@@ -266,8 +267,14 @@ class Recorder:
         readable, aliased, recorded = unseen(partial(self._readable, result, memory))
         self.give([leaf for path, leaf in tree.leaves(readable) if path not in aliased])
         self.parts.append(EagerPart(called, kept, recorded, aliased))
-        # Settling forgets what is gone.
+        copies = _copies(result, readable)
+        # Below a storage that is still alive is one that the part has also kept elsewhere, so this
+        # reference to it has to go first.
         del result
+        for storage, others in copies.items():
+            if len(others) > 1 or not storage.expired():  # type: ignore[no-untyped-call]
+                for copy in others:
+                    self._guard.note_copy(name, copy)
         self._guard.doors.settle()
         self._begin()
         return readable
@@ -417,6 +424,16 @@ class Recorder:
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.pool._reset_graphs(captured)
         self.parts.clear()
+
+
+def _copies(result: Any, readable: Any) -> dict[StorageWeakRef, list[torch.Tensor]]:
+    """The copies of tensors in a result, by the memory that was copied."""
+    copies: dict[StorageWeakRef, list[torch.Tensor]] = {}
+    for tensor, copy in zip(tree.tensors(result), tree.tensors(readable), strict=True):
+        if tensor is not copy:
+            memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            copies.setdefault(memory, []).append(copy)
+    return copies
 
 
 def strided(result: Any, what: str = "the forward") -> Any:

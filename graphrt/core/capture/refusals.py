@@ -23,6 +23,7 @@ import torch
 
 from graphrt.core.base.errors import (
     BakedScalarError,
+    BreakError,
     CaptureError,
     FrozenMetadataError,
     GraphRTError,
@@ -262,4 +263,11 @@ SIDE_DOOR = Refusal(
     expected="results of the eager part, or memory that was there before and is written there",
     advice="return it from the eager part and use the result, or make it once, before the capture, "
     "and write into it (copy_, out=)",
+)
+WRITTEN_COPY = Refusal(
+    BreakError,
+    "what eager break {part} returned is written, and it is memory that others hold too, or that "
+    "it returned twice: the write would reach a copy alone",
+    expected="a fresh tensor, or memory that is written where it is",
+    advice="return a clone() from the eager part, or write into the tensor itself",
 )
