@@ -289,6 +289,9 @@ def test_a_hook_is_found_within_some_calls():
             model(tokens)
         assert any("recapture" in reason for reason in graphs_of(model).report().eager)
         hook.remove()
+        if any("QUARANTINED" in reason for reason in graphs_of(model).report().eager):
+            # CPython has told of the hook before a look came by.
+            graphs_of(model).recapture()
         served = graphs_of(model).report().served
         model(tokens)
     assert graphs_of(model).report().served == served + 1

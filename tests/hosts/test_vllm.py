@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import weakref
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import vllm_on_cpu as host
 import graphrt
 import graphrt.hosts.vllm
 from graphrt.hosts.vllm import _state, breakable, install, platform_type, uninstall, wrapper
+from graphrt.hosts.vllm.table import Table
 from graphrt.observe import load_report
 
 # The published one stands for itself.
@@ -625,6 +627,16 @@ def test_the_report_has_pieces_by_batch_with_steps_seconds_and_bytes(vllm):
     assert sum(graph.pool_bytes or 0 for graph in report.graphs) == report.pool_bytes > 0
     text = str(report)
     assert "PIECEWISE [2 tokens]      5" in text and "Padding" not in text
+
+
+def test_the_report_has_graphs_in_the_order_of_the_last_captures():
+    table, pool, mode = Table(), graphrt.GraphPool("cpu"), graphrt.GraphMode.FULL
+    for sizes in ((2, 4), (4, 2)):
+        table.begin()
+        for size in sizes:
+            table.captured(mode, graphrt.BatchDescriptor(size), pool)
+    report = table.report(Counter(), [pool])
+    assert [graph.descriptor.num_tokens for graph in report.graphs] == [4, 2]
 
 
 def test_the_report_has_full_graphs_of_the_v2_runner_beside_pieces(vllm):

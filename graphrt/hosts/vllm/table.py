@@ -94,6 +94,8 @@ class Table:
         if row.session != self._session or not row.graphs:
             fresh = Row(mode, descriptor, began_s=began, session=self._session)
             vars(row).update(vars(fresh))
+            # Rows are in the order of their captures, also where vLLM captures again.
+            self._rows[mode, descriptor] = self._rows.pop((mode, descriptor))
         row.graphs += 1
         row.steps = 0
         row.capture_s += now.at_s - began
