@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 _FIXED = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
+_DEEPEST = 200
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
 """Types that hold nothing, mostly."""
 
@@ -96,8 +97,12 @@ def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
     return pairs
 
 
-def tensors(*trees: Any) -> list[torch.Tensor]:
-    """Every tensor of the trees in the order of `leaves`."""
+def tensors(*trees: Any, depth: int = 0) -> list[torch.Tensor]:
+    """Every tensor of the trees in the order of `leaves`. Raises `RecursionError` for a tree that
+    holds itself."""
+    if depth > _DEEPEST:
+        # CPython 3.13 loses its own error here, and never ends for a list that holds itself twice.
+        raise RecursionError(f"a tree of more than {_DEEPEST} levels")
     below: list[torch.Tensor] = []
     for tree in trees:
         # Watches ask for every operator of a run, mostly of its arguments and keywords: a tuple and
@@ -115,7 +120,7 @@ def tensors(*trees: Any) -> list[torch.Tensor]:
             if isinstance(node, torch.Tensor):
                 below.append(node)
             elif type(node) not in _ATOMS:
-                below += tensors(node)
+                below += tensors(node, depth=depth + 1)
     return below
 
 

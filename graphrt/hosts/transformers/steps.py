@@ -177,6 +177,11 @@ class StepGraphs:
             self._compare_past(self.memory.window, lengths[0])
         if self.checked:
             self._compare(tokens[:1], mask[:1], None, [max(self.checked - 1, 2)])
+        self._find_out(tokens, mask)
+        self.clear()
+
+    def _find_out(self, tokens: torch.Tensor, mask: torch.Tensor) -> None:
+        """Whether the model counts positions itself, and which arguments no step reads."""
         # M-RoPE without positions goes by what the last call of `generate` has left.
         if self._takes_positions and self.memory.has_keys and self.signature.planes is None:
             counted = torch.full_like(tokens[:, :1], _PROMPT)
@@ -194,7 +199,6 @@ class StepGraphs:
             for name in values.keys() & set(self.signature.names)
             if self._are_equal(tokens, mask, name, None, *values[name])
         }
-        self.clear()
 
     def _are_equal(
         self,
