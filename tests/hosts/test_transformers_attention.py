@@ -135,3 +135,14 @@ def test_a_family_whose_code_compares_the_attentions_name_keeps_it(family, asks)
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     assert attention._asks_for_its_name(module.__name__) is asks
     assert attention._asks_for_its_name("nobody's module")
+
+
+def test_whichever_thread_leaves_last_the_config_says_sdpa():
+    config = types.SimpleNamespace(_attn_implementation_internal="sdpa")
+    first, second = attention.grouped(config), attention.grouped(config)
+    first.__enter__()
+    second.__enter__()
+    assert config._attn_implementation_internal == attention.GROUPED
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert config._attn_implementation_internal == "sdpa"

@@ -68,16 +68,17 @@ def _asks_for_its_name(module: str) -> bool:
 
 @contextmanager
 def grouped(config: Any) -> Iterator[None]:
-    """Steps of the model of `config` attend by groups; None changes nothing."""
-    if config is None:
+    """Steps of the model of `config` attend by groups; None changes nothing, nor does one inside of
+    another."""
+    if config is None or config._attn_implementation_internal == GROUPED:
         yield
         return
-    before = config._attn_implementation_internal
     config._attn_implementation_internal = GROUPED
     try:
         yield
     finally:
-        config._attn_implementation_internal = before
+        # Not what was there before: of two threads the second one to leave would keep GROUPED.
+        config._attn_implementation_internal = _PLAIN
 
 
 def _attend(
