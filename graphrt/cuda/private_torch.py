@@ -70,16 +70,11 @@ cublaslt_workspace_bytes: Callable[[], int] | None = NAMES.take(
 
 Wait = Callable[..., None]
 
-_EVENT_WAIT = NAMES.declare(
-    "torch.cuda.Event.wait",
-    without="no capture can begin, as streams that fork inside it would not be noticed",
-)
-
 
 def replace_event_wait(replaced: Callable[[Wait], Wait]) -> Callable[[], None]:
     """Make what `replaced` returns for `torch.cuda.Event.wait` the method, until the returned
     function is called."""
-    wait: Wait = _EVENT_WAIT.find()
+    wait: Wait = torch.cuda.Event.wait
     torch.cuda.Event.wait = replaced(wait)  # type: ignore[method-assign]
 
     def restore() -> None:
