@@ -23,7 +23,7 @@ from graphrt.core.base.errors import GraphMemoryWarning, warn_caller
 from graphrt.core.base.option_values import check_kind, count_of
 from graphrt.core.base.texts import counted, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
-from graphrt.core.runner.capture_session import ProgressBar
+from graphrt.core.runner.capture_session import progress_bar
 from graphrt.core.runner.runner import GraphRunner
 
 _SEGMENT_BYTES = 20 << 20
@@ -133,7 +133,7 @@ class MemoryWatch:
         self._runner = runner
         self._limit = limit_bytes
         self._warned = False
-        self._bar = ProgressBar(stream)
+        self._bar = progress_bar(stream)
         self.forecasts: list[Forecast] = []
         """One after each graph, from the second on; the last one is what they took."""
 

@@ -467,31 +467,6 @@ def test_bad_steps_are_named_errors_and_the_next_step_works(arguments, error, te
     assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
 
 
-@pytest.mark.parametrize(
-    ("host", "check", "runs"),
-    [
-        # One for each size, and one for the first FULL graph.
-        (None, "capture", 3),
-        # Nobody sees whether a run leaves a table for its own mode.
-        (None, "off", 4),
-        # What hooks do with the descriptor is another run for another mode.
-        (Host(bind=lambda buffers, descriptor, phase: None), "capture", 4),
-        (Host(metadata=lambda descriptor: descriptor.query_len), "capture", 4),
-    ],
-)
-def test_graphs_of_two_modes_share_the_warm_up_of_a_size_but_the_first(host, check, runs):
-    captured = runner(
-        mode="FULL_AND_PIECEWISE",
-        sizes=[2, 4],
-        host=host,
-        options=GraphOptions(check=check),
-    )
-    captured.capture()
-    assert len(captured.report().graphs) == 4
-    unwarmed = [graph for graph in captured.report().graphs if not graph.warm_up_s]
-    assert len(unwarmed) == 4 - runs
-
-
 OWN = torch.Generator()
 
 
@@ -543,9 +518,7 @@ def test_that_a_smaller_size_alone_draws_is_known_at_its_capture():
     assert seen == [(4, False), (2, True)]
 
 
-def test_a_graph_that_cannot_do_with_the_warm_up_of_another_mode_has_its_own(caplog):
-    caplog.set_level("INFO", logger="graphrt")
-
+def test_a_forward_that_prepares_its_last_size_alone_is_captured_in_both_modes():
     weight = torch.ones(4)
 
     # It keeps the last size alone, in C, where no look at Python finds that it has changed.
@@ -556,7 +529,6 @@ def test_a_graph_that_cannot_do_with_the_warm_up_of_another_mode_has_its_own(cap
 
     captured = runner(lambda x: x * factor(x.shape[0]), mode="FULL_AND_PIECEWISE", sizes=[2, 3, 4])
     captured.capture()
-    assert "is warmed up by itself" in caplog.text
     assert len(captured.report().graphs) == 6
     assert torch.equal(captured(x=rows(3)), rows(3, 2.0))
 

@@ -51,7 +51,7 @@ def test_a_capture_and_a_quarantine_are_a_line_and_a_step_is_none(caplog):
     caplog.set_level(logging.INFO, "graphrt")
     runner = planted_runner()
     names = [record.getMessage() for record in caplog.records]
-    assert len(names) == 7 and names[6].startswith("captured 6 graphs in ")
+    assert len(names) == 6
     assert re.fullmatch(r"captured FULL \[16 tokens 16 reqs\] in [\d.]+ s", names[0])
     caplog.clear()
     run_planted(runner)
@@ -74,7 +74,7 @@ runner.capture()
 """
 
 
-@pytest.mark.parametrize(("level", "lines"), [("INFO", 2), ("WARNING", 0)])
+@pytest.mark.parametrize(("level", "lines"), [("INFO", 1), ("WARNING", 0)])
 def test_the_variable_prints_the_log(level, lines, monkeypatch):
     monkeypatch.setenv("GRAPHRT_LOG", level)
     done = starts.run("-c", CODE, check=True)

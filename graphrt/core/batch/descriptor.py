@@ -84,11 +84,6 @@ class BatchDescriptor(_Named):
         return cls(*iterable)
 
     @property
-    def serves(self) -> tuple[Hashable, ...]:
-        """The fields that batches must match for graphs of one size, beside their lengths."""
-        return self.has_lora, self.num_active_loras, self.bounds, self.variant
-
-    @property
     def kind(self) -> tuple[Hashable, ...]:
         """All fields but the size: the forward of one kind runs the same code."""
         return self[2:]

@@ -1,17 +1,17 @@
 """How the graphs of a runner are captured, and when.
 
-`CaptureScheduler` says which: all that are missing, a few at a time, or the one that a step misses.
-`CaptureSession` captures them, and undoes each that fails. `StreamLedger` counts the streams that
-they take. `graphrt.CaptureSession`, of `GraphPool.capture_session()`, is another class: it is for
-hosts that capture piece by piece.
+`capture_all`, `capture_next` and `capture_for_step` say which: all that are missing, one of them,
+or the one that a step misses. `CaptureSession` captures them, and undoes each that fails.
+`StreamLedger` counts the streams that they take. `graphrt.CaptureSession`, of
+`GraphPool.capture_session()`, is another class: it is for hosts that capture piece by piece.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
 
@@ -26,10 +26,9 @@ from graphrt.core.base.errors import (
     StreamBudgetError,
 )
 from graphrt.core.base.homes import public
-from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_takes
 from graphrt.core.base.texts import counted, seconds_text
-from graphrt.core.batch.context import CaptureTransaction, ForwardContext
+from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
@@ -43,9 +42,9 @@ from graphrt.core.replay.recording import enter_under_way, freeze_garbage, thaw_
 from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner.executor import StepExecutor
 from graphrt.core.runner.graph_table import (
+    DroppedGraph,
     GraphRecord,
     GraphTable,
-    PlannedGraph,
     PreparedStep,
     tell_dropped,
 )
@@ -60,9 +59,6 @@ Progress = Callable[[int, int, BatchDescriptor], None]
 _WIDTH = 24
 """Of a bar, in characters."""
 
-Before = Callable[[int, CaptureKey], None]
-"""Told before each graph how many are done, and its key."""
-
 
 @public("graphrt.types")
 @dataclass(frozen=True)
@@ -76,162 +72,127 @@ class CaptureProgress:
     left: int
 
 
-class ProgressBar:
-    """Rewrites one line of a terminal before each graph, and ends it after the last."""
+def progress_bar(stream: TextIO | None = None) -> Callable[..., None]:
+    """What rewrites one line of a terminal before each graph, and ends it after the last: see
+    `graphrt.GraphRunner.capture`; a fourth argument is what somebody else knows of the capture. The
+    line is written to `stream`, by default to stderr where that is a terminal."""
+    if stream is None and sys.stderr.isatty():
+        stream = sys.stderr
+    began, written = time.perf_counter(), 0
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        """The bar is written to `stream`, by default to stderr where that is a terminal."""
-        if stream is None and sys.stderr.isatty():
-            stream = sys.stderr
-        self._stream = stream
-        self._began = time.perf_counter()
-        self._written = 0
-
-    def __call__(self, done: int, total: int, descriptor: BatchDescriptor, more: str = "") -> None:
-        """See `graphrt.GraphRunner.capture`; `more` is what somebody else knows of the capture."""
-        if self._stream is None:
+    def show(done: int, total: int, descriptor: BatchDescriptor, more: str = "") -> None:
+        nonlocal written
+        if stream is None:
             return
-        took = seconds_text(time.perf_counter() - self._began) + (f", {more}" if more else "")
+        took = seconds_text(time.perf_counter() - began) + (f", {more}" if more else "")
         line, end = f"captured {counted(total, 'graph')} in {took}", "\n"
         if done < total:
             bar = "#" * (_WIDTH * done // total)
             line, end = f"[{bar:.<{_WIDTH}}] {done}/{total}, next: {descriptor}, {took}", ""
         # What a longer line before it has left is written over.
-        self._stream.write(f"\r{line:<{self._written}}{end}")
-        self._stream.flush()
-        self._written = len(line)
+        stream.write(f"\r{line:<{written}}{end}")
+        stream.flush()
+        written = len(line)
+
+    return show
 
 
 def progress_of(progress: Progress | bool | None) -> Progress | None:
     """What is called for `capture(progress=)`. Raises `InvalidOptionError`."""
     if progress is None or isinstance(progress, bool):
-        return ProgressBar() if progress else None
+        return progress_bar() if progress else None
     check_takes("progress", progress, "progress(done, total, descriptor)")
     return progress
 
 
-class CaptureScheduler:
-    """Captures the planned graphs that the dispatcher does not serve yet, then seals.
+# Each of these is called in a turn of the graphs' owner, and makes a new `CaptureSession`: between
+# two of them steps change the state that a session saves.
 
-    Every method is called in a turn of the graphs' owner. Each call makes a new `CaptureSession`:
-    between two of them steps change the state that a session saves.
-    """
 
-    def __init__(self, executor: StepExecutor) -> None:
-        self._graphs = executor.graphs
-        self._setup = executor.graphs.setup
-        self._executor = executor
-        # Whether captures look at every operator for constants that are made on the host. That
-        # takes time, and most forwards make none: a first capture that needs it is made again.
-        self.lifts_constants = False
+def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
+    """Capture every missing graph, those too that were dropped or have failed before; then seal."""
+    graphs = executor.graphs
+    graphs.left_out.clear()
+    keys = graphs.missing()
+    _agree_on(graphs, keys)
+    CaptureSession(graphs).run(keys, progress)
+    if keys and progress is not None:
+        progress(len(keys), len(keys), keys[-1][1])
+    _finish(executor)
 
-    def all(self, progress: Progress | None) -> None:
-        """Capture every missing graph, those too that were dropped or have failed before."""
-        graphs = self._graphs
-        graphs.left_out.clear()
-        before = len(graphs.records)
-        keys = graphs.missing(self._setup.plan.capture_order())
-        self._agree_on(keys)
 
-        def tell(done: int, key: CaptureKey) -> None:
-            if progress is not None:
-                progress(done, len(keys), key[1])
+def capture_next(executor: StepExecutor) -> CaptureProgress:
+    """Capture one graph; seal after the last."""
+    graphs = executor.graphs
+    before, keys = len(graphs.records), graphs.missing(left=True)[:1]
+    _agree_on(graphs, keys)
+    # Without planned graphs modules that compile themselves have to, and are sealed.
+    if keys or not (graphs.setup.plan.keys or graphs.sealing.closed):
+        CaptureSession(graphs).run(keys, more=bool(keys))
+    captured, left = tuple(graphs.records[before:]), graphs.missing(left=True)
+    if not left and (captured or not graphs.sealing.closed):
+        graphs.checks.captured(graphs.dispatcher.published)
+        _finish(executor)
+    return CaptureProgress(captured, len(left))
 
-        CaptureSession(graphs, self).run(keys, tell)
-        if keys:
-            tell(len(keys), keys[-1])
-        self._finish()
-        new = graphs.records[before:]
-        logger.info("captured %d graphs in %.2f s", len(new), sum(each.capture_s for each in new))
 
-    def next(self) -> CaptureProgress:
-        """Capture one graph; seal after the last."""
-        graphs, left = self._graphs, self._left()
-        before = len(graphs.records)
-        self._agree_on(left[:1])
-        if left:
-            # Before the graph is tried, it is not to blame.
-            tried: list[CaptureKey] = []
-            try:
-                session = CaptureSession(graphs, self)
-                session.run(left[:1], lambda _, key: tried.append(key), more=True)
-            except Exception:
-                self._leave_out(graphs.missing(tried))
-                raise
-            left = self._left()
-        elif not self._setup.plan.keys and not graphs.sealing.closed:
-            # Modules that compile themselves have to, and are sealed.
-            CaptureSession(graphs, self).run(())
-        captured = tuple(graphs.records[before:])
-        if not left and (captured or not graphs.sealing.closed):
-            graphs.checks.captured(graphs.dispatcher.published)
-            try:
-                self._finish()
-            except Exception:
-                if not graphs.sealing.closed:
-                    # A trial has failed, and would fail again: nothing more is captured until
-                    # `release()`.
-                    self._leave_out(self._setup.plan.keys)
-                raise
-        return CaptureProgress(captured, len(left))
+def capture_for_step(
+    graphs: GraphTable,
+    batch: Batch,
+    dispatch: Dispatch,
+    values: Mapping[str, Any],
+    agreed: Agreed | None,
+) -> tuple[Dispatch, Mapping[str, Any]]:
+    """With `GraphOptions(lazy=True)` capture the missing graph that would serve a step better than
+    its dispatch says; a failing one only once. Returns how the step is dispatched then, and its
+    inputs, out of the reach of the capture."""
+    wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
+    if wanted is None or (dispatch.slot >= 0 and not preferred(wanted, dispatch)):
+        return dispatch, values
+    if wanted.slot in graphs.left_out or graphs.checks.glances.changed_settings():
+        return dispatch, values
+    # The capture fills the buffers, in which inputs may lie; and inputs may be outputs of the last
+    # step, which ran on another stream.
+    graphs.setup.pool.streams.follow()
+    values = tree.cloned(dict(flat_of(values)))
+    key = wanted.mode, wanted.descriptor
+    try:
+        CaptureSession(graphs).run([key])
+    except Exception:
+        graphs.leave_out([key])
+        raise
+    return graphs.dispatcher.dispatch(batch, agreed=agreed), values
 
-    def for_step(
-        self, batch: Batch, dispatch: Dispatch, values: Mapping[str, Any], agreed: Agreed | None
-    ) -> tuple[Dispatch, Mapping[str, Any]]:
-        """With `GraphOptions(lazy=True)` capture the missing graph that would serve a step better
-        than its dispatch says; a failing one only once. Returns how the step is dispatched then,
-        and its inputs, out of the reach of the capture."""
-        graphs = self._graphs
-        wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
-        if wanted is None or (dispatch.slot >= 0 and not preferred(wanted, dispatch)):
-            return dispatch, values
-        if wanted.slot in graphs.left_out or graphs.checks.glances.changed_settings():
-            return dispatch, values
-        # The capture fills the buffers, in which inputs may lie; and inputs may be outputs of the
-        # last step, which ran on another stream.
-        self._setup.pool.streams.follow()
-        values = tree.cloned(dict(flat_of(values)))
+
+def _agree_on(graphs: GraphTable, keys: Sequence[CaptureKey]) -> None:
+    """With `Host(ranks=)` raise where another rank is to capture others than these."""
+    ranks = graphs.setup.host.ranks
+    if ranks is not None:
+        wanted = [f"{mode.name} [{descriptor}]" for mode, descriptor in keys]
+        ranks.agree_on_captures(graphs, wanted)
+
+
+def _finish(executor: StepExecutor) -> None:
+    """Seal the graphs, as complete as they get, and try them."""
+    graphs, setup = executor.graphs, executor.graphs.setup
+    graphs.seal()
+    if graphs.dropped:
+        tell_dropped(graphs.dropped, len(setup.plan.keys), strict=setup.options.strict)
+    if setup.host.example is not None:
         try:
-            CaptureSession(graphs, self).run([(wanted.mode, wanted.descriptor)])
+            try_examples(executor, setup.host.example, graphs.release)
         except Exception:
-            self._leave_out([(wanted.mode, wanted.descriptor)])
+            # A trial would fail again: `capture_next()` tries no graph until `release()`.
+            graphs.leave_out(setup.plan.keys)
             raise
-        return graphs.dispatcher.dispatch(batch, agreed=agreed), values
-
-    def _agree_on(self, keys: Sequence[CaptureKey]) -> None:
-        """With `Host(ranks=)` raise where another rank is to capture others than these."""
-        ranks = self._setup.host.ranks
-        if ranks is not None:
-            wanted = [f"{mode.name} [{descriptor}]" for mode, descriptor in keys]
-            ranks.agree_on_captures(self._graphs, wanted)
-
-    def _finish(self) -> None:
-        """Seal the graphs, as complete as they get, and try them."""
-        graphs, setup = self._graphs, self._setup
-        graphs.seal()
-        if graphs.dropped:
-            tell_dropped(graphs.dropped, len(setup.plan.keys), strict=setup.options.strict)
-        if setup.host.example is not None:
-            try_examples(self._executor, setup.host.example, graphs.release)
-
-    def _leave_out(self, keys: Iterable[CaptureKey]) -> None:
-        for key in keys:
-            self._graphs.left_out.setdefault(self._graphs.dispatcher.reserve(*key))
-
-    def _left(self) -> list[CaptureKey]:
-        """The graphs still to be tried, in the plan's order."""
-        graphs = self._graphs
-        missing = graphs.missing(self._setup.plan.capture_order())
-        return [key for key in missing if graphs.dispatcher.reserve(*key) not in graphs.left_out]
 
 
 class CaptureSession:
     """Captures some graphs of a runner, in a turn of the pool.
 
     1. Compiled modules that are not compiled yet run once, and compile.
-    2. Each graph: the forward is warmed up on padding (the first of its
-       kind is watched) unless a graph of another mode has run it on the same
-       inputs, captured in a transaction, and the graph is published.
+    2. Each graph: the forward is warmed up on padding (the first of its kind is watched), captured
+       in a transaction, and the graph is published.
     3. The batch axes of outputs are found, if need be by eager runs at other sizes; then the
        tensors that graphs read, and the steps to check.
 
@@ -240,10 +201,9 @@ class CaptureSession:
     smaller ones after it may fit.
     """
 
-    def __init__(self, graphs: GraphTable, scheduler: CaptureScheduler) -> None:
+    def __init__(self, graphs: GraphTable) -> None:
         setup = self._setup = graphs.setup
         self._graphs = graphs
-        self._scheduler = scheduler
         # Steps on another stream may still use the state that is saved.
         setup.pool.streams.follow()
         platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
@@ -258,19 +218,16 @@ class CaptureSession:
             has_parts=setup.plan.mode.has_piecewise,
         )
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
-        # The work of warm-ups that graphs of another mode need not run again, by their inputs.
-        self._warm: dict[Hashable, GraphWork | None] = {}
-        self._doors = SideDoors()
-        # Whether a PIECEWISE capture is still to come: only those ask what eager parts have made,
-        # and watching for that takes longer than small operators do.
-        self._has_doors = False
+        # Only PIECEWISE captures ask what eager parts have made, and watching for that takes longer
+        # than small operators do.
+        self._doors = SideDoors() if setup.plan.mode.has_piecewise else None
 
     @undoing
     def run(
         self,
         undo: Undo,
         keys: Sequence[CaptureKey],
-        before: Before = lambda done, key: None,
+        progress: Progress | None = None,
         *,
         more: bool = False,
     ) -> None:
@@ -301,21 +258,26 @@ class CaptureSession:
             if uncompiled:
                 # Of all rows, where no graph is planned.
                 rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
-                self._run(self._graph(*(keys or [(GraphMode.NONE, rows)])[0]))
+                self._run(PreparedStep(graphs, *(keys or [(GraphMode.NONE, rows)])[0]))
             if not graphs.records:
                 graphs.reads.record()
             if keys:
                 undo.later(partial(thaw_garbage, self))
                 freeze_garbage(self)
-                self._capture(keys, before, more=more)
+                self._capture(keys, progress, more=more)
 
-    def _capture(self, keys: Sequence[CaptureKey], before: Before, *, more: bool) -> None:
+    def _capture(
+        self, keys: Sequence[CaptureKey], progress: Progress | None, *, more: bool
+    ) -> None:
         """Capture the graphs; after a failure serve those before it if it is known how."""
+        # Before a graph is tried, it is not to blame.
+        tried: list[CaptureKey] = []
         try:
-            for done, key in enumerate(keys):
-                before(done, key)
-                self._has_doors = any(mode is GraphMode.PIECEWISE for mode, _ in keys[done:])
-                self._capture_or_drop(key)
+            for key in keys:
+                if progress is not None:
+                    progress(len(tried), len(keys), key[1])
+                tried.append(key)
+                self._capture_or_drop(PreparedStep(self._graphs, *key))
             self._settle(more=more)
         except BaseException as error:
             try:
@@ -323,37 +285,40 @@ class CaptureSession:
             except Exception as second:
                 self._graphs.release()
                 note(error, f"no graph serves, as their outputs are unknown: {second}")
+            if isinstance(error, Exception):
+                self._graphs.leave_out(tried)
             raise
 
-    def _capture_or_drop(self, key: CaptureKey) -> None:
-        graph = self._graph(*key)
+    def _capture_or_drop(self, graph: PreparedStep) -> None:
         try:
             self._capture_one(graph)
         except ResourceExhaustedError as error:
-            self._graphs.drop(graph, error)
+            dropped = DroppedGraph(graph.mode, graph.descriptor, str(error))
+            self._graphs.left_out[graph.slot] = dropped
         except BaseException as error:
             note(error, f"while capturing {graph}")
             raise
 
     @undoing
-    def _capture_one(self, undo: Undo, graph: PlannedGraph) -> None:
+    def _capture_one(self, undo: Undo, graph: PreparedStep) -> None:
         """Capture and publish a graph; if that raises, it is whole or gone."""
         # Once more: there may have been no room to put the state back.
         undo.after_error(self._state.restore)
         undo.after_error(self._graphs.destroy_leftovers)
         for span in self._graphs.spans:
             undo.enter(span("capture", str(graph)))
-        self._graphs.begin(graph)
+        self._graphs.begun[graph.slot] = graph
         self._graphs.publish(graph, self._captured(graph))
 
-    def _captured(self, graph: PlannedGraph) -> GraphRecord:
+    def _captured(self, graph: PreparedStep) -> GraphRecord:
         """Warm up and capture one graph, in its transaction, which can take it back."""
         pool, transaction = self._setup.pool, graph.transaction
         started, before = time.perf_counter(), pool.bytes()
         if self._setup.owns_pool and not self._graphs.records:
             before = 0
         self._streams.check(graph)
-        warm_up_s, work = self._warm_up(graph)
+        began, work = time.perf_counter(), self._warm_up(graph)
+        warm_up_s = time.perf_counter() - began
         is_cold = not self._setup.options.warmups
         transaction.lifts_constants |= is_cold or self._graphs.reads.are_on_host()
         # Without checks no generator of the forward's own is noted.
@@ -364,20 +329,9 @@ class CaptureSession:
         outside = pool.platform.driver_bytes()
         try:
             self._attempt(graph)
-        except ResourceExhaustedError as error:
-            if isinstance(error, StreamBudgetError):
-                self._streams.failed(graph)
+        except StreamBudgetError:
+            self._streams.failed(graph)
             raise
-        except Exception as error:
-            if is_cold or warm_up_s:
-                raise
-            # What the warm-up that it shares had prepared may be gone: a table of the last size. A
-            # forward that cannot be captured at all raises again below.
-            logger.info("%s is warmed up by itself, as its capture failed: %s", graph, error)
-            transaction.rollback()
-            self._warm.clear()
-            warm_up_s, _ = self._warm_up(graph)
-            self._attempt(graph)
         return GraphRecord(
             graph.mode,
             graph.descriptor,
@@ -389,17 +343,10 @@ class CaptureSession:
             started,
         )
 
-    def _warm_up(self, graph: PlannedGraph) -> tuple[float, GraphWork | None]:
-        """Run the forward as often as the options say; returns the seconds it took, and the work
-        that the last run issued where the device asks for it. A graph of another mode may have run
-        it on the same inputs already."""
-        prepared, state, host = graph.prepared, self._state, self._setup.host
-        inputs = graph.descriptor.serves, prepared.tokens, prepared.reqs
-        if inputs in self._warm and state.is_known(graph.descriptor.kind, prepared.tokens):
-            work = self._warm[inputs]
-            in_pieces = graph.mode is GraphMode.PIECEWISE
-            return 0.0, None if work is None else replace(work, in_pieces=in_pieces)
-        began, work = time.perf_counter(), None
+    def _warm_up(self, graph: PreparedStep) -> GraphWork | None:
+        """Run the forward as often as the options say; returns the work that the last run issued
+        where the device asks for it."""
+        work = None
         try:
             for _ in range(self._setup.options.warmups):
                 count = self._streams.counter(graph)
@@ -412,53 +359,50 @@ class CaptureSession:
                 if isinstance(explained, ResourceExhaustedError):
                     raise explained from error
             raise
-        # Hooks are told the descriptor, and may choose kernels by it. What one size alone writes is
-        # saved until the next one runs.
-        if host.bind is None and host.metadata is None and not state.is_of_one_graph:
-            self._warm[inputs] = work
-        return time.perf_counter() - began, work
+        return work
 
-    def _attempt(self, graph: PlannedGraph) -> None:
+    def _attempt(self, graph: PreparedStep) -> None:
         try:
-            self._run(graph, graph.transaction)
+            self._run(graph, captures=True)
         except PageableCopyError:
             if graph.transaction.lifts_constants:
                 raise
             graph.transaction.rollback()
-            graph.transaction.lifts_constants = self._scheduler.lifts_constants = True
+            graph.transaction.lifts_constants = self._graphs.lifts_constants = True
             self._attempt(graph)
 
     @undoing
     def _run(
         self,
         undo: Undo,
-        graph: PlannedGraph,
-        transaction: CaptureTransaction | None = None,
+        graph: PreparedStep,
         *,
+        captures: bool = False,
         kind: Hashable = None,
         count: WorkCount | None = None,
     ) -> None:
-        """Run the forward on padding: in `transaction`, or a warm-up of a `kind`, counted."""
-        prepared, state, setup = graph.prepared, self._state, self._setup
+        """Run the forward on padding: in the graph's transaction, or a warm-up of a `kind`,
+        counted."""
+        state, setup = self._state, self._setup
         pool, inputs, host = setup.pool, setup.inputs, setup.host
         # Outputs of the step before may be in the buffers.
         pool._expire_outputs()
         # Every row becomes padding.
-        inputs.reset(prepared.layout)
-        if prepared.ring is not None and transaction is not None:
+        inputs.reset(graph.layout)
+        if graph.ring is not None and captures:
             # Its graph is to fetch what is in the buffers already.
-            assert prepared.layout.fetch is not None
-            prepared.ring.expect_capture(prepared.layout.fetch)
+            assert graph.layout.fetch is not None
+            graph.ring.expect_capture(graph.layout.fetch)
         if host.bind is not None:
-            phase: Phase = "warmup" if transaction is None else "capture"
-            host.bind(prepared.readable, graph.descriptor, phase)
+            phase: Phase = "capture" if captures else "warmup"
+            host.bind(graph.readable, graph.descriptor, phase)
         context = ForwardContext(
-            GraphMode.NONE if transaction is None else graph.mode,
+            graph.mode if captures else GraphMode.NONE,
             graph.descriptor,
             updates=WORST_CASE,
             metadata=None if host.metadata is None else host.metadata(graph.descriptor),
-            capture=transaction,
-            num_reqs=prepared.reqs,
+            capture=graph.transaction if captures else None,
+            num_reqs=graph.reqs,
         )
         context.enlist = setup.enlist
         undo.later(state.restore)
@@ -466,36 +410,35 @@ class CaptureSession:
         pool.owner = context
         undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
-        undo.set(warming_up, transaction is None)
-        undo.set(side_doors, self._doors if self._has_doors else None)
+        undo.set(warming_up, not captures)
+        undo.set(side_doors, self._doors)
         enter_under_way(undo, context)
         undo.later(context.leave)
 
         def calls() -> Callable[[], Any]:
-            call = partial(prepared.call, **prepared.arguments(fresh=True))
+            call = partial(graph.call, **graph.arguments(fresh=True))
             return call if count is None else partial(count.run, call)
 
         with context:
-            if transaction is None:
-                outputs = state.run(kind, prepared.tokens, graph.transaction.fixed, calls)
-                prepared.check_written(state.inputs_written)
-            else:
+            if captures:
                 outputs = state.capture(
                     graph.descriptor.kind,
                     graph.mode,
-                    prepared.tokens,
+                    graph.tokens,
                     calls(),
-                    in_one=graph.mode in self._graphs.wrappers,
+                    in_one=graph.wrapper is not None,
                 )
                 state.look()
-            prepared.outputs.see(outputs)
+            else:
+                outputs = state.run(kind, graph.tokens, graph.transaction.fixed, calls)
+                graph.check_written(state.inputs_written)
+            graph.outputs.see(outputs)
 
     def _settle(self, *, more: bool, probes: bool = True) -> None:
         """Find the batch axes of the outputs, with `probes` by eager runs if need be, and prepare
         the steps that hand them out; then find the tensors that graphs read, and note which steps
         to check."""
         setup, graphs = self._setup, self._graphs
-        self._has_doors = False
         resolve = partial(setup.outputs.resolve, query_len=setup.query_len)
         if probes:
             self._state.settle(partial(resolve, self._probe))
@@ -518,22 +461,7 @@ class CaptureSession:
         # `_run` may have failed in this very call, and `OutputLayout.resolve` continues after
         # errors: restore again.
         undo.after_error(self._state.restore)
-        self._run(self._graph(GraphMode.NONE, rows))
-
-    def _graph(self, mode: GraphMode, descriptor: BatchDescriptor) -> PlannedGraph:
-        """The graph of a key, or, under NONE, an eager step of this size."""
-        setup, graphs = self._setup, self._graphs
-        slot = -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor)
-        # Pieces that the forward brings along itself are reached by running it.
-        wrapper = graphs.wrappers.get(mode)
-        prepared = PreparedStep(descriptor, setup, wrapper)
-        transaction = CaptureTransaction(
-            slot,
-            prepared.storages(),
-            metadata_is_declared=setup.host.metadata is not None,
-            lifts_constants=self._scheduler.lifts_constants,
-        )
-        return PlannedGraph(mode, descriptor, slot, prepared, transaction)
+        self._run(PreparedStep(self._graphs, GraphMode.NONE, rows))
 
 
 def _growth(before: int | None, after: int | None) -> int | None:
@@ -557,7 +485,7 @@ class StreamLedger:
         self._before: StreamRoom | None = None
         self._needs: dict[Hashable, tuple[int, str]] = {}
 
-    def counter(self, graph: PlannedGraph) -> WorkCount | None:
+    def counter(self, graph: PreparedStep) -> WorkCount | None:
         """For the work of a warm-up of this graph, where the device tells of streams."""
         if not self.counts:
             return None
@@ -565,7 +493,7 @@ class StreamLedger:
         count.work.in_pieces = graph.mode is GraphMode.PIECEWISE
         return count
 
-    def check(self, graph: PlannedGraph, work: GraphWork | None = None) -> None:
+    def check(self, graph: PreparedStep, work: GraphWork | None = None) -> None:
         """Before a graph, and after its warm-up, which issued this `work`; without it nothing is
         known of the first graph of a kind.
 
@@ -578,7 +506,7 @@ class StreamLedger:
         if room is not None and needed is not None and needed[0] > room.usable:
             raise self._too_few(*needed, room)
 
-    def took(self, graph: PlannedGraph) -> int | None:
+    def took(self, graph: PreparedStep) -> int | None:
         """Note what a graph took since `check`, and return it; raises `StreamBudgetError` if that
         is of what must stay free."""
         before, after = self._before, self._room()
@@ -590,7 +518,7 @@ class StreamLedger:
             raise self._too_few(taken, "found at its end", before)
         return taken
 
-    def failed(self, graph: PlannedGraph) -> None:
+    def failed(self, graph: PreparedStep) -> None:
         """Note that a graph ran out of streams after its capture had begun."""
         if self._before is not None:
             needed = self._before.usable + 1, f"more than {graph} found"

@@ -33,7 +33,7 @@ from graphrt.core.dispatch.reasons import Agreed, Dispatch, Reason
 from graphrt.core.inputs.buffers import batch_of
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
-from graphrt.core.runner.capture_session import CaptureScheduler
+from graphrt.core.runner.capture_session import capture_for_step
 from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.graph_table import PreparedStep
 from graphrt.core.runner.trials import differing_inputs, run_trial, run_verified
@@ -46,7 +46,7 @@ class StepEngine:
     # C knows where in an object these are.
     __slots__ = ("__dict__", "last_dispatch", "live_tokens")
 
-    def __init__(self, executor: StepExecutor, scheduler: CaptureScheduler) -> None:
+    def __init__(self, executor: StepExecutor) -> None:
         graphs = executor.graphs
         self.closed = False
         self.last_dispatch: Dispatch | None = None
@@ -58,7 +58,6 @@ class StepEngine:
         self._marks = graphs.checks.on and bool(executor.inputs.graded)
         self._owner = graphs.setup.owner
         self._pool = executor.pool
-        self._scheduler = scheduler
 
     def check_open(self) -> None:
         """Raise `PoolClosedError` after `close()`, and while the interpreter shuts down: torch then
@@ -123,7 +122,7 @@ class StepEngine:
                 batch = batch_of(self._executor.inputs, values)
             dispatch = self._dispatcher.dispatch(batch, agreed=agreed)
             if self._graphs.sealing.may_capture:
-                dispatch, values = self._scheduler.for_step(batch, dispatch, values, agreed)
+                dispatch, values = capture_for_step(self._graphs, batch, dispatch, values, agreed)
             # Without a graph there is nothing to check.
             if dispatch.slot < 0 or self.is_clear(dispatch.slot, batch):
                 outputs = self.serve(batch, dispatch, values, updates, metadata, agreed)

@@ -259,11 +259,11 @@ class StepExecutor:
         steps = self.graphs.steps
         prepared = steps[slot]
         assert prepared is not None
-        if updates.keys() <= prepared.task_names:
+        if updates.keys() <= prepared.transaction.task_names:
             return updates
-        all_names = [each.task_names for each in steps if each is not None]
+        all_names = [each.transaction.task_names for each in steps if each is not None]
         check_names(updates, frozenset().union(*all_names))
-        return {name: updates[name] for name in prepared.task_names & updates.keys()}
+        return {name: updates[name] for name in prepared.transaction.task_names & updates.keys()}
 
 
 def _of_outer_step(context: ForwardContext | None, name: str) -> Any:

@@ -1,5 +1,5 @@
-"""`GraphTable`: the graphs of one runner, from their capture to their release; `PreparedStep`: what
-one of them needs at every step."""
+"""`GraphTable`: the graphs of one runner, from their capture to their release; `PreparedStep`: one
+of them, with what its capture and each of its steps need."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -76,27 +76,32 @@ class DroppedGraph:
 
 
 class PreparedStep:
-    """All that a step of one graph needs: its padded views, its callable or entry, its outputs."""
+    """A graph, captured or to be captured: its key and slot, the transaction that can take its
+    capture back, and what each of its steps needs: padded views, its callable or entry, outputs.
+    Under NONE it is an eager step of this size."""
 
     # C knows where in an object `native` is.
     __slots__ = ("__dict__", "native")
 
-    def __init__(
-        self, descriptor: BatchDescriptor, setup: RunnerSetup, wrapper: GraphWrapper | None
-    ) -> None:
-        """Without a `wrapper` the forward itself is called."""
-        inputs = setup.inputs
-        self._setup, self._wrapper = setup, wrapper
-        self.descriptor = descriptor
+    def __init__(self, graphs: GraphTable, mode: GraphMode, descriptor: BatchDescriptor) -> None:
+        setup = self._setup = graphs.setup
+        inputs, pool = setup.inputs, setup.pool
+        self.mode, self.descriptor = mode, descriptor
         self.reqs = room_for_reqs(descriptor, inputs.reqs)
         layout = self.layout = inputs.layout(descriptor.num_tokens, self.reqs)
+        # Pieces that the forward brings along itself are reached by running it.
+        self.wrapper = graphs.wrappers.get(mode)
+        self.call: Any = setup.run_forward if self.wrapper is None else self.wrapper
         # None too where inputs of this size are too large to be fetched.
-        self.ring = None if wrapper is None or layout.fetch is None else setup.ring
+        self.ring = None if self.wrapper is None or layout.fetch is None else setup.ring
         # For the host, read-only: no graph would read a tensor that it puts there.
         self.readable = MappingProxyType(layout.views)
-        self.call: Callable[..., Any] = setup.run_forward if wrapper is None else wrapper
-        self.task_names: frozenset[str] = frozenset()
-        pool = setup.pool
+        self.transaction = CaptureTransaction(
+            -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor),
+            self.storages(),
+            metadata_is_declared=setup.host.metadata is not None,
+            lifts_constants=graphs.lifts_constants,
+        )
         self.outputs = LiveOutputs(
             descriptor,
             self.reqs,
@@ -107,6 +112,14 @@ class PreparedStep:
         # The entry of its wrapper, if a step is nothing but its replay; and that step in C.
         self.entry: Entry | None = None
         self.native: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.mode.name} [{self.descriptor}]"
+
+    @property
+    def slot(self) -> int:
+        """The dispatcher's."""
+        return self.transaction.slot
 
     @property
     def tokens(self) -> int:
@@ -147,54 +160,38 @@ class PreparedStep:
 
     def hold(self) -> None:
         """Prepare for steps by what the wrapper has captured, which return exactly its outputs."""
-        wrapper, inputs, pool = self._wrapper, self._setup.inputs, self._setup.pool
+        wrapper, setup = self.wrapper, self._setup
         entry = None if wrapper is None else wrapper.entries.get(self.descriptor)
         # The pool may have been cleared: until `recapture()` its steps are without a graph.
         if wrapper is None or entry is None or entry.outputs is self.outputs.held:
             return
         self.outputs.hold(entry.outputs)
         # With several pieces it is the wrapper that counts them as one step.
-        single = entry.graph is not None and wrapper.runtime_mode is GraphMode.FULL
-        self.entry = entry if single else None
-        # C knows nothing of a `bind`, nor of the methods of a host's own pool.
-        bind = self._setup.host.bind
-        if single and bind is None and type(pool) is GraphPool and not inputs.declared.nested:
-            self.native = self._native_replay(entry, pool)
-
-    def _native_replay(self, entry: Entry, pool: GraphPool) -> Any:
-        """The step of one graph in C, if the graph fetches its inputs and returns one tensor over
-        memory that torch can make unreadable; else None."""
-        outputs = self.outputs.single()
+        if entry.graph is None or wrapper.runtime_mode is not GraphMode.FULL:
+            return
+        self.entry = entry
+        pool, outputs = setup.pool, self.outputs.single()
+        # C knows nothing of a `bind`, which comes without a ring, nor of the methods of a host's
+        # own pool; its graphs fetch their inputs and return one tensor over memory that torch can
+        # make unreadable.
         if NativeReplay is None or outputs is None or self.ring is None:
-            return None
-        return NativeReplay(
-            entry=entry,
-            pool=pool,
-            pieces=pool.pieces,
-            streams=pool.streams,
-            ring=self.ring,
-            fetch=self.layout.fetch,
-            graph=entry.graph,
-            stream=pool.streams.read_id,
-            count=len(self.layout.fields),
-            known=self.layout.known,
-            shapes=self.outputs.shapes,
-            moves=StepMoves,
-            outputs=outputs,
-        )
-
-
-class PlannedGraph(NamedTuple):
-    """A graph to capture: its key, its slot, the step it will serve, and what can take it back."""
-
-    mode: GraphMode
-    descriptor: BatchDescriptor
-    slot: int
-    prepared: PreparedStep
-    transaction: CaptureTransaction
-
-    def __str__(self) -> str:
-        return f"{self.mode.name} [{self.descriptor}]"
+            return
+        if type(pool) is GraphPool and not setup.inputs.declared.nested:
+            self.native = NativeReplay(
+                entry=entry,
+                pool=pool,
+                pieces=pool.pieces,
+                streams=pool.streams,
+                ring=self.ring,
+                fetch=self.layout.fetch,
+                graph=entry.graph,
+                stream=pool.streams.read_id,
+                count=len(self.layout.fields),
+                known=self.layout.known,
+                shapes=self.outputs.shapes,
+                moves=StepMoves,
+                outputs=outputs,
+            )
 
 
 Span = Callable[[str, str], AbstractContextManager[object]]
@@ -241,8 +238,11 @@ class GraphTable:
         self.setup = setup
         # Entered around each capture and each trial: see `Span`.
         self.spans: list[Span] = []
-        # By slot, of every graph that was begun: see `destroy_leftovers`.
-        self._transactions: dict[int, CaptureTransaction] = {}
+        # By slot, every graph that was begun: see `destroy_leftovers`.
+        self.begun: dict[int, PreparedStep] = {}
+        # Whether captures look at every operator for constants that are made on the host. That
+        # takes time, and most forwards make none: a first capture that needs it is made again.
+        self.lifts_constants = False
 
     # The graphs -----------------------------------------------------------------------------------
 
@@ -251,17 +251,27 @@ class GraphTable:
         """The graphs that did not fit on the device."""
         return tuple(graph for graph in self.left_out.values() if graph is not None)
 
-    def missing(self, keys: Iterable[CaptureKey]) -> list[CaptureKey]:
-        """The `keys` that are not captured, in their order."""
+    def missing(self, *, left: bool = False) -> list[CaptureKey]:
+        """The planned keys that are not captured, in the order of captures; of those that are
+        `left` to be tried without the ones that were left out."""
         captured = {(graph.mode, graph.descriptor) for graph in self.dispatcher.published}
-        return [key for key in keys if key not in captured]
+        keys = [key for key in self.setup.plan.capture_order() if key not in captured]
+        return [
+            key for key in keys if not left or self.dispatcher.reserve(*key) not in self.left_out
+        ]
+
+    def leave_out(self, keys: Iterable[CaptureKey]) -> None:
+        """Note that these graphs have failed, those that are not captured."""
+        captured = self.dispatcher.published
+        slots = {self.dispatcher.reserve(*key) for key in keys} - {graph.slot for graph in captured}
+        self.left_out.update(dict.fromkeys(slots - self.left_out.keys()))
 
     def owners(self) -> list[GraphWrapper]:
         """The own wrappers, and whatever inside the forward captured a piece."""
         owners: list[GraphWrapper] = [*self.wrappers.values()]
         # A copy: a report may be asked for in another thread than captures.
-        for transaction in list(self._transactions.values()):
-            owners += [owner for owner, _ in transaction.captured]
+        for graph in list(self.begun.values()):
+            owners += [owner for owner, _ in graph.transaction.captured]
         return list({id(owner): owner for owner in owners}.values())
 
     def entries(self, only: Collection[BatchDescriptor] | None = None) -> list[Entry]:
@@ -282,31 +292,25 @@ class GraphTable:
     def unknown_memory(
         self, only: Collection[BatchDescriptor] | None = None
     ) -> UnknownMemory | None:
-        """Memory that nodes of the graphs may touch and nobody has named: see `ReadSet`. None if
-        there are no graphs."""
+        """Memory that nodes of the graphs, with `only` those of these descriptors, may touch and
+        nobody has named: see `ReadSet`. None if there are no graphs."""
         if not self.records:
             return None
-        return self.reads.unknown_memory(*self._memory(only))
+        return self.reads.unknown_memory(self.entries(only), self.setup.pool, self.own_tensors())
 
     def keep_touched(self, only: Collection[BatchDescriptor]) -> bool:
         """Count memory as read that nodes of these graphs point to and the forward holds; returns
         whether there was any."""
-        return self.reads.keep_touched(*self._memory(only))
-
-    def _memory(
-        self, only: Collection[BatchDescriptor] | None = None
-    ) -> tuple[list[Entry], GraphPool, Iterator[torch.Tensor]]:
-        """Where graphs have memory, with `only` those of these descriptors."""
-        return self.entries(only), self.setup.pool, self.own_tensors()
+        return self.reads.keep_touched(self.entries(only), self.setup.pool, self.own_tensors())
 
     def check(self) -> None:
         """Raise the errors of `GraphRunner.weights_changed`, for weights and modules. From then on
         steps that are checked run eagerly."""
         try:
-            self._check_compiled()
+            for module in self.setup.compiled:
+                module.weights_changed()
             if self.records:
-                entries, _, own = self._memory()
-                self.reads.check(entries, own)
+                self.reads.check(self.entries(), self.own_tensors())
                 self.checks.look_at_host()
         except GraphRTError as error:
             if not isinstance(error, UntrackedWeightsError):
@@ -315,11 +319,7 @@ class GraphTable:
 
     # Their capture and release --------------------------------------------------------------------
 
-    def begin(self, graph: PlannedGraph) -> None:
-        """A graph is about to be captured: it is a leftover until it is published."""
-        self._transactions[graph.slot] = graph.transaction
-
-    def publish(self, graph: PlannedGraph, record: GraphRecord) -> None:
+    def publish(self, graph: PreparedStep, record: GraphRecord) -> None:
         """Serve batches with a graph from now on; raises `CaptureError` if no wrapper took part."""
         if not graph.transaction.captured:
             raise CaptureError(
@@ -328,31 +328,23 @@ class GraphTable:
                 expected="a GraphWrapper for every piece",
                 advice='wrap the pieces, or use pieces="breakable"',
             )
-        graph.prepared.task_names = frozenset(graph.transaction.task_names)
         self.steps += [None] * (graph.slot + 1 - len(self.steps))
-        self.steps[graph.slot] = graph.prepared
+        self.steps[graph.slot] = graph
         self.records.append(record)
         logger.info("captured %s in %.3f s", graph, record.capture_s)
         # The one store from which on it is captured.
         self.dispatcher.publish(graph.mode, graph.descriptor)
 
-    def drop(self, graph: PlannedGraph, error: ResourceExhaustedError) -> None:
-        """Note that the device has no room for a graph."""
-        self.left_out[graph.slot] = DroppedGraph(graph.mode, graph.descriptor, str(error))
-
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper."""
-        self._check_compiled()
+        for module in self.setup.compiled:
+            # Raises where one has changed since.
+            module.weights_changed()
         self.sealing.close()
         for owner in self.owners():
             owner.seal()
         for module in self.setup.compiled:
             module.seal()
-
-    def _check_compiled(self) -> None:
-        """Raise the error of the first compiled module that has changed since."""
-        for module in self.setup.compiled:
-            module.weights_changed()
 
     def release(self) -> None:
         """Destroy all graphs; every key stays reserved, and may be captured again."""
@@ -371,11 +363,13 @@ class GraphTable:
     def destroy_leftovers(self) -> None:
         """Destroy the graphs that the dispatcher does not serve, the last first: of a capture that
         failed, or a release. Called again it goes on."""
-        slots = {(graph.mode, graph.descriptor): graph.slot for graph in self.dispatcher.published}
-        self.records[:] = [each for each in self.records if (each.mode, each.descriptor) in slots]
-        for slot in [slot for slot in reversed(self._transactions) if slot not in slots.values()]:
-            self._transactions[slot].rollback()
-            del self._transactions[slot]
+        published = self.dispatcher.published
+        keys = {(graph.mode, graph.descriptor) for graph in published}
+        self.records[:] = [each for each in self.records if (each.mode, each.descriptor) in keys]
+        serving = {graph.slot for graph in published}
+        for slot in [slot for slot in reversed(self.begun) if slot not in serving]:
+            self.begun[slot].transaction.rollback()
+            del self.begun[slot]
 
 
 def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:

@@ -81,7 +81,6 @@ class GraphRunner(Uncopied, Generic[R]):
         """
         # Here, not above: what runs and captures is loaded by the first runner, so that programs
         # which only name the class, in a registry or a signature, start without it.
-        from graphrt.core.runner.capture_session import CaptureScheduler
         from graphrt.core.runner.engine import StepEngine
         from graphrt.core.runner.executor import StepExecutor
         from graphrt.core.runner.graph_table import GraphTable
@@ -93,9 +92,8 @@ class GraphRunner(Uncopied, Generic[R]):
         self.options, self.plan = setup.options, setup.plan
         self.pool, self.inputs = setup.pool, setup.inputs
         self.graphs = GraphTable(setup)
-        executor = StepExecutor(self.graphs)
-        self._scheduler = CaptureScheduler(executor)
-        self._engine = StepEngine(executor, self._scheduler)
+        self._executor = StepExecutor(self.graphs)
+        self._engine = StepEngine(self._executor)
         # Observers wrap it (graphrt/observe/tap.py): a step that nobody observes pays nothing.
         self._run: Callable[..., R] = self._engine.entrance()
         if setup.host.ranks is not None:
@@ -212,13 +210,13 @@ class GraphRunner(Uncopied, Generic[R]):
         room for are dropped (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict`
         a `ResourceExhaustedError` when the rest is done.
         """
-        from graphrt.core.runner.capture_session import progress_of
+        from graphrt.core.runner.capture_session import capture_all, progress_of
 
         tell = progress_of(progress)
         self._engine.check_open()
         if current_capture() is not None:
             raise NESTED_CAPTURE()
-        self._in_turn(partial(self._scheduler.all, tell))
+        self._in_turn(partial(capture_all, self._executor, tell))
 
     def capture_next(self) -> CaptureProgress:
         """Capture one of the graphs that are missing, between two steps; seal after the last:
@@ -233,9 +231,11 @@ class GraphRunner(Uncopied, Generic[R]):
         what `capture()` does: a graph that fails raises once, is left to a `capture()`, and the
         next call goes on with the others.
         """
+        from graphrt.core.runner.capture_session import capture_next
+
         self._engine.check_open()
         refuse_inside_capture("capture_next()")
-        return self._in_turn(self._scheduler.next)
+        return self._in_turn(partial(capture_next, self._executor))
 
     def seal(self) -> None:
         """Capture nothing any more, in no wrapper of this runner."""
@@ -249,14 +249,14 @@ class GraphRunner(Uncopied, Generic[R]):
     def recapture(self, progress: Progress | bool | None = None) -> None:
         """Destroy all graphs and capture them again, for weights that have moved: in one turn of
         the pool, so no step comes between. `progress` is as in `capture()`."""
-        from graphrt.core.runner.capture_session import progress_of
+        from graphrt.core.runner.capture_session import capture_all, progress_of
 
         tell = progress_of(progress)
         self._engine.check_open()
 
         def again() -> None:
             self.graphs.release()
-            self._scheduler.all(tell)
+            capture_all(self._executor, tell)
 
         self._in_turn(again)
 

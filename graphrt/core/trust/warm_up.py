@@ -137,13 +137,6 @@ class WatchedState:
         by a forward, or by another thread."""
         return self._snapshot.generators.torch_has_drawn()
 
-    @property
-    def is_of_one_graph(self) -> bool:
-        """Whether the last run prepared its own graph alone: it wrote memory that runs of larger
-        sizes did not, or left something in Python, such as a table by size and mode. Without checks
-        nobody knows."""
-        return self._reads is None or self._has_moved or not self._of_size.is_empty
-
     def _begin(self) -> None:
         assert self._reads is not None
         places = self._reads.walk()

@@ -103,11 +103,6 @@ class SavedWrites:
         self._rows: dict[tuple[object, ...], list[tuple[torch.Tensor, ...]]] = {}
         self._protected: dict[tuple[object, ...], Protected] = {}
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was written that is saved, or that padding has to protect."""
-        return not (self._regions or self._protected)
-
     def save(
         self, tensor: torch.Tensor, facts: OperatorFacts, args: Sequence[Any], use: object
     ) -> None:
