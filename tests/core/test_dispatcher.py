@@ -139,17 +139,6 @@ def test_a_mixed_batch_where_only_decode_has_graphs_has_no_graph_whatever_its_si
     assert dispatcher.dispatch(Batch(64, 64, 1)).reason is Reason.TOO_LARGE
 
 
-def test_the_context_of_a_graph_is_used_again_whatever_its_slot():
-    dispatcher = GraphDispatcher("FULL")
-    for size in (2, 4):
-        dispatcher.publish(FULL, BatchDescriptor(size))
-    for tokens in (1, 3):
-        context = dispatcher.step(Batch(tokens))
-        assert dispatcher.step(Batch(tokens)) is context
-        with context:
-            assert dispatcher.step(Batch(tokens)) is not context
-
-
 def test_a_hit_returns_the_same_prebuilt_object():
     dispatcher = ladder()
     batch = Batch(3, 3, 1)

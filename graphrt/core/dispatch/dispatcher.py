@@ -6,14 +6,13 @@ import threading
 from collections import Counter
 from collections.abc import Collection
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from graphrt.core.base.errors import InvalidBatchError, InvalidModeError, Uncopied
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import items_of, optional, padding_ratio, shown
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import (
-    NO_MODES,
     NOT_FOUND,
     Batch,
     BatchDescriptor,
@@ -31,6 +30,8 @@ REMEMBERED = 1024
 """So many answers are kept: a host whose batches never come again cannot make them grow."""
 COUNTED = 768
 """So many sizes of batches are counted each by itself, of all graphs and misses together."""
+AGREED_ON = 32
+"""So many graphs that ranks agreed on are kept ready for batches never seen."""
 _OF_DISPATCH = tuple(reason for reason in Reason if reason not in OF_CALLS)
 _MAX_PADDING: Any = optional(padding_ratio)
 _INF = float("inf")
@@ -39,6 +40,11 @@ _RUNTIME_MODES = frozenset(mode for mode in GraphMode if mode.is_runtime_mode)
 _AGREED = frozenset({BatchDescriptor, Dispatch, type(None)})
 # Constants: CPython 3.11 takes 0.07 us to load the member of an enum.
 _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
+_NO_GRAPHS = Ladders(())
+
+_Choice = tuple[Ladders, Ladders, float]
+"""The graphs that are published, those that are only planned, and the largest ratio of their tokens
+to those of a batch."""
 
 
 class Count:
@@ -48,27 +54,18 @@ class Count:
     batches: int
 
 
-class Reserved(NamedTuple):
-    """A reserved graph: the dispatch of its batches, the context of its steps, itself alone where
-    ranks have agreed on it."""
-
-    dispatch: Dispatch
-    context: ForwardContext
-    alone: Ladders
-
-
 class _Version:
     """The published and planned graphs between two changes, and the answers that batches had then.
 
-    The ladders are built at the first batch that needs them: capture publishes graphs one by one.
+    Ladders, of all graphs or those that ranks agreed on, are built at the first batch that needs
+    them: capture publishes graphs one by one.
     """
 
-    __slots__ = ("answers", "ladders", "max_padding")
+    __slots__ = ("answers", "ladders")
 
-    def __init__(self, max_padding: float) -> None:
-        self.max_padding = max_padding
+    def __init__(self) -> None:
         self.answers: dict[Any, tuple[Count, Dispatch]] = {}
-        self.ladders: tuple[Ladders, Ladders] | None = None
+        self.ladders: dict[Agreed | None, _Choice] = {}
 
 
 @public("graphrt")
@@ -92,7 +89,7 @@ class GraphDispatcher(Uncopied):
         if self._off:
             self.mode = GraphMode.NONE
         self._lock = threading.RLock()
-        self._graphs: list[Reserved] = []
+        self._graphs: list[Dispatch] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
         # By the slot, or the reason why there is none, and the live tokens.
@@ -102,10 +99,10 @@ class GraphDispatcher(Uncopied):
         self._last_missed: object = None
         # How many steps were not replayed, of all graphs and for all reasons.
         self.not_served = 0
-        self._last_context = ForwardContext(GraphMode.NONE)
+        self._max_padding = _MAX_PADDING("max_padding", max_padding) or _INF
         # Another one whenever the answer to a batch may change. It is made before the change, under
         # the lock: whatever interrupts that, no answer outlives its version.
-        self.version = _Version(_MAX_PADDING("max_padding", max_padding) or _INF)
+        self.version = _Version()
 
     def reserve(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> int:
         """The slot of a planned graph; the same one when it is reserved again.
@@ -118,11 +115,8 @@ class GraphDispatcher(Uncopied):
             slot = self._slots.get(key)
             if slot is None:
                 slot = len(self._graphs)
-                context = ForwardContext(mode, descriptor, slot, dispatcher=self)
-                dispatch = Dispatch(mode, descriptor, Reason.HIT, slot)
-                graph = Reserved(dispatch, context, Ladders([dispatch]))
                 self._renew()
-                self._graphs.append(graph)
+                self._graphs.append(Dispatch(mode, descriptor, Reason.HIT, slot))
                 self._slots[key] = slot
             return slot
 
@@ -136,7 +130,7 @@ class GraphDispatcher(Uncopied):
             if not self._off:
                 self._renew()
                 self._published.add(slot)
-            return self._graphs[slot].dispatch
+            return self._graphs[slot]
 
     def withdraw(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> None:
         """Stop serving batches with this graph; it stays reserved. Raises what `reserve` does."""
@@ -155,7 +149,7 @@ class GraphDispatcher(Uncopied):
     def published(self) -> tuple[Dispatch, ...]:
         """The graphs that serve batches, in the order they were reserved."""
         with self._lock:
-            return tuple(self._graphs[slot].dispatch for slot in sorted(self._published))
+            return tuple(self._graphs[slot] for slot in sorted(self._published))
 
     def dispatch(self, batch: Batch, *, agreed: Agreed | None = None) -> Dispatch:
         """The best captured graph for `batch`, else NONE with the unpadded batch and the reason.
@@ -176,36 +170,17 @@ class GraphDispatcher(Uncopied):
     def planned_for(self, batch: Batch, *, agreed: Agreed | None = None) -> Dispatch | None:
         """The best graph for `batch` among those that are reserved but not published, and that
         dispatch would take: None if it would pad more than allowed. Raises what `dispatch` does."""
-        batch, version = settled(checked_batch(batch)), self.version
+        batch = settled(checked_batch(batch))
+        _, planned, padding = self._ladders(self.version, agreed)
         excluded = _checked_modes(batch.exclude)
-        if agreed is not None:
-            return self._agreed_on(batch, excluded, agreed, published=False)
-        most = batch.num_tokens * version.max_padding
-        return self._ladders(version)[1].find(batch, excluded, most)[0]
+        return planned.find(batch, excluded, batch.num_tokens * padding)[0]
 
     def step(self, batch: Batch, updates: Any = None, metadata: Any = None) -> ForwardContext:
-        """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`.
-
-        Contexts are used again, so one thread at a time may do this with one dispatcher.
-        """
+        """The context to run `batch` in, of its best graph: `with dispatcher.step(batch): ...`."""
         mode, descriptor, _, slot = self.dispatch(batch)
-        context = self._graphs[slot].context if slot >= 0 else None
-        if context is None or context.token is not None:
-            context = ForwardContext(
-                mode, descriptor, slot, updates, metadata, dispatcher=self, live=batch
-            )
-        else:
-            last = self._last_context
-            if last is not context and last.token is None:
-                # Or every graph would keep the updates and metadata of its last step.
-                last.updates = last.metadata = last.live = None
-            self._last_context = context
-            context.updates = updates
-            context.metadata = metadata
-            context.live = batch
-        if mode is _PIECEWISE:
-            context.query_len = live_query_len(batch)
-        return context
+        length = live_query_len(batch) if mode is _PIECEWISE else None
+        # By position: by name it takes half as long again.
+        return ForwardContext(mode, descriptor, slot, updates, metadata, None, length, self, batch)
 
     def not_replayed(self, context: ForwardContext) -> None:
         """Count the step of this context, which was announced as a HIT, as MISSING_GRAPH.
@@ -286,8 +261,8 @@ class GraphDispatcher(Uncopied):
         with self._lock:
             sizes = self.sizes()
             hits = {key: sum(sizes[key].values()) for key in self._slots}
-            for (slot, _), count in self._not_replayed.items():
-                hits[self._graphs[slot].dispatch[:2]] -= count
+            for key, reasons in self.not_served_by().items():
+                hits[key] -= sum(reasons.values())
             return hits
 
     def not_served_by(self) -> dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]]:
@@ -295,7 +270,7 @@ class GraphDispatcher(Uncopied):
         with self._lock:
             counts: dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]] = {}
             for (slot, reason), count in self._not_replayed.items():
-                counts.setdefault(self._graphs[slot].dispatch[:2], {})[reason] = count
+                counts.setdefault(self._graphs[slot][:2], {})[reason] = count
             return counts
 
     def _answer(self, batch: Batch, agreed: Agreed | None) -> tuple[Count, Dispatch]:
@@ -320,8 +295,7 @@ class GraphDispatcher(Uncopied):
         """The same for a batch that was not seen before, or cannot be remembered."""
         checked = checked_batch(batch)
         live = settled(checked)
-        excluded = NO_MODES if batch.exclude is NO_MODES else _checked_modes(batch.exclude)
-        dispatch, reason = self._best(version, live, excluded, agreed)
+        dispatch, reason = self._best(version, live, agreed)
         if dispatch is None:
             # As all of a `Dispatch`, which takes as long as its descriptor.
             dispatch = _new_tuple(Dispatch, (_NONE, descriptor_of(live), reason, -1))
@@ -334,22 +308,17 @@ class GraphDispatcher(Uncopied):
         return answer
 
     def _best(
-        self,
-        version: _Version,
-        batch: Batch,
-        excluded: frozenset[GraphMode],
-        agreed: Agreed | None,
+        self, version: _Version, batch: Batch, agreed: Agreed | None
     ) -> tuple[Dispatch | None, Reason]:
         """The best graph, or why there is none: the first of these that is true."""
-        off = self.mode is _NONE
-        if agreed is not None:
-            graph = self._agreed_on(batch, excluded, agreed, published=True)
-            return graph, Reason.MODE_NONE if off else Reason.RANKS_DISAGREE
-        published, planned = version.ladders or self._ladders(version)
-        max_tokens = batch.num_tokens * version.max_padding
+        excluded = batch.exclude and _checked_modes(batch.exclude)
+        published, planned, padding = self._ladders(version, agreed)
+        max_tokens = batch.num_tokens * padding
         graph, pads, left_out, largest = published.find(batch, excluded, max_tokens)
-        if graph is not None or off:
+        if graph is not None or self.mode is _NONE:
             return graph, Reason.MODE_NONE
+        if agreed is not None:
+            return None, Reason.RANKS_DISAGREE
         if pads or left_out:
             return None, Reason.PADDING if pads else Reason.EXCLUDED
         graph, pads, _, _ = planned.find(batch, excluded, max_tokens)
@@ -357,40 +326,39 @@ class GraphDispatcher(Uncopied):
             return None, Reason.PADDING if graph is None else Reason.NOT_CAPTURED
         return None, Reason.TOO_LARGE if 0 < largest < batch.num_tokens else Reason.NO_GRAPH
 
-    def _agreed_on(
-        self, batch: Batch, excluded: frozenset[GraphMode], agreed: Agreed, *, published: bool
-    ) -> Dispatch | None:
-        """The graph that ranks have agreed on, if it can serve the batch and is (not) published."""
+    def _ladders(self, version: _Version, agreed: Agreed | None) -> _Choice:
+        """The graphs to choose from: all, or the one that ranks have agreed on."""
         modes: tuple[GraphMode, ...] = GRAPH_MODES
+        descriptor = agreed
         if isinstance(agreed, Dispatch):
-            modes, agreed = (agreed.mode,), agreed.descriptor
-        agreed = _checked_descriptor(agreed)
-        # Or a graph that is being published would be missed, and the answer remembered.
-        with self._lock:
-            for mode in modes:
-                slot = self._slots.get((mode, agreed))
-                if slot is None or (slot in self._published) is not published:
-                    continue
-                graph = self._graphs[slot].alone.find(batch, excluded, _INF)[0]
-                if graph is not None:
-                    return graph
-        return None
-
-    def _renew(self) -> None:
-        self.version = _Version(self.version.max_padding)
-
-    def _ladders(self, version: _Version) -> tuple[Ladders, Ladders]:
-        """The graphs that are published, and those that are only planned."""
+            modes, descriptor = (agreed.mode,), agreed.descriptor
+        if agreed is not None:
+            descriptor = _checked_descriptor(descriptor)
+        try:
+            return version.ladders[agreed]
+        except KeyError:
+            pass
         # Under the lock of `publish`, whose version this may be before it has published.
         with self._lock:
-            if version.ladders is None:
-                planned = [
-                    graph.dispatch
-                    for slot, graph in enumerate(self._graphs)
-                    if slot not in self._published
-                ]
-                version.ladders = Ladders(self.published), Ladders(planned)
-            return version.ladders
+            graphs, padding = self._graphs, self._max_padding
+            if descriptor is not None:
+                keys = [(mode, descriptor) for mode in modes]
+                graphs = [graphs[self._slots[key]] for key in keys if key in self._slots]
+                padding = _INF
+            published = [graph for graph in graphs if graph.slot in self._published]
+            planned = [graph for graph in graphs if graph.slot not in self._published]
+            choice = (
+                Ladders(published) if published else _NO_GRAPHS,
+                Ladders(planned) if planned else _NO_GRAPHS,
+                padding,
+            )
+            # There may be any number of graphs that ranks agreed on and nobody here knows.
+            if agreed is None or (graphs and len(version.ladders) < AGREED_ON):
+                version.ladders[agreed] = choice
+            return choice
+
+    def _renew(self) -> None:
+        self.version = _Version()
 
 
 def _checked_modes(modes: Collection[GraphMode | str]) -> frozenset[GraphMode]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable
 from operator import le
 
 from graphrt.core.batch.descriptor import Batch
@@ -77,7 +77,11 @@ class Ladders:
         tokens, reqs = batch.num_tokens, batch.num_reqs
         loras, bounds = batch.num_active_loras, batch.bounds
         best, pads, left_out, largest = _INF, False, False, 0
-        for mode, most_loras, most_bounds, sizes, most_reqs, ranks in self._serving(batch):
+        ladders = self._ladders.get((batch.variant, batch.query_len))
+        if ladders is None:
+            # Those of any query length.
+            ladders = self._ladders.get((batch.variant, None), [])
+        for mode, most_loras, most_bounds, sizes, most_reqs, ranks in ladders:
             if most_loras < loras or (most_bounds and not _within(bounds, most_bounds)):
                 continue
             last = sizes[-1]
@@ -87,7 +91,7 @@ class Ladders:
                 continue
             rung = bisect_left(sizes, tokens)
             if reqs is not None and most_reqs[rung] < reqs:
-                rung = _roomy(most_reqs, rung, reqs)
+                rung = next((at for at in range(rung, len(sizes)) if most_reqs[at] >= reqs), -1)
                 if rung < 0:
                     continue
             if mode in excluded:
@@ -98,19 +102,6 @@ class Ladders:
                 best = ranks[rung]
         graph = None if best is _INF else self._ranked[int(best)]
         return graph, pads, left_out, largest
-
-    def _serving(self, batch: Batch) -> Sequence[_Ladder]:
-        """The ladders of its variant and query length, or of any query length."""
-        ladders = self._ladders.get((batch.variant, batch.query_len))
-        return self._ladders.get((batch.variant, None), []) if ladders is None else ladders
-
-
-def _roomy(most_reqs: Sequence[float], start: int, reqs: int) -> int:
-    """The first rung from `start` on that has room for so many requests; -1 for none."""
-    for rung in range(start, len(most_reqs)):
-        if most_reqs[rung] >= reqs:
-            return rung
-    return -1
 
 
 def _within(bounds: tuple[int, ...], most: tuple[int, ...]) -> bool:
