@@ -334,10 +334,8 @@ class GraphDispatcher(Uncopied):
             modes, descriptor = (agreed.mode,), agreed.descriptor
         if agreed is not None:
             descriptor = _checked_descriptor(descriptor)
-        try:
+        if agreed in version.ladders:
             return version.ladders[agreed]
-        except KeyError:
-            pass
         # Under the lock of `publish`, whose version this may be before it has published.
         with self._lock:
             graphs, padding = self._graphs, self._max_padding
