@@ -232,13 +232,13 @@ def test_modes_are_kinds_too():
 def test_after_everything_was_tried_a_step_is_replayed_and_nothing_else(level, monkeypatch):
     model = Model()
     called = SimpleNamespace(count=0)
-    run = StepEngine.check
+    run = StepEngine._checked
 
     def counting(*args: Any) -> Any:
         called.count += 1
         return run(*args)
 
-    monkeypatch.setattr(StepEngine, "check", counting)
+    monkeypatch.setattr(StepEngine, "_checked", counting)
     runner = captured(model, level)
     for count in range(1, 9):
         step(runner, count)

@@ -2,20 +2,21 @@
 
 1. Take the pool's turn: meanwhile nobody else steps, captures or destroys graphs in it.
 2. Dispatch the batch. Where graphs are captured lazily, capture the one that it lacks.
-3. Ask the checks. `check` tries the steps that they name, and runs eagerly where a graph is in
-   quarantine or the settings are others.
+3. Ask the checks. Steps that they name are tried, or run eagerly where a graph is in quarantine or
+   the settings are others.
 4. `serve` every other step as it was dispatched: by its graph on padded inputs, or eagerly.
 
 `native/path.c` does 1 to 3 in C where the batch was dispatched before and comes without updates or
 `agreed`. `native/replay.c` does 4 where the `PreparedStep` has a `native` step: a single graph that
 fetches its inputs and returns one tensor, without a `bind`. Every other step is left to this
-module: to `step` before anything is done, to `check` or `serve` once it is counted.
+module: to `step` before anything is done, to `serve` once it is counted.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from graphrt.core.base import tree
@@ -34,7 +35,7 @@ from graphrt.core.inputs.buffers import batch_of
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import is_inside_capture, under_way
 from graphrt.core.runner.capture_session import capture_for_step
-from graphrt.core.runner.executor import Step, StepExecutor
+from graphrt.core.runner.executor import Step, StepExecutor, Values
 from graphrt.core.runner.graph_table import PreparedStep
 from graphrt.core.runner.trials import differing_inputs, run_trial, run_verified
 from graphrt.core.trust.gradients import marked
@@ -62,13 +63,9 @@ class StepEngine:
     def check_open(self) -> None:
         """Raise `PoolClosedError` after `close()`, and while the interpreter shuts down: torch then
         ends the process where a tensor goes that has a view, as trials and eager steps make."""
-        if self.closed:
-            raise PoolClosedError("the runner is closed", advice="create a new GraphRunner")
-        if sys.is_finalizing():
-            raise PoolClosedError(
-                "the interpreter is shutting down",
-                advice="step before it: in a `with` block or an atexit handler, not in __del__",
-            )
+        if self.closed or sys.is_finalizing():
+            what = "runner is closed" if self.closed else "interpreter is shutting down"
+            raise PoolClosedError(f"the {what}", advice="step before it, or in a new GraphRunner")
 
     def entrance(self) -> Callable[..., Any]:
         """`step`, or its twin in C. The runner keeps it: kept here it would be a reference cycle,
@@ -78,7 +75,7 @@ class StepEngine:
             return self.step
         return NativePath(
             step=self.step,
-            check=self.check,
+            check=partial(self.serve, check=True),
             serve=self.serve,
             failed=self.failed,
             pool=self._pool,
@@ -100,7 +97,7 @@ class StepEngine:
     def step(
         self,
         batch: Batch | None,
-        values: Mapping[str, Any],
+        values: Values,
         updates: Any,
         metadata: Any,
         agreed: Agreed | None,
@@ -124,10 +121,8 @@ class StepEngine:
             if self._graphs.sealing.may_capture:
                 dispatch, values = capture_for_step(self._graphs, batch, dispatch, values, agreed)
             # Without a graph there is nothing to check.
-            if dispatch.slot < 0 or self.is_clear(dispatch.slot, batch):
-                outputs = self.serve(batch, dispatch, values, updates, metadata, agreed)
-            else:
-                outputs = self.check(batch, dispatch, values, updates, metadata, agreed)
+            check = dispatch.slot >= 0 and not self.is_clear(dispatch.slot, batch)
+            outputs = self.serve(batch, dispatch, values, updates, metadata, agreed, check)
             # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
             pool.owner = None
             return outputs
@@ -136,7 +131,7 @@ class StepEngine:
             raise
 
     def is_clear(self, slot: int, batch: Batch) -> bool:
-        """Whether the step of a graph is replayed without `check`: no trial is pending for its
+        """Whether the step of a graph is replayed without a check: no trial is pending for its
         batch, and the settings and one tensor are what they were."""
         checks = self._checks
         if not checks.on:
@@ -150,64 +145,43 @@ class StepEngine:
         self,
         batch: Batch,
         dispatch: Dispatch,
-        values: Mapping[str, Any],
+        values: Values,
         updates: Any,
         metadata: Any,
         agreed: Agreed | None,
+        check: bool = False,
     ) -> Any:
         """Run a step as it was dispatched: eagerly without a graph, as one replay of a single
-        graph, or by the wrapper in a context.
+        graph, or by the wrapper in a context. With `check` it is tried, or runs eagerly because its
+        graph may not be replayed any more, or is replayed after all.
 
         If an input requires a gradient the outputs are marked, so that `backward` raises:
         see gradients.py.
         """
         self.last_dispatch = dispatch
-        not_served = self._dispatcher.not_served
+        executor, not_served = self._executor, self._dispatcher.not_served
         try:
-            if dispatch.slot < 0:
-                self.check_open()
-                outputs = self._run_unpadded(Step(batch, dispatch, values, updates, metadata))
-                return self._marked(outputs, values) if self._marks else outputs
-            prepared = self._graphs.steps[dispatch.slot]
-            assert prepared is not None
-            entry = prepared.entry
+            prepared = None if check or dispatch.slot < 0 else self._graphs.steps[dispatch.slot]
+            entry = None if prepared is None else prepared.entry
             # With tasks, or of several parts, or its wrapper has to look at the arguments.
             if updates is not None or entry is None or entry.graph is None or entry.unchecked:
-                outputs = self._run_padded(Step(batch, dispatch, values, updates, metadata))
+                agrees = agreed is not None
+                step = executor.step_of(batch, dispatch, values, updates, metadata, agrees)
+                if check:
+                    self.last_dispatch, outputs = self._checked(step)
+                elif dispatch.slot < 0:
+                    outputs = self._run_unpadded(step)
+                else:
+                    outputs = executor.run_padded(step)
             else:
-                outputs = self._executor.run(prepared, batch, values)
+                assert prepared is not None
+                outputs = executor.run(prepared, batch, values)
         except BaseException:  # a Ctrl-C too: the step counts as FAILED
             self.failed(dispatch, updates, not_served)
             raise
-        self.live_tokens += batch[0]
-        required = self._executor.inputs.with_gradients(values) if self._marks else ()
-        return marked(outputs, required) if required else outputs
-
-    def check(
-        self,
-        batch: Batch,
-        dispatch: Dispatch,
-        values: Mapping[str, Any],
-        updates: Any,
-        metadata: Any,
-        agreed: Agreed | None,
-    ) -> Any:
-        """Run a step that the checks look at: it is tried, or runs eagerly because its graph may
-        not be replayed any more, or is replayed after all."""
-        self.check_open()
-        not_served = self._dispatcher.not_served
-        try:
-            step = Step(batch, dispatch, values, updates, metadata, agreed is not None)
-            ran, outputs = self._checked(step)
-        except BaseException:  # a Ctrl-C too: the step counts as FAILED
-            self.failed(dispatch, updates, not_served)
-            raise
-        self.last_dispatch = ran
-        self.live_tokens += batch[0] if ran.slot >= 0 else 0
-        return self._marked(outputs, values) if self._marks else outputs
-
-    def _marked(self, outputs: Any, values: Mapping[str, Any]) -> Any:
-        required = self._executor.inputs.with_gradients(values)
+        if self.last_dispatch.slot >= 0:
+            self.live_tokens += batch[0]
+        required = executor.inputs.with_gradients(values) if self._marks else ()
         return marked(outputs, required) if required else outputs
 
     def _checked(self, step: Step) -> tuple[Dispatch, Any]:
@@ -218,13 +192,13 @@ class StepEngine:
         is tried whatever this rank knows: its runs may hold collectives, and the outputs are those
         of an eager run.
         """
-        dispatch = step.dispatch
-        checks = self._checks
+        self.check_open()
+        dispatch, checks = step.dispatch, self._checks
         reason = None if checks.decided else checks.why_eager(dispatch, agreed=step.agreed)
         if reason is None:
             differing = differing_inputs(self._executor, step)
             if not checks.wants_trial(dispatch.slot, differing):
-                return dispatch, self._run_padded(step)
+                return dispatch, self._executor.run_padded(step)
             try:
                 return run_trial(self._executor, step, differing)
             except StateTooLargeError as error:
@@ -232,7 +206,7 @@ class StepEngine:
         eager = self._dispatcher.run_eagerly(dispatch, step.batch, reason)
         if not step.agreed:
             return eager, self._run_unpadded(step._replace(dispatch=eager))
-        outputs = self._run_padded(step, eager=True)
+        outputs = self._executor.run_padded(step, eager=True)
         checks.look_after_eager_step()
         return eager, outputs
 
@@ -249,55 +223,39 @@ class StepEngine:
             self.last_dispatch = self._dispatcher.failed(dispatch)
 
     def run_padded_eagerly(
-        self,
-        batch: Batch,
-        dispatch: Dispatch,
-        values: Mapping[str, Any],
-        updates: Any,
-        metadata: Any,
+        self, batch: Batch, dispatch: Dispatch, values: Values, updates: Any, metadata: Any
     ) -> Any:
         """See `GraphRunner.run_padded_eagerly`: in a turn of the pool, as all that follows."""
+        batch, executor = checked_batch(batch), self._executor
         steps, slot = self._graphs.steps, dispatch.slot
         prepared = steps[slot] if 0 <= slot < len(steps) else None
-        # A graph may have gone since its dispatch, or be another runner's.
-        if prepared is None or prepared.descriptor != dispatch.descriptor:
+        # A graph may have gone since its dispatch, or be another runner's; and of a larger batch
+        # rows would be written behind the buffers.
+        if (
+            prepared is None
+            or prepared.descriptor != dispatch.descriptor
+            or batch.num_tokens > prepared.tokens
+        ):
             raise InvalidBatchError(
                 "there is no graph whose padding the step could have",
-                got=f"a dispatch with Reason.{dispatch.reason.name}",
-                expected="a dispatch with Reason.HIT, of a graph that is captured",
+                got=f"{batch} and {dispatch}",
+                expected="a dispatch with Reason.HIT of this batch, by a graph that is captured",
                 advice="capture() first; dispatch = runner.dispatcher.dispatch(batch), and call "
                 "this only where dispatch.reason is Reason.HIT",
             )
-        batch = checked_batch(batch)
-        if batch.num_tokens > prepared.tokens:
-            # Its rows would be written behind the buffers.
-            raise InvalidBatchError(
-                "the batch has more tokens than the graph of the dispatch",
-                got=batch.num_tokens,
-                expected=f"at most {prepared.tokens}",
-                advice="pass the dispatch of this batch: runner.dispatcher.dispatch(batch)",
-            )
-        step = Step(batch, dispatch, values, updates, metadata)
         try:
-            return self._run_padded(step, eager=True)
+            step = executor.step_of(batch, dispatch, values, updates, metadata)
+            return executor.run_padded(step, eager=True)
         except BaseException:  # a Ctrl-C too: nobody means them by UNCHANGED
-            self._executor.step_failed(updates)
+            executor.step_failed(updates)
             raise
 
-    def verify(
-        self, batch: Batch | None, values: Mapping[str, Any], updates: Any, metadata: Any
-    ) -> Any:
+    def verify(self, batch: Batch | None, values: Values, updates: Any, metadata: Any) -> Any:
         """See `GraphRunner.verify`."""
-        if batch is None:
-            batch = batch_of(self._executor.inputs, values)
         # Its runs without padding take the batch as it is.
-        batch = checked_batch(batch)
+        batch = checked_batch(batch_of(self._executor.inputs, values) if batch is None else batch)
         dispatch = self._dispatcher.dispatch(batch)
-        step = Step(batch, dispatch, values, updates, metadata)
-        if dispatch.slot < 0 and dispatch.reason is not Reason.NOT_CAPTURED:
-            self.last_dispatch = dispatch
-            return tree.cloned(self._run_unpadded(step))
-        if dispatch.slot < 0:
+        if dispatch.reason is Reason.NOT_CAPTURED:
             raise VerificationError(
                 "there is no graph yet that could be verified",
                 got=f"{batch}: {dispatch.reason.value}",
@@ -305,44 +263,38 @@ class StepEngine:
                 advice="capture() first",
             )
         try:
+            step = self._executor.step_of(batch, dispatch, values, updates, metadata)
+            self.last_dispatch = dispatch
+            if dispatch.slot < 0:
+                return tree.cloned(self._run_unpadded(step))
             verdict = run_verified(self._executor, step)
         except BaseException:  # a Ctrl-C too: which updates the graph has is unknown
             self._executor.step_failed(updates)
             raise
-        self.last_dispatch = dispatch
         self.live_tokens += batch[0]
         if verdict.failure is not None:
             raise verdict.failure
         return verdict.outputs
 
-    def _run_padded(self, step: Step, *, eager: bool = False) -> Any:
-        """Run a step on the inputs that its graph reads, in a context of its own."""
-        executor = self._executor
-        return executor.run_padded(step, executor.updates_of(step), eager=eager)
-
     def _run_unpadded(self, step: Step) -> Any:
         """Run a step eagerly on its live rows alone. With `strict` raises `CaptureSealedError` for
         a batch that the plan has graphs for, such as one larger than every size."""
-        graphs, executor = self._graphs, self._executor
-        if graphs.sealing.refuses and self._should_have_a_graph(step.batch, step.dispatch):
-            graphs.sealing.refuse(
-                f"no graph serves the batch: {step.dispatch.reason.value}",
-                got=step.batch,
-                expected=f"a batch that one of {len(graphs.setup.plan.keys)} graphs serves",
-            )
-        updates = executor.updates_of(step, padded=False)
+        self.check_open()
+        graphs, batch, reason = self._graphs, step.batch, step.dispatch.reason
+        if graphs.sealing.refuses and reason in (Reason.TOO_LARGE, Reason.NO_GRAPH):
+            plan = graphs.setup.plan
+            is_decode = batch.query_len in plan.sizes.decode
+            mode = plan.mode.decode_mode if is_decode else plan.mode.mixed_mode
+            if mode is not GraphMode.NONE:
+                graphs.sealing.refuse(
+                    f"no graph serves the batch: {reason.value}",
+                    got=batch,
+                    expected=f"a batch that one of {len(plan.keys)} graphs serves",
+                )
         # Before the forward: what it changes itself is another thing.
         if self._checks.glances.rung:
             self._checks.look_at_host()
         try:
-            return executor.run_unpadded(step, updates)
+            return self._executor.run_unpadded(step)
         finally:
             self._checks.look_after_eager_step()
-
-    def _should_have_a_graph(self, batch: Batch, dispatch: Dispatch) -> bool:
-        """Whether the plan has graphs for batches of this kind, so that a miss is a mistake."""
-        plan = self._graphs.setup.plan
-        is_decode = batch.query_len in plan.sizes.decode
-        mode = plan.mode.decode_mode if is_decode else plan.mode.mixed_mode
-        missing = dispatch.reason in (Reason.TOO_LARGE, Reason.NO_GRAPH)
-        return missing and mode is not GraphMode.NONE

@@ -40,13 +40,18 @@ Around = Callable[[Callable[[], Any]], Any]
 """Calls the forward, on inputs that are filled, in its own way."""
 
 
+Values = Mapping[str, Any]
+"""The tensors of a step, by the names of the inputs."""
+
+
 class Step(NamedTuple):
-    """One step: its batch, its graph or why there is none, and the host's values for it. With
-    `agreed`, ranks have agreed on the graph."""
+    """One step: its batch, its graph or why there is none, and the host's values for it, its
+    updates as `StepExecutor.step_of` resolves them. With `agreed`, ranks have agreed on the
+    graph."""
 
     batch: Batch
     dispatch: Dispatch
-    values: Mapping[str, Any]
+    values: Values
     updates: Any = None
     metadata: Any = None
     agreed: bool = False
@@ -66,11 +71,38 @@ class StepExecutor:
         # after a step that failed with some: nobody says UNCHANGED of those.
         self._last_updates: Any = None
 
+    def step_of(
+        self,
+        batch: Batch,
+        dispatch: Dispatch,
+        values: Values,
+        updates: Any = None,
+        metadata: Any = None,
+        agreed: bool = False,
+    ) -> Step:
+        """A step with its updates: those of the last one for UNCHANGED, else copies. Raises
+        `InvalidUpdateError`, and `MissingUpdateError` for UNCHANGED after a step that failed."""
+        if updates is DEFERRED:
+            raise InvalidUpdateError(
+                "the updates of a runner's step come with it",
+                got="DEFERRED",
+                expected="this step's updates, or UNCHANGED",
+                advice="a GraphWrapper takes them after the call, with update()",
+            )
+        if updates is UNCHANGED:
+            if self._last_updates is WORST_CASE:
+                raise failed_half_way()
+            updates = self._last_updates
+        elif updates is not None:
+            # The host may change its own lists in place before it says UNCHANGED.
+            updates = self._last_updates = _copied(updates)
+        return Step(batch, dispatch, values, updates, metadata, agreed)
+
     def run(
         self,
         prepared: PreparedStep,
         batch: Batch,
-        values: Mapping[str, Any],
+        values: Values,
         context: ForwardContext | None = None,
         *,
         eager: bool = False,
@@ -109,16 +141,17 @@ class StepExecutor:
             entry.graph.replay()
             outputs = entry.outputs
         else:
-            outputs = self._call(prepared, context, around, eager=eager)
+            forward = self.graphs.setup.run_forward
+            call = forward if eager else prepared.call
+            arguments = prepared.arguments(fresh=call is forward)
+            outputs = self._in_context(context, partial(call, **arguments), around)
         if ring is not None:
             ring.launched()
         return prepared.outputs.live(outputs, tokens, reqs)
 
-    def run_padded(
-        self, step: Step, updates: Any, *, eager: bool = False, around: Around | None = None
-    ) -> Any:
+    def run_padded(self, step: Step, *, eager: bool = False, around: Around | None = None) -> Any:
         """Run a step on the inputs that its graph reads, in a context of its own: by the graph, or
-        `eager` as the graph would. `updates` are those of the step, resolved."""
+        `eager` as the graph would. Raises `InvalidUpdateError` for updates of no task."""
         graphs, dispatch = self.graphs, step.dispatch
         prepared = graphs.steps[dispatch.slot]
         assert prepared is not None
@@ -126,7 +159,7 @@ class StepExecutor:
             _NONE if eager else dispatch.mode,
             dispatch.descriptor,
             -1 if eager else dispatch.slot,
-            updates,
+            self._of_graph(prepared, step.updates),
             step.metadata,
             num_reqs=prepared.reqs,
             query_len=live_query_len(step.batch) if dispatch.mode is _PIECEWISE else None,
@@ -135,17 +168,17 @@ class StepExecutor:
         )
         return self.run(prepared, step.batch, step.values, context, eager=eager, around=around)
 
-    def run_unpadded(self, step: Step, updates: Any, around: Around | None = None) -> Any:
-        """Run the forward on copies of the live rows. The `updates` are resolved. `around` calls
-        the forward in a trial, which is none of the host's steps. Raises `InvalidInputError`."""
-        inputs, pool, bind = self.inputs, self.pool, self._bind
+    def run_unpadded(self, step: Step, around: Around | None = None) -> Any:
+        """Run the forward on copies of the live rows. `around` calls the forward in a trial, which
+        is none of the host's steps. Raises `InvalidInputError`."""
+        inputs, pool = self.inputs, self.pool
         batch, values, descriptor = step.batch, step.values, step.dispatch.descriptor
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         context = ForwardContext(
             _NONE,
             descriptor,
             -1,
-            updates,
+            step.updates,
             step.metadata,
             num_reqs=reqs,
             compared=around is not None,
@@ -156,15 +189,15 @@ class StepExecutor:
         views = unseen(partial(inputs.copies, values, tokens, reqs))
         # Not before: they may have been among the inputs.
         pool._expire_outputs()
-        if bind is not None:
-            bind(MappingProxyType(views), descriptor, "eager")
+        if self._bind is not None:
+            self._bind(MappingProxyType(views), descriptor, "eager")
         forward = partial(self.graphs.setup.run_forward, **inputs.declared.nest(views))
-        run = forward if around is None else partial(around, forward)
-        return self._handed_out(self._in_context(context, run))
+        outputs = self._in_context(context, forward, around)
+        return (
+            tree.cloned(outputs) if self._clones else tree.map_leaves(torch.Tensor.detach, outputs)
+        )
 
-    def run_as_part(
-        self, batch: Batch | None, values: Mapping[str, Any], updates: Any, metadata: Any
-    ) -> Any:
+    def run_as_part(self, batch: Batch | None, values: Values, updates: Any, metadata: Any) -> Any:
         """The forward on copies of a step's live rows, inside the capture, or the warm-up, of
         something else: it becomes part of the outer graph.
 
@@ -188,35 +221,22 @@ class StepExecutor:
         views = inputs.copies(values, tokens, reqs)
         return self.graphs.setup.run_forward(**inputs.declared.nest(views))
 
-    def _call(
-        self, prepared: PreparedStep, context: ForwardContext, around: Around | None, *, eager: bool
+    def _in_context(
+        self, context: ForwardContext, run: Callable[[], Any], around: Around | None
     ) -> Any:
-        """The outputs of the step's callable in a context, or `eager` of the forward itself."""
-        forward = self.graphs.setup.run_forward
-        call = forward if eager else prepared.call
-        run = partial(call, **prepared.arguments(fresh=call is forward))
-        return self._in_context(context, run if around is None else partial(around, run))
-
-    def _in_context(self, context: ForwardContext, run: Callable[[], Any]) -> Any:
-        """Call `run` in a context that has the pool meanwhile: by that wrappers know that the step
-        is theirs."""
+        """Call `run`, by `around` if that is given, in a context that has the pool meanwhile: by
+        that wrappers know that the step is theirs."""
         pool, owner = self.pool, self.graphs.setup.owner
         try:
             pool.owner = context
             with context:
-                outputs = run()
+                outputs = run() if around is None else around(run)
             pool.owner = owner
             return outputs
         except BaseException:  # `undoing`, written out: it costs 0.3 us a step
             pool.owner = owner
             context.leave()
             raise
-
-    def _handed_out(self, outputs: Any) -> Any:
-        """The outputs of a forward, as tensors of the caller's own."""
-        if self._clones:
-            return tree.cloned(outputs)
-        return tree.map_leaves(torch.Tensor.detach, outputs)
 
     def step_failed(self, updates: Any) -> None:
         """Note that a step with these updates failed."""
@@ -228,42 +248,15 @@ class StepExecutor:
         as before."""
         undo.later(partial(setattr, self, "_last_updates", self._last_updates))
 
-    def updates_of(self, step: Step, *, padded: bool = True) -> Any:
-        """The updates that the context of a step has: where it is `padded`, those of its graph's
-        tasks alone. Raises `InvalidUpdateError` for names of no task."""
-        updates = step.updates
-        if updates is None:
-            return None
-        if updates is DEFERRED:
-            raise InvalidUpdateError(
-                "the updates of a runner's step come with it",
-                got="DEFERRED",
-                expected="this step's updates, or UNCHANGED",
-                advice="a GraphWrapper takes them after the call, with update()",
-            )
-        slot = step.dispatch.slot if padded else -1
-        if updates is UNCHANGED:
-            if self._last_updates is WORST_CASE:
-                raise failed_half_way()
-            updates = self._last_updates
-        else:
-            # The host may change its own lists in place before it says UNCHANGED.
-            self._last_updates = _copied(updates)
-        if slot >= 0 and (type(updates) is dict or isinstance(updates, Mapping)):
-            updates = self._of_graph(slot, updates)
-        return updates
-
-    def _of_graph(self, slot: int, updates: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _of_graph(self, prepared: PreparedStep, updates: Any) -> Any:
         """The updates of the tasks that a graph has: the host need not know which of its batches
         run by pieces, without tasks."""
-        steps = self.graphs.steps
-        prepared = steps[slot]
-        assert prepared is not None
-        if updates.keys() <= prepared.transaction.task_names:
+        names = prepared.transaction.task_names
+        if updates is None or not isinstance(updates, Mapping) or updates.keys() <= names:
             return updates
-        all_names = [each.transaction.task_names for each in steps if each is not None]
-        check_names(updates, frozenset().union(*all_names))
-        return {name: updates[name] for name in prepared.transaction.task_names & updates.keys()}
+        steps = filter(None, self.graphs.steps)
+        check_names(updates, frozenset().union(*(each.transaction.task_names for each in steps)))
+        return {name: updates[name] for name in names & updates.keys()}
 
 
 def _of_outer_step(context: ForwardContext | None, name: str) -> Any:
@@ -274,7 +267,7 @@ def _of_outer_step(context: ForwardContext | None, name: str) -> Any:
 
 
 def _copied(updates: Any) -> Any:
-    if type(updates) is not dict and not isinstance(updates, Mapping):
+    if not isinstance(updates, Mapping):
         return updates
     return {
         name: (

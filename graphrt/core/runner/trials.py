@@ -77,7 +77,7 @@ def try_examples(
                 expected="a graphrt.Example",
                 advice="return Example(values={...})",
             )
-        step = Step(batch, dispatch, example.values, example.updates, example.metadata)
+        step = executor.step_of(batch, dispatch, example.values, example.updates, example.metadata)
         runs = StepRuns(executor, step)
         verdict = _try(executor, runs, undone=True)
         if verdict.failure is not None:
@@ -147,10 +147,7 @@ class StepRuns:
         flat = inputs.declared.check(step.values, None, None)
         # They may be outputs of the last step, or views of the buffers.
         executor.pool.streams.follow()
-        step = step._replace(values=tree.cloned(flat))
-        resolve = executor.updates_of
-        self._unpadded_step = step._replace(updates=resolve(step, padded=False))
-        self.step = self._eager_step = step._replace(updates=resolve(step))
+        self.step = self._eager_step = step._replace(values=tree.cloned(flat))
         at_bound = graphs.setup.host.metadata
         if at_bound is not None:
             # Graphs have it at its bound, if they have it.
@@ -172,7 +169,7 @@ class StepRuns:
         """The forward on the padded inputs; `disturb` writes other values into padding rows."""
         executor, step = self._executor, self._eager_step
         around = partial(watched, watch, disturb)
-        return tree.cloned(executor.run_padded(step, step.updates, eager=True, around=around))
+        return tree.cloned(executor.run_padded(step, eager=True, around=around))
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         forward = self._executor.graphs.setup.run_forward
@@ -182,7 +179,7 @@ class StepRuns:
         return self.eager(watch, partial(self._executor.inputs.reset, self.prepared.layout))
 
     def replay(self) -> Any:
-        return tree.cloned(self._executor.run_padded(self.step, self.step.updates))
+        return tree.cloned(self._executor.run_padded(self.step))
 
     def disturbed(self, watch: Watch) -> Any:
         disturb = self._executor.inputs.declared.disturb
@@ -193,11 +190,8 @@ class StepRuns:
         if not self.padded:
             return None
         alone = Dispatch(GraphMode.NONE, unpadded_of(self.step.batch), Reason.HIT)
-        step, around = (
-            self._unpadded_step._replace(dispatch=alone),
-            partial(watched, watch, None),
-        )
-        return tree.cloned(self._executor.run_unpadded(step, step.updates, around))
+        step, around = self.step._replace(dispatch=alone), partial(watched, watch, None)
+        return tree.cloned(self._executor.run_unpadded(step, around))
 
 
 @undoing
