@@ -91,7 +91,7 @@ class Ladders:
                 continue
             rung = bisect_left(sizes, tokens)
             if reqs is not None and most_reqs[rung] < reqs:
-                rung = next((at for at in range(rung, len(sizes)) if most_reqs[at] >= reqs), -1)
+                rung = _roomy(most_reqs, rung, reqs)
                 if rung < 0:
                     continue
             if mode in excluded:
@@ -102,6 +102,11 @@ class Ladders:
                 best = ranks[rung]
         graph = None if best is _INF else self._ranked[int(best)]
         return graph, pads, left_out, largest
+
+
+def _roomy(most_reqs: list[float], start: int, reqs: int) -> int:
+    """The first rung from `start` on that has room for so many requests; -1 for none."""
+    return next((rung for rung in range(start, len(most_reqs)) if most_reqs[rung] >= reqs), -1)
 
 
 def _within(bounds: tuple[int, ...], most: tuple[int, ...]) -> bool:

@@ -421,13 +421,8 @@ class CaptureSession:
 
         with context:
             if captures:
-                outputs = state.capture(
-                    graph.descriptor.kind,
-                    graph.mode,
-                    graph.tokens,
-                    calls(),
-                    in_one=graph.wrapper is not None,
-                )
+                in_one, of = graph.wrapper is not None, graph.descriptor.kind
+                outputs = state.capture(of, graph.mode, graph.tokens, calls(), in_one=in_one)
                 state.look()
             else:
                 outputs = state.run(kind, graph.tokens, graph.transaction.fixed, calls)
