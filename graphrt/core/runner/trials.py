@@ -29,7 +29,7 @@ from graphrt.core.runner.checks import Differing
 from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.trial import Trial
+from graphrt.core.trust.trial import Rows, Trial
 from graphrt.core.trust.verdict import Verdict
 from graphrt.core.trust.watching.watch import Watch
 
@@ -160,57 +160,51 @@ class StepRuns:
         assert prepared is not None
         self.prepared = prepared
         reqs = reqs_of(inputs, step.batch, step.values)
-        self.rows, self.live_rows = prepared.tokens, step.batch.num_tokens
-        self.sizes: Sequence[tuple[int, int]] = (self.rows, self.live_rows), (prepared.reqs, reqs)
+        all_rows, live = (prepared.tokens, prepared.reqs), (step.batch.num_tokens, reqs)
+        # Ranks that have agreed on a graph have other live rows each.
+        is_padded = live != all_rows and not step.agreed
+        self.sizes: Sequence[tuple[int, int]] = (
+            [*zip(all_rows, live, strict=True)] if is_padded else []
+        )
         self.together = step.agreed or graphs.setup.host.ranks is not None
-        is_less = self.live_rows < self.rows or reqs < prepared.reqs
-        self.padded = is_less and not step.agreed
         self.has_gradients = torch.is_grad_enabled()
         self._executor = executor
 
-    def eager(self, watch: Watch, disturb: Callable[[], None] | None = None) -> Any:
-        """The forward on the padded inputs; `disturb` writes other values into padding rows."""
-        executor, step = self._executor, self._eager_step
-        around = partial(watched, watch, disturb)
+    def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
+        executor, step, layout = self._executor, self._eager_step, self.prepared.layout
+        inputs, fill = executor.inputs, None
+        if rows == "alone":
+            alone = Dispatch(GraphMode.NONE, unpadded_of(step.batch), Reason.HIT)
+            step = self._unpadded_step._replace(dispatch=alone)
+            around = partial(watched, watch, None)
+            return tree.cloned(executor.run_unpadded(step, step.updates, around))
+        if rows == "padding":
+            fill = partial(inputs.reset, layout)
+        elif rows == "disturbed":
+            fill = partial(inputs.declared.disturb, layout, *(live for _, live in self.sizes))
+        around = partial(watched, watch, fill)
         return tree.cloned(executor.run_padded(step, step.updates, eager=True, around=around))
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         forward = self._executor.graphs.setup.run_forward
         return forward.where(gradients, inference, partial(self.eager, watch))
 
-    def of_padding(self, watch: Watch) -> object:
-        return self.eager(watch, partial(self._executor.inputs.reset, self.prepared.layout))
-
     def replay(self) -> Any:
         return tree.cloned(self._executor.run_padded(self.step, self.step.updates))
-
-    def disturbed(self, watch: Watch) -> Any:
-        disturb = self._executor.inputs.declared.disturb
-        rows = (live for _, live in self.sizes)
-        return self.eager(watch, partial(disturb, self.prepared.layout, *rows))
-
-    def unpadded(self, watch: Watch) -> Any:
-        if not self.padded:
-            return None
-        alone = Dispatch(GraphMode.NONE, unpadded_of(self.step.batch), Reason.HIT)
-        step, around = (
-            self._unpadded_step._replace(dispatch=alone),
-            partial(watched, watch, None),
-        )
-        return tree.cloned(self._executor.run_unpadded(step, step.updates, around))
 
 
 @undoing
 def watched(
     watch: Watch,
     undo: Undo,
-    disturb: Callable[[], None] | None,
+    fill: Callable[[], None] | None,
     forward: Callable[[], Any],
 ) -> Any:
-    """Run the forward on filled inputs, watched. Runners and wrappers in it run their forwards
-    eagerly, as in a warm-up: their graphs and buffers would look like state that it writes."""
-    if disturb is not None:
-        disturb()
+    """Run the forward on filled inputs, watched; `fill` fills them otherwise. Runners and wrappers
+    in it run their forwards eagerly, as in a warm-up: their graphs and buffers would look like
+    state that it writes."""
+    if fill is not None:
+        fill()
     undo.set(warming_up, True)
     # So that eager parts are known as such.
     undo.set(side_doors, _TriedParts(watch))

@@ -39,7 +39,7 @@ from graphrt.core.runner.checks import Checks, TrialRecord
 from graphrt.core.runner.trials import watched
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.trial import Trial
+from graphrt.core.trust.trial import Rows, Trial
 from graphrt.core.trust.watching.watch import Trace, Watch
 
 
@@ -147,7 +147,6 @@ class WrapperTrials:
 class WrapperStep:
     """The runs of a trial: one call of a wrapper, again and again. See `TriedStep`."""
 
-    rows = live_rows = 1
     sizes: Sequence[tuple[int, int]] = ()
     has_gradients = together = False
 
@@ -169,7 +168,7 @@ class WrapperStep:
         for place, before in self._before:
             place.copy_(before)
 
-    def eager(self, watch: Watch) -> Any:
+    def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
         self.put_back()
         self.watch = self.watch or watch
         # A partition of Inductor's clears the list of its arguments.
@@ -180,18 +179,9 @@ class WrapperStep:
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         return self.eager(watch)
 
-    def of_padding(self, watch: Watch) -> Any:
-        return self.eager(watch)
-
     def replay(self) -> Any:
         self.put_back()
         return tree.cloned(self.wrapper._graphs.replay(self.entry, self._context))
-
-    def unpadded(self, watch: Watch) -> Any:
-        return None
-
-    def disturbed(self, watch: Watch) -> Any:
-        return self.eager(watch)
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:

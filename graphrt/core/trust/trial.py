@@ -11,10 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import starmap
-from operator import attrgetter, eq, sub
+from operator import attrgetter, eq
 from types import FrameType, FunctionType, MappingProxyType, MethodType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -60,14 +59,6 @@ T = TypeVar("T")
 _SPREADS = 4
 """A replay may differ from eager by this many times the difference of two eager runs."""
 
-_UNSTEADY = 64
-"""The same factor where eager parts return other values at every call (a clock, fresh random
-numbers): three runs of those may be close to one another by chance."""
-
-_MOST_UNSTEADY = 5
-"""Runs more of such parts, while the replay is further off than that: of three runs with one random
-number each, some are this close (by arithmetic one trial of 4,000)."""
-
 _RUNS = 8
 """The usual most of runs in a trial, each of which saves rows that index writes touch."""
 
@@ -89,37 +80,30 @@ _IGNORED_CALLERS = ("torch", "graphrt")
 asks too. Where torch's own layers branch on it, the results differ by rounding only."""
 
 
+Rows = Literal["padded", "padding", "disturbed", "alone"]
+"""Of an eager run: those of the graph; nothing but padding, as in a warm-up; padding that holds
+live rows, in all inputs whose padding addresses nothing; or the live rows alone."""
+
+
 class TriedStep(Protocol):
     """One step that can be run again and again; each returns copies of the live outputs."""
 
-    rows: int
-    """Tokens of the graph."""
-    live_rows: int
     sizes: Sequence[tuple[int, int]]
-    """Padded and live tokens, and requests."""
+    """Padded and live tokens, and requests; none where all are live."""
     has_gradients: bool
     """Whether its caller has gradients on."""
     together: bool
     """Whether other ranks try the step too, on other values: then no run depends on results."""
 
-    def eager(self, watch: Watch) -> Any:
-        """The forward on the padded inputs, under `watch`."""
+    def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
+        """The forward under `watch`, on such `rows`; of "alone" None where all are live."""
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         """`eager`, where torch reports `gradients` and `inference` mode as on or off: a forward may
         branch on them, and a graph has one branch."""
 
-    def of_padding(self, watch: Watch) -> object:
-        """The forward with nothing but padding rows, as in a warm-up."""
-
     def replay(self) -> Any:
-        """The graph on the same inputs."""
-
-    def unpadded(self, watch: Watch) -> Any:
-        """The forward on the live rows alone; None where they are all."""
-
-    def disturbed(self, watch: Watch) -> Any:
-        """The forward, with padding rows of all inputs that address nothing holding live rows."""
+        """The graph on the padded inputs."""
 
 
 class TriedGraph(NamedTuple):
@@ -186,8 +170,6 @@ class Trial:
         self._mixes_rows = mixes_rows
         self._pads = pads
         self._verdict = Verdict()
-        # How far apart results may be because of eager parts.
-        self._unsteady = 0.0
         # In words, where the capture issued other operators than eager runs do.
         self._another_way = ""
 
@@ -203,7 +185,8 @@ class Trial:
 
     def _judge(self) -> None:
         step, state, verdict = self._step, self._state, self._verdict
-        rows = self._rows()
+        # All rows and the live ones, where they are to be compared with a run without padding.
+        rows = step.sizes[0] if step.sizes and not self._mixes_rows else None
         first = self._watch(rows=rows, keeps_sources=True, compared=True)
         outputs, asked = _asked_in(partial(step.eager, first))
         eager, used = Run(outputs, state.take(), first), first.uses
@@ -211,7 +194,7 @@ class Trial:
         state.restore()
         # A run of padding comes between: if the replay needed something that the eager run left in
         # memory that is not saved, it would find the padding's instead.
-        step.of_padding(self._watch())
+        step.eager(self._watch(), "padding")
         state.restore()
         replayed = Run(step.replay(), state.take(), first)
         state.restore()
@@ -221,13 +204,11 @@ class Trial:
         verdict.asks = asked and self._depends_on_modes(eager, rounding)
         moved = state.python.changed(state.python.was, eager.left.python)
         numbers = self._numbers(moved)
-        if numbers:
-            self._judge_numbers(eager, numbers)
-        if moved and not rebound:
-            # Tensors that are rebound have a name for it already.
-            self._judge_values(eager, moved, numbers)
+        # Tensors that are rebound have a name for it already.
+        if moved or numbers:
+            self._judge_moved(eager, {} if rebound else moved, numbers)
         if compared is not None:
-            self._judge_python(eager, replayed, compared, rounding)
+            self._judge_python(eager, compared, rounding)
         last = self._watch()
         again = Run(step.eager(last), state.take(), last)
         verdict.outputs = again.outputs
@@ -236,10 +217,16 @@ class Trial:
             self._fail(REBOUND, ", ".join(rebound))
         self._note_another_way(first)
         spread = difference(again.outputs, eager.outputs)
+        rounding = max(rounding, 1e-6)
         if self._graph.has_parts and (spread is not None or step.together):
-            self._look_at_parts(eager, again, replayed, spread)
-        rounding = max(rounding, self._unsteady)
-        self._judge_replay(eager, again, replayed, spread, rounding, numbers)
+            rounding = self._tolerance(eager, again, spread, rounding)
+        results = again.outputs, replayed.outputs
+        self._judge_replay("", "differ", spread, results, eager, rounding, numbers)
+        if eager.left.memory:
+            before, *memory = _memory(eager, again, replayed)
+            where, how = " in the state that it writes", "leave different state"
+            spread = difference(memory[0], before)
+            self._judge_replay(where, how, spread, memory, eager, rounding, numbers)
         self._judge_change(first.trace)
         if compared is not None:
             self._judge_padding(eager, compared, rounding)
@@ -273,23 +260,12 @@ class Trial:
             **more,
         )
 
-    def _rows(self) -> tuple[int, int] | None:
-        """All rows and the live ones, where they are to be compared with a run without padding."""
-        rows, live_rows = self._step.rows, self._step.live_rows
-        left = {*starmap(sub, ((rows, live_rows), *self._step.sizes))}
-        return None if self._mixes_rows or left == {0} else (rows, live_rows)
-
-    def _once(self, call: Callable[[Watch], Any], **more: Any) -> Run:
-        """Make one run, and put the state back."""
-        watch = self._watch(**more)
-        run = Run(call(watch), self._state.take(), watch)
-        self._state.restore()
-        return run
-
-    def _attempt(self, how: str, call: Callable[[], T]) -> T | None:
-        """Make a run that only a trial makes: where it raises it is noted `how`, and no failure."""
+    def _more(self, how: str, call: Callable[[Watch], Any], **watch: Any) -> Run | None:
+        """Make a run that only a trial makes, and put the state back. Where it raises it is noted
+        `how`, and no failure."""
+        seen = self._watch(**watch)
         try:
-            return call()
+            return Run(call(seen), self._state.take(), seen)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -302,24 +278,16 @@ class Trial:
         """The step without padding, and what tells whether live rows, and state, depend on padding
         rows: the same, or, where fewer rows would draw other random numbers, the step with changed
         padding rows. No such run where those draw others too."""
-        step, live_rows = self._step, rows[1]
+        run, live = self._step.eager, (rows[1], rows[1])
+        generators, drawn = self._state.generators, eager.left.generators
         # It may be made for the sizes of graphs alone.
-        alone = self._attempt(
-            "does not run without padding",
-            lambda: self._once(step.unpadded, rows=(live_rows, live_rows), compared=True),
-        )
-        if alone is None or alone.outputs is None:
-            return None, None
-        if not self._state.generators.have_drawn(eager.left.generators):
+        how = "does not run without padding"
+        alone = self._more(how, partial(run, rows="alone"), rows=live, compared=True)
+        if alone is None or not generators.have_drawn(drawn):
             return alone, alone
-        disturbed = self._attempt(
-            "with changed padding rows",
-            lambda: self._once(step.disturbed, rows=rows, compared=True),
-        )
-        if disturbed is None:
-            return alone, None
-        drawn = eager.left.generators, disturbed.left.generators
-        if self._state.generators.have_drawn(*drawn):
+        how = "with changed padding rows"
+        disturbed = self._more(how, partial(run, rows="disturbed"), rows=rows, compared=True)
+        if disturbed is not None and generators.have_drawn(drawn, disturbed.left.generators):
             self._verdict.notes.append(
                 "how many random numbers it draws depends on their parameters (as in a Poisson "
                 "distribution), so whether it mixes rows cannot be tried"
@@ -332,37 +300,29 @@ class Trial:
         inference mode switched."""
         otherwise = not torch.is_inference_mode_enabled()
         # With the mode switched torch may refuse to change a tensor in place: that tells nothing.
-        run = self._attempt(
+        run = self._more(
             "with inference mode changed",
-            lambda: self._once(lambda watch: self._step.where_asked(watch, True, otherwise)),
+            lambda watch: self._step.where_asked(watch, True, otherwise),
         )
-        if run is None:
-            return False
-        return _differ(run, eager, rounding, rounded=True)
+        return run is not None and _differ(run, eager, rounding)
 
-    def _look_at_parts(
-        self, eager: Run, again: Run, replayed: Run, spread: Difference | None
-    ) -> None:
-        """Where two eager runs differ, by `spread`, find out whether that is because of eager parts
-        alone, which read a clock at every replay too."""
-        furthest = 0.0 if spread is None else spread.relative
-        apart = difference(replayed.outputs, again.outputs)
-        for _ in range(1 if self._step.together else _MOST_UNSTEADY):
-            self._state.restore()
-            run = self._once(self._step.eager, compared=True)
-            self._state.restore(again.left)
-            if not run.watch.trace.same_captured(eager.watch.trace, has_parts=True):
-                return
-            third = difference(run.outputs, eager.outputs)
-            furthest = max(furthest, 0.0 if third is None else third.relative)
-            if apart is None or apart.relative <= _UNSTEADY * furthest:
-                break
-        if spread is None:
-            return
-        self._unsteady = _UNSTEADY * furthest
+    def _tolerance(
+        self, eager: Run, again: Run, spread: Difference | None, rounding: float
+    ) -> float:
+        """How far results may be apart: any distance where two eager runs differ by more than
+        `rounding` because of eager parts alone, which read a clock at every replay too."""
+        self._state.restore()
+        third = self._more("once more", self._step.eager, compared=True)
+        self._state.restore(again.left)
+        if third is None or spread is None or spread.relative <= rounding:
+            return rounding
+        if not third.watch.trace.same_captured(eager.watch.trace, has_parts=True):
+            return rounding
         self._verdict.notes.append(
-            f"eager parts give something else at every call, as a clock does: {spread.text}"
+            "eager parts give something else at every call, as a clock does, so replays are not "
+            f"compared: {spread.text}"
         )
+        return float("inf")
 
     # Questions -----------------------------------------------------------------------------------
 
@@ -370,6 +330,9 @@ class Trial:
         """Note a failure; the first one counts. `more` is for its texts."""
         if self._graph.changed:
             got += f"\n    what the host has changed since the capture: {self._graph.changed}"
+        if self._graph.moved:
+            moved = described(self._graph.moved)
+            got += f"\n    Python values that eager steps have moved: {moved}"
         failure = refusal(got, graph=self._graph.name, **more)
         self._verdict.failure = self._verdict.failure or failure
 
@@ -385,69 +348,38 @@ class Trial:
 
     def _judge_replay(
         self,
-        eager: Run,
-        again: Run,
-        replayed: Run,
+        where: str,
+        how: str,
         spread: Difference | None,
+        results: Sequence[Any],
+        eager: Run,
         rounding: float,
         numbers: Changes,
     ) -> None:
-        """Does the replay give and leave what eager runs do, as far as these repeat one another?
-        Their outputs differ by `spread`."""
-        results = again.outputs, replayed.outputs
-        questions = [("", "differ", spread, results, max(rounding, 1e-6))]
-        if eager.left.memory:
-            before, two, replay = _memory(eager, again, replayed)
-            where, apart = " in the state that it writes", difference(two, before)
-            questions.append((where, "leave different state", apart, (two, replay), rounding))
-        for where, how, spread, (two, replay), least in questions:
-            if spread is not None and spread.relative > least:
-                python = ", ".join(numbers) or "nothing that could be found"
-                got = f"{spread.text}; Python state that moved: {python}"
-                self._fail(NOT_REPEATED, got, how=how)
-                continue
-            if spread is not None:
-                self._verdict.deterministic = False
-                self._verdict.notes.append(f"not deterministic: eager runs {how} in {spread.text}")
-            apart = difference(replay, two, rounded=bool(self._another_way))
-            if apart is not None:
-                self._compare(apart, spread, where, rounding, eager)
-
-    def _compare(
-        self,
-        apart: Difference,
-        spread: Difference | None,
-        where: str,
-        rounding: float,
-        eager: Run,
-    ) -> None:
-        """Fail where the replay is not as near to eager as its operators let it be."""
+        """Does the replay give, or leave, what eager runs do, as far as these repeat one another?
+        `results` are of an eager run, by `spread` apart from another one, and of the replay."""
+        again, replay = results
+        if spread is not None and spread.relative > rounding:
+            python = ", ".join(numbers) or "nothing that could be found"
+            got = f"{spread.text}; Python state that moved: {python}"
+            self._fail(NOT_REPEATED, got, how=how)
+            return
         if spread is not None:
-            allowed = max(_SPREADS * max(spread.relative, 1e-7), self._unsteady)
-            if apart.relative <= allowed:
-                return
+            self._verdict.deterministic = False
+            self._verdict.notes.append(f"not deterministic: eager runs {how} in {spread.text}")
+        apart = difference(replay, again, rounded=bool(self._another_way))
+        allowed = 0.0 if spread is None else _SPREADS * max(spread.relative, 1e-7)
+        # Equal bits are meant where eager runs have them: another bit may be a difference of 0.
+        if apart is None or rounding == float("inf") or (spread and apart.relative <= allowed):
+            return
         if self._another_way and apart.relative <= rounding:
             self._verdict.notes.append(
                 f"the replay differs by rounding{where} ({apart.text}): the forward takes another "
                 f"way while it is captured, first {self._another_way}"
             )
             return
-        since = ""
-        guilty = self._guilty(eager.watch)
-        if not guilty and self._state.generators.have_drawn(eager.left.generators):
-            since = (
-                "\n    the forward draws random numbers: a graph draws torch's anew, and repeats "
-                "those that Python and NumPy drew at its capture"
-            )
-        if self._graph.moved:
-            moved = described(self._graph.moved)
-            since += f"\n    Python values that eager steps have moved: {moved}"
-        self._fail(
-            NOT_EAGER,
-            f"{apart.text}{guilty}{since}",
-            where=where,
-            allowed="equal bits" if self._verdict.deterministic else "the spread of eager runs",
-        )
+        bits = "equal bits" if self._verdict.deterministic else "the spread of eager runs"
+        self._fail(NOT_EAGER, apart.text + self._guilty(eager), where=where, allowed=bits)
 
     def _note_another_way(self, now: Watch) -> None:
         """Find the first operator that the capture issued otherwise than eager runs do. The capture
@@ -489,13 +421,20 @@ class Trial:
             if at is not None:
                 self._fail(CHANGED, ours.at_source((at, others[at])))
 
-    def _guilty(self, now: Watch) -> str:
-        """The first operator that this step does otherwise than the graph was captured with."""
-        graph, text = self._graph, self._another_way
+    def _guilty(self, eager: Run) -> str:
+        """What the difference of a replay may come from: the first operator that this step does
+        otherwise than the graph was captured with, else random numbers."""
+        graph, text, now = self._graph, self._another_way, eager.watch.trace
         if not text and graph.captured:
-            other = first_difference(now.trace, graph.captured, self._same)
-            text = now.trace.at_source(other)
-        return text and f"\n    the first operator that is another one now is {text}"
+            text = now.at_source(first_difference(now, graph.captured, self._same))
+        if text:
+            return f"\n    the first operator that is another one now is {text}"
+        if not self._state.generators.have_drawn(eager.left.generators):
+            return ""
+        return (
+            "\n    the forward draws random numbers: a graph draws torch's anew, and repeats those "
+            "that Python and NumPy drew at its capture"
+        )
 
     def _judge_padding(self, eager: Run, alone: Run, rounding: float) -> None:
         """Are live rows, and state, what they are without padding?"""
@@ -518,83 +457,64 @@ class Trial:
             use, text = spoilt
             self._fail(STATE_OF_PADDING, f"{text} of {use}")
 
-    def _judge_python(self, eager: Run, replayed: Run, alone: Run, rounding: float) -> None:
+    def _judge_python(self, eager: Run, alone: Run, rounding: float) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure
         where outputs depend on them, else a note."""
         if not self._graph.has_parts:
             return
         python, padded = self._state.python, eager.left.python
-        # What captured parts move no replay does: it leaves that as it was.
-        captured = set(python.diff(replayed.left.python, padded))
-        captured -= set(python.diff(replayed.left.python, python.was))
-        apart = python.diff(padded, alone.left.python)
-        differing = {path: both for path, both in apart.items() if path not in captured}
+        differing = python.diff(padded, alone.left.python)
         for _ in range(2 if differing else 0):
             # Times and latencies, say, are others without padding too, and may be equal by chance.
-            repeated = self._once(self._step.eager)
+            repeated = self._more("once more", self._step.eager)
+            if repeated is None:
+                return
             for path in python.diff(padded, repeated.left.python):
                 differing.pop(path, None)
             if not differing or differs(repeated.outputs, eager.outputs, rounding):
                 return
-        how = self._reaches(differing, padded, alone.left.python, rounding) if differing else None
-        if how is not None:
-            got = f"{described(differing, '{path} = {0}, not {1}')}; from there {how}"
-            self._fail(PYTHON_OF_PADDING, got)
+        if not differing:
             return
-        if differing:
-            self._verdict.notes.append(
-                f"padded steps leave other Python state, on which no output depends: "
-                f"{', '.join(differing)}"[:300]
-            )
+        how = self._reaches(differing, padded, alone.left.python, rounding)
+        if how is not None:
+            got = described(differing, "{path} = {0}, not {1}")
+            self._fail(PYTHON_OF_PADDING, f"{got}; from there the results differ in {how}")
+            return
+        self._verdict.notes.append(
+            f"padded steps leave other Python state, on which no output depends: "
+            f"{', '.join(differing)}"[:300]
+        )
 
     def _reaches(
         self, differing: Changes, padded: Sequence[Any], alone: Sequence[Any], rounding: float
     ) -> str | None:
-        """How outputs of this step differ where it starts from what a padded step has left, and not
-        from what one without padding has; None if they do not."""
+        """How a few steps from here differ where the first finds in Python what a padded step has
+        left, and not what one without padding has; None if they do not."""
         # Memory that only later runs write is left out of the comparison.
         count = len(self._state.memory.take())
-        expected, raised = self._steps_from(alone, count)
-        if raised is not None:
-            return None
+
+        def steps(start: Sequence[Any], moved: Mapping[str, Any], watch: Watch) -> list[Any]:
+            self._state.python.begin(start, moved)
+            runs = range(_STEPS_AFTER)
+            return [(self._step.eager(watch), self._state.memory.take()[:count]) for _ in runs]
+
         numbers = {
             path: (theirs, ours)
             for path, (ours, theirs) in differing.items()
             # Floats that come of live rows are rounded otherwise without padding.
             if step_of(theirs, ours) is not None and not is_rounded(ours, theirs, rounding)
         }
-        for steps in (0, *_STEPS[1:]):
-            moved = {path: further(*both, steps) for path, both in numbers.items()}
-            got, raised = self._steps_from(padded, count, moved if steps else _NONE)
-            if raised is not None:
-                if steps:
-                    # An index out of range, say: it says nothing about other steps.
-                    continue
-                return f"it raises {raised}"
-            apart = difference(got, expected)
-            if apart is not None and apart.relative > rounding:
-                return f"the results differ in {apart.text}"
+        starts = [partial(steps, alone, _NONE), partial(steps, padded, _NONE)]
+        for far in _STEPS[1:] if numbers else ():
+            on = {path: further(*both, far) for path, both in numbers.items()}
+            starts.append(partial(steps, padded, on))
+        expected, *later = [self._more("after a padded step", start) for start in starts]
+        for run in later:
+            if run is not None and expected is not None:
+                apart = difference(run.outputs, expected.outputs)
+                if apart is not None and apart.relative > rounding:
+                    return apart.text
         return None
-
-    def _steps_from(
-        self, start: Sequence[Any], count: int, numbers: Mapping[str, Any] = _NONE
-    ) -> tuple[list[Any], str | None]:
-        """The outputs of a few steps, one after the other, where the first finds `start` in Python,
-        with other `numbers`, and the first `count` pieces of memory that they write; or what they
-        raise."""
-        runs: list[Any] = []
-        self._state.python.begin(start, numbers)
-        try:
-            for _ in range(_STEPS_AFTER):
-                runs.append(self._step.eager(self._watch()))
-                runs.append(self._state.memory.take()[:count])
-            return runs, None
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            return runs, f"{type(error).__name__}: {error}"[:200]
-        finally:
-            self._state.restore()
 
     def _numbers(self, moved: Changes) -> Changes:
         """The numbers that a run has moved and that can be moved further, or that steps before this
@@ -611,120 +531,89 @@ class Trial:
             path: both[path] for path in paths if path in both and step_of(*both[path]) is not None
         }
 
-    def _judge_numbers(self, eager: Run, numbers: Changes) -> None:
-        """Does it do something else when the numbers that it moves have moved on?"""
-        effect = self._depends_on(numbers, eager)
-        if effect is None:
-            self._verdict.harmless = tuple(numbers)
-            return
-        is_one_of_many = len(numbers) > 1 and not self._step.together
-        for path, both in numbers.items() if is_one_of_many else ():
-            alone = self._depends_on({path: both}, eager)
-            if alone is not None:
-                numbers, effect = {path: both}, alone
-                break
-        got = f"{described(numbers)}; moved on, {effect}"
-        self._fail(NUMBER_MOVED, got, kind="number")
+    def _judge_moved(self, eager: Run, moved: Changes, numbers: Changes) -> None:
+        """Does it do something else when the numbers that it moves have moved on, in one of the
+        next runs, or when lists and texts that it moves are much longer, or empty? All of these
+        runs are made where ranks try a step together."""
+        for kind, changes, effect in self._moved_on(eager, moved, numbers):
+            if effect is not None:
+                self._fail(NUMBER_MOVED, f"{described(changes)}; moved on, {effect}", kind=kind)
+                if not self._step.together:
+                    return
+        self._verdict.harmless = tuple(numbers)
 
-    def _judge_values(self, eager: Run, moved: Changes, numbers: Changes) -> None:
-        """Does it do something else in one of the next runs, or when lists and texts that it moves
-        are much longer, or empty?"""
-        left, failed = eager.left.python, self._verdict.failure is not None
-        moved = {
+    def _moved_on(
+        self, eager: Run, moved: Changes, numbers: Changes
+    ) -> Iterator[tuple[str, Changes, str | None]]:
+        """By kind of value, what has moved, and the effect of each run in which it has moved on."""
+        python, left = self._state.python, eager.left.python
+        how = f"with {', '.join(numbers)} moved on"
+        for steps in _STEPS if numbers else ():
+            on = {path: further(*both, steps) for path, both in numbers.items()}
+            yield "number", numbers, self._effect(how, python.was, eager, moved=on)
+        values = {
             path: both
             for path, both in moved.items()
             if path not in numbers and not all(isinstance(each, torch.Tensor) for each in both)
         }
-        if not moved or (failed and not self._step.together):
+        if not values:
             return
         starts = [left]
-
-        def runs() -> Iterator[str | None]:
-            for _ in range(_NEXT_RUNS):
-                watch = self._watch(compared=True)
-                yield self._effect("run again", starts[-1], watch, eager, note=starts.append)
-            later = self._state.python.much_later(left)
-            if later is not None:
-                yield self._effect("much later", later, self._follow(eager), eager)
-
-        effect = self._first(runs())
-        if effect is not None:
-            self._fail(NUMBER_MOVED, f"{described(moved)}; moved on, {effect}", kind="value")
-
-    def _depends_on(self, numbers: Changes, eager: Run) -> str | None:
-        """What is another result, or another operator, when `numbers` have moved on."""
-        was, how = self._state.python.was, f"with {', '.join(numbers)} moved on"
-        starts = [
-            {path: further(*both, steps) for path, both in numbers.items()} for steps in _STEPS
-        ]
-        return self._first(
-            self._effect(how, was, self._follow(eager), eager, moved=each) for each in starts
-        )
-
-    def _first(self, effects: Iterator[str | None]) -> str | None:
-        """The first effect. Where ranks try a step together all of the runs are made."""
-        first = next(filter(None, effects), None)
-        for _ in effects if self._step.together else ():
-            pass
-        return first
-
-    def _follow(self, eager: Run) -> Watch:
-        """A watch that ends a run at the first operator that `eager` did not issue. Where other
-        ranks run too it ends none: they would wait for it in the next collective."""
-        follows = None if self._step.together else eager.watch.trace
-        return self._watch(follows, compared=True)
+        for _ in range(_NEXT_RUNS):
+            yield "value", values, self._effect("run again", starts[-1], eager, leaves=starts)
+        later = python.much_later(left)
+        if later is not None:
+            yield "value", values, self._effect("much later", later, eager)
 
     def _effect(
         self,
         how: str,
         start: Sequence[Any],
-        watch: Watch,
         eager: Run,
         *,
         moved: Mapping[str, Any] = _NONE,
-        note: Callable[[list[Any]], object] = lambda _: None,
+        leaves: list[list[Any]] | None = None,
     ) -> str | None:
         """What is otherwise where the step finds `start` in Python, with numbers that have `moved`;
-        `note` is given what the run has left there. None where nothing is, or it raises."""
-        begin = partial(self._state.python.begin, start, moved)
-        effect = self._attempt(how, lambda: self._from(begin, watch, eager, note))
-        return effect and effect + (f", first {watch.deviation}" if watch.deviation else "")
+        None where nothing is, or it raises. What the run has left in Python is added to `leaves`.
 
-    def _from(
-        self,
-        begin: Callable[[], None],
-        watch: Watch,
-        eager: Run,
-        note: Callable[[list[Any]], object],
-    ) -> str | None:
-        python, memory = self._state.python, self._state.memory
-        try:
-            begin()
-            result = self._step.eager(watch)
-        except Deviation as deviation:
-            # What an eager part would do it does at the replay too.
-            part = self._graph.has_parts and deviation.in_part
-            return None if part else "it does other things"
-        note(python.take())
-        together = self._step.together
-        # Eager parts go by what is in Python, and by clocks, at the replay too.
-        is_same = watch.trace.same_captured(eager.watch.trace, has_parts=self._graph.has_parts)
-        if is_same and not together:
+        A run that is none of the next ones may do harm, so it ends at the first operator that
+        `eager` did not issue: but for ranks, which would wait for it in the next collective.
+        """
+        step, has_parts = self._step, self._graph.has_parts
+        follows = None if step.together or leaves is not None else eager.watch.trace
+
+        def run_from(run: Callable[..., Any], *watch: Watch) -> Any:
+            self._state.python.begin(start, moved)
+            try:
+                return run(*watch)
+            except Deviation as deviation:
+                return deviation
+
+        run = self._more(how, partial(run_from, step.eager), follows=follows, compared=True)
+        if run is None:
             return None
-        left, then = memory.take(), eager.left.memory
-        apart = difference(result, eager.outputs)
+        first = run.watch.deviation and f", first {run.watch.deviation}"
+        if isinstance(run.outputs, Deviation):
+            # What an eager part would do it does at the replay too.
+            return None if has_parts and run.outputs.in_part else f"it does other things{first}"
+        if leaves is not None:
+            leaves.append(run.left.python)
+        # Eager parts go by what is in Python, and by clocks, at the replay too.
+        is_same = run.watch.trace.same_captured(eager.watch.trace, has_parts=has_parts)
+        if is_same and not step.together:
+            return None
         # Rows of an index are saved anew in each run.
-        apart = apart or difference(*still_there(left[: len(then)], then))
-        is_same |= apart is None and not _writes_elsewhere(watch, eager)
-        if self._graph.has_parts and (together or not is_same):
+        apart = difference(run.outputs, eager.outputs) or difference(*_memory(run, eager))
+        is_same |= apart is None and not _writes_elsewhere(run.watch, eager)
+        if has_parts and (step.together or not is_same):
             # Tensors that they make anew may be elsewhere in each run.
-            self._state.restore()
-            begin()
-            replayed = difference(self._step.replay(), result)
-            is_same |= (replayed or difference(memory.take()[: len(left)], left)) is None
+            replayed = self._more(how, lambda _: run_from(step.replay))
+            is_same |= replayed is None or not _differ(replayed, run)
         if is_same:
             return None
-        return "it writes other memory" if apart is None else f"the results differ in {apart.text}"
+        text = "it writes other memory" if apart is None else f"the results differ in {apart.text}"
+        return text + first
 
 
 def _memory(*runs: Run) -> list[list[torch.Tensor]]:
@@ -740,10 +629,13 @@ def _writes_elsewhere(watch: Watch, eager: Run) -> bool:
     return any(watch.uses[key].storage() is not None for key in elsewhere)
 
 
-def _differ(ours: Run, theirs: Run, rounding: float, *, rounded: bool = False) -> bool:
-    """Whether two runs have given something else, or left something else in memory."""
+def _differ(ours: Run, theirs: Run, rounding: float | None = None) -> bool:
+    """Whether two runs have given something else, or left something else in memory; with `rounding`
+    by more than that."""
     now, before = _memory(ours, theirs)
-    return differs([ours.outputs, now], [theirs.outputs, before], rounding, rounded=rounded)
+    is_rounded = rounding is not None
+    apart = difference([ours.outputs, now], [theirs.outputs, before], rounded=is_rounded)
+    return apart is not None and (rounding is None or apart.relative > rounding)
 
 
 def _asked_in(function: Callable[[], T]) -> tuple[T, bool]:
