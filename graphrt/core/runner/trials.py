@@ -106,6 +106,7 @@ def differing_inputs(executor: StepExecutor, step: Step) -> Differing | None:
 def _try(executor: StepExecutor, undo: Undo, runs: StepRuns, *, undone: bool = False) -> Verdict:
     graphs, setup, dispatch = executor.graphs, executor.graphs.setup, runs.step.dispatch
     graph = graphs.checks.graph_to_try(dispatch, graphs.warmed_up.get(dispatch.descriptor.kind))
+    graph = graph._replace(has_metadata=setup.host.metadata is not None)
     trial = Trial(
         runs,
         graph,
@@ -131,11 +132,11 @@ def _note(
 ) -> None:
     """Note the verdict of a trial; strictly, raises the failure."""
     checks, slot = executor.graphs.checks, runs.step.dispatch.slot
-    record = checks.record(slot)
+    record = checks.records[slot]
     is_first = verdict.failure is None and not record.steps
     # What their nodes point to, and no operator has shown, is read too.
     if is_first and executor.graphs.keep_touched([record.descriptor]):
-        checks.glances.go_round()
+        checks.glances.aim()
     checks.tried(slot, verdict, differing)
 
 

@@ -120,7 +120,7 @@ class WrapperTrials:
             self._try(step, dispatch)
         except StateTooLargeError as error:
             checks.cannot_try(slot, error)
-        return checks.record(slot).failure is None
+        return checks.records[slot].failure is None
 
     @undoing
     def _try(self, undo: Undo, step: WrapperStep, dispatch: Dispatch) -> None:
@@ -135,10 +135,10 @@ class WrapperTrials:
         # Its effects are put back: the call itself comes after it.
         verdict = trial.run(undone=True)
         checks.ran_forward(at_every_run=True)
-        if step.watch is not None and not checks.record(slot).steps:
+        if step.watch is not None and not checks.records[slot].steps:
             reads.note(step.watch)
             reads.settle()
-            checks.glances.go_round()
+            checks.glances.aim()
         checks.tried(slot, verdict, None)
         if step.watch is not None and verdict.failure is None:
             self._traces.setdefault(slot, step.watch.trace)
