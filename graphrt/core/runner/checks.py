@@ -22,7 +22,7 @@ from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.trust.ambient import Ambient
 from graphrt.core.trust.host_watch import Changes, HostChanges, Told, described_changes
-from graphrt.core.trust.places.slots import MISSING, Place, same_value
+from graphrt.core.trust.places.slots import Place, same_value
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.trial import TriedGraph
 from graphrt.core.trust.verdict import Verdict
@@ -149,16 +149,14 @@ class _Graph:
             del self.changed[path]
 
     def note_left_out(self, places: Mapping[str, Place | None]) -> None:
-        """Note what is left out, and has another value now than the graph has baked in."""
+        """Note what is left out, and has another value now than the graph has baked in; of what is
+        no plain value nobody knows."""
         for path, was in [*self.baked.items()]:
             place = places[path]
-            now = MISSING if place is None else place.get()
-            if not same_value(was, now):
+            now = Told("this one") if place is None else place.get()
+            if isinstance(was, Told) or not same_value(was, now):
                 self.changed[path] = was, now
                 del self.baked[path]
-
-    def quarantine(self, failure: str) -> None:
-        self.record.status, self.record.failure = "quarantined", failure
 
 
 def _key_of(record: TrialRecord) -> Hashable:
@@ -307,8 +305,7 @@ class Checks:
             failure = next((each.record.failure for each in of_kind if each.record.failure), None)
             if failure is not None:
                 # Also those captured later are in quarantine with it.
-                for graph in of_kind:
-                    graph.quarantine(failure)
+                self._put_aside(of_kind, failure)
             ends = [] if more else [of_kind[0], of_kind[-1]]
             for graph in of_kind if "first" in self._levels else ends:
                 graph.to_try |= graph.record.status == "untried"
@@ -381,9 +378,9 @@ class Checks:
                 self._note_changes(reads, served, changes)
         except BaseException as error:
             # A Ctrl-C, maybe: the host's changes are told once, and some may be lost.
-            for graph in self._served():
-                graph.quarantine(f"a look at what the host has changed ended in {error!r}")
-            self._note_pending()
+            self._put_aside(
+                self._served(), f"a look at what the host has changed ended in {error!r}"
+            )
             raise
 
     def _note_changes(self, reads: ReadSet, served: list[_Graph], changes: HostChanges) -> None:
@@ -564,18 +561,11 @@ class Checks:
 
     def _left_out_for(self, graph: _Graph, paths: Iterable[str]) -> None:
         for path in paths:
-            if graph.passed[path] >= _PASSED:
-                continue
-            graph.passed[path] = _PASSED - 1
-            place = self.harmless[path]
-            now = Told("this one") if place is None else place.get()
-            was, _ = graph.changed.get(path, (now, now))
-            if isinstance(was, Told):
-                # Another object may have its address by now: it is tried as it is.
-                graph.changed.setdefault(path, (Told("another value"), now))
-            else:
-                graph.changed.pop(path, None)
-                graph.baked[path] = was
+            if graph.passed[path] < _PASSED:
+                graph.passed[path] = _PASSED - 1
+                place = self.harmless[path]
+                now = Told("another value") if place is None else place.get()
+                graph.baked[path], _ = graph.changed.pop(path, (now, now))
 
     def cannot_try(self, slot: int, error: StateTooLargeError) -> Reason:
         """A trial cannot save the state of a graph; without a change of the host's, raises that."""
@@ -601,17 +591,18 @@ class Checks:
         """Let all batches run eagerly; the caller raises `failure` itself."""
         if self.on:
             self.glances.aim(tensors=False)
-            for graph in self._graphs.values():
-                graph.quarantine(str(failure))
-            self._note_pending()
+            self._put_aside(self._graphs.values(), failure)
+
+    def _put_aside(self, graphs: Iterable[_Graph], failure: object) -> None:
+        for graph in graphs:
+            graph.record.status, graph.record.failure = "quarantined", str(failure)
+        self._note_pending()
 
     def _quarantine(self, graphs: Collection[_Graph], failure: Exception) -> None:
         """Let the batches of these graphs run eagerly; strictly, raises `failure`."""
-        for graph in graphs:
-            graph.quarantine(str(failure))
+        self._put_aside(graphs, failure)
         # At INFO: the warning below is seen by whoever has set up no logging.
         logger.info("%d graphs are in quarantine: %s", len(graphs), failure)
-        self._note_pending()
         self._say(failure)
 
     def _note_pending(self) -> None:
