@@ -21,7 +21,7 @@ from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import Refusal
 from graphrt.core.device.platform import Platform
-from graphrt.core.trust.compare import Difference, difference, differs, rounding_of
+from graphrt.core.trust.compare import Difference, difference, rounding_of
 from graphrt.core.trust.places.walk import Places
 from graphrt.core.trust.snapshot import (
     Changes,
@@ -41,7 +41,6 @@ from graphrt.core.trust.verdict import (
     PYTHON_OF_PADDING,
     REBOUND,
     ROWS_MIXED,
-    STATE_OF_PADDING,
     Verdict,
 )
 from graphrt.core.trust.watching.watch import (
@@ -88,8 +87,13 @@ live rows, in all inputs whose padding addresses nothing; or the live rows alone
 class TriedStep(Protocol):
     """One step that can be run again and again; each returns copies of the live outputs."""
 
+    inputs: frozenset[int]
+    """The addresses of the storages of its inputs."""
     sizes: Sequence[tuple[int, int]]
-    """Padded and live tokens, and requests; none where all are live."""
+    """Padded and live tokens, and requests; none where all are live, or live rows may depend on
+    padding."""
+    pads: Sequence[int]
+    """Rows that only padding addresses: runs with and without it may leave other values there."""
     has_gradients: bool
     """Whether its caller has gradients on."""
     together: bool
@@ -139,9 +143,7 @@ class Run(NamedTuple):
 class Trial:
     """Tries one step of one graph, of a forward that holds `places`.
 
-    `inputs` are the addresses of the storages of the step's inputs. `mixes_rows` says that live
-    rows may depend on padding. `pads` are rows that only padding addresses, so padded and unpadded
-    runs may leave different values there. With strict options a failed trial leaves no effects.
+    With strict options a failed trial leaves no effects.
     """
 
     def __init__(
@@ -151,10 +153,6 @@ class Trial:
         places: Places,
         platform: Platform,
         options: GraphOptions,
-        *,
-        inputs: frozenset[int] = frozenset(),
-        mixes_rows: bool = False,
-        pads: Sequence[int] = (),
     ) -> None:
         self._step = step
         self._graph = graph
@@ -166,9 +164,6 @@ class Trial:
         limit_bytes = options.state_limit(platform) * _RUNS
         self._state = StateSnapshot(platform.device_type, limit_bytes, sums=False)
         self._state.reach(places)
-        self._inputs = inputs
-        self._mixes_rows = mixes_rows
-        self._pads = pads
         self._verdict = Verdict()
         # In words, where the capture issued other operators than eager runs do.
         self._another_way = ""
@@ -186,7 +181,7 @@ class Trial:
     def _judge(self) -> None:
         step, state, verdict = self._step, self._state, self._verdict
         # All rows and the live ones, where they are to be compared with a run without padding.
-        rows = step.sizes[0] if step.sizes and not self._mixes_rows else None
+        rows = step.sizes[0] if step.sizes else None
         first = self._watch(rows=rows, keeps_sources=True, compared=True)
         outputs, asked = _asked_in(partial(step.eager, first))
         eager, used = Run(outputs, state.take(), first), first.uses
@@ -251,7 +246,7 @@ class Trial:
 
     def _watch(self, follows: Trace | None = None, *, compared: bool = False, **more: Any) -> Watch:
         return Watch(
-            self._inputs,
+            self._step.inputs,
             self._state.memory,
             follows,
             self._state.generators,
@@ -451,11 +446,12 @@ class Trial:
             first = mixing and f"\n    the first operator that mixes rows is {mixing}"
             self._fail(ROWS_MIXED, apart.text + first, how=how, rounding=rounding)
         spoilt = self._state.memory.spoilt(
-            eager.left.memory, alone.left.memory, self._pads, self._step.sizes, rounding
+            eager.left.memory, alone.left.memory, self._step.pads, self._step.sizes, rounding
         )
         if spoilt is not None:
             use, text = spoilt
-            self._fail(STATE_OF_PADDING, f"{text} of {use}")
+            how = "padding rows change state that later steps read"
+            self._fail(ROWS_MIXED, f"{text} of {use}", how=how, rounding=rounding)
 
     def _judge_python(self, eager: Run, alone: Run, rounding: float) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure
@@ -471,7 +467,7 @@ class Trial:
                 return
             for path in python.diff(padded, repeated.left.python):
                 differing.pop(path, None)
-            if not differing or differs(repeated.outputs, eager.outputs, rounding):
+            if not differing or _differ(repeated, eager, rounding):
                 return
         if not differing:
             return

@@ -66,7 +66,6 @@ NOT_EAGER = Refusal(
     advice="pass what changes as an input or write it in place into a tensor; recapture() after "
     "what the forward reads was replaced",
 )
-_EVAL = ", call eval() on a model whose BatchNorm still trains"
 CHANGED = Refusal(
     PythonStateError,
     "{graph}: the host has changed Python values, and the forward does something else now; "
@@ -78,18 +77,11 @@ CHANGED = Refusal(
 ROWS_MIXED = Refusal(
     RowsMixedError,
     "{graph}: {how}",
-    expected="differences of at most {rounding:.3g} of their root mean square",
-    advice="let each row depend on its own request only (mask the padding rows, take the last "
-    f"token of each request by an index input{_EVAL}); where rows are mixed by design, "
-    "Host(mixes_rows=True) says so",
-)
-STATE_OF_PADDING = Refusal(
-    RowsMixedError,
-    "{graph}: padding rows change state that later steps read",
-    expected="state as a step without padding leaves it",
-    advice="mask the padding rows, or address them by an index input whose padding is a row that "
-    f"is nobody's: InputSpec(index=True, pad=...){_EVAL}; where rows are mixed by design, "
-    "Host(mixes_rows=True) says so",
+    expected="what there is without padding, up to {rounding:.3g} of its root mean square",
+    advice="let each row depend on its own request only: mask the padding rows, take the last "
+    "token of each request by an index input, address padding by a row that is nobody's "
+    "(InputSpec(index=True, pad=...)), call eval() on a model whose BatchNorm still trains; where "
+    "rows are mixed by design, Host(mixes_rows=True) says so",
 )
 PYTHON_OF_PADDING = Refusal(
     PythonStateError,
