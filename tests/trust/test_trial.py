@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from graphrt.core.base.errors import PythonStateError, RowsMixedError, VerificationError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.trial import Rows, Trial, TriedGraph
-from graphrt.core.trust.verdict import Verdict
+from graphrt.core.trust.verdict import TrialRecord, Verdict
+from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching.watch import Watch
 from graphrt.cpu.platform import CpuPlatform
 
@@ -96,8 +99,7 @@ class FakeStep:
         inputs = {"padding": live() * 0, "alone": live()[:LIVE]}.get(rows, live())
         return self._run(name, inputs, watch)
 
-    has_gradients = False
-    together = False
+    has_gradients = has_metadata = together = False
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         return self._run("where_asked", live(), watch)
@@ -112,10 +114,11 @@ def live() -> torch.Tensor:
     return x
 
 
-def trial_of(step: FakeStep, **more: Any) -> Trial:
+def trial_of(step: FakeStep, *, mode: str = "FULL", warm: WarmedUp | None = None) -> Trial:
     return Trial(
         step,
-        TriedGraph("FULL [4]", **more),
+        TriedGraph(TrialRecord(GraphMode[mode], BatchDescriptor(ROWS))),
+        warm,
         places_of(step.model),
         CpuPlatform(),
         GraphOptions(state_limit_bytes=1 << 20),
@@ -162,7 +165,7 @@ BAD: dict[str, tuple[Forward, dict[str, Any], type[Exception], str]] = {
         lambda model, x: clean(model, x) * random.SystemRandom().random(),
         {},
         PythonStateError,
-        "nothing that could be found",
+        "two eager runs of one step",
     ),
 }
 
@@ -182,7 +185,7 @@ def test_what_is_wrong_is_a_verdict_that_names_it(name):
     step, error, text = bad(name)
     verdict = tried(step)
     assert type(verdict.failure) is error and text in str(verdict.failure), verdict.failure
-    assert "FULL [4]" in str(verdict.failure)
+    assert "FULL [4 tokens]" in str(verdict.failure)
 
 
 @pytest.mark.parametrize("name", [each for each in BAD if each != "position"])
@@ -211,15 +214,15 @@ def test_the_runs_are_the_same_whether_numbers_move_or_not(name):
     assert step.done == good.done
 
 
-@pytest.mark.parametrize("has_parts", [False, True])
-def test_ranks_that_try_together_make_the_same_runs_whatever_they_find(has_parts):
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_ranks_that_try_together_make_the_same_runs_whatever_they_find(mode):
     """One that ended at its first finding would leave the others in a collective."""
     steps = []
     for forward in (counted, position):
         step = FakeStep(Model())
         step.model.forward = forward
         step.together = True
-        verdict = tried(step, has_parts=has_parts)
+        verdict = tried(step, mode=mode)
         assert (verdict.failure is None) == (forward is counted)
         steps.append(step.done)
     assert steps[0] == steps[1] and len(steps[0]) > len(ORDER)
@@ -477,7 +480,7 @@ def test_the_first_operator_that_is_another_one_than_at_capture_is_named():
     warm = Watch(frozenset([step.buffer.data_ptr()]))
     warm.around(lambda: step.model(step.buffer))
     step.model.forward = lambda model, x: clean(model, x).exp()
-    verdict = tried(step, captured=warm.trace, same_size=False)
+    verdict = tried(step, warm=WarmedUp(2 * ROWS, warm.trace, True, {}))
     assert "the first operator that is another one now is aten.exp" in str(verdict.failure)
     assert "test_trial.py" in str(verdict.failure)
 

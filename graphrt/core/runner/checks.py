@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, Literal
+from operator import gt
+from typing import Any
+
+import torch
 
 from graphrt.core.base.errors import (
     GraphQuarantinedWarning,
@@ -14,19 +17,23 @@ from graphrt.core.base.errors import (
     VerificationError,
     warn_caller,
 )
-from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.batch.descriptor import BatchDescriptor, room_for_reqs
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.base.thread_mode import ThreadMode, dispatch_modes
+from graphrt.core.base.torch_names import (
+    all_function_modes,
+    count_dispatch_modes,
+    function_mode_is_on,
+    function_modes,
+    state_guard,
+)
+from graphrt.core.batch.descriptor import room_for_reqs
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.trust.ambient import Ambient
 from graphrt.core.trust.host_watch import Changes, HostChanges, Told, described_changes
 from graphrt.core.trust.places.slots import Place, same_value
-from graphrt.core.trust.reads import ReadSet
+from graphrt.core.trust.reads import ReadSet, each_call
 from graphrt.core.trust.trial import TriedGraph
-from graphrt.core.trust.verdict import Verdict
-from graphrt.core.trust.warm_up import WarmedUp
+from graphrt.core.trust.verdict import TrialRecord, Verdict
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
@@ -43,21 +50,6 @@ forward moves is moved further in one trial."""
 _DOUBTFUL = 8
 """Trials that a change of the host's has to pass where it cannot be told whether the forward issues
 other operators or numbers for it."""
-
-
-@public("graphrt.types")
-@dataclass
-class TrialRecord:
-    """The findings of trials of one graph. `notes` are differences that are no failure."""
-
-    mode: GraphMode
-    descriptor: BatchDescriptor
-    status: Literal["untried", "tried", "quarantined"] = "untried"
-    steps: int = 0
-    """How many steps were tried."""
-    deterministic: bool = True
-    failure: str | None = None
-    notes: tuple[str, ...] = ()
 
 
 Differing = Mapping[str, frozenset[str]]
@@ -111,24 +103,18 @@ class _Kind:
 
 
 @dataclass
-class _Graph:
-    """One graph: the record of its trials; whether its next step is tried in any case; and the
-    Python values that eager steps have moved since its capture, and those that the host has
-    `changed`, with which it is tried once."""
+class _Graph(TriedGraph):
+    """One graph. With what has moved, or the host has changed, it is tried once."""
 
-    record: TrialRecord
-    kind: _Kind
+    kind: _Kind = field(default_factory=lambda: _Kind({}))
     to_try: bool = False
-    moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    changed: Changes = field(default_factory=Changes)
-    # Trials that have passed with it, though nobody could tell whether operators are others.
+    """Whether its next step is tried in any case."""
     doubts: int = 0
-    # See `Verdict`.
-    varying: Collection[int] | None = None
-    # By path, how many trials have passed with what the host had changed.
+    """Trials passed with a change of which nobody could tell whether operators are others."""
     passed: Counter[str] = field(default_factory=Counter)
-    # By path that is left out, the value that it has baked in, until it was tried with another.
+    """By path, how many trials have passed with what the host had changed."""
     baked: dict[str, Any] = field(default_factory=dict)
+    """By path that is left out, the value that it has baked in, until it was tried with another."""
 
     @property
     def is_wanted(self) -> bool:
@@ -171,6 +157,103 @@ def _other_settings(changed: list[str]) -> VerificationError:
         advice="capture and step under the same settings, or recapture(); gradients: step under "
         "torch.no_grad()",
     )
+
+
+class Ambient:
+    """The settings at capture. `holds` is a few calls of torch's where nothing at all has changed.
+
+    How many threads there are is not among them: a replay depends on it no more than an eager step
+    does. Nor are gradients and inference mode, unless the forward `asks` for them.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._asks = False
+        self._captured = self._now()
+        self._guard: Callable[[], bool]
+        self._modes: list[object]
+        # Graphs have no gradients, whatever was on around their capture.
+        self._asked = {"gradients": False, "inference mode": torch.is_inference_mode_enabled()}
+        self._accept()
+
+    def differences(self) -> list[str]:
+        """The settings that are not what they were at capture; where there are none, what made
+        `holds` false is taken for harmless from now on."""
+        now = self._now()
+        differing = [
+            f"{name}: {_told(value)}, {_told(self._captured[name])} at capture"
+            for name, value in now.items()
+            if value != self._captured[name]
+        ]
+        if not differing:
+            self._accept()
+        return differing
+
+    def ask(self) -> None:
+        """From now on compare gradients and inference mode too: the forward goes by them."""
+        if not self._asks:
+            self._asks = True
+            self._captured |= self._asked
+
+    def holds(self) -> bool:
+        """Whether nothing at all has changed since the last look at what did."""
+        if self._asks:
+            return self._equal()
+        return self._guard() and self._modes == self._modes_now()
+
+    def looks(self) -> Iterator[bool]:
+        """Whether `holds()`, without end. Put together of what runs in C, unless there are modes to
+        be told from one another."""
+        if self._asks or self._modes or not function_mode_is_on:
+            return each_call(self.holds)
+        settings = each_call(self._guard)
+        # Where the one is 1 and the other 0, no mode is on.
+        modeless = map(gt, settings, each_call(function_mode_is_on))
+        return map(gt, modeless, each_call(count_dispatch_modes))
+
+    def _accept(self) -> None:
+        self._guard = self._equal if not state_guard else state_guard().check
+        self._modes = self._modes_now()
+
+    def _equal(self) -> bool:
+        return self._now() == self._captured
+
+    def _modes_now(self) -> list[object]:
+        return [*all_function_modes(), *dispatch_modes()]
+
+    def _now(self) -> dict[str, Any]:
+        cudnn: Any = torch.backends.cudnn
+        matmul, casts = torch.backends.cuda.matmul, torch.is_autocast_enabled(self._device_type)
+        now: dict[str, object] = {
+            "autocast": casts,
+            # It says nothing where autocast is off.
+            "autocast dtype": torch.get_autocast_dtype(self._device_type) if casts else None,
+            "default dtype": torch.get_default_dtype(),
+            "default device": torch.get_default_device(),
+            # That of a default device is known by the device; graphrt's own change nothing.
+            "torch function modes": tuple(function_modes()),
+            "torch dispatch modes": tuple(
+                [mode for mode in dispatch_modes() if not isinstance(mode, ThreadMode)]
+            ),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            # `allow_tf32` raises where somebody has set `fp32_precision`, which knows of both.
+            "TF32 in matmul": matmul.fp32_precision == "tf32",
+            "TF32 in cudnn": cudnn.conv.fp32_precision == "tf32",
+            "TF32 in RNNs of cudnn": cudnn.rnn.fp32_precision == "tf32",
+            "reduced precision sums of float16": matmul.allow_fp16_reduced_precision_reduction,
+            "reduced precision sums of bfloat16": matmul.allow_bf16_reduced_precision_reduction,
+        }
+        if self._asks:
+            now["gradients"] = torch.is_grad_enabled()
+            now["inference mode"] = torch.is_inference_mode_enabled()
+        return now
+
+
+def _told(value: object) -> object:
+    """A setting in a text; of modes, outermost first, their classes."""
+    if not isinstance(value, tuple):
+        return value
+    return ", ".join(type(each).__name__ for each in value) or "none"
 
 
 class Glances:
@@ -295,7 +378,7 @@ class Checks:
             record = TrialRecord(mode, descriptor)
             of_kind = kinds.setdefault(_key_of(record), [])
             kind = of_kind[0].kind if of_kind else _Kind(self._inputs)
-            known[slot] = graph = _Graph(record, kind)
+            known[slot] = graph = _Graph(record, kind=kind)
             of_kind.append(graph)
             if self.harmless:
                 # It has baked in what is there now.
@@ -497,21 +580,10 @@ class Checks:
             kind.tried_padded(differing)
         self._note_pending()
 
-    def graph_to_try(self, dispatch: Dispatch, warm: WarmedUp | None = None) -> TriedGraph:
-        """What a trial is told of a graph; `warm` is the warm-up of its kind."""
-        mode, descriptor, _, slot = dispatch
-        # There is none where nothing is checked.
-        graph = self._graphs.get(slot) or _Graph(TrialRecord(mode, descriptor), _Kind({}))
-        return TriedGraph(
-            f"{mode.name} [{descriptor}]",
-            captured=None if warm is None else warm.trace,
-            issued=None if warm is None else warm.captured.get(mode),
-            same_size=warm is not None and warm.tokens == descriptor.num_tokens,
-            has_parts=mode is GraphMode.PIECEWISE,
-            moved=graph.moved,
-            changed=described_changes(graph.changed),
-            varying=graph.varying,
-        )
+    def graph_to_try(self, dispatch: Dispatch) -> TriedGraph:
+        """What a trial is told of a graph; where nothing is checked that is little."""
+        record = TrialRecord(dispatch.mode, dispatch.descriptor)
+        return self._graphs.get(dispatch.slot) or TriedGraph(record)
 
     def look_after_eager_step(self) -> None:
         """An eager step is over: graphs may have baked in the Python values that it has moved, so

@@ -47,14 +47,15 @@ from graphrt.core.inputs.buffers import reqs_of
 from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.recording import enter_under_way, warming_up
 from graphrt.core.replay.tasks import DEFERRED
-from graphrt.core.runner.checks import Checks, Differing, TrialRecord
+from graphrt.core.runner.checks import Checks, Differing
 from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.trial import Rows, Trial
-from graphrt.core.trust.verdict import Verdict
-from graphrt.core.trust.watching.watch import Trace, Watch
+from graphrt.core.trust.verdict import TrialRecord, Verdict
+from graphrt.core.trust.warm_up import WarmedUp
+from graphrt.core.trust.watching.watch import Watch
 
 _SEED = 0
 """Of the generator that examples are made with: the same on every rank."""
@@ -128,17 +129,11 @@ def differing_inputs(executor: StepExecutor, step: Step) -> Differing | None:
 @undoing
 def _try(executor: StepExecutor, undo: Undo, runs: StepRuns, *, undone: bool = False) -> Verdict:
     graphs, setup, dispatch = executor.graphs, executor.graphs.setup, runs.step.dispatch
-    graph = graphs.checks.graph_to_try(dispatch, graphs.warmed_up.get(dispatch.descriptor.kind))
-    graph = graph._replace(has_metadata=setup.host.metadata is not None)
-    trial = Trial(
-        runs,
-        graph,
-        places_of(setup.forward),
-        executor.pool.platform,
-        setup.options,
-    )
+    warm = graphs.warmed_up.get(dispatch.descriptor.kind)
+    graph, places = graphs.checks.graph_to_try(dispatch), places_of(setup.forward)
+    trial = Trial(runs, graph, warm, places, executor.pool.platform, setup.options)
     for span in graphs.spans:
-        undo.enter(span("trial", graph.name))
+        undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
     # As captures run.
     set_for_capture(undo)
     verdict = trial.run(undone=undone)
@@ -191,6 +186,7 @@ class StepRuns:
         self.pads: Sequence[int] = inputs.declared.unused_addresses(step.values)
         self.together = step.agreed or graphs.setup.host.ranks is not None
         self.has_gradients = torch.is_grad_enabled()
+        self.has_metadata = graphs.setup.host.metadata is not None
         self._executor = executor
 
     def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
@@ -279,8 +275,8 @@ class WrapperTrials:
         # The number of each graph among the checks.
         self._slots: dict[BatchDescriptor, int] = {}
         self._numbers = count()
-        # Of each graph that was tried, the operators of an eager run that it has stood for.
-        self._traces: dict[int, Trace] = {}
+        # Of each graph that was tried, an eager run that it has stood for.
+        self._warm: dict[int, WarmedUp] = {}
 
     @property
     def records(self) -> tuple[TrialRecord, ...]:
@@ -316,13 +312,11 @@ class WrapperTrials:
         reads = None if self._checks is None else self._checks.glances.reads
         if self._checks is None or reads is None:
             return
-        if descriptor is not None and descriptor in self._slots:
-            slot = self._slots.pop(descriptor)
-            self._traces.pop(slot, None)
+        for each in [*self._slots] if descriptor is None else [descriptor]:
+            slot = self._slots.pop(each, -1)
+            self._warm.pop(slot, None)
             self._checks.dropped(slot)
-        if descriptor is None or not self._slots:
-            self._slots.clear()
-            self._traces.clear()
+        if not self._slots:
             self._checks.reset()
             reads.forget()
 
@@ -354,10 +348,9 @@ class WrapperTrials:
         checks, wrapper, slot = self._checks, step.wrapper, dispatch.slot
         assert checks is not None and checks.glances.reads is not None
         undo.later(step.put_back)
-        captured = self._traces.get(slot)
-        graph = checks.graph_to_try(dispatch)._replace(captured=captured, same_size=True)
-        places = places_of(wrapper.runnable)
-        trial = Trial(step, graph, places, wrapper.pool.platform, wrapper.options)
+        graph, places = checks.graph_to_try(dispatch), places_of(wrapper.runnable)
+        platform, options = wrapper.pool.platform, wrapper.options
+        trial = Trial(step, graph, self._warm.get(slot), places, platform, options)
         set_for_capture(undo)
         # Its effects are put back: the call itself comes after it.
         verdict = trial.run(undone=True)
@@ -368,7 +361,8 @@ class WrapperTrials:
             checks.glances.aim()
         checks.tried(slot, verdict, None)
         if step.watch is not None and verdict.failure is None:
-            self._traces.setdefault(slot, step.watch.trace)
+            tokens = dispatch.descriptor.num_tokens
+            self._warm.setdefault(slot, WarmedUp(tokens, step.watch.trace, False, {}))
 
 
 class WrapperStep:
@@ -377,7 +371,7 @@ class WrapperStep:
     inputs: frozenset[int] = frozenset()
     sizes: Sequence[tuple[int, int]] = ()
     pads: Sequence[int] = ()
-    has_gradients = together = False
+    has_gradients = has_metadata = together = False
 
     def __init__(
         self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any

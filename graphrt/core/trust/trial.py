@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, eq
 from types import FrameType, FunctionType, MappingProxyType, MethodType
@@ -18,10 +19,12 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import Refusal
 from graphrt.core.device.platform import Platform
 from graphrt.core.trust.compare import Difference, difference, rounding_of
+from graphrt.core.trust.host_watch import described_changes
 from graphrt.core.trust.places.walk import Places
 from graphrt.core.trust.snapshot import (
     Changes,
@@ -37,12 +40,13 @@ from graphrt.core.trust.verdict import (
     CONSTANT,
     NOT_EAGER,
     NOT_REPEATED,
-    NUMBER_MOVED,
-    PYTHON_OF_PADDING,
+    PYTHON_MOVES,
     REBOUND,
     ROWS_MIXED,
+    TrialRecord,
     Verdict,
 )
+from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching.watch import (
     Deviation,
     Trace,
@@ -96,6 +100,8 @@ class TriedStep(Protocol):
     """Rows that only padding addresses: runs with and without it may leave other values there."""
     has_gradients: bool
     """Whether its caller has gradients on."""
+    has_metadata: bool
+    """Whether operators may be given numbers of its metadata."""
     together: bool
     """Whether other ranks try the step too, on other values: then no run depends on results."""
 
@@ -110,25 +116,16 @@ class TriedStep(Protocol):
         """The graph on the padded inputs."""
 
 
-class TriedGraph(NamedTuple):
-    """The facts about a graph that its trial compares with."""
+@dataclass
+class TriedGraph:
+    """One graph: the record of its trials, and what is known of it since its capture."""
 
-    name: str
-    captured: Trace | None = None
-    """The operators of the warm-up of its kind."""
-    issued: Sequence[Any] | None = None
-    """The operators of the capture after that warm-up."""
-    same_size: bool = False
-    """Whether that warm-up had the size of this graph."""
-    has_parts: bool = False
-    """Whether it may have eager parts."""
-    moved: Changes | None = None
-    """Python values that eager steps have changed since the capture: path -> (then, now)."""
-    changed: str = ""
-    """What the host has changed since, in words."""
-    has_metadata: bool = False
-    """Whether operators may be given numbers of a step's metadata."""
-    varying: Collection[int] | None = None
+    record: TrialRecord
+    moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Python values that eager steps have changed since: path -> (then, now)."""
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Those that the host has changed."""
+    varying: frozenset[int] | None = None
     """See `Verdict`: that of the trials before; None: there was none without a change."""
 
 
@@ -141,23 +138,28 @@ class Run(NamedTuple):
 
 
 class Trial:
-    """Tries one step of one graph, of a forward that holds `places`.
-
-    With strict options a failed trial leaves no effects.
+    """Tries one step of one graph, of a forward that holds `places`, against the warm-up of its
+    kind. With strict options a failed trial leaves no effects.
     """
 
     def __init__(
         self,
         step: TriedStep,
         graph: TriedGraph,
+        warm: WarmedUp | None,
         places: Places,
         platform: Platform,
         options: GraphOptions,
     ) -> None:
         self._step = step
         self._graph = graph
-        # Whether an operator is the graph's; its warm-up may have had another size.
-        self._same: Callable[[Any, Any], bool] = eq if graph.same_size else same_but_for_size
+        self._warm = warm
+        mode, descriptor = graph.record.mode, graph.record.descriptor
+        self._name = f"{mode.name} [{descriptor}]"
+        self._has_parts = mode is GraphMode.PIECEWISE
+        # Whether the warm-up had the size of this graph, and whether an operator is the graph's.
+        self._same_size = warm is not None and warm.tokens == descriptor.num_tokens
+        self._same: Callable[[Any, Any], bool] = eq if self._same_size else same_but_for_size
         self._platform = platform
         self._strict = options.strict
         # The rows that index writes save are saved anew in each run.
@@ -213,15 +215,15 @@ class Trial:
         self._note_another_way(first)
         spread = difference(again.outputs, eager.outputs)
         rounding = max(rounding, 1e-6)
-        if self._graph.has_parts and (spread is not None or step.together):
+        if self._has_parts and (spread is not None or step.together):
             rounding = self._tolerance(eager, again, spread, rounding)
         results = again.outputs, replayed.outputs
-        self._judge_replay("", "differ", spread, results, eager, rounding, numbers)
+        self._judge_replay("", "differ", spread, results, eager, rounding)
         if eager.left.memory:
             before, *memory = _memory(eager, again, replayed)
             where, how = " in the state that it writes", "leave different state"
             spread = difference(memory[0], before)
-            self._judge_replay(where, how, spread, memory, eager, rounding, numbers)
+            self._judge_replay(where, how, spread, memory, eager, rounding)
         self._judge_change(first.trace)
         if compared is not None:
             self._judge_padding(eager, compared, rounding)
@@ -323,20 +325,20 @@ class Trial:
 
     def _fail(self, refusal: Refusal, got: str, **more: Any) -> None:
         """Note a failure; the first one counts. `more` is for its texts."""
-        if self._graph.changed:
-            got += f"\n    what the host has changed since the capture: {self._graph.changed}"
-        if self._graph.moved:
-            moved = described(self._graph.moved)
-            got += f"\n    Python values that eager steps have moved: {moved}"
-        failure = refusal(got, graph=self._graph.name, **more)
+        graph = self._graph
+        for who, changes in (("the host has", graph.changed), ("eager steps have", graph.moved)):
+            if changes:
+                text = described_changes(changes)
+                got += f"\n    what {who} changed since the capture: {text}"
+        failure = refusal(got, graph=self._name, **more)
         self._verdict.failure = self._verdict.failure or failure
 
     def _judge_constants(self, first: Watch, last: Watch) -> None:
         """Does it make tensors of Python data that is other data now?"""
-        graph = self._graph
-        other_data = last.trace.first_other_data(first.trace, has_parts=graph.has_parts)
-        if other_data is None and graph.captured is not None and graph.same_size:
-            other_data = first.trace.first_other_data(graph.captured, has_parts=graph.has_parts)
+        has_parts = self._has_parts
+        other_data = last.trace.first_other_data(first.trace, has_parts=has_parts)
+        if other_data is None and self._warm is not None and self._same_size:
+            other_data = first.trace.first_other_data(self._warm.trace, has_parts=has_parts)
         if other_data is not None:
             got, then = other_data
             self._fail(CONSTANT, got, then=then)
@@ -349,15 +351,12 @@ class Trial:
         results: Sequence[Any],
         eager: Run,
         rounding: float,
-        numbers: Changes,
     ) -> None:
         """Does the replay give, or leave, what eager runs do, as far as these repeat one another?
         `results` are of an eager run, by `spread` apart from another one, and of the replay."""
         again, replay = results
         if spread is not None and spread.relative > rounding:
-            python = ", ".join(numbers) or "nothing that could be found"
-            got = f"{spread.text}; Python state that moved: {python}"
-            self._fail(NOT_REPEATED, got, how=how)
+            self._fail(NOT_REPEATED, spread.text, how=how)
             return
         if spread is not None:
             self._verdict.deterministic = False
@@ -373,20 +372,20 @@ class Trial:
                 f"way while it is captured, first {self._another_way}"
             )
             return
-        bits = "equal bits" if self._verdict.deterministic else "the spread of eager runs"
-        self._fail(NOT_EAGER, apart.text + self._guilty(eager), where=where, allowed=bits)
+        self._fail(NOT_EAGER, apart.text + self._guilty(eager), where=where)
 
     def _note_another_way(self, now: Watch) -> None:
         """Find the first operator that the capture issued otherwise than eager runs do. The capture
         may have had another size, and other operators for that alone; so then the warm-up of that
         size must differ from it too. So must it after a change of the host's: else the change is
         the other way, whose effect may be as small as rounding."""
-        graph = self._graph
-        if graph.issued is None:
+        warm, record = self._warm, self._graph.record
+        issued = None if warm is None else warm.captured.get(record.mode)
+        if warm is None or issued is None:
             return
-        other = first_difference(now.trace.overloads(), graph.issued)
-        is_own = graph.same_size and not graph.changed
-        if is_own or first_difference((graph.captured or Trace()).overloads(), graph.issued):
+        other = first_difference(now.trace.overloads(), issued)
+        is_own = self._same_size and not self._graph.changed
+        if is_own or first_difference(warm.trace.overloads(), issued):
             self._another_way = now.trace.at_source(other)
 
     def _judge_change(self, now: Trace) -> None:
@@ -399,17 +398,17 @@ class Trial:
         warm-up's size whose host has no metadata. Else what differs is doubtful.
         """
         graph, verdict = self._graph, self._verdict
-        if graph.captured is None:
+        if self._warm is None:
             return
         with_addresses = graph.varying is not None or not graph.changed
         ours, theirs = [
-            each.captured(has_parts=graph.has_parts).described(with_addresses=with_addresses)
-            for each in (now, graph.captured)
+            each.captured(has_parts=self._has_parts).described(with_addresses=with_addresses)
+            for each in (now, self._warm.trace)
         ]
         others = dict(differences(ours, theirs, self._same))
         if not graph.changed:
             verdict.varying = frozenset(others)
-        elif not with_addresses and (graph.has_metadata or not graph.same_size):
+        elif not with_addresses and (self._step.has_metadata or not self._same_size):
             verdict.is_doubtful = bool(others)
         else:
             at = next((each for each in others if each not in (graph.varying or ())), None)
@@ -419,9 +418,9 @@ class Trial:
     def _guilty(self, eager: Run) -> str:
         """What the difference of a replay may come from: the first operator that this step does
         otherwise than the graph was captured with, else random numbers."""
-        graph, text, now = self._graph, self._another_way, eager.watch.trace
-        if not text and graph.captured:
-            text = now.at_source(first_difference(now, graph.captured, self._same))
+        text, now = self._another_way, eager.watch.trace
+        if not text and self._warm is not None:
+            text = now.at_source(first_difference(now, self._warm.trace, self._same))
         if text:
             return f"\n    the first operator that is another one now is {text}"
         if not self._state.generators.have_drawn(eager.left.generators):
@@ -456,7 +455,7 @@ class Trial:
     def _judge_python(self, eager: Run, alone: Run, rounding: float) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure
         where outputs depend on them, else a note."""
-        if not self._graph.has_parts:
+        if not self._has_parts:
             return
         python, padded = self._state.python, eager.left.python
         differing = python.diff(padded, alone.left.python)
@@ -473,8 +472,9 @@ class Trial:
             return
         how = self._reaches(differing, padded, alone.left.python, rounding)
         if how is not None:
-            got = described(differing, "{path} = {0}, not {1}")
-            self._fail(PYTHON_OF_PADDING, f"{got}; from there the results differ in {how}")
+            got = described(differing, "{path} = {0}, not {1}") + f"; results differ in {how} then"
+            how = "padding rows change Python state that later steps depend on"
+            self._fail(PYTHON_MOVES, got, how=how)
             return
         self._verdict.notes.append(
             f"padded steps leave other Python state, on which no output depends: "
@@ -515,7 +515,7 @@ class Trial:
     def _numbers(self, moved: Changes) -> Changes:
         """The numbers that a run has moved and that can be moved further, or that steps before this
         one have: what they were, and what they are."""
-        python, earlier = self._state.python, self._graph.moved or {}
+        python, earlier = self._state.python, self._graph.moved
         if not moved and not earlier:
             return {}
         both = dict(moved)
@@ -533,7 +533,8 @@ class Trial:
         runs are made where ranks try a step together."""
         for kind, changes, effect in self._moved_on(eager, moved, numbers):
             if effect is not None:
-                self._fail(NUMBER_MOVED, f"{described(changes)}; moved on, {effect}", kind=kind)
+                how = f"the forward moves a Python {kind} and does something else later"
+                self._fail(PYTHON_MOVES, f"{described(changes)}; moved on, {effect}", how=how)
                 if not self._step.together:
                     return
         self._verdict.harmless = tuple(numbers)
@@ -576,8 +577,7 @@ class Trial:
         A run that is none of the next ones may do harm, so it ends at the first operator that
         `eager` did not issue: but for ranks, which would wait for it in the next collective.
         """
-        step, has_parts = self._step, self._graph.has_parts
-        follows = None if step.together or leaves is not None else eager.watch.trace
+        follows = None if self._step.together or leaves is not None else eager.watch.trace
 
         def run_from(run: Callable[..., Any], *watch: Watch) -> Any:
             self._state.python.begin(start, moved)
@@ -586,30 +586,37 @@ class Trial:
             except Deviation as deviation:
                 return deviation
 
-        run = self._more(how, partial(run_from, step.eager), follows=follows, compared=True)
+        run = self._more(how, partial(run_from, self._step.eager), follows=follows, compared=True)
         if run is None:
             return None
-        first = run.watch.deviation and f", first {run.watch.deviation}"
-        if isinstance(run.outputs, Deviation):
-            # What an eager part would do it does at the replay too.
-            return None if has_parts and run.outputs.in_part else f"it does other things{first}"
         if leaves is not None:
             leaves.append(run.left.python)
+        effect = self._otherwise(run, eager, how, lambda _: run_from(self._step.replay))
+        first = run.watch.deviation and f", first {run.watch.deviation}"
+        return effect and effect + first
+
+    def _otherwise(
+        self, run: Run, eager: Run, how: str, replay: Callable[[Watch], Any]
+    ) -> str | None:
+        """What a run does otherwise than `eager`, and than a `replay` from where it began."""
+        has_parts, together = self._has_parts, self._step.together
+        if isinstance(run.outputs, Deviation):
+            # What an eager part would do it does at the replay too.
+            return None if has_parts and run.outputs.in_part else "it does other things"
         # Eager parts go by what is in Python, and by clocks, at the replay too.
         is_same = run.watch.trace.same_captured(eager.watch.trace, has_parts=has_parts)
-        if is_same and not step.together:
+        if is_same and not together:
             return None
         # Rows of an index are saved anew in each run.
         apart = difference(run.outputs, eager.outputs) or difference(*_memory(run, eager))
         is_same |= apart is None and not _writes_elsewhere(run.watch, eager)
-        if has_parts and (step.together or not is_same):
+        if has_parts and (together or not is_same):
             # Tensors that they make anew may be elsewhere in each run.
-            replayed = self._more(how, lambda _: run_from(step.replay))
+            replayed = self._more(how, replay)
             is_same |= replayed is None or not _differ(replayed, run)
         if is_same:
             return None
-        text = "it writes other memory" if apart is None else f"the results differ in {apart.text}"
-        return text + first
+        return "it writes other memory" if apart is None else f"the results differ in {apart.text}"
 
 
 def _memory(*runs: Run) -> list[list[torch.Tensor]]:
