@@ -204,8 +204,6 @@ class Trial:
         # Tensors that are rebound have a name for it already.
         if moved or numbers:
             self._judge_moved(eager, {} if rebound else moved, numbers)
-        if compared is not None:
-            self._judge_python(eager, compared, rounding)
         last = self._watch()
         again = Run(step.eager(last), state.take(), last)
         verdict.outputs = again.outputs
@@ -222,10 +220,11 @@ class Trial:
         if eager.left.memory:
             before, *memory = _memory(eager, again, replayed)
             where, how = " in the state that it writes", "leave different state"
-            spread = difference(memory[0], before)
-            self._judge_replay(where, how, spread, memory, eager, rounding)
+            apart = difference(memory[0], before)
+            self._judge_replay(where, how, apart, memory, eager, rounding)
         self._judge_change(first.trace)
         if compared is not None:
+            self._judge_python(eager, again, compared, rounding)
             self._judge_padding(eager, compared, rounding)
         self._leave_what_was_asked(alone)
 
@@ -301,7 +300,8 @@ class Trial:
             "with inference mode changed",
             lambda watch: self._step.where_asked(watch, True, otherwise),
         )
-        return run is not None and _differ(run, eager, rounding)
+        apart = None if run is None else _apart(run, eager, rounded=True)
+        return apart is not None and apart.relative > rounding
 
     def _tolerance(
         self, eager: Run, again: Run, spread: Difference | None, rounding: float
@@ -452,34 +452,30 @@ class Trial:
             how = "padding rows change state that later steps read"
             self._fail(ROWS_MIXED, f"{text} of {use}", how=how, rounding=rounding)
 
-    def _judge_python(self, eager: Run, alone: Run, rounding: float) -> None:
+    def _judge_python(self, eager: Run, again: Run, alone: Run, rounding: float) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure
         where outputs depend on them, else a note."""
-        if not self._has_parts:
+        if not self._has_parts or rounding == float("inf"):
             return
         python, padded = self._state.python, eager.left.python
         differing = python.diff(padded, alone.left.python)
-        for _ in range(2 if differing else 0):
-            # Times and latencies, say, are others without padding too, and may be equal by chance.
-            repeated = self._more("once more", self._step.eager)
-            if repeated is None:
-                return
-            for path in python.diff(padded, repeated.left.python):
-                differing.pop(path, None)
-            if not differing or _differ(repeated, eager, rounding):
-                return
+        # Times and latencies, say, are others in each run.
+        for path in python.diff(padded, again.left.python):
+            differing.pop(path, None)
         if not differing:
             return
+        self._state.restore()
         how = self._reaches(differing, padded, alone.left.python, rounding)
-        if how is not None:
-            got = described(differing, "{path} = {0}, not {1}") + f"; results differ in {how} then"
-            how = "padding rows change Python state that later steps depend on"
-            self._fail(PYTHON_MOVES, got, how=how)
+        self._state.restore(again.left)
+        if how is None:
+            self._verdict.notes.append(
+                f"padded steps leave other Python state, on which no output depends: "
+                f"{', '.join(differing)}"[:300]
+            )
             return
-        self._verdict.notes.append(
-            f"padded steps leave other Python state, on which no output depends: "
-            f"{', '.join(differing)}"[:300]
-        )
+        got = described(differing, "{path} = {0}, not {1}") + f"; results differ in {how} then"
+        how = "padding rows change Python state that later steps depend on"
+        self._fail(PYTHON_MOVES, got, how=how)
 
     def _reaches(
         self, differing: Changes, padded: Sequence[Any], alone: Sequence[Any], rounding: float
@@ -515,14 +511,8 @@ class Trial:
     def _numbers(self, moved: Changes) -> Changes:
         """The numbers that a run has moved and that can be moved further, or that steps before this
         one have: what they were, and what they are."""
-        python, earlier = self._state.python, self._graph.moved
-        if not moved and not earlier:
-            return {}
-        both = dict(moved)
-        for slot, now in zip(python.slots, python.was, strict=True):
-            if slot.path in earlier:
-                both[slot.path] = earlier[slot.path][0], now
-        paths = [slot.path for slot in python.numbers if slot.writable]
+        both = {**moved, **self._graph.moved}
+        paths = [slot.path for slot in self._state.python.numbers if slot.writable] if both else ()
         return {
             path: both[path] for path in paths if path in both and step_of(*both[path]) is not None
         }
@@ -613,7 +603,7 @@ class Trial:
         if has_parts and (together or not is_same):
             # Tensors that they make anew may be elsewhere in each run.
             replayed = self._more(how, replay)
-            is_same |= replayed is None or not _differ(replayed, run)
+            is_same |= replayed is None or _apart(replayed, run) is None
         if is_same:
             return None
         return "it writes other memory" if apart is None else f"the results differ in {apart.text}"
@@ -632,13 +622,10 @@ def _writes_elsewhere(watch: Watch, eager: Run) -> bool:
     return any(watch.uses[key].storage() is not None for key in elsewhere)
 
 
-def _differ(ours: Run, theirs: Run, rounding: float | None = None) -> bool:
-    """Whether two runs have given something else, or left something else in memory; with `rounding`
-    by more than that."""
+def _apart(ours: Run, theirs: Run, *, rounded: bool = False) -> Difference | None:
+    """How far apart is what two runs have given, and left in memory."""
     now, before = _memory(ours, theirs)
-    is_rounded = rounding is not None
-    apart = difference([ours.outputs, now], [theirs.outputs, before], rounded=is_rounded)
-    return apart is not None and (rounding is None or apart.relative > rounding)
+    return difference([ours.outputs, now], [theirs.outputs, before], rounded=rounded)
 
 
 def _asked_in(function: Callable[[], T]) -> tuple[T, bool]:
