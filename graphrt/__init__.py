@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from graphrt.core.runner.host import Example, Host
     from graphrt.core.runner.report import RunnerReport
     from graphrt.core.runner.runner import GraphRunner
-    from graphrt.core.runner.wrapper_trials import WrapperTrials
+    from graphrt.core.runner.trials import WrapperTrials
 
 __all__ = [
     "DEFERRED",
@@ -141,7 +141,7 @@ _DEFINED_IN = {
     "SegmentHooks": "core.replay.entry",
     "State": "core.capture.state",
     "UpdatableTask": "core.replay.tasks",
-    "WrapperTrials": "core.runner.wrapper_trials",
+    "WrapperTrials": "core.runner.trials",
     "carry_context": "core.batch.context",
     "current_context": "core.batch.context",
     "current_platform": "core.device.registry",

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from graphrt.core.trust.ambient import Ambient
+from graphrt.core.runner.checks import Ambient
 from tests.trust.twins import ambient_state_put_back
 
 # As a module: the package has the class under another name, and no attribute of this one.
-ambient_module = importlib.import_module("graphrt.core.trust.ambient")
+ambient_module = importlib.import_module("graphrt.core.runner.checks")
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 
 

@@ -12,14 +12,23 @@ import pytest
 import torch
 
 from graphrt.core.base.errors import PythonStateError, RowsMixedError, VerificationError
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.trial import Trial, TriedGraph
-from graphrt.core.trust.verdict import Verdict
+from graphrt.core.trust.trial import Rows, Trial, TriedGraph
+from graphrt.core.trust.verdict import TrialRecord, Verdict
+from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching.watch import Watch
 from graphrt.cpu.platform import CpuPlatform
 
 ROWS, LIVE = 4, 3
+NAMES = {
+    "padded": "eager",
+    "padding": "of_padding",
+    "disturbed": "disturbed",
+    "alone": "unpadded",
+}
 ORDER = ["eager", "of_padding", "replay", "unpadded", "eager"]
 """What runs where no Python number moves."""
 MOVED = [*ORDER[:4], "eager", "eager", "eager", "eager"]
@@ -60,14 +69,12 @@ def replayed(model: Model, x: torch.Tensor) -> torch.Tensor:
 class FakeStep:
     """A step of `model` that keeps a list of its runs; `runs` are stand-ins by name."""
 
-    sizes = ()
-
-    rows, live_rows = ROWS, LIVE
-
-    def __init__(self, model: Model, **runs: Any) -> None:
+    def __init__(self, model: Model, *, sizes: Any = ((ROWS, LIVE),), **runs: Any) -> None:
         self.model = model
+        self.sizes = sizes
         self.runs = {"replay": lambda: replayed(model, live()), **runs}
         self.buffer = torch.empty(ROWS, 2)
+        self.inputs, self.pads = frozenset([self.buffer.data_ptr()]), ()
         self.done: list[str] = []
         self.starts: list[list[float]] = []
         self.fails_at: tuple[int, BaseException] | None = None
@@ -87,30 +94,18 @@ class FakeStep:
         out = run() if watch is None else watch.around(run)
         return out if out is None else out[:LIVE]
 
-    def eager(self, watch: Watch | None) -> Any:
-        return self._run("eager", live(), watch)
+    def eager(self, watch: Watch | None, rows: Rows = "padded") -> Any:
+        name = NAMES[rows]
+        inputs = {"padding": live() * 0, "alone": live()[:LIVE]}.get(rows, live())
+        return self._run(name, inputs, watch)
 
-    has_gradients = False
-    together = False
-    finds_gradients = False
+    has_gradients = has_metadata = together = False
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         return self._run("where_asked", live(), watch)
 
-    def find_gradients(self, watch: Watch) -> None:
-        self._run("find_gradients", live(), watch)
-
-    def of_padding(self, watch: Watch) -> Any:
-        return self._run("of_padding", live() * 0, watch)
-
     def replay(self) -> Any:
         return self._run("replay", live(), None)
-
-    def unpadded(self, watch: Watch) -> Any:
-        return self._run("unpadded", live()[:LIVE], watch)
-
-    def disturbed(self, watch: Watch) -> Any:
-        return self._run("disturbed", live(), watch)
 
 
 def live() -> torch.Tensor:
@@ -119,15 +114,14 @@ def live() -> torch.Tensor:
     return x
 
 
-def trial_of(step: FakeStep, *, mixes_rows: bool = False, **more: Any) -> Trial:
+def trial_of(step: FakeStep, *, mode: str = "FULL", warm: WarmedUp | None = None) -> Trial:
     return Trial(
         step,
-        TriedGraph("FULL [4]", **more),
+        TriedGraph(TrialRecord(GraphMode[mode], BatchDescriptor(ROWS))),
+        warm,
         places_of(step.model),
         CpuPlatform(),
         GraphOptions(state_limit_bytes=1 << 20),
-        inputs=frozenset([step.buffer.data_ptr()]),
-        mixes_rows=mixes_rows,
     )
 
 
@@ -171,7 +165,7 @@ BAD: dict[str, tuple[Forward, dict[str, Any], type[Exception], str]] = {
         lambda model, x: clean(model, x) * random.SystemRandom().random(),
         {},
         PythonStateError,
-        "nothing that could be found",
+        "two eager runs of one step",
     ),
 }
 
@@ -191,7 +185,7 @@ def test_what_is_wrong_is_a_verdict_that_names_it(name):
     step, error, text = bad(name)
     verdict = tried(step)
     assert type(verdict.failure) is error and text in str(verdict.failure), verdict.failure
-    assert "FULL [4]" in str(verdict.failure)
+    assert "FULL [4 tokens]" in str(verdict.failure)
 
 
 @pytest.mark.parametrize("name", [each for each in BAD if each != "position"])
@@ -220,15 +214,15 @@ def test_the_runs_are_the_same_whether_numbers_move_or_not(name):
     assert step.done == good.done
 
 
-@pytest.mark.parametrize("has_parts", [False, True])
-def test_ranks_that_try_together_make_the_same_runs_whatever_they_find(has_parts):
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_ranks_that_try_together_make_the_same_runs_whatever_they_find(mode):
     """One that ended at its first finding would leave the others in a collective."""
     steps = []
     for forward in (counted, position):
         step = FakeStep(Model())
         step.model.forward = forward
         step.together = True
-        verdict = tried(step, has_parts=has_parts)
+        verdict = tried(step, mode=mode)
         assert (verdict.failure is None) == (forward is counted)
         steps.append(step.done)
     assert steps[0] == steps[1] and len(steps[0]) > len(ORDER)
@@ -267,14 +261,16 @@ def test_every_run_starts_from_the_same_state(name, undone):
 
 def test_rows_that_are_mixed_by_design_are_not_run_otherwise():
     step, _, _ = bad("padding")
-    assert tried(step, mixes_rows=True).failure is None
+    step.sizes = ()
+    assert tried(step).failure is None
     assert step.done == [each for each in ORDER if each != "unpadded"]
 
 
 def test_without_padding_rows_nothing_is_compared_with_other_ones():
-    step = FakeStep(Model(), unpadded=lambda: None)
+    step = FakeStep(Model(), sizes=())
     verdict = tried(step)
-    assert verdict.failure is None and step.done == ORDER
+    assert verdict.failure is None
+    assert step.done == [each for each in ORDER if each != "unpadded"]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -290,7 +286,7 @@ def test_after_a_failure_the_step_without_padding_is_handed_out_with_its_state(n
 @pytest.mark.parametrize("name", ["replay", "rebound"])
 def test_after_a_failure_of_a_full_step_the_last_eager_run_is_handed_out(name):
     step, _, _ = bad(name)
-    step.runs["unpadded"] = lambda: None
+    step.sizes = ()
     verdict = tried(step)
     assert verdict.failure is not None
     assert torch.equal(verdict.outputs, clean(Model(), live())[:LIVE])
@@ -438,7 +434,7 @@ def test_a_replay_may_be_a_few_times_as_far_off_as_eager_from_itself(times, fail
         model,
         eager=lambda: clean(model, live())[:LIVE] + next(eager),
         replay=lambda: clean(model, live())[:LIVE] + 1e-3 + times * 1e-3,
-        unpadded=lambda: None,
+        sizes=(),
     )
     model.weight = model.weight.to(torch.bfloat16)  # 0.1 is rounding then
     verdict = tried(step)
@@ -459,7 +455,7 @@ def test_the_state_that_a_replay_leaves_may_be_a_few_times_as_far_off_too(times,
         model,
         eager=lambda: leaves(next(eager)),
         replay=lambda: leaves(1e-4 + times * 1e-4),
-        unpadded=lambda: None,
+        sizes=(),
     )
     verdict = tried(step)
     assert (verdict.failure is not None) is fails
@@ -484,7 +480,7 @@ def test_the_first_operator_that_is_another_one_than_at_capture_is_named():
     warm = Watch(frozenset([step.buffer.data_ptr()]))
     warm.around(lambda: step.model(step.buffer))
     step.model.forward = lambda model, x: clean(model, x).exp()
-    verdict = tried(step, captured=warm.trace, same_size=False)
+    verdict = tried(step, warm=WarmedUp(2 * ROWS, warm.trace, True, {}))
     assert "the first operator that is another one now is aten.exp" in str(verdict.failure)
     assert "test_trial.py" in str(verdict.failure)
 
@@ -497,7 +493,7 @@ def test_the_first_operator_that_mixes_rows_is_named():
     assert "test_trial.py" in text
 
 
-def test_one_of_several_numbers_is_blamed():
+def test_all_numbers_that_moved_are_named():
     model = Model()
 
     def forward(model, x):
@@ -509,7 +505,7 @@ def test_one_of_several_numbers_is_blamed():
     step = FakeStep(model)
     step.runs["replay"] = lambda: replayed(model, live())[:LIVE] * 2
     text = str(tried(step).failure)
-    assert "scale = 1.0, then 2.0" in text and "calls = " not in text
+    assert "scale = 1.0, then 2.0" in text and "calls = 0, then 1" in text
 
 
 def test_a_number_that_only_asserts_is_no_failure():
@@ -552,7 +548,7 @@ def ticking(read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple
         return read(x, model.state)
 
     model.forward = forward
-    step = FakeStep(model, unpadded=lambda: None)
+    step = FakeStep(model, sizes=())
 
     def replay() -> torch.Tensor:
         model.state.fill_(0.5)
@@ -574,7 +570,7 @@ def test_state_that_eager_runs_leave_otherwise_is_a_failure_though_no_output_sho
 
 def test_state_that_eager_runs_leave_otherwise_by_rounding_is_said():
     model, eager = Model(), iter([0.0, 1e-6])
-    step = FakeStep(model, unpadded=lambda: None)
+    step = FakeStep(model, sizes=())
 
     def leaves(value: float) -> torch.Tensor:
         model.state.add_(1 + value)

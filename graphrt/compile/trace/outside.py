@@ -14,7 +14,7 @@ from graphrt.compile.private_torch.guards import Guards, function_modes, hooks_o
 from graphrt.compile.trace._side_effects import Rewritten, readable_name
 from graphrt.compile.trace.parameters import NO_DEFAULT, Parameters
 from graphrt.compile.trace.subject import Method, kind_of, kind_text
-from graphrt.core.trust.ambient import Ambient
+from graphrt.core.runner.checks import Ambient
 
 _AS_TRACED = "what the trace has baked in"
 

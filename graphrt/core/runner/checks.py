@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, Literal
+from operator import gt
+from typing import Any
+
+import torch
 
 from graphrt.core.base.errors import (
     GraphQuarantinedWarning,
@@ -14,19 +17,23 @@ from graphrt.core.base.errors import (
     VerificationError,
     warn_caller,
 )
-from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.batch.descriptor import BatchDescriptor, room_for_reqs
-from graphrt.core.batch.modes import GraphMode
+from graphrt.core.base.thread_mode import ThreadMode, dispatch_modes
+from graphrt.core.base.torch_names import (
+    all_function_modes,
+    count_dispatch_modes,
+    function_mode_is_on,
+    function_modes,
+    state_guard,
+)
+from graphrt.core.batch.descriptor import room_for_reqs
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.trust.ambient import Ambient
 from graphrt.core.trust.host_watch import Changes, HostChanges, Told, described_changes
-from graphrt.core.trust.places.slots import MISSING, Place, same_value
-from graphrt.core.trust.reads import ReadSet
+from graphrt.core.trust.places.slots import Place, same_value
+from graphrt.core.trust.reads import ReadSet, each_call
 from graphrt.core.trust.trial import TriedGraph
-from graphrt.core.trust.verdict import Verdict
-from graphrt.core.trust.warm_up import WarmedUp
+from graphrt.core.trust.verdict import TrialRecord, Verdict
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
@@ -45,21 +52,6 @@ _DOUBTFUL = 8
 other operators or numbers for it."""
 
 
-@public("graphrt.types")
-@dataclass
-class TrialRecord:
-    """The findings of trials of one graph. `notes` are differences that are no failure."""
-
-    mode: GraphMode
-    descriptor: BatchDescriptor
-    status: Literal["untried", "tried", "quarantined"] = "untried"
-    steps: int = 0
-    """How many steps were tried."""
-    deterministic: bool = True
-    failure: str | None = None
-    notes: tuple[str, ...] = ()
-
-
 Differing = Mapping[str, frozenset[str]]
 """By the axes along which a step is padded, the inputs in which live rows differ from padding."""
 
@@ -68,97 +60,67 @@ NO_INPUTS: Differing = {"tokens": frozenset()}
 """Where nothing shows whether rows are mixed, the first padded step is tried."""
 
 
-class _Padding:
-    """The padding rows of one batch axis in the graphs of one kind, and whether trials have shown
-    that live rows do not depend on them.
-
-    The first step with some is tried. A live row that equals the padding shows little there: a mean
-    over equal rows stays as it is, however many of them are padding. So steps are tried until each
-    of the `inputs` has differed from its padding in a trial.
-    """
-
-    def __init__(self, inputs: frozenset[str]) -> None:
-        self.is_awaited = True
-        self._unshown = set(inputs)
-        self._shows_mixing = not inputs
-        self._is_untried = True
-        self._looks = _LOOKS
-
-    def wants(self, differing: frozenset[str]) -> bool:
-        """Whether a step in which these inputs differ from their padding is to be tried."""
-        if self._shows_mixing:
-            self._looks -= 1
-        wanted = self._is_untried or not self._unshown.isdisjoint(differing)
-        if not wanted:
-            self._settle()
-        return wanted
-
-    def tried(self, differing: frozenset[str]) -> None:
-        """Such a step was tried."""
-        self._is_untried = False
-        self._unshown -= differing
-        self._shows_mixing |= bool(differing)
-        self._settle()
-
-    def _settle(self) -> None:
-        if self._shows_mixing and (not self._unshown or self._looks <= 0):
-            self.is_awaited = False
-
-
 class _Kind:
     """The graphs of one kind, and the steps of them that are still to be tried: the first, and
-    padded ones. A step with all of its tokens may have fewer requests than its graph: it shows
-    nothing of the padding of tokens, so each axis is awaited by itself."""
+    padded ones.
+
+    A live row that equals the padding shows little there: a mean over equal rows stays as it is,
+    however many of them are padding. So padded steps are tried until each input has differed from
+    its padding in a trial. A step with all of its tokens may have fewer requests than its graph: it
+    shows nothing of the padding of tokens, so each axis is awaited by itself.
+    """
 
     def __init__(self, inputs: Differing) -> None:
         self.untried = True
         # By path, how many trials have passed with other Python values.
         self.passed = Counter[str]()
-        self._padding = dict(zip(inputs, map(_Padding, inputs.values()), strict=True))
-        # The axes of which steps with padding rows are still to be tried.
-        self.awaited = [*inputs]
+        # By axis, what no trial has shown yet: "", a padded step, and inputs. Axes that have shown
+        # everything, or enough, are left out.
+        self.awaited = {axis: {"", *names} for axis, names in inputs.items()}
+        # By axis of which a trial had an input that differs, how many padded steps are compared.
+        self._looks: dict[str, int] = {}
 
     def wants_padded(self, differing: Differing) -> bool:
         """Whether a step that is padded so is to be tried."""
-        # Each of them counts its looks.
-        wanted = [self._padding[axis].wants(names) for axis, names in differing.items()]
-        self._settle()
-        return any(wanted)
+        is_wanted = False
+        for axis, names in differing.items():
+            if not self.awaited[axis].isdisjoint({"", *names}):
+                is_wanted = True
+            elif axis in self._looks:
+                self._looks[axis] -= 1
+                if not self._looks[axis]:
+                    del self.awaited[axis]
+        return is_wanted
 
     def tried_padded(self, differing: Differing) -> None:
         """Such a step was tried."""
-        for axis, names in differing.items():
-            self._padding[axis].tried(names)
-        self._settle()
-
-    def _settle(self) -> None:
-        self.awaited = [axis for axis, padding in self._padding.items() if padding.is_awaited]
+        for axis in differing.keys() & self.awaited.keys():
+            if differing[axis]:
+                self._looks.setdefault(axis, _LOOKS)
+            self.awaited[axis] -= {"", *differing[axis]}
+            if not self.awaited[axis]:
+                del self.awaited[axis]
 
 
 @dataclass
-class _Graph:
-    """One graph: the record of its trials; whether its next step is tried in any case; and the
-    Python values that eager steps have moved since its capture, and those that the host has
-    `changed`, with which it is tried once."""
+class _Graph(TriedGraph):
+    """One graph. With what has moved, or the host has changed, it is tried once."""
 
-    record: TrialRecord
-    kind: _Kind
+    kind: _Kind = field(default_factory=lambda: _Kind({}))
     to_try: bool = False
-    moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    changed: Changes = field(default_factory=Changes)
-    # Trials that have passed with it, though nobody could tell whether operators are others.
+    """Whether its next step is tried in any case."""
     doubts: int = 0
-    # See `Verdict`.
-    varying: Collection[int] | None = None
-    # By path, how many trials have passed with what the host had changed.
+    """Trials passed with a change of which nobody could tell whether operators are others."""
     passed: Counter[str] = field(default_factory=Counter)
-    # By path that is left out, the value that it has baked in, until it was tried with another.
+    """By path, how many trials have passed with what the host had changed."""
     baked: dict[str, Any] = field(default_factory=dict)
+    """By path that is left out, the value that it has baked in, until it was tried with another."""
 
     @property
     def is_wanted(self) -> bool:
         """Whether its next step is a trial."""
-        return self.to_try or bool(self.moved) or bool(self.changed) or self.kind.untried
+        passed = min(map(self.kind.passed.__getitem__, self.moved), default=_PASSED)
+        return self.to_try or passed < _PASSED or bool(self.changed) or self.kind.untried
 
     def note(self, path: str, was: Any, now: Any) -> None:
         """The host has changed a value; one that is as it was at the last trial is no change. Nor
@@ -173,16 +135,14 @@ class _Graph:
             del self.changed[path]
 
     def note_left_out(self, places: Mapping[str, Place | None]) -> None:
-        """Note what is left out, and has another value now than the graph has baked in."""
+        """Note what is left out, and has another value now than the graph has baked in; of what is
+        no plain value nobody knows."""
         for path, was in [*self.baked.items()]:
             place = places[path]
-            now = MISSING if place is None else place.get()
-            if not same_value(was, now):
+            now = Told("this one") if place is None else place.get()
+            if isinstance(was, Told) or not same_value(was, now):
                 self.changed[path] = was, now
                 del self.baked[path]
-
-    def quarantine(self, failure: str) -> None:
-        self.record.status, self.record.failure = "quarantined", failure
 
 
 def _key_of(record: TrialRecord) -> Hashable:
@@ -199,6 +159,103 @@ def _other_settings(changed: list[str]) -> VerificationError:
     )
 
 
+class Ambient:
+    """The settings at capture. `holds` is a few calls of torch's where nothing at all has changed.
+
+    How many threads there are is not among them: a replay depends on it no more than an eager step
+    does. Nor are gradients and inference mode, unless the forward `asks` for them.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._asks = False
+        self._captured = self._now()
+        self._guard: Callable[[], bool]
+        self._modes: list[object]
+        # Graphs have no gradients, whatever was on around their capture.
+        self._asked = {"gradients": False, "inference mode": torch.is_inference_mode_enabled()}
+        self._accept()
+
+    def differences(self) -> list[str]:
+        """The settings that are not what they were at capture; where there are none, what made
+        `holds` false is taken for harmless from now on."""
+        now = self._now()
+        differing = [
+            f"{name}: {_told(value)}, {_told(self._captured[name])} at capture"
+            for name, value in now.items()
+            if value != self._captured[name]
+        ]
+        if not differing:
+            self._accept()
+        return differing
+
+    def ask(self) -> None:
+        """From now on compare gradients and inference mode too: the forward goes by them."""
+        if not self._asks:
+            self._asks = True
+            self._captured |= self._asked
+
+    def holds(self) -> bool:
+        """Whether nothing at all has changed since the last look at what did."""
+        if self._asks:
+            return self._equal()
+        return self._guard() and self._modes == self._modes_now()
+
+    def looks(self) -> Iterator[bool]:
+        """Whether `holds()`, without end. Put together of what runs in C, unless there are modes to
+        be told from one another."""
+        if self._asks or self._modes or not function_mode_is_on:
+            return each_call(self.holds)
+        settings = each_call(self._guard)
+        # Where the one is 1 and the other 0, no mode is on.
+        modeless = map(gt, settings, each_call(function_mode_is_on))
+        return map(gt, modeless, each_call(count_dispatch_modes))
+
+    def _accept(self) -> None:
+        self._guard = self._equal if not state_guard else state_guard().check
+        self._modes = self._modes_now()
+
+    def _equal(self) -> bool:
+        return self._now() == self._captured
+
+    def _modes_now(self) -> list[object]:
+        return [*all_function_modes(), *dispatch_modes()]
+
+    def _now(self) -> dict[str, Any]:
+        cudnn: Any = torch.backends.cudnn
+        matmul, casts = torch.backends.cuda.matmul, torch.is_autocast_enabled(self._device_type)
+        now: dict[str, object] = {
+            "autocast": casts,
+            # It says nothing where autocast is off.
+            "autocast dtype": torch.get_autocast_dtype(self._device_type) if casts else None,
+            "default dtype": torch.get_default_dtype(),
+            "default device": torch.get_default_device(),
+            # That of a default device is known by the device; graphrt's own change nothing.
+            "torch function modes": tuple(function_modes()),
+            "torch dispatch modes": tuple(
+                [mode for mode in dispatch_modes() if not isinstance(mode, ThreadMode)]
+            ),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            # `allow_tf32` raises where somebody has set `fp32_precision`, which knows of both.
+            "TF32 in matmul": matmul.fp32_precision == "tf32",
+            "TF32 in cudnn": cudnn.conv.fp32_precision == "tf32",
+            "TF32 in RNNs of cudnn": cudnn.rnn.fp32_precision == "tf32",
+            "reduced precision sums of float16": matmul.allow_fp16_reduced_precision_reduction,
+            "reduced precision sums of bfloat16": matmul.allow_bf16_reduced_precision_reduction,
+        }
+        if self._asks:
+            now["gradients"] = torch.is_grad_enabled()
+            now["inference mode"] = torch.is_inference_mode_enabled()
+        return now
+
+
+def _told(value: object) -> object:
+    """A setting in a text; of modes, outermost first, their classes."""
+    if not isinstance(value, tuple):
+        return value
+    return ", ".join(type(each).__name__ for each in value) or "none"
+
+
 class Glances:
     """The look of a step before it is simply replayed: are the settings those of the capture, has
     the host changed nothing in Python, and is a tensor that graphs read where it was?
@@ -208,7 +265,7 @@ class Glances:
     """
 
     # C knows where in an object `looks` is, and `pending` in `Checks`.
-    __slots__ = ("_ambient", "_device_type", "_look_at", "looks", "reads")
+    __slots__ = ("__dict__", "looks")
 
     def __init__(self, reads: ReadSet | None, device_type: str) -> None:
         self.reads = reads
@@ -223,30 +280,29 @@ class Glances:
     def reset(self) -> None:
         """There are no graphs: every step may go on."""
         self._ambient: Ambient | None = None
-        self._look_at: Callable[[Iterator[bool]], Iterator[bool]] | None
-        self.only_settings()
+        self.aim(tensors=False)
 
     def begin(self) -> None:
         """Graphs were captured, or more is known of what they read."""
-        if self._ambient is None:
-            self._ambient = Ambient(self._device_type)
-        self.go_round()
+        self._ambient = self._ambient or Ambient(self._device_type)
+        self.aim()
 
-    def go_round(self) -> None:
-        """Look at every place that leads to a tensor again, one at each step."""
-        self._look_at = None if self.reads is None else self.reads.glances
-        self._look()
-
-    def only_settings(self) -> None:
-        """Look at no more tensors: their graphs are not replayed."""
-        self._look_at = None
-        self._look()
+    def aim(self, *, tensors: bool = True) -> None:
+        """Look at every place that leads to a tensor again, one at each step; or, where graphs are
+        not replayed, at no tensors."""
+        self._sees_tensors = tensors and self.reads is not None
+        looks: Iterator[bool] = repeat(True) if self._ambient is None else self._ambient.looks()
+        if self.reads is not None:
+            looks = self.reads.glances(looks) if tensors else looks
+            looks = self.reads.host.over(looks)
+        # A step takes one of them.
+        self.looks = looks
 
     def ask(self) -> None:
         """The forward asks for gradients, or for inference mode: these are settings too."""
         if self._ambient is not None:
             self._ambient.ask()
-            self._look()
+            self.aim(tensors=self._sees_tensors)
 
     def changed_settings(self) -> list[str]:
         """The settings that are not what they were at the first capture; none before it."""
@@ -254,15 +310,8 @@ class Glances:
         if ambient is None or ambient.holds():
             return []
         changed = ambient.differences()
-        self._look()
+        self.aim(tensors=self._sees_tensors)
         return changed
-
-    def _look(self) -> None:
-        looks: Iterator[bool] = repeat(True) if self._ambient is None else self._ambient.looks()
-        if self._look_at is not None:
-            looks = self._look_at(looks)
-        # A step takes one of them.
-        self.looks = looks if self.reads is None else self.reads.host.over(looks)
 
 
 class Checks:
@@ -274,24 +323,8 @@ class Checks:
     replayed: see `StepEngine.is_clear`.
     """
 
-    __slots__ = (
-        "_graphs",
-        "_has_metadata",
-        "_inputs",
-        "_interrupted",
-        "_interrupts",
-        "_kinds",
-        "_levels",
-        "_reqs",
-        "_steps",
-        "_warned_of",
-        "decided",
-        "glances",
-        "harmless",
-        "on",
-        "pending",
-        "strict",
-    )
+    # C knows where in an object these are.
+    __slots__ = ("__dict__", "on", "pending")
 
     def __init__(
         self,
@@ -301,15 +334,13 @@ class Checks:
         *,
         inputs: Differing = NO_INPUTS,
         reqs: int = 1,
-        has_metadata: bool = False,
     ) -> None:
         """`inputs` are those whose padding rows may show that rows are mixed, by their axes, and
-        `reqs` the most requests that there are rows for. With `has_metadata` a number of an
-        operator may come from the step's metadata, and differ."""
+        `reqs` the most requests that there are rows for."""
         self.on = options.checks("capture")
         self.strict = options.strict
         self._levels = set(filter(options.checks, ("first", "sample", "always")))
-        self._inputs, self._reqs, self._has_metadata = inputs, reqs, has_metadata
+        self._inputs, self._reqs = inputs, reqs
         self._warned_of: set[str] = set()
         self.glances = Glances(reads if reads.watched else None, device_type)
         self.reset()
@@ -317,14 +348,10 @@ class Checks:
     def reset(self) -> None:
         """Forget everything: there are no graphs."""
         self._graphs: dict[int, _Graph] = {}
-        self._kinds: dict[Hashable, _Kind] = {}
         # slot -> the token count, or tokens and requests, of batches that need no trial; -1: every
         # batch needs a closer look.
         self.pending: dict[int, int | tuple[int, int]] = {}
         self._steps = 0
-        # How many looks at the host were interrupted, and the path that stands for what the last
-        # one has lost, until the next look.
-        self._interrupts, self._interrupted = 0, ""
         # What ranks have decided of the next step.
         self.decided: bool | None = None
         # The paths at which changes of the host make no difference, with the places of values.
@@ -336,34 +363,32 @@ class Checks:
         """The findings of trials, by the graph's slot."""
         return {slot: graph.record for slot, graph in self._graphs.items()}
 
-    def record(self, slot: int) -> TrialRecord:
-        """The findings of trials of one graph."""
-        return self._graphs[slot].record
-
     def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
         """Graphs were captured; called with all that there are. With `more` to come it is not known
         yet which of a kind are its smallest and its largest."""
         if not self.on:
             return
         self.glances.begin()
-        kinds: dict[Hashable, list[_Graph]] = {}
+        known, kinds = self._graphs, dict[Hashable, list[_Graph]]()
+        for graph in known.values():
+            kinds.setdefault(_key_of(graph.record), []).append(graph)
         for mode, descriptor, _, slot in graphs:
+            if slot in known:
+                continue
             record = TrialRecord(mode, descriptor)
-            key = _key_of(record)
-            kind = self._kinds.setdefault(key, _Kind(self._inputs))
-            if slot not in self._graphs:
-                self._graphs[slot] = graph = _Graph(record, kind)
-                if self.harmless:
-                    # It has baked in what is there now.
-                    self._left_out_for(graph, self.harmless)
-            kinds.setdefault(key, []).append(self._graphs[slot])
+            of_kind = kinds.setdefault(_key_of(record), [])
+            kind = of_kind[0].kind if of_kind else _Kind(self._inputs)
+            known[slot] = graph = _Graph(record, kind=kind)
+            of_kind.append(graph)
+            if self.harmless:
+                # It has baked in what is there now.
+                self._left_out_for(graph, self.harmless)
         for of_kind in kinds.values():
             of_kind.sort(key=lambda graph: graph.record.descriptor.num_tokens)
             failure = next((each.record.failure for each in of_kind if each.record.failure), None)
             if failure is not None:
                 # Also those captured later are in quarantine with it.
-                for graph in of_kind:
-                    graph.quarantine(failure)
+                self._put_aside(of_kind, failure)
             ends = [] if more else [of_kind[0], of_kind[-1]]
             for graph in of_kind if "first" in self._levels else ends:
                 graph.to_try |= graph.record.status == "untried"
@@ -408,11 +433,11 @@ class Checks:
             self.look_at_host()
             if graph.baked:
                 graph.note_left_out(self.harmless)
-        if record.failure is None and agreed and graph.changed:
-            if self.decided is not None:
+            if agreed and graph.changed and self.decided is not None:
                 # Found after the vote: the next one is on a trial.
                 return Reason.CHANGED
-            self._give_up(graph, "ranks have agreed on the step, so it cannot be tried")
+            if agreed and graph.changed:
+                self._give_up(graph, "ranks have agreed on the step, so it cannot be tried")
         if record.failure is None:
             return None
         if self.strict:
@@ -431,29 +456,24 @@ class Checks:
         if reads is None or reads.host.values is None or not served:
             return
         try:
-            found = reads.take()
-            if self._interrupted:
-                found = found or HostChanges()
-                found.is_structural = True
-                found.note(self._interrupted, Told("unknown"), Told("unknown"))
-            if found is not None:
-                self._note_changes(reads, served, found)
-            self._interrupted = ""
-        except BaseException:
+            changes = reads.take()
+            if changes is not None:
+                self._note_changes(reads, served, changes)
+        except BaseException as error:
             # A Ctrl-C, maybe: the host's changes are told once, and some may be lost.
-            self._interrupts += 1
-            self._interrupted = f"what was lost in a look that was interrupted ({self._interrupts})"
-            self.pending = dict.fromkeys(self._graphs, -1)
+            self._put_aside(
+                self._served(), f"a look at what the host has changed ended in {error!r}"
+            )
             raise
 
-    def _note_changes(self, reads: ReadSet, served: list[_Graph], found: HostChanges) -> None:
-        places = reads.walk() if found.is_structural else None
+    def _note_changes(self, reads: ReadSet, served: list[_Graph], changes: HostChanges) -> None:
+        places = reads.walk() if changes.is_structural else None
         moved = [] if places is None else reads.moved(places)
         if moved:
-            self.glances.only_settings()
+            self.glances.aim(tensors=False)
             self._quarantine(self._graphs.values(), reads.stale(moved))
             return
-        for path, (was, now) in found.changes.items():
+        for path, (was, now) in changes.changes.items():
             if path in self.harmless:
                 # Another object is there than the one whose changes are left out already.
                 reads.host.ignore(path)
@@ -462,10 +482,9 @@ class Checks:
                 graph.note(path, was, now)
         if places is not None:
             reads.settle(places)
-        if any(graph.baked for graph in served):
-            # Other objects may be there.
-            self.harmless = reads.host.places_at(self.harmless)
-        self.glances.go_round()
+        # Other objects may be there.
+        self.harmless = reads.host.places_at(self.harmless)
+        self.glances.aim()
         self._note_pending()
 
     def ran_forward(self, *, at_every_run: bool) -> None:
@@ -473,12 +492,12 @@ class Checks:
         or `at_every_run`."""
         reads = self.glances.reads
         if reads is not None and reads.host.forget(at_every_run=at_every_run):
-            self.glances.go_round()
+            self.glances.aim()
 
     def _served(self) -> list[_Graph]:
         return [graph for graph in self._graphs.values() if graph.record.failure is None]
 
-    def awaited_padding(self, slot: int) -> list[str]:
+    def awaited_padding(self, slot: int) -> Collection[str]:
         """The axes along which padded steps of the graph may be tried for being padded."""
         return self._graphs[slot].kind.awaited
 
@@ -493,10 +512,10 @@ class Checks:
         if graph.is_wanted:
             return True
         if differing is not None:
-            awaited = kind.awaited
+            awaited = len(kind.awaited)
             if kind.wants_padded(differing):
                 return True
-            if kind.awaited != awaited:
+            if len(kind.awaited) < awaited:
                 self._note_pending()
         self._steps += 1
         return self._is_sampled(self._steps)
@@ -507,10 +526,10 @@ class Checks:
     def for_vote(self) -> tuple[Collection[int], Collection[int]]:
         """Of which graphs the next step has to be tried, whatever its batch is, and which are in
         quarantine: ranks decide on a step together."""
-        if self.on and self.glances.rung:
-            self.look_at_host()
-        if not self.on or not self.pending:
+        if not self.on:
             return (), ()
+        if self.glances.rung:
+            self.look_at_host()
         is_sampled = self._is_sampled(self._steps + 1)
         to_try, failed = [], []
         for slot in (slot for slot, rows in self.pending.items() if rows == -1):
@@ -561,21 +580,10 @@ class Checks:
             kind.tried_padded(differing)
         self._note_pending()
 
-    def graph_to_try(self, dispatch: Dispatch, warm: WarmedUp | None = None) -> TriedGraph:
-        """What a trial is told of a graph; `warm` is the warm-up of its kind."""
-        mode, descriptor, _, slot = dispatch
-        graph = self._graphs.get(slot)
-        return TriedGraph(
-            f"{mode.name} [{descriptor}]",
-            captured=None if warm is None else warm.trace,
-            issued=None if warm is None else warm.captured.get(mode),
-            same_size=warm is not None and warm.tokens == descriptor.num_tokens,
-            has_parts=mode is GraphMode.PIECEWISE,
-            moved=None if graph is None else graph.moved,
-            changed="" if graph is None else described_changes(graph.changed),
-            has_metadata=self._has_metadata,
-            varying=None if graph is None else graph.varying,
-        )
+    def graph_to_try(self, dispatch: Dispatch) -> TriedGraph:
+        """What a trial is told of a graph; where nothing is checked that is little."""
+        record = TrialRecord(dispatch.mode, dispatch.descriptor)
+        return self._graphs.get(dispatch.slot) or TriedGraph(record)
 
     def look_after_eager_step(self) -> None:
         """An eager step is over: graphs may have baked in the Python values that it has moved, so
@@ -609,10 +617,6 @@ class Checks:
         graph.moved = {}
         for path in numbers:
             passed[path] = _PASSED
-        for other in self._graphs.values():
-            for path in [*other.moved]:
-                if other.kind.passed[path] >= _PASSED:
-                    del other.moved[path]
 
     def _leave_out(self, path: str) -> None:
         """Look at changes of a value no more: three made no difference to one graph. Every other
@@ -629,18 +633,11 @@ class Checks:
 
     def _left_out_for(self, graph: _Graph, paths: Iterable[str]) -> None:
         for path in paths:
-            if graph.passed[path] >= _PASSED:
-                continue
-            graph.passed[path] = _PASSED - 1
-            place = self.harmless[path]
-            now = Told("this one") if place is None else place.get()
-            was, _ = graph.changed.get(path, (now, now))
-            if isinstance(was, Told):
-                # Another object may have its address by now: it is tried as it is.
-                graph.changed.setdefault(path, (Told("another value"), now))
-            else:
-                graph.changed.pop(path, None)
-                graph.baked[path] = was
+            if graph.passed[path] < _PASSED:
+                graph.passed[path] = _PASSED - 1
+                place = self.harmless[path]
+                now = Told("another value") if place is None else place.get()
+                graph.baked[path], _ = graph.changed.pop(path, (now, now))
 
     def cannot_try(self, slot: int, error: StateTooLargeError) -> Reason:
         """A trial cannot save the state of a graph; without a change of the host's, raises that."""
@@ -665,19 +662,19 @@ class Checks:
     def set_aside(self, failure: Exception) -> None:
         """Let all batches run eagerly; the caller raises `failure` itself."""
         if self.on:
-            self.glances.only_settings()
-            for graph in self._graphs.values():
-                graph.quarantine(str(failure))
-            self._note_pending()
+            self.glances.aim(tensors=False)
+            self._put_aside(self._graphs.values(), failure)
 
-    def _quarantine(self, graphs: Iterable[_Graph], failure: Exception) -> None:
-        """Let the batches of these graphs run eagerly; strictly, raises `failure`."""
-        quarantined = list(graphs)
-        for graph in quarantined:
-            graph.quarantine(str(failure))
-        # At INFO: the warning below is seen by whoever has set up no logging.
-        logger.info("%d graphs are in quarantine: %s", len(quarantined), failure)
+    def _put_aside(self, graphs: Iterable[_Graph], failure: object) -> None:
+        for graph in graphs:
+            graph.record.status, graph.record.failure = "quarantined", str(failure)
         self._note_pending()
+
+    def _quarantine(self, graphs: Collection[_Graph], failure: Exception) -> None:
+        """Let the batches of these graphs run eagerly; strictly, raises `failure`."""
+        self._put_aside(graphs, failure)
+        # At INFO: the warning below is seen by whoever has set up no logging.
+        logger.info("%d graphs are in quarantine: %s", len(graphs), failure)
         self._say(failure)
 
     def _note_pending(self) -> None:
@@ -699,9 +696,6 @@ class Checks:
         if self.strict:
             raise failure
         text = f"steps run eagerly from here on: {failure}"
-        self._warn_once(text, GraphQuarantinedWarning)
-
-    def _warn_once(self, text: str, category: type[Warning]) -> None:
         if text not in self._warned_of:
             self._warned_of.add(text)
-            warn_caller(text, category)
+            warn_caller(text, GraphQuarantinedWarning)

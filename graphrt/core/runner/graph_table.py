@@ -232,7 +232,6 @@ class GraphTable:
             setup.pool.platform.device_type,
             inputs=NO_INPUTS if setup.host.mixes_rows else setup.inputs.declared.by_axis,
             reqs=setup.inputs.reqs,
-            has_metadata=setup.host.metadata is not None,
         )
         self.wrappers = setup.wrappers()
         self.setup = setup

@@ -20,10 +20,10 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.runner.checks import TrialRecord
 from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.reads import TensorUse
+from graphrt.core.trust.verdict import TrialRecord
 from graphrt.core.trust.watching.pointers import UnknownMemory
 
 FORMAT = 2

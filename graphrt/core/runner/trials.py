@@ -1,18 +1,37 @@
-"""Trials of a runner's steps: one step is run several times, by its graph and eagerly."""
+"""Trials of a runner's steps, and of the calls of a wrapper whose host runs its own steps: one is
+run several times, by its graph and eagerly.
+
+A bare wrapper replays whatever its host has changed in Python since the capture. With
+`trials=WrapperTrials()` its graphs are checked as those of a runner are (checks.py):
+
+1. The first replay of each kind of graph is a trial: the runnable runs eagerly beside it. From that
+   run it is known which tensors graphs read.
+2. At each call it is asked whether the host has changed anything that the runnable looks up. After
+   a change the next call of each graph is a trial.
+3. A graph that differs from its runnable goes into quarantine, with a warning that names the
+   attribute: its calls run eagerly until the host drops and captures it again.
+
+A trial puts back what its runs write, the arguments included. It knows nothing of padding, which is
+the host's: rows that are mixed are not found. Steps with `DEFERRED` updates are replayed untried.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.thread_mode import set_for_capture
-from graphrt.core.batch.descriptor import example_of
+from graphrt.core.base.errors import InvalidOptionError, StateTooLargeError
+from graphrt.core.base.homes import public
+from graphrt.core.base.thread_mode import set_for_capture, unseen
+from graphrt.core.base.torch_names import inference_guard
+from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.descriptor import BatchDescriptor, example_of
 from graphrt.core.batch.descriptor import unpadded as unpadded_of
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import (
@@ -22,15 +41,20 @@ from graphrt.core.capture.guard import (
     refuse_transform,
     side_doors,
 )
+from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
+from graphrt.core.replay.entry import Entry
 from graphrt.core.replay.recording import enter_under_way, warming_up
-from graphrt.core.runner.checks import Differing
+from graphrt.core.replay.tasks import DEFERRED
+from graphrt.core.runner.checks import Checks, Differing
 from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.host import Example, MakeExample
 from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.trial import Trial
-from graphrt.core.trust.verdict import Verdict
+from graphrt.core.trust.reads import ReadSet
+from graphrt.core.trust.trial import Rows, Trial
+from graphrt.core.trust.verdict import TrialRecord, Verdict
+from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching.watch import Watch
 
 _SEED = 0
@@ -105,19 +129,11 @@ def differing_inputs(executor: StepExecutor, step: Step) -> Differing | None:
 @undoing
 def _try(executor: StepExecutor, undo: Undo, runs: StepRuns, *, undone: bool = False) -> Verdict:
     graphs, setup, dispatch = executor.graphs, executor.graphs.setup, runs.step.dispatch
-    graph = graphs.checks.graph_to_try(dispatch, graphs.warmed_up.get(dispatch.descriptor.kind))
-    trial = Trial(
-        runs,
-        graph,
-        places_of(setup.forward),
-        executor.pool.platform,
-        setup.options,
-        inputs=runs.prepared.storages(),
-        mixes_rows=setup.host.mixes_rows,
-        pads=executor.inputs.declared.unused_addresses(runs.step.values),
-    )
+    warm = graphs.warmed_up.get(dispatch.descriptor.kind)
+    graph, places = graphs.checks.graph_to_try(dispatch), places_of(setup.forward)
+    trial = Trial(runs, graph, warm, places, executor.pool.platform, setup.options)
     for span in graphs.spans:
-        undo.enter(span("trial", graph.name))
+        undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
     # As captures run.
     set_for_capture(undo)
     verdict = trial.run(undone=undone)
@@ -131,11 +147,11 @@ def _note(
 ) -> None:
     """Note the verdict of a trial; strictly, raises the failure."""
     checks, slot = executor.graphs.checks, runs.step.dispatch.slot
-    record = checks.record(slot)
+    record = checks.records[slot]
     is_first = verdict.failure is None and not record.steps
     # What their nodes point to, and no operator has shown, is read too.
     if is_first and executor.graphs.keep_touched([record.descriptor]):
-        checks.glances.go_round()
+        checks.glances.aim()
     checks.tried(slot, verdict, differing)
 
 
@@ -157,54 +173,54 @@ class StepRuns:
         assert prepared is not None
         self.prepared = prepared
         reqs = reqs_of(inputs, step.batch, step.values)
-        self.rows, self.live_rows = prepared.tokens, step.batch.num_tokens
-        self.sizes: Sequence[tuple[int, int]] = (self.rows, self.live_rows), (prepared.reqs, reqs)
+        all_rows, live = (prepared.tokens, prepared.reqs), (step.batch.num_tokens, reqs)
+        # Ranks that have agreed on a graph have other live rows each.
+        is_padded = live != all_rows and not (step.agreed or graphs.setup.host.mixes_rows)
+        self.sizes: Sequence[tuple[int, int]] = (
+            [*zip(all_rows, live, strict=True)] if is_padded else []
+        )
+        self.inputs = prepared.storages()
+        self.pads: Sequence[int] = inputs.declared.unused_addresses(step.values)
         self.together = step.agreed or graphs.setup.host.ranks is not None
-        is_less = self.live_rows < self.rows or reqs < prepared.reqs
-        self.padded = is_less and not step.agreed
         self.has_gradients = torch.is_grad_enabled()
+        self.has_metadata = graphs.setup.host.metadata is not None
         self._executor = executor
 
-    def eager(self, watch: Watch, disturb: Callable[[], None] | None = None) -> Any:
-        """The forward on the padded inputs; `disturb` writes other values into padding rows."""
-        executor, step = self._executor, self._eager_step
-        around = partial(watched, watch, disturb)
+    def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
+        executor, step, layout = self._executor, self._eager_step, self.prepared.layout
+        inputs, fill = executor.inputs, None
+        if rows == "alone":
+            alone = Dispatch(GraphMode.NONE, unpadded_of(step.batch), Reason.HIT)
+            step = self.step._replace(dispatch=alone)
+            around = partial(watched, watch, None)
+            return tree.cloned(executor.run_unpadded(step, around))
+        if rows == "padding":
+            fill = partial(inputs.reset, layout)
+        elif rows == "disturbed":
+            fill = partial(inputs.declared.disturb, layout, *(live for _, live in self.sizes))
+        around = partial(watched, watch, fill)
         return tree.cloned(executor.run_padded(step, eager=True, around=around))
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         forward = self._executor.graphs.setup.run_forward
         return forward.where(gradients, inference, partial(self.eager, watch))
 
-    def of_padding(self, watch: Watch) -> object:
-        return self.eager(watch, partial(self._executor.inputs.reset, self.prepared.layout))
-
     def replay(self) -> Any:
         return tree.cloned(self._executor.run_padded(self.step))
-
-    def disturbed(self, watch: Watch) -> Any:
-        disturb = self._executor.inputs.declared.disturb
-        rows = (live for _, live in self.sizes)
-        return self.eager(watch, partial(disturb, self.prepared.layout, *rows))
-
-    def unpadded(self, watch: Watch) -> Any:
-        if not self.padded:
-            return None
-        alone = Dispatch(GraphMode.NONE, unpadded_of(self.step.batch), Reason.HIT)
-        step, around = self.step._replace(dispatch=alone), partial(watched, watch, None)
-        return tree.cloned(self._executor.run_unpadded(step, around))
 
 
 @undoing
 def watched(
     watch: Watch,
     undo: Undo,
-    disturb: Callable[[], None] | None,
+    fill: Callable[[], None] | None,
     forward: Callable[[], Any],
 ) -> Any:
-    """Run the forward on filled inputs, watched. Runners and wrappers in it run their forwards
-    eagerly, as in a warm-up: their graphs and buffers would look like state that it writes."""
-    if disturb is not None:
-        disturb()
+    """Run the forward on filled inputs, watched; `fill` fills them otherwise. Runners and wrappers
+    in it run their forwards eagerly, as in a warm-up: their graphs and buffers would look like
+    state that it writes."""
+    if fill is not None:
+        fill()
     undo.set(warming_up, True)
     # So that eager parts are known as such.
     undo.set(side_doors, _TriedParts(watch))
@@ -241,3 +257,159 @@ class _TriedParts(SideDoors):
             return result
         finally:
             in_eager_part.set(None)
+
+
+# Of a wrapper -----------------------------------------------------------------------------------
+
+
+@public("graphrt")
+class WrapperTrials:
+    """The checks of one wrapper: `GraphWrapper(..., trials=WrapperTrials())`. The level is that of
+    the wrapper's options; `strict` ones raise in place of warning."""
+
+    def __init__(self) -> None:
+        self._checks: Checks | None = None
+        # The number of each graph among the checks.
+        self._slots: dict[BatchDescriptor, int] = {}
+        self._numbers = count()
+        # Of each graph that was tried, an eager run that it has stood for.
+        self._warm: dict[int, WarmedUp] = {}
+
+    @property
+    def records(self) -> tuple[TrialRecord, ...]:
+        """The findings, a record for each graph."""
+        return () if self._checks is None else tuple(self._checks.records.values())
+
+    def before_capture(self, wrapper: GraphWrapper) -> None:
+        """Note what the host has changed since the captures before."""
+        if self._checks is None:
+            reads = ReadSet(wrapper.runnable, watched=wrapper.options.checks("capture"))
+            device_type = wrapper.pool.platform.device_type
+            self._checks = Checks(wrapper.options, reads, device_type)
+        self._checks.look_at_host()
+
+    def captured(self, wrapper: GraphWrapper, descriptor: BatchDescriptor) -> None:
+        """A graph was captured; what has changed meanwhile its runnable has changed itself."""
+        checks = self._checks
+        # Without checks nothing is read.
+        reads = None if checks is None else checks.glances.reads
+        if checks is None or reads is None:
+            return
+        self._slots[descriptor] = next(self._numbers)
+        checks.ran_forward(at_every_run=True)
+        reads.settle()
+        mode = wrapper.runtime_mode
+        checks.captured(
+            [Dispatch(mode, each, Reason.HIT, slot) for each, slot in self._slots.items()],
+            more=True,
+        )
+
+    def dropped(self, descriptor: BatchDescriptor | None) -> None:
+        """The graph of a descriptor is destroyed, or all of them."""
+        reads = None if self._checks is None else self._checks.glances.reads
+        if self._checks is None or reads is None:
+            return
+        for each in [*self._slots] if descriptor is None else [descriptor]:
+            slot = self._slots.pop(each, -1)
+            self._warm.pop(slot, None)
+            self._checks.dropped(slot)
+        if not self._slots:
+            self._checks.reset()
+            reads.forget()
+
+    def may_replay(
+        self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
+    ) -> bool:
+        """Whether a call may be replayed, after a trial where one is due; in the pool's turn."""
+        checks, slot = self._checks, self._slots.get(entry.descriptor, -1)
+        # A step that waits for its updates has the pool until these come.
+        if checks is None or slot < 0 or context.updates is DEFERRED:
+            return True
+        # Rows there would only ask for a padded step.
+        if checks.pending.get(slot) != -1 and next(checks.glances.looks):
+            return True
+        dispatch = Dispatch(wrapper.runtime_mode, entry.descriptor, Reason.HIT, slot)
+        if checks.why_eager(dispatch) is not None:
+            return False
+        if not checks.wants_trial(slot, None):
+            return True
+        step = WrapperStep(wrapper, entry, context, args, kwargs)
+        try:
+            self._try(step, dispatch)
+        except StateTooLargeError as error:
+            checks.cannot_try(slot, error)
+        return checks.records[slot].failure is None
+
+    @undoing
+    def _try(self, undo: Undo, step: WrapperStep, dispatch: Dispatch) -> None:
+        checks, wrapper, slot = self._checks, step.wrapper, dispatch.slot
+        assert checks is not None and checks.glances.reads is not None
+        undo.later(step.put_back)
+        graph, places = checks.graph_to_try(dispatch), places_of(wrapper.runnable)
+        platform, options = wrapper.pool.platform, wrapper.options
+        trial = Trial(step, graph, self._warm.get(slot), places, platform, options)
+        set_for_capture(undo)
+        # Its effects are put back: the call itself comes after it.
+        verdict = trial.run(undone=True)
+        checks.ran_forward(at_every_run=True)
+        if step.watch is not None and not checks.records[slot].steps:
+            checks.glances.reads.note(step.watch)
+            checks.glances.reads.settle()
+            checks.glances.aim()
+        checks.tried(slot, verdict, None)
+        if step.watch is not None and verdict.failure is None:
+            tokens = dispatch.descriptor.num_tokens
+            self._warm.setdefault(slot, WarmedUp(tokens, step.watch.trace, False, {}))
+
+
+class WrapperStep:
+    """The runs of a trial: one call of a wrapper, again and again. See `TriedStep`."""
+
+    inputs: frozenset[int] = frozenset()
+    sizes: Sequence[tuple[int, int]] = ()
+    pads: Sequence[int] = ()
+    has_gradients = has_metadata = together = False
+
+    def __init__(
+        self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
+    ) -> None:
+        self.wrapper, self.entry = wrapper, entry
+        self.watch: Watch | None = None
+        self._context, self._args, self._kwargs = context, args, kwargs
+        # They may lie in the pool, where a replay makes room for its own results.
+        places = unseen(lambda: [*map(_memory_of, tree.tensors(args, kwargs))])
+        self._before = [(place, place.clone()) for place in places]
+
+    @undoing
+    def put_back(self, undo: Undo) -> None:
+        """Have the arguments as they were."""
+        # Outside of it those that were made inside could not be written.
+        undo.enter(inference_guard(True))
+        for place, before in self._before:
+            place.copy_(before)
+
+    def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
+        self.put_back()
+        self.watch = self.watch or watch
+        # A partition of Inductor's clears the list of its arguments.
+        args, kwargs = tree.copied((self._args, self._kwargs))
+        run = partial(self.wrapper.runnable, *args, **kwargs)
+        return tree.cloned(watched(watch, None, run))
+
+    def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
+        return self.eager(watch)
+
+    def replay(self) -> Any:
+        self.put_back()
+        return tree.cloned(self.wrapper._graphs.replay(self.entry, self._context))
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor has in memory, each element once: an expanded one cannot be written. It knows
+    nothing of gradients: a parameter could not be written either."""
+    place = tensor.detach()
+    if place.layout is torch.strided:
+        for dim, stride in enumerate(place.stride()):
+            if stride == 0 and place.shape[dim] > 1:
+                place = place.narrow(dim, 0, 1)
+    return place

@@ -62,12 +62,6 @@ def difference(got: Any, expected: Any, *, rounded: bool = False) -> Difference 
     return worst
 
 
-def differs(ours: Any, theirs: Any, rounding: float, *, rounded: bool = False) -> bool:
-    """Whether two trees are further apart than by `rounding`."""
-    apart = difference(ours, theirs, rounded=rounded)
-    return apart is not None and apart.relative > rounding
-
-
 def rounding_of(
     dtypes: Iterable[torch.dtype],
     operators: Iterable[object],
@@ -104,10 +98,17 @@ def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | N
 
 
 def _of_values(ours: torch.Tensor, theirs: torch.Tensor, at: str, rounded: bool) -> Difference:
-    count, largest, scale = _distance(ours, theirs)
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    a, b = ours.detach().to(wide), theirs.detach().to(wide)
+    apart = (a - b).abs()
+    apart[(a == b) | (a.isnan() & b.isnan())] = 0
+    largest = apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
+    count = int((apart != 0).sum())
     text = f"{count} of {ours.numel()} values, by at most {largest:.3g}{at}"
     if ours.is_floating_point() or ours.is_complex():
-        relative = largest / scale if scale else float("inf")
+        # The mean of none is NaN.
+        scale = float(b[b.isfinite()].abs().pow(2).mean().sqrt())
+        relative = largest / scale if scale > 0 else float("inf")
         return Difference(text, relative if largest else 0.0)
     flipped = rounded and ours.dtype is not torch.bool and count <= _FLIPPED * ours.numel()
     return Difference(text, 0.0 if flipped else float("inf"))
@@ -115,15 +116,3 @@ def _of_values(ours: torch.Tensor, theirs: torch.Tensor, at: str, rounded: bool)
 
 def _another(ours: str, theirs: str, at: str) -> Difference:
     return Difference(f"{ours}, not {theirs}{at}", float("inf"))
-
-
-def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, float]:
-    """How many values differ, by how much at most, and the root mean square of `theirs`."""
-    wide = torch.complex128 if ours.is_complex() else torch.float64
-    a, b = ours.detach().to(wide), theirs.detach().to(wide)
-    apart = (a - b).abs()
-    apart[(a == b) | (a.isnan() & b.isnan())] = 0
-    largest = apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
-    finite = b[b.isfinite()].abs()
-    scale = float(finite.pow(2).mean().sqrt()) if finite.numel() else 0.0
-    return int((apart != 0).sum()), largest, scale

@@ -9,20 +9,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import starmap
-from operator import attrgetter, eq, sub
+from operator import attrgetter, eq
 from types import FrameType, FunctionType, MappingProxyType, MethodType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import Refusal
 from graphrt.core.device.platform import Platform
-from graphrt.core.trust.compare import Difference, difference, differs, rounding_of
+from graphrt.core.trust.compare import Difference, difference, rounding_of
+from graphrt.core.trust.host_watch import described_changes
 from graphrt.core.trust.places.walk import Places
 from graphrt.core.trust.snapshot import (
     Changes,
@@ -38,13 +40,13 @@ from graphrt.core.trust.verdict import (
     CONSTANT,
     NOT_EAGER,
     NOT_REPEATED,
-    NUMBER_MOVED,
-    PYTHON_OF_PADDING,
+    PYTHON_MOVES,
     REBOUND,
     ROWS_MIXED,
-    STATE_OF_PADDING,
+    TrialRecord,
     Verdict,
 )
+from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching.watch import (
     Deviation,
     Trace,
@@ -59,14 +61,6 @@ T = TypeVar("T")
 
 _SPREADS = 4
 """A replay may differ from eager by this many times the difference of two eager runs."""
-
-_UNSTEADY = 64
-"""The same factor where eager parts return other values at every call (a clock, fresh random
-numbers): three runs of those may be close to one another by chance."""
-
-_MOST_UNSTEADY = 5
-"""Runs more of such parts, while the replay is further off than that: of three runs with one random
-number each, some are this close (by arithmetic one trial of 4,000)."""
 
 _RUNS = 8
 """The usual most of runs in a trial, each of which saves rows that index writes touch."""
@@ -89,58 +83,49 @@ _IGNORED_CALLERS = ("torch", "graphrt")
 asks too. Where torch's own layers branch on it, the results differ by rounding only."""
 
 
+Rows = Literal["padded", "padding", "disturbed", "alone"]
+"""Of an eager run: those of the graph; nothing but padding, as in a warm-up; padding that holds
+live rows, in all inputs whose padding addresses nothing; or the live rows alone."""
+
+
 class TriedStep(Protocol):
     """One step that can be run again and again; each returns copies of the live outputs."""
 
-    rows: int
-    """Tokens of the graph."""
-    live_rows: int
+    inputs: frozenset[int]
+    """The addresses of the storages of its inputs."""
     sizes: Sequence[tuple[int, int]]
-    """Padded and live tokens, and requests."""
+    """Padded and live tokens, and requests; none where all are live, or live rows may depend on
+    padding."""
+    pads: Sequence[int]
+    """Rows that only padding addresses: runs with and without it may leave other values there."""
     has_gradients: bool
     """Whether its caller has gradients on."""
+    has_metadata: bool
+    """Whether operators may be given numbers of its metadata."""
     together: bool
     """Whether other ranks try the step too, on other values: then no run depends on results."""
 
-    def eager(self, watch: Watch) -> Any:
-        """The forward on the padded inputs, under `watch`."""
+    def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
+        """The forward under `watch`, on such `rows`; of "alone" None where all are live."""
 
     def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
         """`eager`, where torch reports `gradients` and `inference` mode as on or off: a forward may
         branch on them, and a graph has one branch."""
 
-    def of_padding(self, watch: Watch) -> object:
-        """The forward with nothing but padding rows, as in a warm-up."""
-
     def replay(self) -> Any:
-        """The graph on the same inputs."""
-
-    def unpadded(self, watch: Watch) -> Any:
-        """The forward on the live rows alone; None where they are all."""
-
-    def disturbed(self, watch: Watch) -> Any:
-        """The forward, with padding rows of all inputs that address nothing holding live rows."""
+        """The graph on the padded inputs."""
 
 
-class TriedGraph(NamedTuple):
-    """The facts about a graph that its trial compares with."""
+@dataclass
+class TriedGraph:
+    """One graph: the record of its trials, and what is known of it since its capture."""
 
-    name: str
-    captured: Trace | None = None
-    """The operators of the warm-up of its kind."""
-    issued: Sequence[Any] | None = None
-    """The operators of the capture after that warm-up."""
-    same_size: bool = False
-    """Whether that warm-up had the size of this graph."""
-    has_parts: bool = False
-    """Whether it may have eager parts."""
-    moved: Changes | None = None
-    """Python values that eager steps have changed since the capture: path -> (then, now)."""
-    changed: str = ""
-    """What the host has changed since, in words."""
-    has_metadata: bool = False
-    """Whether operators may be given numbers of a step's metadata."""
-    varying: Collection[int] | None = None
+    record: TrialRecord
+    moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Python values that eager steps have changed since: path -> (then, now)."""
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Those that the host has changed."""
+    varying: frozenset[int] | None = None
     """See `Verdict`: that of the trials before; None: there was none without a change."""
 
 
@@ -153,41 +138,35 @@ class Run(NamedTuple):
 
 
 class Trial:
-    """Tries one step of one graph, of a forward that holds `places`.
-
-    `inputs` are the addresses of the storages of the step's inputs. `mixes_rows` says that live
-    rows may depend on padding. `pads` are rows that only padding addresses, so padded and unpadded
-    runs may leave different values there. With strict options a failed trial leaves no effects.
+    """Tries one step of one graph, of a forward that holds `places`, against the warm-up of its
+    kind. With strict options a failed trial leaves no effects.
     """
 
     def __init__(
         self,
         step: TriedStep,
         graph: TriedGraph,
+        warm: WarmedUp | None,
         places: Places,
         platform: Platform,
         options: GraphOptions,
-        *,
-        inputs: frozenset[int] = frozenset(),
-        mixes_rows: bool = False,
-        pads: Sequence[int] = (),
     ) -> None:
         self._step = step
         self._graph = graph
-        # Whether an operator is the graph's; its warm-up may have had another size.
-        self._same: Callable[[Any, Any], bool] = eq if graph.same_size else same_but_for_size
+        self._warm = warm
+        mode, descriptor = graph.record.mode, graph.record.descriptor
+        self._name = f"{mode.name} [{descriptor}]"
+        self._has_parts = mode is GraphMode.PIECEWISE
+        # Whether the warm-up had the size of this graph, and whether an operator is the graph's.
+        self._same_size = warm is not None and warm.tokens == descriptor.num_tokens
+        self._same: Callable[[Any, Any], bool] = eq if self._same_size else same_but_for_size
         self._platform = platform
         self._strict = options.strict
         # The rows that index writes save are saved anew in each run.
         limit_bytes = options.state_limit(platform) * _RUNS
         self._state = StateSnapshot(platform.device_type, limit_bytes, sums=False)
         self._state.reach(places)
-        self._inputs = inputs
-        self._mixes_rows = mixes_rows
-        self._pads = pads
         self._verdict = Verdict()
-        # How far apart results may be because of eager parts.
-        self._unsteady = 0.0
         # In words, where the capture issued other operators than eager runs do.
         self._another_way = ""
 
@@ -203,7 +182,8 @@ class Trial:
 
     def _judge(self) -> None:
         step, state, verdict = self._step, self._state, self._verdict
-        rows = self._rows()
+        # All rows and the live ones, where they are to be compared with a run without padding.
+        rows = step.sizes[0] if step.sizes else None
         first = self._watch(rows=rows, keeps_sources=True, compared=True)
         outputs, asked = _asked_in(partial(step.eager, first))
         eager, used = Run(outputs, state.take(), first), first.uses
@@ -211,7 +191,7 @@ class Trial:
         state.restore()
         # A run of padding comes between: if the replay needed something that the eager run left in
         # memory that is not saved, it would find the padding's instead.
-        step.of_padding(self._watch())
+        step.eager(self._watch(), "padding")
         state.restore()
         replayed = Run(step.replay(), state.take(), first)
         state.restore()
@@ -221,13 +201,9 @@ class Trial:
         verdict.asks = asked and self._depends_on_modes(eager, rounding)
         moved = state.python.changed(state.python.was, eager.left.python)
         numbers = self._numbers(moved)
-        if numbers:
-            self._judge_numbers(eager, numbers)
-        if moved and not rebound:
-            # Tensors that are rebound have a name for it already.
-            self._judge_values(eager, moved, numbers)
-        if compared is not None:
-            self._judge_python(eager, replayed, compared, rounding)
+        # Tensors that are rebound have a name for it already.
+        if moved or numbers:
+            self._judge_moved(eager, {} if rebound else moved, numbers)
         last = self._watch()
         again = Run(step.eager(last), state.take(), last)
         verdict.outputs = again.outputs
@@ -236,12 +212,19 @@ class Trial:
             self._fail(REBOUND, ", ".join(rebound))
         self._note_another_way(first)
         spread = difference(again.outputs, eager.outputs)
-        if self._graph.has_parts and (spread is not None or step.together):
-            self._look_at_parts(eager, again, replayed, spread)
-        rounding = max(rounding, self._unsteady)
-        self._judge_replay(eager, again, replayed, spread, rounding, numbers)
+        rounding = max(rounding, 1e-6)
+        if self._has_parts and (spread is not None or step.together):
+            rounding = self._tolerance(eager, again, spread, rounding)
+        results = again.outputs, replayed.outputs
+        self._judge_replay("", "differ", spread, results, eager, rounding)
+        if eager.left.memory:
+            before, *memory = _memory(eager, again, replayed)
+            where, how = " in the state that it writes", "leave different state"
+            apart = difference(memory[0], before)
+            self._judge_replay(where, how, apart, memory, eager, rounding)
         self._judge_change(first.trace)
         if compared is not None:
+            self._judge_python(eager, again, compared, rounding)
             self._judge_padding(eager, compared, rounding)
         self._leave_what_was_asked(alone)
 
@@ -264,7 +247,7 @@ class Trial:
 
     def _watch(self, follows: Trace | None = None, *, compared: bool = False, **more: Any) -> Watch:
         return Watch(
-            self._inputs,
+            self._step.inputs,
             self._state.memory,
             follows,
             self._state.generators,
@@ -273,23 +256,12 @@ class Trial:
             **more,
         )
 
-    def _rows(self) -> tuple[int, int] | None:
-        """All rows and the live ones, where they are to be compared with a run without padding."""
-        rows, live_rows = self._step.rows, self._step.live_rows
-        left = {*starmap(sub, ((rows, live_rows), *self._step.sizes))}
-        return None if self._mixes_rows or left == {0} else (rows, live_rows)
-
-    def _once(self, call: Callable[[Watch], Any], **more: Any) -> Run:
-        """Make one run, and put the state back."""
-        watch = self._watch(**more)
-        run = Run(call(watch), self._state.take(), watch)
-        self._state.restore()
-        return run
-
-    def _attempt(self, how: str, call: Callable[[], T]) -> T | None:
-        """Make a run that only a trial makes: where it raises it is noted `how`, and no failure."""
+    def _more(self, how: str, call: Callable[[Watch], Any], **watch: Any) -> Run | None:
+        """Make a run that only a trial makes, and put the state back. Where it raises it is noted
+        `how`, and no failure."""
+        seen = self._watch(**watch)
         try:
-            return call()
+            return Run(call(seen), self._state.take(), seen)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -302,24 +274,16 @@ class Trial:
         """The step without padding, and what tells whether live rows, and state, depend on padding
         rows: the same, or, where fewer rows would draw other random numbers, the step with changed
         padding rows. No such run where those draw others too."""
-        step, live_rows = self._step, rows[1]
+        run, live = self._step.eager, (rows[1], rows[1])
+        generators, drawn = self._state.generators, eager.left.generators
         # It may be made for the sizes of graphs alone.
-        alone = self._attempt(
-            "does not run without padding",
-            lambda: self._once(step.unpadded, rows=(live_rows, live_rows), compared=True),
-        )
-        if alone is None or alone.outputs is None:
-            return None, None
-        if not self._state.generators.have_drawn(eager.left.generators):
+        how = "does not run without padding"
+        alone = self._more(how, partial(run, rows="alone"), rows=live, compared=True)
+        if alone is None or not generators.have_drawn(drawn):
             return alone, alone
-        disturbed = self._attempt(
-            "with changed padding rows",
-            lambda: self._once(step.disturbed, rows=rows, compared=True),
-        )
-        if disturbed is None:
-            return alone, None
-        drawn = eager.left.generators, disturbed.left.generators
-        if self._state.generators.have_drawn(*drawn):
+        how = "with changed padding rows"
+        disturbed = self._more(how, partial(run, rows="disturbed"), rows=rows, compared=True)
+        if disturbed is not None and generators.have_drawn(drawn, disturbed.left.generators):
             self._verdict.notes.append(
                 "how many random numbers it draws depends on their parameters (as in a Poisson "
                 "distribution), so whether it mixes rows cannot be tried"
@@ -332,134 +296,96 @@ class Trial:
         inference mode switched."""
         otherwise = not torch.is_inference_mode_enabled()
         # With the mode switched torch may refuse to change a tensor in place: that tells nothing.
-        run = self._attempt(
+        run = self._more(
             "with inference mode changed",
-            lambda: self._once(lambda watch: self._step.where_asked(watch, True, otherwise)),
+            lambda watch: self._step.where_asked(watch, True, otherwise),
         )
-        if run is None:
-            return False
-        return _differ(run, eager, rounding, rounded=True)
+        apart = None if run is None else _apart(run, eager, rounded=True)
+        return apart is not None and apart.relative > rounding
 
-    def _look_at_parts(
-        self, eager: Run, again: Run, replayed: Run, spread: Difference | None
-    ) -> None:
-        """Where two eager runs differ, by `spread`, find out whether that is because of eager parts
-        alone, which read a clock at every replay too."""
-        furthest = 0.0 if spread is None else spread.relative
-        apart = difference(replayed.outputs, again.outputs)
-        for _ in range(1 if self._step.together else _MOST_UNSTEADY):
-            self._state.restore()
-            run = self._once(self._step.eager, compared=True)
-            self._state.restore(again.left)
-            if not run.watch.trace.same_captured(eager.watch.trace, has_parts=True):
-                return
-            third = difference(run.outputs, eager.outputs)
-            furthest = max(furthest, 0.0 if third is None else third.relative)
-            if apart is None or apart.relative <= _UNSTEADY * furthest:
-                break
-        if spread is None:
-            return
-        self._unsteady = _UNSTEADY * furthest
+    def _tolerance(
+        self, eager: Run, again: Run, spread: Difference | None, rounding: float
+    ) -> float:
+        """How far results may be apart: any distance where two eager runs differ by more than
+        `rounding` because of eager parts alone, which read a clock at every replay too."""
+        self._state.restore()
+        third = self._more("once more", self._step.eager, compared=True)
+        self._state.restore(again.left)
+        if third is None or spread is None or spread.relative <= rounding:
+            return rounding
+        if not third.watch.trace.same_captured(eager.watch.trace, has_parts=True):
+            return rounding
         self._verdict.notes.append(
-            f"eager parts give something else at every call, as a clock does: {spread.text}"
+            "eager parts give something else at every call, as a clock does, so replays are not "
+            f"compared: {spread.text}"
         )
+        return float("inf")
 
     # Questions -----------------------------------------------------------------------------------
 
     def _fail(self, refusal: Refusal, got: str, **more: Any) -> None:
         """Note a failure; the first one counts. `more` is for its texts."""
-        if self._graph.changed:
-            got += f"\n    what the host has changed since the capture: {self._graph.changed}"
-        failure = refusal(got, graph=self._graph.name, **more)
+        graph = self._graph
+        for who, changes in (("the host has", graph.changed), ("eager steps have", graph.moved)):
+            if changes:
+                text = described_changes(changes)
+                got += f"\n    what {who} changed since the capture: {text}"
+        failure = refusal(got, graph=self._name, **more)
         self._verdict.failure = self._verdict.failure or failure
 
     def _judge_constants(self, first: Watch, last: Watch) -> None:
         """Does it make tensors of Python data that is other data now?"""
-        graph = self._graph
-        other_data = last.trace.first_other_data(first.trace, has_parts=graph.has_parts)
-        if other_data is None and graph.captured is not None and graph.same_size:
-            other_data = first.trace.first_other_data(graph.captured, has_parts=graph.has_parts)
+        has_parts = self._has_parts
+        other_data = last.trace.first_other_data(first.trace, has_parts=has_parts)
+        if other_data is None and self._warm is not None and self._same_size:
+            other_data = first.trace.first_other_data(self._warm.trace, has_parts=has_parts)
         if other_data is not None:
             got, then = other_data
             self._fail(CONSTANT, got, then=then)
 
     def _judge_replay(
         self,
-        eager: Run,
-        again: Run,
-        replayed: Run,
-        spread: Difference | None,
-        rounding: float,
-        numbers: Changes,
-    ) -> None:
-        """Does the replay give and leave what eager runs do, as far as these repeat one another?
-        Their outputs differ by `spread`."""
-        results = again.outputs, replayed.outputs
-        questions = [("", "differ", spread, results, max(rounding, 1e-6))]
-        if eager.left.memory:
-            before, two, replay = _memory(eager, again, replayed)
-            where, apart = " in the state that it writes", difference(two, before)
-            questions.append((where, "leave different state", apart, (two, replay), rounding))
-        for where, how, spread, (two, replay), least in questions:
-            if spread is not None and spread.relative > least:
-                python = ", ".join(numbers) or "nothing that could be found"
-                got = f"{spread.text}; Python state that moved: {python}"
-                self._fail(NOT_REPEATED, got, how=how)
-                continue
-            if spread is not None:
-                self._verdict.deterministic = False
-                self._verdict.notes.append(f"not deterministic: eager runs {how} in {spread.text}")
-            apart = difference(replay, two, rounded=bool(self._another_way))
-            if apart is not None:
-                self._compare(apart, spread, where, rounding, eager)
-
-    def _compare(
-        self,
-        apart: Difference,
-        spread: Difference | None,
         where: str,
-        rounding: float,
+        how: str,
+        spread: Difference | None,
+        results: Sequence[Any],
         eager: Run,
+        rounding: float,
     ) -> None:
-        """Fail where the replay is not as near to eager as its operators let it be."""
+        """Does the replay give, or leave, what eager runs do, as far as these repeat one another?
+        `results` are of an eager run, by `spread` apart from another one, and of the replay."""
+        again, replay = results
+        if spread is not None and spread.relative > rounding:
+            self._fail(NOT_REPEATED, spread.text, how=how)
+            return
         if spread is not None:
-            allowed = max(_SPREADS * max(spread.relative, 1e-7), self._unsteady)
-            if apart.relative <= allowed:
-                return
+            self._verdict.deterministic = False
+            self._verdict.notes.append(f"not deterministic: eager runs {how} in {spread.text}")
+        apart = difference(replay, again, rounded=bool(self._another_way))
+        allowed = 0.0 if spread is None else _SPREADS * max(spread.relative, 1e-7)
+        # Equal bits are meant where eager runs have them: another bit may be a difference of 0.
+        if apart is None or rounding == float("inf") or (spread and apart.relative <= allowed):
+            return
         if self._another_way and apart.relative <= rounding:
             self._verdict.notes.append(
                 f"the replay differs by rounding{where} ({apart.text}): the forward takes another "
                 f"way while it is captured, first {self._another_way}"
             )
             return
-        since = ""
-        guilty = self._guilty(eager.watch)
-        if not guilty and self._state.generators.have_drawn(eager.left.generators):
-            since = (
-                "\n    the forward draws random numbers: a graph draws torch's anew, and repeats "
-                "those that Python and NumPy drew at its capture"
-            )
-        if self._graph.moved:
-            moved = described(self._graph.moved)
-            since += f"\n    Python values that eager steps have moved: {moved}"
-        self._fail(
-            NOT_EAGER,
-            f"{apart.text}{guilty}{since}",
-            where=where,
-            allowed="equal bits" if self._verdict.deterministic else "the spread of eager runs",
-        )
+        self._fail(NOT_EAGER, apart.text + self._guilty(eager), where=where)
 
     def _note_another_way(self, now: Watch) -> None:
         """Find the first operator that the capture issued otherwise than eager runs do. The capture
         may have had another size, and other operators for that alone; so then the warm-up of that
         size must differ from it too. So must it after a change of the host's: else the change is
         the other way, whose effect may be as small as rounding."""
-        graph = self._graph
-        if graph.issued is None:
+        warm, record = self._warm, self._graph.record
+        issued = None if warm is None else warm.captured.get(record.mode)
+        if warm is None or issued is None:
             return
-        other = first_difference(now.trace.overloads(), graph.issued)
-        is_own = graph.same_size and not graph.changed
-        if is_own or first_difference((graph.captured or Trace()).overloads(), graph.issued):
+        other = first_difference(now.trace.overloads(), issued)
+        is_own = self._same_size and not self._graph.changed
+        if is_own or first_difference(warm.trace.overloads(), issued):
             self._another_way = now.trace.at_source(other)
 
     def _judge_change(self, now: Trace) -> None:
@@ -472,30 +398,37 @@ class Trial:
         warm-up's size whose host has no metadata. Else what differs is doubtful.
         """
         graph, verdict = self._graph, self._verdict
-        if graph.captured is None:
+        if self._warm is None:
             return
         with_addresses = graph.varying is not None or not graph.changed
         ours, theirs = [
-            each.captured(has_parts=graph.has_parts).described(with_addresses=with_addresses)
-            for each in (now, graph.captured)
+            each.captured(has_parts=self._has_parts).described(with_addresses=with_addresses)
+            for each in (now, self._warm.trace)
         ]
         others = dict(differences(ours, theirs, self._same))
         if not graph.changed:
             verdict.varying = frozenset(others)
-        elif not with_addresses and (graph.has_metadata or not graph.same_size):
+        elif not with_addresses and (self._step.has_metadata or not self._same_size):
             verdict.is_doubtful = bool(others)
         else:
             at = next((each for each in others if each not in (graph.varying or ())), None)
             if at is not None:
                 self._fail(CHANGED, ours.at_source((at, others[at])))
 
-    def _guilty(self, now: Watch) -> str:
-        """The first operator that this step does otherwise than the graph was captured with."""
-        graph, text = self._graph, self._another_way
-        if not text and graph.captured:
-            other = first_difference(now.trace, graph.captured, self._same)
-            text = now.trace.at_source(other)
-        return text and f"\n    the first operator that is another one now is {text}"
+    def _guilty(self, eager: Run) -> str:
+        """What the difference of a replay may come from: the first operator that this step does
+        otherwise than the graph was captured with, else random numbers."""
+        text, now = self._another_way, eager.watch.trace
+        if not text and self._warm is not None:
+            text = now.at_source(first_difference(now, self._warm.trace, self._same))
+        if text:
+            return f"\n    the first operator that is another one now is {text}"
+        if not self._state.generators.have_drawn(eager.left.generators):
+            return ""
+        return (
+            "\n    the forward draws random numbers: a graph draws torch's anew, and repeats those "
+            "that Python and NumPy drew at its capture"
+        )
 
     def _judge_padding(self, eager: Run, alone: Run, rounding: float) -> None:
         """Are live rows, and state, what they are without padding?"""
@@ -512,216 +445,165 @@ class Trial:
             first = mixing and f"\n    the first operator that mixes rows is {mixing}"
             self._fail(ROWS_MIXED, apart.text + first, how=how, rounding=rounding)
         spoilt = self._state.memory.spoilt(
-            eager.left.memory, alone.left.memory, self._pads, self._step.sizes, rounding
+            eager.left.memory, alone.left.memory, self._step.pads, self._step.sizes, rounding
         )
         if spoilt is not None:
             use, text = spoilt
-            self._fail(STATE_OF_PADDING, f"{text} of {use}")
+            how = "padding rows change state that later steps read"
+            self._fail(ROWS_MIXED, f"{text} of {use}", how=how, rounding=rounding)
 
-    def _judge_python(self, eager: Run, replayed: Run, alone: Run, rounding: float) -> None:
+    def _judge_python(self, eager: Run, again: Run, alone: Run, rounding: float) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure
         where outputs depend on them, else a note."""
-        if not self._graph.has_parts:
+        if not self._has_parts or rounding == float("inf"):
             return
         python, padded = self._state.python, eager.left.python
-        # What captured parts move no replay does: it leaves that as it was.
-        captured = set(python.diff(replayed.left.python, padded))
-        captured -= set(python.diff(replayed.left.python, python.was))
-        apart = python.diff(padded, alone.left.python)
-        differing = {path: both for path, both in apart.items() if path not in captured}
-        for _ in range(2 if differing else 0):
-            # Times and latencies, say, are others without padding too, and may be equal by chance.
-            repeated = self._once(self._step.eager)
-            for path in python.diff(padded, repeated.left.python):
-                differing.pop(path, None)
-            if not differing or differs(repeated.outputs, eager.outputs, rounding):
-                return
-        how = self._reaches(differing, padded, alone.left.python, rounding) if differing else None
-        if how is not None:
-            got = f"{described(differing, '{path} = {0}, not {1}')}; from there {how}"
-            self._fail(PYTHON_OF_PADDING, got)
+        differing = python.diff(padded, alone.left.python)
+        # Times and latencies, say, are others in each run.
+        for path in python.diff(padded, again.left.python):
+            differing.pop(path, None)
+        if not differing:
             return
-        if differing:
+        self._state.restore()
+        how = self._reaches(differing, padded, alone.left.python, rounding)
+        self._state.restore(again.left)
+        if how is None:
             self._verdict.notes.append(
                 f"padded steps leave other Python state, on which no output depends: "
                 f"{', '.join(differing)}"[:300]
             )
+            return
+        got = described(differing, "{path} = {0}, not {1}") + f"; results differ in {how} then"
+        how = "padding rows change Python state that later steps depend on"
+        self._fail(PYTHON_MOVES, got, how=how)
 
     def _reaches(
         self, differing: Changes, padded: Sequence[Any], alone: Sequence[Any], rounding: float
     ) -> str | None:
-        """How outputs of this step differ where it starts from what a padded step has left, and not
-        from what one without padding has; None if they do not."""
+        """How a few steps from here differ where the first finds in Python what a padded step has
+        left, and not what one without padding has; None if they do not."""
         # Memory that only later runs write is left out of the comparison.
         count = len(self._state.memory.take())
-        expected, raised = self._steps_from(alone, count)
-        if raised is not None:
-            return None
+
+        def steps(start: Sequence[Any], moved: Mapping[str, Any], watch: Watch) -> list[Any]:
+            self._state.python.begin(start, moved)
+            runs = range(_STEPS_AFTER)
+            return [(self._step.eager(watch), self._state.memory.take()[:count]) for _ in runs]
+
         numbers = {
             path: (theirs, ours)
             for path, (ours, theirs) in differing.items()
             # Floats that come of live rows are rounded otherwise without padding.
             if step_of(theirs, ours) is not None and not is_rounded(ours, theirs, rounding)
         }
-        for steps in (0, *_STEPS[1:]):
-            moved = {path: further(*both, steps) for path, both in numbers.items()}
-            got, raised = self._steps_from(padded, count, moved if steps else _NONE)
-            if raised is not None:
-                if steps:
-                    # An index out of range, say: it says nothing about other steps.
-                    continue
-                return f"it raises {raised}"
-            apart = difference(got, expected)
-            if apart is not None and apart.relative > rounding:
-                return f"the results differ in {apart.text}"
+        starts = [partial(steps, alone, _NONE), partial(steps, padded, _NONE)]
+        for far in _STEPS[1:] if numbers else ():
+            on = {path: further(*both, far) for path, both in numbers.items()}
+            starts.append(partial(steps, padded, on))
+        expected, *later = [self._more("after a padded step", start) for start in starts]
+        for run in later:
+            if run is not None and expected is not None:
+                apart = difference(run.outputs, expected.outputs)
+                if apart is not None and apart.relative > rounding:
+                    return apart.text
         return None
-
-    def _steps_from(
-        self, start: Sequence[Any], count: int, numbers: Mapping[str, Any] = _NONE
-    ) -> tuple[list[Any], str | None]:
-        """The outputs of a few steps, one after the other, where the first finds `start` in Python,
-        with other `numbers`, and the first `count` pieces of memory that they write; or what they
-        raise."""
-        runs: list[Any] = []
-        self._state.python.begin(start, numbers)
-        try:
-            for _ in range(_STEPS_AFTER):
-                runs.append(self._step.eager(self._watch()))
-                runs.append(self._state.memory.take()[:count])
-            return runs, None
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            return runs, f"{type(error).__name__}: {error}"[:200]
-        finally:
-            self._state.restore()
 
     def _numbers(self, moved: Changes) -> Changes:
         """The numbers that a run has moved and that can be moved further, or that steps before this
         one have: what they were, and what they are."""
-        python, earlier = self._state.python, self._graph.moved or {}
-        if not moved and not earlier:
-            return {}
-        both = dict(moved)
-        for slot, now in zip(python.slots, python.was, strict=True):
-            if slot.path in earlier:
-                both[slot.path] = earlier[slot.path][0], now
-        paths = [slot.path for slot in python.numbers if slot.writable]
+        both = {**moved, **self._graph.moved}
+        paths = [slot.path for slot in self._state.python.numbers if slot.writable] if both else ()
         return {
             path: both[path] for path in paths if path in both and step_of(*both[path]) is not None
         }
 
-    def _judge_numbers(self, eager: Run, numbers: Changes) -> None:
-        """Does it do something else when the numbers that it moves have moved on?"""
-        effect = self._depends_on(numbers, eager)
-        if effect is None:
-            self._verdict.harmless = tuple(numbers)
-            return
-        is_one_of_many = len(numbers) > 1 and not self._step.together
-        for path, both in numbers.items() if is_one_of_many else ():
-            alone = self._depends_on({path: both}, eager)
-            if alone is not None:
-                numbers, effect = {path: both}, alone
-                break
-        got = f"{described(numbers)}; moved on, {effect}"
-        self._fail(NUMBER_MOVED, got, kind="number")
+    def _judge_moved(self, eager: Run, moved: Changes, numbers: Changes) -> None:
+        """Does it do something else when the numbers that it moves have moved on, in one of the
+        next runs, or when lists and texts that it moves are much longer, or empty? All of these
+        runs are made where ranks try a step together."""
+        for kind, changes, effect in self._moved_on(eager, moved, numbers):
+            if effect is not None:
+                how = f"the forward moves a Python {kind} and does something else later"
+                self._fail(PYTHON_MOVES, f"{described(changes)}; moved on, {effect}", how=how)
+                if not self._step.together:
+                    return
+        self._verdict.harmless = tuple(numbers)
 
-    def _judge_values(self, eager: Run, moved: Changes, numbers: Changes) -> None:
-        """Does it do something else in one of the next runs, or when lists and texts that it moves
-        are much longer, or empty?"""
-        left, failed = eager.left.python, self._verdict.failure is not None
-        moved = {
+    def _moved_on(
+        self, eager: Run, moved: Changes, numbers: Changes
+    ) -> Iterator[tuple[str, Changes, str | None]]:
+        """By kind of value, what has moved, and the effect of each run in which it has moved on."""
+        python, left = self._state.python, eager.left.python
+        how = f"with {', '.join(numbers)} moved on"
+        for steps in _STEPS if numbers else ():
+            on = {path: further(*both, steps) for path, both in numbers.items()}
+            yield "number", numbers, self._effect(how, python.was, eager, moved=on)
+        values = {
             path: both
             for path, both in moved.items()
             if path not in numbers and not all(isinstance(each, torch.Tensor) for each in both)
         }
-        if not moved or (failed and not self._step.together):
+        if not values:
             return
         starts = [left]
-
-        def runs() -> Iterator[str | None]:
-            for _ in range(_NEXT_RUNS):
-                watch = self._watch(compared=True)
-                yield self._effect("run again", starts[-1], watch, eager, note=starts.append)
-            later = self._state.python.much_later(left)
-            if later is not None:
-                yield self._effect("much later", later, self._follow(eager), eager)
-
-        effect = self._first(runs())
-        if effect is not None:
-            self._fail(NUMBER_MOVED, f"{described(moved)}; moved on, {effect}", kind="value")
-
-    def _depends_on(self, numbers: Changes, eager: Run) -> str | None:
-        """What is another result, or another operator, when `numbers` have moved on."""
-        was, how = self._state.python.was, f"with {', '.join(numbers)} moved on"
-        starts = [
-            {path: further(*both, steps) for path, both in numbers.items()} for steps in _STEPS
-        ]
-        return self._first(
-            self._effect(how, was, self._follow(eager), eager, moved=each) for each in starts
-        )
-
-    def _first(self, effects: Iterator[str | None]) -> str | None:
-        """The first effect. Where ranks try a step together all of the runs are made."""
-        first = next(filter(None, effects), None)
-        for _ in effects if self._step.together else ():
-            pass
-        return first
-
-    def _follow(self, eager: Run) -> Watch:
-        """A watch that ends a run at the first operator that `eager` did not issue. Where other
-        ranks run too it ends none: they would wait for it in the next collective."""
-        follows = None if self._step.together else eager.watch.trace
-        return self._watch(follows, compared=True)
+        for _ in range(_NEXT_RUNS):
+            yield "value", values, self._effect("run again", starts[-1], eager, leaves=starts)
+        later = python.much_later(left)
+        if later is not None:
+            yield "value", values, self._effect("much later", later, eager)
 
     def _effect(
         self,
         how: str,
         start: Sequence[Any],
-        watch: Watch,
         eager: Run,
         *,
         moved: Mapping[str, Any] = _NONE,
-        note: Callable[[list[Any]], object] = lambda _: None,
+        leaves: list[list[Any]] | None = None,
     ) -> str | None:
         """What is otherwise where the step finds `start` in Python, with numbers that have `moved`;
-        `note` is given what the run has left there. None where nothing is, or it raises."""
-        begin = partial(self._state.python.begin, start, moved)
-        effect = self._attempt(how, lambda: self._from(begin, watch, eager, note))
-        return effect and effect + (f", first {watch.deviation}" if watch.deviation else "")
+        None where nothing is, or it raises. What the run has left in Python is added to `leaves`.
 
-    def _from(
-        self,
-        begin: Callable[[], None],
-        watch: Watch,
-        eager: Run,
-        note: Callable[[list[Any]], object],
+        A run that is none of the next ones may do harm, so it ends at the first operator that
+        `eager` did not issue: but for ranks, which would wait for it in the next collective.
+        """
+        follows = None if self._step.together or leaves is not None else eager.watch.trace
+
+        def run_from(run: Callable[..., Any], *watch: Watch) -> Any:
+            self._state.python.begin(start, moved)
+            try:
+                return run(*watch)
+            except Deviation as deviation:
+                return deviation
+
+        run = self._more(how, partial(run_from, self._step.eager), follows=follows, compared=True)
+        if run is None:
+            return None
+        if leaves is not None:
+            leaves.append(run.left.python)
+        effect = self._otherwise(run, eager, how, lambda _: run_from(self._step.replay))
+        first = run.watch.deviation and f", first {run.watch.deviation}"
+        return effect and effect + first
+
+    def _otherwise(
+        self, run: Run, eager: Run, how: str, replay: Callable[[Watch], Any]
     ) -> str | None:
-        python, memory = self._state.python, self._state.memory
-        try:
-            begin()
-            result = self._step.eager(watch)
-        except Deviation as deviation:
+        """What a run does otherwise than `eager`, and than a `replay` from where it began."""
+        has_parts, together = self._has_parts, self._step.together
+        if isinstance(run.outputs, Deviation):
             # What an eager part would do it does at the replay too.
-            part = self._graph.has_parts and deviation.in_part
-            return None if part else "it does other things"
-        note(python.take())
-        together = self._step.together
+            return None if has_parts and run.outputs.in_part else "it does other things"
         # Eager parts go by what is in Python, and by clocks, at the replay too.
-        is_same = watch.trace.same_captured(eager.watch.trace, has_parts=self._graph.has_parts)
+        is_same = run.watch.trace.same_captured(eager.watch.trace, has_parts=has_parts)
         if is_same and not together:
             return None
-        left, then = memory.take(), eager.left.memory
-        apart = difference(result, eager.outputs)
         # Rows of an index are saved anew in each run.
-        apart = apart or difference(*still_there(left[: len(then)], then))
-        is_same |= apart is None and not _writes_elsewhere(watch, eager)
-        if self._graph.has_parts and (together or not is_same):
+        apart = difference(run.outputs, eager.outputs) or difference(*_memory(run, eager))
+        is_same |= apart is None and not _writes_elsewhere(run.watch, eager)
+        if has_parts and (together or not is_same):
             # Tensors that they make anew may be elsewhere in each run.
-            self._state.restore()
-            begin()
-            replayed = difference(self._step.replay(), result)
-            is_same |= (replayed or difference(memory.take()[: len(left)], left)) is None
+            replayed = self._more(how, replay)
+            is_same |= replayed is None or _apart(replayed, run) is None
         if is_same:
             return None
         return "it writes other memory" if apart is None else f"the results differ in {apart.text}"
@@ -740,10 +622,10 @@ def _writes_elsewhere(watch: Watch, eager: Run) -> bool:
     return any(watch.uses[key].storage() is not None for key in elsewhere)
 
 
-def _differ(ours: Run, theirs: Run, rounding: float, *, rounded: bool = False) -> bool:
-    """Whether two runs have given something else, or left something else in memory."""
+def _apart(ours: Run, theirs: Run, *, rounded: bool = False) -> Difference | None:
+    """How far apart is what two runs have given, and left in memory."""
     now, before = _memory(ours, theirs)
-    return differs([ours.outputs, now], [theirs.outputs, before], rounding, rounded=rounded)
+    return difference([ours.outputs, now], [theirs.outputs, before], rounded=rounded)
 
 
 def _asked_in(function: Callable[[], T]) -> tuple[T, bool]:

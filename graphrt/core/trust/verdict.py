@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from graphrt.core.base.errors import (
     BakedScalarError,
@@ -12,7 +12,25 @@ from graphrt.core.base.errors import (
     RowsMixedError,
     VerificationError,
 )
+from graphrt.core.base.homes import public
+from graphrt.core.batch.descriptor import BatchDescriptor
+from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.refusals import Refusal
+
+
+@public("graphrt.types")
+@dataclass
+class TrialRecord:
+    """The findings of trials of one graph. `notes` are differences that are no failure."""
+
+    mode: GraphMode
+    descriptor: BatchDescriptor
+    status: Literal["untried", "tried", "quarantined"] = "untried"
+    steps: int = 0
+    """How many steps were tried."""
+    deterministic: bool = True
+    failure: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -62,11 +80,10 @@ NOT_REPEATED = Refusal(
 NOT_EAGER = Refusal(
     VerificationError,
     "{graph}: the replay of its graph differs from eager{where}",
-    expected="{allowed}",
+    expected="equal bits, or the spread of eager runs where they differ",
     advice="pass what changes as an input or write it in place into a tensor; recapture() after "
     "what the forward reads was replaced",
 )
-_EVAL = ", call eval() on a model whose BatchNorm still trains"
 CHANGED = Refusal(
     PythonStateError,
     "{graph}: the host has changed Python values, and the forward does something else now; "
@@ -78,31 +95,17 @@ CHANGED = Refusal(
 ROWS_MIXED = Refusal(
     RowsMixedError,
     "{graph}: {how}",
-    expected="differences of at most {rounding:.3g} of their root mean square",
-    advice="let each row depend on its own request only (mask the padding rows, take the last "
-    f"token of each request by an index input{_EVAL}); where rows are mixed by design, "
-    "Host(mixes_rows=True) says so",
+    expected="what there is without padding, up to {rounding:.3g} of its root mean square",
+    advice="let each row depend on its own request only: mask the padding rows, take the last "
+    "token of each request by an index input, address padding by a row that is nobody's "
+    "(InputSpec(index=True, pad=...)), call eval() on a model whose BatchNorm still trains; where "
+    "rows are mixed by design, Host(mixes_rows=True) says so",
 )
-STATE_OF_PADDING = Refusal(
-    RowsMixedError,
-    "{graph}: padding rows change state that later steps read",
-    expected="state as a step without padding leaves it",
-    advice="mask the padding rows, or address them by an index input whose padding is a row that "
-    f"is nobody's: InputSpec(index=True, pad=...){_EVAL}; where rows are mixed by design, "
-    "Host(mixes_rows=True) says so",
-)
-PYTHON_OF_PADDING = Refusal(
+PYTHON_MOVES = Refusal(
     PythonStateError,
-    "{graph}: padding rows change Python state that later steps depend on",
-    expected="the Python state that a step without padding leaves",
-    advice="advance it by the live rows, current_context().live.num_tokens, or keep it out of "
-    "the forward",
-)
-NUMBER_MOVED = Refusal(
-    PythonStateError,
-    "{graph}: the forward moves a Python {kind} and does something else when it has moved on; "
-    "replays repeat what it was at capture",
+    "{graph}: {how}; replays repeat what it was at capture",
     expected="Python state that changes nothing, as a count of calls does",
-    advice="keep it in a tensor that is written in place, or pass it as an input; for a "
-    "sliding-window cache use a static cache of full length",
+    advice="keep it in a tensor that is written in place, pass it as an input, or advance it by "
+    "the live rows, current_context().live.num_tokens; for a sliding-window cache use a static "
+    "cache of full length",
 )
