@@ -220,7 +220,7 @@ class World:
 
     def check_serves(self, sizes: Sequence[int] = (1, 2, 3, 4, 7), hits: bool = False) -> None:
         """Every runner serves these sizes, equal to eager to the bit."""
-        for run in [run for run in self.runners if not run._engine.closed and not run.pool.closed]:
+        for run in [run for run in self.runners if not run.graphs.closed and not run.pool.closed]:
             for number, rows in enumerate(sizes):
                 if self.model.noise and rows not in (2, 4, 7):
                     continue  # padding rows draw numbers too

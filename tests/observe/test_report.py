@@ -19,7 +19,6 @@ from graphrt import (
     InputSpec,
     Reason,
 )
-from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.dispatch.dispatcher import COUNTED
 from graphrt.observe import findings, report_text
 from tests.observe.planted import MIXED, PADDED, TOO_LARGE, planted_runner, run_planted, step
@@ -205,11 +204,9 @@ def test_reprs_are_short(planted):
         assert eval(repr(value)) == value
 
 
-def test_a_report_is_saved_as_json_and_never_as_a_page(planted, tmp_path: Path):
+def test_a_report_is_saved_as_json(planted, tmp_path: Path):
     planted.save(tmp_path / "run.json")
     assert json.loads((tmp_path / "run.json").read_text()) == planted.to_dict()
-    with pytest.raises(InvalidOptionError, match="write_page"):
-        planted.save(tmp_path / "run.html")
 
 
 def test_many_graphs_are_a_short_table():

@@ -17,20 +17,19 @@ _INF = float("inf")
 
 def preferred(first: Dispatch, second: Dispatch) -> bool:
     """Whether `first` is the better of two graphs that can both serve a batch."""
-    axes = max(len(first.descriptor.bounds), len(second.descriptor.bounds))
-    return _preference(first, axes) < _preference(second, axes)
+    return _preference(first) < _preference(second)
 
 
-def _preference(graph: Dispatch, axes: int) -> tuple[object, ...]:
-    """The least of the compatible graphs is the best; `axes` is how many bounds are compared."""
+def _preference(graph: Dispatch) -> tuple[object, ...]:
+    """The least of the compatible graphs is the best."""
     descriptor = graph.descriptor
-    bounds = descriptor.bounds
     return (
         GRAPH_MODES.index(graph.mode),
         descriptor.num_tokens,
         descriptor.lora_capacity,
         not descriptor.uniform,
-        (*bounds, *[_INF] * (axes - len(bounds))),
+        # A graph without a bound, behind those with one.
+        (*descriptor.bounds, _INF),
         _INF if descriptor.num_reqs is None else descriptor.num_reqs,
     )
 
@@ -51,8 +50,7 @@ class Ladders:
     __slots__ = ("_ladders", "_ranked")
 
     def __init__(self, graphs: Collection[Dispatch]) -> None:
-        axes = max((len(graph.descriptor.bounds) for graph in graphs), default=0)
-        self._ranked = sorted(graphs, key=lambda graph: _preference(graph, axes))
+        self._ranked = sorted(graphs, key=_preference)
         # Those of a query length, and those of none after them: these serve any.
         self._ladders: dict[tuple[Hashable, int | None], list[_Ladder]] = {}
         of_kind: dict[Hashable, _Ladder] = {}

@@ -215,12 +215,16 @@ class CaptureSession:
             pads=setup.inputs.declared.addresses,
             device_type=platform.device_type,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
-            has_parts=setup.plan.mode.has_piecewise,
+            has_parts=graphs.has_pieces,
         )
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
         # Only PIECEWISE captures ask what eager parts have made, and watching for that takes longer
         # than small operators do.
-        self._doors = SideDoors() if setup.plan.mode.has_piecewise else None
+        self._doors = SideDoors() if graphs.has_pieces else None
+
+        # The tokens of every request, where no graph is for other batches.
+        lengths = {descriptor.query_len for _, descriptor in setup.plan.keys}
+        self._query_len = lengths.pop() if len(lengths) == 1 else None
 
     @undoing
     def run(
@@ -434,7 +438,7 @@ class CaptureSession:
         the steps that hand them out; then find the tensors that graphs read, and note which steps
         to check."""
         setup, graphs = self._setup, self._graphs
-        resolve = partial(setup.outputs.resolve, query_len=setup.query_len)
+        resolve = partial(setup.outputs.resolve, query_len=self._query_len)
         if probes:
             self._state.settle(partial(resolve, self._probe))
         else:
@@ -451,7 +455,7 @@ class CaptureSession:
     @undoing
     def _probe(self, undo: Undo, tokens: int, reqs: int) -> None:
         """Run one eager step of a size that no graph need have, and note what it returns."""
-        query_len = self._setup.query_len
+        query_len = self._query_len
         rows = BatchDescriptor(tokens, reqs, query_len is not None, query_len=query_len)
         # `_run` may have failed in this very call, and `OutputLayout.resolve` continues after
         # errors: restore again.
@@ -473,16 +477,14 @@ class StreamLedger:
     def __init__(self, platform: Platform, breaks: tuple[str, ...] = ()) -> None:
         self._platform = platform
         self._breaks = frozenset(breaks)
-        room = platform.stream_room()
-        # The platform's reserve as of the session's beginning: it may shrink with what is free.
-        self._reserve = 0 if room is None else room.reserve
-        self.counts = room is not None
-        self._before: StreamRoom | None = None
-        self._needs: dict[Hashable, tuple[int, str]] = {}
+        # With the platform's reserve as of the session's beginning: it may shrink with what is
+        # free.
+        self._before = self._first = platform.stream_room()
+        self._needs: dict[Hashable, int] = {}
 
     def counter(self, graph: PreparedStep) -> WorkCount | None:
         """For the work of a warm-up of this graph, where the device tells of streams."""
-        if not self.counts:
+        if self._first is None:
             return None
         count = WorkCount(self._platform.stream_id_reader(), self._breaks)
         count.work.in_pieces = graph.mode is GraphMode.PIECEWISE
@@ -497,9 +499,9 @@ class StreamLedger:
         room = self._before = self._room()
         needed = self._needs.get((graph.mode, graph.descriptor.kind))
         if needed is None and work is not None:
-            needed = self._platform.streams_needed(work), "at most, by what its warm-up issued"
-        if room is not None and needed is not None and needed[0] > room.usable:
-            raise self._too_few(*needed, room)
+            needed = self._platform.streams_needed(work)
+        if room is not None and needed is not None and needed > room.usable:
+            raise _too_few_streams(needed, room)
 
     def took(self, graph: PreparedStep) -> int | None:
         """Note what a graph took since `check`, and return it; raises `StreamBudgetError` if that
@@ -507,27 +509,27 @@ class StreamLedger:
         before, after = self._before, self._room()
         if before is None or after is None:
             return None
-        taken = max(0, before.free - after.free)
-        self._needs[graph.mode, graph.descriptor.kind] = taken, f"as many as {graph} took"
+        taken = self._needs[graph.mode, graph.descriptor.kind] = max(0, before.free - after.free)
         if after.free < after.reserve:
-            raise self._too_few(taken, "found at its end", before)
+            raise _too_few_streams(taken, before)
         return taken
 
     def failed(self, graph: PreparedStep) -> None:
         """Note that a graph ran out of streams after its capture had begun."""
         if self._before is not None:
-            needed = self._before.usable + 1, f"more than {graph} found"
-            self._needs[graph.mode, graph.descriptor.kind] = needed
+            self._needs[graph.mode, graph.descriptor.kind] = self._before.usable + 1
 
     def _room(self) -> StreamRoom | None:
-        room = self._platform.stream_room() if self.counts else None
-        return None if room is None else StreamRoom(room.free, self._reserve)
+        if self._first is None:
+            return None
+        room = self._platform.stream_room()
+        return None if room is None else StreamRoom(room.free, self._first.reserve)
 
-    def _too_few(self, needed: int, why: str, room: StreamRoom) -> StreamBudgetError:
-        kept = f", {room.reserve} of them kept in reserve" if room.reserve else ""
-        return StreamBudgetError(
-            "the device has too few free streams for this graph",
-            got=f"{room.free} free{kept}",
-            expected=f"{needed} ({why})",
-            advice="capture fewer sizes or fewer pieces; what is captured serves",
-        )
+
+def _too_few_streams(needed: int, room: StreamRoom) -> StreamBudgetError:
+    return StreamBudgetError(
+        "the device has too few free streams for this graph",
+        got=f"{room.free} free, {room.reserve} of them kept in reserve",
+        expected=f"{needed}, by its warm-up or by a graph of the same kind",
+        advice="capture fewer sizes or fewer pieces; what is captured serves",
+    )

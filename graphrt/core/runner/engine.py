@@ -14,7 +14,6 @@ module: to `step` before anything is done, to `serve` once it is counted.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +22,6 @@ from graphrt.core.base import tree
 from graphrt.core.base._native_door import NativePath
 from graphrt.core.base.errors import (
     InvalidBatchError,
-    PoolClosedError,
     StateTooLargeError,
     VerificationError,
 )
@@ -49,7 +47,6 @@ class StepEngine:
 
     def __init__(self, executor: StepExecutor) -> None:
         graphs = executor.graphs
-        self.closed = False
         self.last_dispatch: Dispatch | None = None
         self.live_tokens = 0
         self._checks = graphs.checks
@@ -59,13 +56,6 @@ class StepEngine:
         self._marks = graphs.checks.on and bool(executor.inputs.graded)
         self._owner = graphs.setup.owner
         self._pool = executor.pool
-
-    def check_open(self) -> None:
-        """Raise `PoolClosedError` after `close()`, and while the interpreter shuts down: torch then
-        ends the process where a tensor goes that has a view, as trials and eager steps make."""
-        if self.closed or sys.is_finalizing():
-            what = "runner is closed" if self.closed else "interpreter is shutting down"
-            raise PoolClosedError(f"the {what}", advice="step before it, or in a new GraphRunner")
 
     def entrance(self) -> Callable[..., Any]:
         """`step`, or its twin in C. The runner keeps it: kept here it would be a reference cycle,
@@ -192,7 +182,7 @@ class StepEngine:
         is tried whatever this rank knows: its runs may hold collectives, and the outputs are those
         of an eager run.
         """
-        self.check_open()
+        self._graphs.check_open()
         dispatch, checks = step.dispatch, self._checks
         reason = None if checks.decided else checks.why_eager(dispatch, agreed=step.agreed)
         if reason is None:
@@ -279,7 +269,7 @@ class StepEngine:
     def _run_unpadded(self, step: Step) -> Any:
         """Run a step eagerly on its live rows alone. With `strict` raises `CaptureSealedError` for
         a batch that the plan has graphs for, such as one larger than every size."""
-        self.check_open()
+        self._graphs.check_open()
         graphs, batch, reason = self._graphs, step.batch, step.dispatch.reason
         if graphs.sealing.refuses and reason in (Reason.TOO_LARGE, Reason.NO_GRAPH):
             plan = graphs.setup.plan

@@ -3,6 +3,7 @@ of them, with what its capture and each of its steps need."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from graphrt.core.base.errors import (
     CaptureError,
     GraphRTError,
     GraphsDroppedWarning,
+    PoolClosedError,
     RefusedOpError,
     ResourceExhaustedError,
     UntrackedWeightsError,
@@ -235,6 +237,8 @@ class GraphTable:
         )
         self.wrappers = setup.wrappers()
         self.setup = setup
+        self.closed = False
+        self.has_pieces = setup.plan.mode.has_piecewise
         # Entered around each capture and each trial: see `Span`.
         self.spans: list[Span] = []
         # By slot, every graph that was begun: see `destroy_leftovers`.
@@ -242,6 +246,13 @@ class GraphTable:
         # Whether captures look at every operator for constants that are made on the host. That
         # takes time, and most forwards make none: a first capture that needs it is made again.
         self.lifts_constants = False
+
+    def check_open(self) -> None:
+        """Raise `PoolClosedError` after `close()`, and while the interpreter shuts down: torch then
+        ends the process where a tensor goes that has a view, as trials and eager steps make."""
+        if self.closed or sys.is_finalizing():
+            what = "runner is closed" if self.closed else "interpreter is shutting down"
+            raise PoolClosedError(f"the {what}", advice="step before it, or in a new GraphRunner")
 
     # The graphs -----------------------------------------------------------------------------------
 

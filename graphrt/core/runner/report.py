@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from graphrt._version import __version__
-from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.texts import aligned, counted, seconds_text, size_text
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -30,12 +29,16 @@ FORMAT = 2
 """Of `to_dict()`: it grows when a key goes or means something else. New keys may come at any
 time."""
 
+_FIGURES = (
+    *("device", "capture_s", "pool_bytes", "driver_bytes"),
+    *("live_tokens", "padded_tokens", "padding", "staging_waits"),
+)
 _MOST_ROWS = 24
 """Graphs with a row; of more, those that took most steps have one."""
 
 
 @public("graphrt.types")
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class TrustReport:
     """What is known of whether the graphs stand for their forward.
 
@@ -64,11 +67,6 @@ class TrustReport:
     def only_graphs_bytes(self) -> int:
         """Bytes that only graphs hold: the forward has let go of them."""
         return sum(use.bytes for use in self.reads if use.moved)
-
-    def __repr__(self) -> str:
-        statuses = Counter[str](trial.status for trial in self.trials)
-        trials = "".join(f", {count} {status}" for status, count in statuses.items())
-        return f"TrustReport({len(self.reads)} tensors{trials})"
 
 
 @public("graphrt")
@@ -133,25 +131,22 @@ class RunnerReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for `json` and for programs; see `docs/how-to/observing.md`."""
-        began = min((record.began_s for record in self.graphs), default=0.0)
         trials = {(each.mode, each.descriptor): each for each in self.trust.trials}
-        captured = {(each.mode, each.descriptor) for each in self.graphs}
-        dropped = {(each.mode, each.descriptor) for each in self.dropped}
-        missing = [key for key in self.steps if key not in captured | dropped]
+        reached = {(each.mode, each.descriptor) for each in self.graphs}
+        reached |= {(each.mode, each.descriptor) for each in self.dropped}
+        figures = {name: getattr(self, name) for name in _FIGURES}
+        reasons = [(reason, count) for reason, count in self.reasons.items() if count]
         return {
+            **figures,
             "graphrt_report": FORMAT,
             "versions": {"graphrt": __version__, "torch": torch.__version__},
             "mode": self.mode.name,
-            "device": self.device,
-            "capture_s": self.capture_s,
-            "pool_bytes": self.pool_bytes,
-            "driver_bytes": self.driver_bytes,
-            "graphs": [_graph(self, record, trials, began) for record in self.graphs],
+            "graphs": [_graph(self, record, trials) for record in self.graphs],
             "dropped": [
                 {**_named(each.mode, each.descriptor), "reason": each.reason}
                 for each in self.dropped
             ],
-            "missing": [_named(*key) for key in missing],
+            "missing": [_named(*key) for key in self.steps if key not in reached],
             "steps": [
                 {
                     "reason": reason.name,
@@ -159,13 +154,8 @@ class RunnerReport:
                     "steps": count,
                     "sizes": _pairs(self.sizes.get(reason, {})),
                 }
-                for reason, count in self.reasons.items()
-                if count
+                for reason, count in reasons
             ],
-            "live_tokens": self.live_tokens,
-            "padded_tokens": self.padded_tokens,
-            "padding": self.padding,
-            "staging_waits": self.staging_waits,
             "trust": _plain_trust(self.trust),
         }
 
@@ -175,15 +165,7 @@ class RunnerReport:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json()` to a file, of which `graphrt report` makes a page."""
-        path = Path(path)
-        if path.suffix in (".html", ".htm"):
-            raise InvalidOptionError(
-                "a report is saved as JSON",
-                got=str(path),
-                expected="a name such as run.json",
-                advice="graphrt.observe.write_page(path, report) writes a page",
-            )
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         return "\n".join(report_lines(self.to_dict()))
@@ -199,44 +181,39 @@ class RunnerReport:
 def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> RunnerReport:
     """The figures of a runner's graphs, and of its steps with so many live tokens. A `quick` report
     says nothing of the memory that graphs read, which takes a walk to find."""
-    pool, dispatcher = graphs.setup.pool, graphs.dispatcher
+    setup, dispatcher = graphs.setup, graphs.dispatcher
     reasons = Counter(dispatcher.counts())
     for owner in graphs.owners():
         # Their MISSING_GRAPH are calls of steps that the dispatcher has counted.
         reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
+    trials = tuple(replace(record) for record in graphs.checks.records.values())
+    trust = TrustReport(trials=trials, mixes_rows=setup.host.mixes_rows)
+    reads = graphs.reads
+    if reads.watched and not quick:
+        tried = [record.descriptor for record in trials if record.steps]
+        trust = replace(
+            trust,
+            reads=reads.table(),
+            protected=tuple(reads.protected),
+            unknown=graphs.unknown_memory(tried) if tried else None,
+            watched=reads.host.watched,
+            glance_steps=reads.rounds,
+            not_watched=reads.host.why_not,
+            harmless=tuple(graphs.checks.harmless),
+        )
     return RunnerReport(
         graphs=tuple(graphs.records),
         steps=dispatcher.hits(),
         reasons={reason: reasons[reason] for reason in Reason},
         live_tokens=live_tokens,
-        pool_bytes=pool.bytes(),
+        pool_bytes=setup.pool.bytes(),
         dropped=graphs.dropped,
-        staging_waits=graphs.setup.inputs.transport.waits,
-        trust=_trust(graphs, quick=quick),
-        mode=graphs.setup.plan.mode,
-        device=str(pool.device),
+        staging_waits=setup.inputs.transport.waits,
+        trust=trust,
+        mode=setup.plan.mode,
+        device=str(setup.pool.device),
         sizes=dispatcher.sizes(),
         not_served=dispatcher.not_served_by(),
-    )
-
-
-def _trust(graphs: GraphTable, *, quick: bool) -> TrustReport:
-    trials = tuple(replace(record) for record in graphs.checks.records.values())
-    reads, mixes_rows = graphs.reads, graphs.setup.host.mixes_rows
-    if quick or not reads.watched:
-        return TrustReport(trials=trials, mixes_rows=mixes_rows)
-    tried = [record.descriptor for record in trials if record.steps]
-    unknown = graphs.unknown_memory(tried) if tried else None
-    return TrustReport(
-        reads.table(),
-        trials,
-        tuple(reads.protected),
-        unknown,
-        mixes_rows,
-        watched=reads.host.watched,
-        glance_steps=reads.rounds,
-        not_watched=reads.host.why_not,
-        harmless=tuple(graphs.checks.harmless),
     )
 
 
@@ -244,31 +221,25 @@ def _trust(graphs: GraphTable, *, quick: bool) -> TrustReport:
 
 
 def _graph(
-    report: RunnerReport,
-    record: GraphRecord,
-    trials: dict[CaptureKey, TrialRecord],
-    began: float,
+    report: RunnerReport, record: GraphRecord, trials: dict[CaptureKey, TrialRecord]
 ) -> dict[str, Any]:
     key = record.mode, record.descriptor
-    sizes, trial = report.sizes.get(key, {}), trials.get(key)
+    sizes, trial = report.sizes.get(key, {}), trials.get(key, TrialRecord(*key))
+    figures = {name: value for name, value in vars(record).items() if name != "descriptor"}
     return {
+        **figures,
         **_named(*key),
-        "capture_s": record.capture_s,
-        "warm_up_s": record.warm_up_s,
-        "began_s": record.began_s - began,
-        "pool_bytes": record.pool_bytes,
-        "driver_bytes": record.driver_bytes,
-        "streams": record.streams,
+        "began_s": record.began_s - min(each.began_s for each in report.graphs),
         "steps": report.steps.get(key, 0),
         "not_served": {why.name: n for why, n in report.not_served.get(key, {}).items()},
         "sizes": _pairs(sizes),
         "live_tokens": sum(tokens * count for tokens, count in sizes.items()),
         "padded_tokens": record.descriptor.num_tokens * sum(sizes.values()),
-        "trial": "unchecked" if trial is None else trial.status,
-        "tried_steps": 0 if trial is None else trial.steps,
-        "deterministic": trial is None or trial.deterministic,
-        "failure": None if trial is None else trial.failure,
-        "notes": [] if trial is None else list(trial.notes),
+        "trial": trial.status if key in trials else "unchecked",
+        "tried_steps": trial.steps,
+        "deterministic": trial.deterministic,
+        "failure": trial.failure,
+        "notes": list(trial.notes),
     }
 
 
@@ -312,30 +283,28 @@ def _pairs(sizes: dict[int, int]) -> list[list[int]]:
 
 def report_lines(figures: Mapping[str, Any], between: Iterable[str] = ()) -> Iterator[str]:
     """Plain data as text: a line for all, those `between`, a row for each graph, totals."""
-    graphs, driver = figures["graphs"], figures["driver_bytes"]
-    memory = [f"{size_text(figures['pool_bytes'])} of pool"] if figures["pool_bytes"] else []
-    memory += [f"{size_text(driver)} of the driver"] if driver else []
-    yield ", ".join(
-        [
-            f"{figures['mode']} on {figures['device'] or 'no device'}",
-            counted(len(graphs), "graph"),
-            f"captured in {seconds_text(figures['capture_s'])}",
-            *memory,
-        ]
+    graphs = figures["graphs"]
+    title = (
+        f"{figures['mode']} on {figures['device'] or 'no device'}, {counted(len(graphs), 'graph')}"
     )
+    title += f", captured in {seconds_text(figures['capture_s'])}"
+    for whose, size in (("pool", figures["pool_bytes"]), ("the driver", figures["driver_bytes"])):
+        title += f", {size_text(size)} of {whose}" if size else ""
+    yield title
     yield from between
     if graphs:
-        yield ""
-        yield from _table(graphs)
+        shown = sorted(graphs, key=lambda graph: -graph["steps"])[:_MOST_ROWS]
+        titles = "graph", "steps", "padding", "capture", "pool", "trial"
+        yield from ("", *aligned([titles, *(_row(graph) for graph in graphs if graph in shown)]))
+        if len(shown) < len(graphs):
+            yield f"... and {len(graphs) - len(shown)} graphs with fewer steps"
         yield ""
     total = sum(each["steps"] for each in figures["steps"])
     reasons = ", ".join(f"{each['steps']:,} {each['reason']}" for each in figures["steps"])
     yield f"Steps: {total:,}" + (f": {reasons}" if reasons else "")
     if figures["padded_tokens"]:
-        yield (
-            f"Padding: {figures['padding']:.0%}, {figures['live_tokens']:,} live of "
-            f"{figures['padded_tokens']:,} computed tokens"
-        )
+        live, computed = figures["live_tokens"], figures["padded_tokens"]
+        yield f"Padding: {figures['padding']:.0%}, {live:,} live of {computed:,} computed tokens"
     trials = Counter(graph["trial"] for graph in graphs)
     yield "Trials: " + (", ".join(f"{n} {status}" for status, n in trials.items()) or "none")
     yield from _changes(figures["trust"])
@@ -352,14 +321,6 @@ def _changes(trust: Mapping[str, Any]) -> Iterator[str]:
         yield f"Changes in Python: {seen}: {trust['not_watched']}"
     if trust["harmless"]:
         yield f"  make no difference, and are looked at no more: {listed(trust['harmless'])}"
-
-
-def _table(graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    shown = sorted(graphs, key=lambda graph: -graph["steps"])[:_MOST_ROWS]
-    titles: tuple[str, ...] = "graph", "steps", "padding", "capture", "pool", "trial"
-    yield from aligned([titles, *(_row(graph) for graph in graphs if graph in shown)])
-    if len(shown) < len(graphs):
-        yield f"... and {len(graphs) - len(shown)} graphs with fewer steps"
 
 
 def _row(graph: Mapping[str, Any]) -> tuple[str, ...]:

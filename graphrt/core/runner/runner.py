@@ -213,7 +213,7 @@ class GraphRunner(Uncopied, Generic[R]):
         from graphrt.core.runner.capture_session import capture_all, progress_of
 
         tell = progress_of(progress)
-        self._engine.check_open()
+        self.graphs.check_open()
         if current_capture() is not None:
             raise NESTED_CAPTURE()
         self._in_turn(partial(capture_all, self._executor, tell))
@@ -233,7 +233,7 @@ class GraphRunner(Uncopied, Generic[R]):
         """
         from graphrt.core.runner.capture_session import capture_next
 
-        self._engine.check_open()
+        self.graphs.check_open()
         refuse_inside_capture("capture_next()")
         return self._in_turn(partial(capture_next, self._executor))
 
@@ -252,7 +252,7 @@ class GraphRunner(Uncopied, Generic[R]):
         from graphrt.core.runner.capture_session import capture_all, progress_of
 
         tell = progress_of(progress)
-        self._engine.check_open()
+        self.graphs.check_open()
 
         def again() -> None:
             self.graphs.release()
@@ -280,7 +280,7 @@ class GraphRunner(Uncopied, Generic[R]):
         if self._is_closed:
             return
         if self.pool.left_behind:
-            self._engine.closed = True
+            self.graphs.closed = True
         else:
             self._in_turn(self._close)
         if self.graphs.setup.owns_pool:
@@ -296,7 +296,7 @@ class GraphRunner(Uncopied, Generic[R]):
 
     def _close(self) -> None:
         self.graphs.release()
-        self._engine.closed = True
+        self.graphs.closed = True
 
     def __enter__(self) -> Self:
         return self

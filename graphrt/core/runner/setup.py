@@ -89,17 +89,6 @@ class RunnerSetup:
         may read or write them: with it there is none."""
         return None if self.host.bind is not None else self.inputs.ring
 
-    @property
-    def sizes(self) -> set[int]:
-        """The sizes of the planned graphs, in tokens."""
-        return {descriptor.num_tokens for _, descriptor in self.plan.keys}
-
-    @property
-    def query_len(self) -> int | None:
-        """The tokens of every request, where no graph is for other batches."""
-        lengths = {descriptor.query_len for _, descriptor in self.plan.keys}
-        return lengths.pop() if len(lengths) == 1 else None
-
     def enlist(self, module: Any) -> None:
         """Let a compiled module take part in a warm-up or capture.
 
@@ -123,7 +112,7 @@ class RunnerSetup:
         options = self.options.merged({"lazy": False, "outputs": outputs})
         for_pieces = options.merged({"breaks": ()})
         for module in self.compiled:
-            module.use_capture_sizes(self.sizes)
+            module.use_capture_sizes({descriptor.num_tokens for _, descriptor in self.plan.keys})
             module.use_wrapper_options(for_pieces, hooks)
         wrapper_cls = wrapper_class(self.pool.platform)
         wrap = partial(wrapper_cls, pool=self.pool, options=options, hooks=hooks)
