@@ -266,22 +266,30 @@ def outside_modes(function: Callable[[], T]) -> T:
     return _without_modes(function)
 
 
-WATCH_KEY = "TESTING_ONLY_GenericMode"
-"""A dispatch key that torch leaves free, by which writes are watched in place of a mode. It is
-above autograd, autocast and transforms, so that none of them is disturbed."""
+FREE_KEYS = "TESTING_ONLY_"
+"""How the dispatch keys begin that torch leaves free. They are above autograd, autocast and
+transforms, so that none of them is disturbed."""
+WATCH_KEY = f"{FREE_KEYS}GenericMode"
+"""The key by which writes are watched in place of a mode."""
 
 
 @cache
-def watch_key() -> Any:
-    """The key; operators that are given no kernel of it are passed by in C++."""
-    key, library = key_named(WATCH_KEY), kernel_library("IMPL", "_", WATCH_KEY)
-    library.fallback(WATCH_KEY, torch.library.fallthrough_kernel, False)
+def free_key(name: str) -> Any:
+    """A dispatch key that torch leaves free; operators that are given no kernel of it are passed by
+    in C++."""
+    key, library = key_named(name), kernel_library("IMPL", "_", name)
+    library.fallback(name, torch.library.fallthrough_kernel, False)
     _libraries.append(library)
     # Those of Python know nothing of the fallback.
     fallthrough_of_new_ones.append(key)
     for operator in higher_order_operators.values():
         operator.fallthrough(key)
     return key
+
+
+def watch_key() -> Any:
+    """The key of `WATCH_KEY`."""
+    return free_key(WATCH_KEY)
 
 
 _libraries: list[Any] = []
