@@ -221,10 +221,18 @@ def without_kept_casts(undo: Undo) -> None:
 
 
 def _keeps_casts() -> bool:
-    entered = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
     # It can be turned on without being entered.
-    return entered > 1 or any(map(torch.is_autocast_enabled, _AUTOCAST.values()))
+    return autocast_depth() > 0 or any(map(torch.is_autocast_enabled, _AUTOCAST.values()))
+
+
+def autocast_depth() -> int:
+    """How often autocast was entered. Torch tells that only by counting further: both calls are
+    made from C, so that an interrupt cannot come between them and leave autocast entered, which
+    would then keep its casts for ever."""
+    there = iter(torch.autocast_increment_nesting, None)
+    back = iter(torch.autocast_decrement_nesting, None)
+    _, depth = next(zip(there, back, strict=False))
+    return depth
 
 
 def set_for_capture(undo: Undo) -> None:
