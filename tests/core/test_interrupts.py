@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 import os
 import random
 import sys
@@ -27,8 +29,14 @@ from graphrt import (
     current_context,
     eager_break,
 )
+from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureSyncError
-from graphrt.core.base.thread_mode import dispatch_modes, is_watched
+from graphrt.core.base.thread_mode import (
+    autocast_depth,
+    dispatch_modes,
+    is_watched,
+    set_for_capture,
+)
 from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.replay.recording import current_capture, under_way, warming_up
 from graphrt.cpu import compiled
@@ -97,6 +105,7 @@ def check_nothing_is_left(pool: Any) -> None:
     assert pool.owner is None
     assert not dispatch_modes() and not is_watched()
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    assert autocast_depth() == 0 and torch.is_autocast_cache_enabled()
     assert gc.isenabled() and gc.get_freeze_count() < 5000
     assert torch.Tensor.numpy is NUMPY and not refusals.guards.users
     assert not compiled.hooked_calls.users and not compiled.hooked_code.users
@@ -216,6 +225,33 @@ def test_an_interrupt_at_any_place_leaves_all_usable(kind, lines):
         except BaseException as error:
             raise AssertionError(f"interrupted at {places.where}, place {places.at}") from error
     reads_are_refused()
+
+
+@pytest.mark.parametrize("lines", [False, True], ids=["signals", "lines"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_interrupt_at_every_place_leaves_autocast_as_it_was(depth, lines):
+    """Once more often entered than left, autocast keeps its casts of weights until the process
+    ends: all tests of autocast failed after one such interrupt."""
+
+    @undoing
+    def capture_nothing(name: str, undo: Undo) -> None:
+        set_for_capture(undo)
+
+    with contextlib.ExitStack() as stack:
+        if depth:
+            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+        for at in itertools.count():
+            places = interrupts.Places(at, lines=lines)
+            with contextlib.suppress(KeyboardInterrupt):
+                places(functools.partial(capture_nothing, "nothing"))
+            assert torch.autocast_increment_nesting() == depth + 1, places.where
+            torch.autocast_decrement_nesting()
+            assert torch.is_autocast_cache_enabled(), places.where
+            assert torch.is_grad_enabled(), places.where
+            if not places.where:
+                break
+    if at == 0:
+        pytest.skip("this Python traces no opcodes of frames, as 3.12.1 does not")
 
 
 @pytest.mark.parametrize("line", range(4))

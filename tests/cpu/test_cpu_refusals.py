@@ -8,6 +8,7 @@ import torch
 from cpu_capturing import capture, modes_left
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import rnn
 
 from graphrt import GraphOptions, GraphRunner, InputSpec, Reason, eager_break
 from graphrt.core.base.errors import (
@@ -21,6 +22,11 @@ from graphrt.cpu import Arena, TapeGraph
 X = torch.arange(4.0)
 MASK = torch.tensor([True, False, True, True])
 REPEATS = torch.tensor([1, 2, 1, 1])
+PLACES = torch.tensor([1, 2])
+LENGTHS = torch.tensor([2, 1, 1])
+GRU, LSTM, RNN = nn.GRU(1, 2), nn.LSTM(1, 2), nn.RNN(1, 2, nonlinearity="relu")
+STATE = torch.zeros(1, 2, 2)
+WEIGHT = torch.randn(4, 4)
 
 HOST_READS = {
     "item": lambda: X.sum().item(),
@@ -39,11 +45,27 @@ HOST_READS = {
     "equal": lambda: torch.equal(X, X),
     "allclose": lambda: torch.allclose(X, X),
     "contains": lambda: 3.0 in X,
-    "tensor_split": lambda: X.tensor_split(torch.tensor([1, 2])),
+    "tensor_split": lambda: X.tensor_split(PLACES),
+    "tensor_split of torch": lambda: torch.tensor_split(X, PLACES),
+    "tensor_split as an operator": lambda: torch.ops.aten.tensor_split(X, PLACES),
+    "tensor_split of C": lambda: torch._C._VariableFunctions.tensor_split(X, PLACES),
+    "pad_packed_sequence": lambda: rnn.pad_packed_sequence(packed()),
+    "gru": lambda: GRU(packed(), STATE)[0].data,
+    "lstm": lambda: LSTM(packed(), (STATE, STATE))[0].data,
+    "rnn": lambda: RNN(packed(), STATE)[0].data,
+    "sobol": lambda: torch._sobol_engine_ff_(PLACES.clone(), 3, torch.ones(2, 30).long(), 2, 0),
+    "qparams": lambda: torch.choose_qparams_optimized(X, 4, 200, 0.16, 8),
+    "saturate": lambda: torch._saturate_weight_to_fp16(WEIGHT.clone()),
     "inv": lambda: torch.linalg.inv(torch.eye(3)),
     "one_hot": lambda: F.one_hot(REPEATS, 10),
     "nested_mask": lambda: torch._nested_tensor_from_mask(torch.ones(1, 4, 2), MASK[None]),
 }
+
+
+def packed() -> rnn.PackedSequence:
+    return rnn.PackedSequence(X[:, None], LENGTHS)
+
+
 DYNAMIC_SHAPES = {
     "nonzero": lambda: X.nonzero(),
     "where": lambda: torch.where(X > 1),
@@ -71,6 +93,29 @@ def test_a_host_read_is_refused_with_operator_source_and_advice(name, inference)
     assert f'"{name}"' in caught.value.source
     assert caught.value.advice
     assert modes_left() == 0
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_lengths_that_no_replay_changes_may_be_read_through_a_pointer(inference):
+    def forward() -> tuple[torch.Tensor, ...]:
+        lengths = torch.tensor([2, 1, 1])
+        padded, _ = rnn.pad_packed_sequence(rnn.PackedSequence(x[:, None], lengths))
+        return padded + 0, x.tensor_split(torch.tensor([1, 2]))[1] + 0
+
+    x = X.clone()
+    with torch.inference_mode(inference), torch.no_grad():
+        graph, outs = capture(forward, inference=inference)
+        x += 3
+        graph.replay()
+        for out, expected in zip(outs, forward(), strict=True):
+            assert torch.equal(out, expected)
+
+
+def test_operators_that_read_through_a_pointer_are_called_as_they_are_outside_of_a_capture():
+    capture(lambda: X + 1)
+    with pytest.raises(CaptureSyncError):
+        capture(lambda: X.tensor_split(PLACES))
+    assert [part.tolist() for part in X.tensor_split(PLACES)] == [[0], [1], [2, 3]]
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])

@@ -25,11 +25,16 @@ needs_transformers = pytest.mark.skipif(
 
 def drive(models: list[str], changes: int, *, seed: int, taken: bool = False) -> Driver:
     driver = Driver(seed, models_of(models))
+    programs = itertools.count()
     with all_ids_taken() if taken else contextlib.nullcontext():
-        driver.run(changes, itertools.count())
+        # The slots of a model, and so what a seed draws, depend on the tests before.
+        for at_least in range(changes, 6 * changes, changes):
+            driver.run(at_least, programs)
+            outcomes = driver.summary()["outcomes"]
+            if "quarantine" in outcomes:
+                break
     assert driver.wrong == [], driver.wrong
-    outcomes = driver.summary()["outcomes"]
-    assert outcomes["quarantine"], "nothing made a difference"
+    assert "quarantine" in outcomes, "nothing made a difference"
     assert sum(outcomes.values()) == driver.counts["changes"] >= changes
     return driver
 

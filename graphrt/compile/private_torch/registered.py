@@ -16,7 +16,7 @@ from graphrt.compile.private_torch.names import NAMES, private_attribute
 from graphrt.compile.private_torch.operators import is_higher_order, overload_name
 from graphrt.core.base.errors import MissingTorchNameError
 from graphrt.core.base.private_torch import PrivateName
-from graphrt.core.base.thread_mode import WATCH_KEY
+from graphrt.core.base.thread_mode import FREE_KEYS
 
 _NO_KEY = "compiled code that calls operators of others is not kept"
 _FEWER = "what is registered there is not in the key of compiled code"
@@ -75,10 +75,10 @@ def has_compiled_kernels(operator: Any) -> bool:
 
 
 def _registered(operator: Any) -> list[str]:
-    """What the dispatcher has of an overload, but for the kernel of graphrt's own watch: it is
-    there once something was captured, and an artifact would be another one then."""
+    """What the dispatcher has of an overload, but for graphrt's own kernels: they are there once
+    something was captured, and an artifact would be another one then."""
     text = str(_DUMP.find()(str(private_attribute(operator, "_name", _NO_KEY))))
-    return [line for line in text.splitlines() if not line.startswith(f"{WATCH_KEY}: ")]
+    return [line for line in text.splitlines() if not line.startswith(FREE_KEYS)]
 
 
 def python_functions(operator: Any) -> tuple[list[Any], list[Any]]:

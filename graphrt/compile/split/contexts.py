@@ -15,6 +15,7 @@ from graphrt.compile.private_torch.operators import autocast_calls, inference_mo
 from graphrt.compile.split.effects import written
 from graphrt.compile.split.groups import Roles, is_allocation
 from graphrt.compile.trace.sizes import value_of
+from graphrt.core.base.thread_mode import autocast_depth
 from graphrt.core.base.torch_names import (
     attention_kernels,
     attention_order,
@@ -119,14 +120,14 @@ def _autocast_now(kinds: Collection[str]) -> Callable[[], None]:
     before = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
     ]
-    cached, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
+    cached, depth = torch.is_autocast_cache_enabled(), autocast_depth()
 
     def restore() -> None:
         for kind, enabled, dtype in before:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(cached)
-        for _ in range(_autocast_depth() - depth):
+        for _ in range(autocast_depth() - depth):
             torch.autocast_decrement_nesting()
         if depth == 0:
             torch.clear_autocast_cache()
@@ -254,9 +255,3 @@ def _shared(one: Sequence[fx.Node], other: Sequence[fx.Node]) -> int:
     while count < min(len(one), len(other)) and one[count] is other[count]:
         count += 1
     return count
-
-
-def _autocast_depth() -> int:
-    depth = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth - 1

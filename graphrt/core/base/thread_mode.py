@@ -221,10 +221,18 @@ def without_kept_casts(undo: Undo) -> None:
 
 
 def _keeps_casts() -> bool:
-    entered = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
     # It can be turned on without being entered.
-    return entered > 1 or any(map(torch.is_autocast_enabled, _AUTOCAST.values()))
+    return autocast_depth() > 0 or any(map(torch.is_autocast_enabled, _AUTOCAST.values()))
+
+
+def autocast_depth() -> int:
+    """How often autocast was entered. Torch tells that only by counting further: both calls are
+    made from C, so that an interrupt cannot come between them and leave autocast entered, which
+    would then keep its casts for ever."""
+    there = iter(torch.autocast_increment_nesting, None)
+    back = iter(torch.autocast_decrement_nesting, None)
+    _, depth = next(zip(there, back, strict=False))
+    return depth
 
 
 def set_for_capture(undo: Undo) -> None:
@@ -266,22 +274,30 @@ def outside_modes(function: Callable[[], T]) -> T:
     return _without_modes(function)
 
 
-WATCH_KEY = "TESTING_ONLY_GenericMode"
-"""A dispatch key that torch leaves free, by which writes are watched in place of a mode. It is
-above autograd, autocast and transforms, so that none of them is disturbed."""
+FREE_KEYS = "TESTING_ONLY_"
+"""How the dispatch keys begin that torch leaves free. They are above autograd, autocast and
+transforms, so that none of them is disturbed."""
+WATCH_KEY = f"{FREE_KEYS}GenericMode"
+"""The key by which writes are watched in place of a mode."""
 
 
 @cache
-def watch_key() -> Any:
-    """The key; operators that are given no kernel of it are passed by in C++."""
-    key, library = key_named(WATCH_KEY), kernel_library("IMPL", "_", WATCH_KEY)
-    library.fallback(WATCH_KEY, torch.library.fallthrough_kernel, False)
+def free_key(name: str) -> Any:
+    """A dispatch key that torch leaves free; operators that are given no kernel of it are passed by
+    in C++."""
+    key, library = key_named(name), kernel_library("IMPL", "_", name)
+    library.fallback(name, torch.library.fallthrough_kernel, False)
     _libraries.append(library)
     # Those of Python know nothing of the fallback.
     fallthrough_of_new_ones.append(key)
     for operator in higher_order_operators.values():
         operator.fallthrough(key)
     return key
+
+
+def watch_key() -> Any:
+    """The key of `WATCH_KEY`."""
+    return free_key(WATCH_KEY)
 
 
 _libraries: list[Any] = []

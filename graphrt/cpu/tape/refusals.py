@@ -7,13 +7,15 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.errors import IN_PIECES, CaptureSyncError, RefusedOpError
+from graphrt.core.base.thread_mode import FREE_KEYS, free_key
+from graphrt.core.base.torch_names import include_key, kernel_library
 from graphrt.core.capture.refusals import Refusal
 from graphrt.cpu.private_torch import replace_reads
 from graphrt.cpu.tape.operators import Operator
@@ -198,7 +200,6 @@ _HOST_READS = (
     "__reduce_ex__",
     "__repr__",
     "numpy",
-    "tensor_split",
     "tolist",
 )
 
@@ -226,12 +227,14 @@ class HostReads:
         _thread.refusing = True
         _thread.wrapped = self._wrapped
         _thread.are_constant = self._are_constant
+        include_key(_pointer_key(), True)
         guards.enter(self)
 
     def close(self) -> None:
         """Allow them again; it may be called again, and where `open` came half-way."""
         _thread.refusing = False
         _thread.wrapped = _thread.are_constant = None
+        include_key(_pointer_key(), False)
         guards.leave(self)
 
 
@@ -261,16 +264,66 @@ def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-guards = ProcessChange(partial(replace_reads, _HOST_READS, ("tensor_split", *_WRAPPERS), _guarded))
+guards = ProcessChange(partial(replace_reads, _HOST_READS, _WRAPPERS, _guarded))
 """Stand in place of the methods and functions."""
 
 
 def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name in _WRAPPERS:
         return False
-    if name in _COPYING_READS and _thread.are_constant(args):
-        return False
-    if name != "tensor_split":
-        return True
-    # With sections or indices in a tensor it reads them through a pointer.
-    return any(isinstance(v, torch.Tensor) for v in (*args[1:2], *kwargs.values()))
+    return not (name in _COPYING_READS and _thread.are_constant(args))
+
+
+# Composite operators that follow a pointer into a tensor. Torch takes them apart before a mode sees
+# them, so the tape would have their parts and not the read. A kernel at a free dispatch key stands
+# before them, whoever calls them.
+_POINTER_READS: dict[str, int | None] = {
+    "_pad_packed_sequence.default": 1,  # batch_sizes
+    "gru.data": 1,
+    "lstm.data": 1,
+    "rnn_relu.data": 1,
+    "rnn_tanh.data": 1,
+    "tensor_split.tensor_indices_or_sections": 1,
+    "_saturate_weight_to_fp16.default": None,
+    "_sobol_engine_draw.default": None,
+    "_sobol_engine_ff_.default": None,
+    "_sobol_engine_initialize_state_.default": None,
+    "_sobol_engine_scramble_.default": None,
+    "choose_qparams_optimized.default": None,
+    "fbgemm_linear_fp16_weight.default": None,
+    "fbgemm_linear_fp16_weight.out": None,
+    "fbgemm_linear_fp16_weight_fp32_activation.default": None,
+    "fbgemm_linear_fp16_weight_fp32_activation.out": None,
+    "fbgemm_linear_int8_weight.default": None,
+    "fbgemm_linear_int8_weight_fp32_activation.default": None,
+    "fbgemm_linear_quantize_weight.default": None,
+    "fbgemm_pack_gemm_matrix_fp16.default": None,
+    "fbgemm_pack_quantized_matrix.KN": None,
+    "fbgemm_pack_quantized_matrix.default": None,
+}
+"""The argument of each that is read, which may be a constant. None: it also writes its results by
+pointer, which no replay would repeat."""
+
+
+@cache
+def _pointer_key() -> Any:
+    """The key at which these operators have their kernel."""
+    name = f"{FREE_KEYS}GenericWrapper"
+    library = kernel_library("IMPL", "aten", name)
+    _libraries.append(library)
+    for path, at in _POINTER_READS.items():
+        kernel = partial(_call_unless_refused, path, at)
+        library.impl(path.removesuffix(".default"), name, kernel, True)
+    return free_key(name)
+
+
+_libraries: list[Any] = []
+"""The kernels go with their library."""
+
+
+def _call_unless_refused(path: str, at: int | None, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    if getattr(_thread, "refusing", False) and (at is None or not _thread.are_constant(args[at])):
+        raise HOST_READ(op=f"aten.{path}")
+    name, _, overload = path.partition(".")
+    operator = getattr(getattr(torch.ops.aten, name), overload)
+    return operator.redispatch(keys.remove(_pointer_key()), *args, **kwargs)
