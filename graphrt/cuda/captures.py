@@ -93,7 +93,7 @@ class CudaCaptures(Captures[GraphMemory]):
         undo.later(partial(torch.cuda.set_stream, torch.cuda.current_stream()))
         torch.cuda.set_stream(opened.stream)
         if not opened.begun and not torch.cuda.is_current_stream_capturing():
-            # Interrupted before its begin, or that failed: to end it would end nothing of it.
+            # The begin failed, or an interrupt came before it: there is no capture to end.
             if opened.memory.stop_routing():
                 opened.memory.abandon(graph)
             return

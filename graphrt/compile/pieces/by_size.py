@@ -187,13 +187,14 @@ def _symbols_at(sources: Sequence[_SizeSource], sizes: Sequence[int]) -> dict[st
 
 
 def _with(expression: Any, values: Mapping[str, Any]) -> Any:
-    """By name: symbols of another process are not the same objects."""
+    """`expression` with `values` for its symbols, which are found by name: those of a piece from
+    the cache belong to another process and are other objects."""
     return expression.subs({s: values[s.name] for s in expression.free_symbols if s.name in values})
 
 
 def varies_by(piece: fx.GraphModule, symbol: Any, sources: Sequence[_SizeSource]) -> bool:
-    """Whether the size `symbol` is all that varies in a piece, and a call says it: what varies in
-    two sizes cannot be compiled for one of them alone."""
+    """Whether `symbol` is the only size that varies in a piece, and an argument shows its value.
+    A piece that varies in two sizes cannot be compiled for one of them alone."""
     is_passed = any(size == symbol for *_, size in sources)
     return is_passed and all(_symbols(value_of(node)) <= {symbol} for node in placeholders(piece))
 

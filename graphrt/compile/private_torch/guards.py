@@ -162,12 +162,14 @@ class Guards:
     def _more_of(
         self, name: str, look: Callable[[Any], object], text: str, arguments: Mapping[str, Any]
     ) -> _More:
+        """The property `look` of the value at Dynamo's name `name`, as it is at the trace."""
         code = compile(name, "<guard>", "eval")
         value: Any = eval(code, {"L": arguments, "G": self._globals})
         before = look(value)
         return _More(name, code, look, before, text.format(name, value, before))
 
     def _changed(self, arguments: Mapping[str, Any]) -> str | None:
+        """The text of the first property that differs from the trace; None if all are equal."""
         scope = {"L": arguments, "G": self._globals}
         for each in self._more:
             if each.look(eval(each.code, scope)) != each.before:

@@ -123,7 +123,8 @@ def triton_call(node: fx.Node) -> tuple[dict[str, Any], tuple[Any, Any]] | None:
 
 
 def ignoring_new_sizes(fake_mode: Any) -> AbstractContextManager[Any]:
-    """Sizes that depend on data and are made in the block belong to nobody."""
+    """The shape environment forgets data-dependent sizes that are made in the block: it would
+    demand that an operator's results have them."""
     block: AbstractContextManager[Any] = private_attribute(
         fake_mode.shape_env, "ignore_fresh_unbacked_symbols", _NO_KEY
     )()
@@ -132,7 +133,8 @@ def ignoring_new_sizes(fake_mode: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def operators_called() -> Iterator[list[Any]]:
-    """The overloads that reach the dispatcher's end in the block."""
+    """The operator overloads that are called in the block, as a dispatch mode sees them: below
+    autograd, and composite operators in their parts."""
     operators: list[Any] = []
     mode: Any = _MODE.find()
 

@@ -237,7 +237,8 @@ class Constants:
         return func(args[0], made)
 
     def _mixed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operator that moves arguments to the device of the others, below all modes."""
+        """An operator that copies CPU arguments to the device of its other arguments in its own
+        kernel. No dispatch mode sees that copy, so the arguments are copied before the call."""
         devices = [each.device for each in tree.tensors(args, kwargs) if not each.is_cpu]
         if not devices:
             return self._as_it_is(func, args, kwargs)

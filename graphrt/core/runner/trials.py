@@ -265,7 +265,19 @@ class _TriedParts(SideDoors):
 @public("graphrt")
 class WrapperTrials:
     """The checks of one wrapper: `GraphWrapper(..., trials=WrapperTrials())`. The level is that of
-    the wrapper's options; `strict` ones raise in place of warning."""
+    the wrapper's options; `strict` ones raise in place of warning.
+
+    - Each kind's first call is a trial, and each graph's next call after a change of the host.
+      Quarantine (`MISSING_GRAPH`) lasts until `clear_graphs()`.
+    - Arguments are compared at every call; another tensor than at capture is a `StaleInputError`.
+      Without `trials=` they are compared at a graph's first replay, from the level "sample" on at
+      every one.
+    - `KeyedGraphs(pool, trials=WrapperTrials)` makes one for each graph: `graphs[key].trials`. In
+      quarantine a key runs its forward, until `drop(key)`.
+    - A change before a graph's first trial counts as harmless after one equal call.
+    - Mixed rows are not found, since the host pads. Steps with `DEFERRED` updates are untried.
+    - A trial runs collectives too, so ranks change their state before the same step.
+    """
 
     def __init__(self) -> None:
         self._checks: Checks | None = None

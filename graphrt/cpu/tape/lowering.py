@@ -313,7 +313,7 @@ def _try(
         results = tree.tensors(op.raw(*args, **with_replaced(kwargs, made)))
         variant(*args, **with_replaced(out_kwargs, made), **dict(zip(names, buffers, strict=True)))
     except REFUSALS:
-        return False  # it is run again and copied
+        return False  # a replay calls the operator itself and copies its result
     return (
         len(results) == len(buffers)
         and list(map(identity, buffers)) == before

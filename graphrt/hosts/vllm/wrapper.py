@@ -71,7 +71,8 @@ def check_config(vllm_config: Any) -> None:
 
 
 class _PoolAndEntries:
-    """What vLLM reads and assigns of a wrapper; goes before graphrt's own class."""
+    """The attributes of a wrapper that vLLM reads and assigns; the first base, before
+    `GraphWrapper`."""
 
     _handle: Any
     entries: Any
