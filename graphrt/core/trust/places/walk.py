@@ -505,6 +505,8 @@ class Walk:
         for base in shape.users:
             slot = of if base is type(value) else Place(place, name_of(base), FIXED, base)
             attributes.append((slot, base))
+        if shape.kind is Kind.FUNCTION:
+            return attributes
         if type(value) not in shape.users:
             outline.append((of, type(value)))
         # Of a `threading.local` each thread has another dict.
