@@ -170,9 +170,8 @@ def test_what_is_new_is_told_as_nothing_before_and_what_went_as_nothing_now() ->
     steps.runner.weights_changed()
     steps.run(4)
     (said,) = steps.said
-    # Where CPython tells of the key, a tensor may have been there; else the length tells of it.
-    told = r"_forward_hooks \(keys\) = nothing, or a tensor, then function at"
-    assert re.search(told if IS_TOLD else r"len\(model\.norm\._forward_hooks\) = 0, then 1", said)
+    # Where CPython tells of the key, a tensor may have been there.
+    assert re.search(r"_forward_hooks \(keys\) = nothing(, or a tensor)?, then function at", said)
     steps.said.clear()
     steps.runner.recapture()
     steps.run(4)

@@ -104,6 +104,10 @@ class _Dict(NamedTuple):
             return f"{before} (keys)"
         return f"{before}{'(any)' if key is None else key}"
 
+    def counting(self, keys: list[Any]) -> list[Any]:
+        """Those of the keys that count."""
+        return keys if self.counted is None else sorted(self.counted.intersection(keys))
+
 
 def _dicts_in(place: Place, value: Any, shape: Shape) -> list[_Dict]:
     """The dicts of which one object consists: itself, defaults of a function, its attributes, and
@@ -143,8 +147,10 @@ class HostWatch:
         self._native: Any = None
         self.values: PythonState | None = None
         """Python values as of the last look; None without graphs."""
-        # Where the lengths of dicts are among the values, if nobody tells of new keys.
+        # If nobody tells of new keys: where the lengths of dicts are among the values, and by the
+        # id of a dict its keys.
         self._lengths: list[int] = []
+        self._keys: dict[int, list[Any]] = {}
         # By the id of a dict or class.
         self._watched: dict[int, _Dict] = {}
         self._taken = HostChanges()
@@ -160,6 +166,11 @@ class HostWatch:
     def watched(self) -> int:
         """How many dicts and classes CPython tells of."""
         return 0 if self._native is None else self._native.count
+
+    @property
+    def is_told(self) -> bool:
+        """Whether CPython tells of changes."""
+        return self._native is not None
 
     @property
     def rung(self) -> bool:
@@ -194,12 +205,15 @@ class HostWatch:
             except RuntimeError as error:
                 # Somebody else took the last watcher since it was asked for.
                 self.why_not, self._native = str(error), None
-        is_told = self._native is not None
-        if not is_told:
-            # Nobody tells of new keys: the lengths of dicts are compared.
+        self._keys = {}
+        if not self.is_told:
+            # The lengths of dicts are compared, and their keys where one is another.
             lists = {id(held) for _, held in places.containers}
             for at, each in self._watched.items():
-                if at not in lists and issubclass(type(each.held), dict):
+                if not issubclass(type(each.held), dict):
+                    continue
+                self._keys[at] = [*dict.keys(each.held)]
+                if at not in lists:
                     label = each.label.rstrip(". ") or ".__dict__"
                     places.containers.append(
                         (Place(each.place, label, FIXED, each.held), each.held)
@@ -207,7 +221,7 @@ class HostWatch:
         self.values = PythonState(places, baked=True)
         self._lengths = [
             at
-            for at, slot in enumerate(() if is_told else self.values.slots)
+            for at, slot in enumerate(() if self.is_told else self.values.slots)
             if slot.way is LENGTH and issubclass(slot.key, dict)
         ]
 
@@ -280,13 +294,25 @@ class HostWatch:
     def _note_moved(self, changes: HostChanges, slot: Place, was: Any, now: Any) -> None:
         if self._is_left_out(slot):
             return
+        known = self._watched.get(id(slot.holder)) if self._native is None else None
+        # A key that went may have made room for another.
+        if known is not None and (slot.way is LENGTH or now is MISSING):
+            self._note_new_keys(changes, known)
+            if slot.way is LENGTH and not known.has_items:
+                return
         changes.is_structural |= slot.way is LENGTH or not (_is_scalar(was) and _is_scalar(now))
         changes.note(slot.path, _told(was), _told(now), slot.holder, slot.key)
-        known = self._watched.get(id(slot.holder))
-        if self._native is None and now is MISSING and known is not None and known.has_items:
-            # As many keys as before may be others: nobody tells of them.
-            keys = Told("some"), Told("maybe others")
-            changes.note(known.path(None), *keys, slot.holder, None)
+
+    def _note_new_keys(self, changes: HostChanges, known: _Dict) -> None:
+        """Note the keys that nobody tells of, and that were not there at the last walk."""
+        # By identity: to compare keys may run a user's `__eq__`.
+        before = {*map(id, self._keys[id(known.held)])}
+        for key in known.counting([*dict.keys(known.held)]):
+            if id(key) not in before:
+                changes.is_structural = True
+                now = _told(_value_of(known.held, key))
+                key = None if known.has_items else key
+                changes.note(known.path(key), Told("nothing"), now, known.held, key)
 
     def _note_events(
         self, changes: HostChanges, events: Sequence[tuple[Any, Any]] | None, read: Iterable[Place]

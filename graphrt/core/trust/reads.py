@@ -41,10 +41,8 @@ from graphrt.core.trust.watching.watch import Use, Watch
 
 T = TypeVar("T")
 
-LOOKS = 3, 0, len(tree.PLACEMENT)
-"""Slots that a step looks at, no others, and parts of the placement of tensors: all parts of one
-tensor."""
-
+SLOTS = {True: 3, False: 10}
+"""Slots that a step looks at, with CPython telling of dicts or not: else all in them is a slot."""
 
 Named: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
 
@@ -208,27 +206,26 @@ class ReadSet:
     # Whether it has moved ------------------------------------------------------------------------
 
     def glances(self, settings: Iterator[bool]) -> Iterator[bool]:
-        """An endless iterator: each answer takes that of `settings`, looks at the next `LOOKS` of
+        """An endless iterator: each answer takes that of `settings`, looks at the next few of
         what `host` is not told of, and says whether all is what and where it was."""
         slots = self.host.looks([(each.place, each.held) for each in self._read])
         parts = _parts_of(self._read)
-        self.rounds = max(-(-len(slots) // LOOKS[0]), -(-len(parts) // LOOKS[-1]))
+        # Of each tensor all parts.
+        looks = SLOTS[self.host.is_told], 0, len(tree.PLACEMENT)
+        self.rounds = max(-(-len(slots) // looks[0]), -(-len(parts) // looks[-1]))
         if NativeGlances is not None:
             return NativeGlances(
                 leading=tuple(slots),
                 others=(),
                 tensors=tuple(parts),
-                looks=LOOKS,
+                looks=looks,
                 missing=MISSING,
                 over=settings,
             )
         # Made of iterators that run in C, as every step takes an answer.
-        gets = (
-            [get for get, _, _ in slots],
-            [functools.partial(get, held) for held, get, _ in parts],
-        )
-        rings = [_in_turn(is_, gets[0], [was for _, _, was in slots])] * LOOKS[0]
-        rings += [_in_turn(eq, gets[1], [was for _, _, was in parts])] * LOOKS[-1]
+        of_slots = _in_turn(is_, [(get, was) for get, _, was in slots])
+        of_tensors = _in_turn(eq, [(functools.partial(get, held), was) for held, get, was in parts])
+        rings = [of_slots] * looks[0] + [of_tensors] * looks[-1]
         return map(all, zip(settings, *rings, strict=False))
 
     def take(self) -> HostChanges | None:
@@ -371,9 +368,10 @@ def _memory_of(held: Any) -> object:
 
 
 def _in_turn(
-    same: Callable[[Any, Any], bool], gets: Sequence[Callable[[], Any]], was: Sequence[Any]
+    same: Callable[[Any, Any], bool], looks: Sequence[tuple[Callable[[], Any], Any]]
 ) -> Iterator[bool]:
     """Whether what is got is what it was, one after the other without end."""
+    gets, was = [*zip(*looks, strict=True)] or ((), ())
     return map(same, map(call, cycle(gets)), cycle(was)) if gets else repeat(True)
 
 
