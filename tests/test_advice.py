@@ -54,6 +54,6 @@ def test_every_error_says_one_thing_to_try() -> None:
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("source", ["raise CopyError('x')", "raise error('x', got=1)"])
+@pytest.mark.parametrize("source", ["raise GraphRTError('x')", "raise error('x', got=1)"])
 def test_an_error_without_advice_is_found(source: str) -> None:
     assert len([*without_advice(source)]) == 1

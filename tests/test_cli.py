@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from graphrt import GraphMode
 from graphrt.cli.app import app, main
 from graphrt.cli.variables import OTHERS, VARIABLES
-from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, InvalidSizesError
+from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
 from graphrt.core.trust.host_watch import watch_state
 from graphrt.demo.settings import runner_settings
 from graphrt.observe import report_text
@@ -212,7 +212,7 @@ def test_budgets_that_cannot_be_read(arguments, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
-    [(["--mode", "HALF"], InvalidModeError), (["--sizes", "4,2"], InvalidSizesError)],
+    [(["--mode", "HALF"], InvalidModeError), (["--sizes", "4,2"], InvalidOptionError)],
 )
 def test_bad_settings_end_in_a_named_error_without_a_traceback(
     arguments, error, monkeypatch, capsys

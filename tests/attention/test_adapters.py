@@ -29,7 +29,7 @@ from graphrt.attention.libraries.flash import copy_live, key_starts
 from graphrt.attention.libraries.flashinfer.backend import worst_case
 from graphrt.attention.libraries.flashinfer.pages import page_lists, starts
 from graphrt.attention.prefill.varlen import varlen_attention
-from graphrt.core.base.errors import InvalidInputError, MissingLibraryError
+from graphrt.core.base.errors import InvalidInputError, UnsupportedHostError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import AttentionSupport
 from tests.attention.problems import random_problem
@@ -52,7 +52,7 @@ def test_a_missing_library_is_named(
     make: Any, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingLibraryError, match="SdpaAttention") as caught:
+    with pytest.raises(UnsupportedHostError, match="SdpaAttention") as caught:
         make()
     assert repr(module) in str(caught.value.expected)
 
@@ -63,7 +63,7 @@ def test_a_broken_library_is_told_apart_from_a_missing_one(
     (tmp_path / "flash_attn.py").write_text("raise OSError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    with pytest.raises(MissingLibraryError, match="cannot be imported") as caught:
+    with pytest.raises(UnsupportedHostError, match="cannot be imported") as caught:
         FlashAttention(LARGE_PAGES)
     assert "undefined symbol" in str(caught.value)
 

@@ -16,8 +16,8 @@ from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, PiecePr
 from graphrt.compile import CompileOptions, RetraceError, compile_module, opaque
 from graphrt.core.base.errors import (
     CaptureError,
+    InvalidModeError,
     InvalidOptionError,
-    ModeNotSupportedError,
     StaleInputError,
 )
 from graphrt.core.capture.options import GraphOptions
@@ -269,7 +269,7 @@ def test_a_part_without_graphs_leaves_none_to_the_runner(module):
         assert run.plan.resolution.steps[-1].rule == "graphs-off"
         run.capture()
         run(DECODE, x=torch.randn(4, 4))
-    with pytest.raises(ModeNotSupportedError, match="graphs=False"):
+    with pytest.raises(InvalidModeError, match="graphs=False"):
         runner(module, options=GraphOptions(strict=True))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from graphrt import Batch, GraphMode, GraphPool, GraphRunner, InputSpec, Reason, eager_break
 from graphrt.compile import compile_module, opaque
-from graphrt.errors import MissedBreakError
+from graphrt.errors import RefusedOpError
 
 factor = [3]
 
@@ -79,7 +79,7 @@ def test_an_eager_part_that_was_traced_is_an_error_in_pieces_and_none_in_full(po
         compiled = compile_module(forward, ["x"], pool=announced_pool if pool else None)
         with GraphRunner(compiled, mode=mode, sizes=[4], pool=announced_pool, **specs) as runner:
             if mode == "PIECEWISE":
-                with pytest.raises(MissedBreakError, match="opaque"):
+                with pytest.raises(RefusedOpError, match="opaque"):
                     runner.capture()
                 continue
             runner.capture()

@@ -18,8 +18,8 @@ from graphrt.compile.pieces.wrapping import Wrapping
 from graphrt.core.base.errors import (
     BakedScalarError,
     BreakError,
-    MissedBreakError,
     OutputError,
+    RefusedOpError,
 )
 
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}
@@ -125,7 +125,7 @@ def test_a_splitting_operator_inside_of_a_partition_is_an_error():
     operator = inside.operator  # type: ignore[attr-defined]
     named = frozenset({"graphrt_tests::inside"})
     run = runner(lambda y: y, lambda args: (operator(args[0]),), splitting=named)
-    with run, pytest.raises(MissedBreakError):
+    with run, pytest.raises(RefusedOpError):
         run.capture()
 
 

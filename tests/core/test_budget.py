@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 
-from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, ModeNotSupportedError
+from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.budget import (
     Budget,
@@ -151,7 +151,7 @@ def test_a_budget_for_nothing_ends_in_eager_mode() -> None:
 
 def test_strict_refuses_the_step() -> None:
     fitted = plan(keys_of(BOTH, 1, 8), Budget(streams=4), pieces_take(5), mode=BOTH)
-    with pytest.raises(ModeNotSupportedError, match="piecewise sizes"):
+    with pytest.raises(InvalidModeError, match="piecewise sizes"):
         fitted.resolution.refuse_steps()
 
 

@@ -23,7 +23,7 @@ from graphrt import (
     UpdatableTask,
     wrapper_class,
 )
-from graphrt.core.base.errors import ContractVersionError
+from graphrt.core.base.errors import PlatformError
 from graphrt.cpu import CpuPlatform
 from graphrt.errors import (
     InvalidBatchError,
@@ -187,7 +187,7 @@ def test_a_platform_of_another_contract_is_refused_wherever_it_is_given(version,
     class Other(CpuPlatform):
         contract_version = version
 
-    with pytest.raises(ContractVersionError, match="contract_version"):
+    with pytest.raises(PlatformError, match="contract_version"):
         take(Other())
 
 
@@ -196,7 +196,7 @@ def test_a_saved_plan_is_loaded_for_no_platform_of_another_contract(tmp_path):
         contract_version = 99
 
     Plan(mode="FULL", sizes=[1], platform="cpu").save(tmp_path / "plan.json")
-    with pytest.raises(ContractVersionError):
+    with pytest.raises(PlatformError):
         Plan.load(tmp_path / "plan.json", platform=Other())
 
 

@@ -28,7 +28,6 @@ from graphrt.errors import (
     CaptureSealedError,
     InvalidOptionError,
     MissingCapabilityError,
-    MissingGraphError,
     NestedCaptureError,
     PoolBusyError,
     PoolClosedError,
@@ -332,7 +331,7 @@ def test_all_graphs_of_a_pool_are_cleared_and_can_be_captured_again():
         pool.clear_graphs()
         assert "key" not in graphs
         assert len(wrapper.entries) == len(graphs) == 0
-        with pytest.raises(MissingGraphError, match="destroyed"):
+        with pytest.raises(CaptureSealedError, match="destroyed"):
             graph.replay()
     with ForwardContext(FULL, BatchDescriptor(1)) as context:
         pool.owner = context

@@ -21,7 +21,7 @@ from graphrt.core.inputs.transport import Slab, Sources
 from graphrt.cuda.ring.format import RingFormat
 from graphrt.cuda.ring.slots import SlotRing
 from graphrt.cuda.ring.writers import learn
-from graphrt.errors import InputRingError, InputRingWarning, InvalidInputError
+from graphrt.errors import InputRingWarning, InvalidInputError, StaleInputError
 from tests.core.ring_steps import Log, mixed_steps
 from tests.core.soft_ring import RingPlatform, SoftRing
 
@@ -156,7 +156,7 @@ def test_a_replay_by_hand_is_named_at_the_next_step_and_shifts_nothing():
     lagging.step(1, alone=True)
     lagging.launch()
     lagging.device.run()
-    with pytest.raises(InputRingError, match="never written"):
+    with pytest.raises(StaleInputError, match="never written"):
         lagging.step(2, alone=True)
     for value in (2, 3):
         lagging.step(value, alone=False)

@@ -31,8 +31,8 @@ from graphrt.core.batch.context import current_context
 from graphrt.core.replay.recording import under_way
 from graphrt.errors import (
     CaptureError,
+    CaptureSealedError,
     InvalidBatchError,
-    MissingGraphError,
     NestedCaptureError,
     PoolBusyError,
     PoolClosedError,
@@ -152,7 +152,7 @@ def test_a_destroyed_graph_that_is_replayed_while_another_thread_captures_runs_n
     def replay() -> None:
         slow.entered.wait(30)
         try:
-            with pytest.raises(MissingGraphError):
+            with pytest.raises(CaptureSealedError):
                 graph.replay()
         finally:
             slow.go_on.set()
@@ -205,7 +205,7 @@ def test_a_handle_of_a_dropped_graph_replays_no_other_one_of_its_key():
         assert not old.alive
         graphs.capture("key", made(2))
         assert not old.alive
-        with pytest.raises(MissingGraphError):
+        with pytest.raises(CaptureSealedError):
             old.replay()
         with pytest.raises(KeyError):
             _ = old.outputs
@@ -379,7 +379,7 @@ def test_graphs_that_are_off_end_as_others_do(off, end):
         "drop": lambda: off.drop("key"),
     }[end]()
     assert not graph.alive and "key" not in off and len(off) == 0 and held() is None
-    with pytest.raises(MissingGraphError):
+    with pytest.raises(CaptureSealedError):
         graph.replay()
     with pytest.raises(KeyError):
         _ = graph.outputs

@@ -22,7 +22,6 @@ from graphrt import (
 from graphrt.core.base.errors import (
     CaptureSealedError,
     InvalidOptionError,
-    MissingGraphError,
     PoolClosedError,
 )
 from graphrt.cpu import CPUGraphWrapper
@@ -117,12 +116,12 @@ def test_several_pieces_of_one_step_are_one_step():
 
 def test_under_strict_it_is_an_error():
     dispatcher, wrapped = published(), wrapper(strict=True)
-    with dispatcher.step(Batch(3, 3, 1)), pytest.raises(MissingGraphError, match="lazy=True"):
+    with dispatcher.step(Batch(3, 3, 1)), pytest.raises(CaptureSealedError, match="lazy=True"):
         wrapped(torch.ones(4))
-    with forward_context("FULL", D4), pytest.raises(MissingGraphError, match="which has none yet"):
+    with forward_context("FULL", D4), pytest.raises(CaptureSealedError, match="which has none yet"):
         wrapped(torch.ones(4))
     wrapped.seal()
-    with dispatcher.step(Batch(3, 3, 1)), pytest.raises(MissingGraphError):
+    with dispatcher.step(Batch(3, 3, 1)), pytest.raises(CaptureSealedError):
         wrapped(torch.ones(4))
     with forward_context("FULL", D4), pytest.raises(CaptureSealedError):
         wrapped(torch.ones(4))
@@ -163,7 +162,7 @@ def test_a_strict_runner_whose_wrapper_lost_a_graph_raises():
     served.capture()
     (own,) = served.graphs.owners()
     own.clear_graphs()
-    with pytest.raises(MissingGraphError):
+    with pytest.raises(CaptureSealedError):
         served(x=torch.ones(3, 4))
 
 

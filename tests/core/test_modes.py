@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from graphrt import AttentionSupport, GraphMode
-from graphrt.core.base.errors import InvalidModeError, InvalidOptionError, ModeNotSupportedError
+from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
 from graphrt.core.batch.modes import PieceProvider
 from graphrt.core.plan.resolution import provider_of, resolve_mode
 
@@ -65,7 +65,7 @@ def test_strict_refuses_exactly_where_there_would_be_a_step(
     if requested == expected:
         resolution.refuse_steps()
     else:
-        with pytest.raises(ModeNotSupportedError, match=requested):
+        with pytest.raises(InvalidModeError, match=requested):
             resolution.refuse_steps()
 
 

@@ -26,7 +26,7 @@ from graphrt import (
     errors,
 )
 from graphrt.core.base.errors import (
-    CopyError,
+    GraphRTError,
     InvalidBatchError,
     InvalidInputError,
     InvalidOptionError,
@@ -387,14 +387,14 @@ def test_what_holds_graphs_is_neither_copied_nor_pickled(how, what):
         "dispatcher": lambda: GraphDispatcher("FULL"),
         "copied by itself": lambda: CPUGraphWrapper(CopiesItself(), "FULL"),
     }
-    with pytest.raises(CopyError, match="cannot be copied"):
+    with pytest.raises(GraphRTError, match="cannot be copied"):
         how(made[what]())
 
 
 def test_a_model_with_a_wrapper_in_it_is_not_copied_by_half():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     model.step = CPUGraphWrapper(model[0], "FULL")
-    with pytest.raises(CopyError):
+    with pytest.raises(GraphRTError):
         copy.deepcopy(model)
 
 
@@ -448,7 +448,7 @@ def test_the_mode_that_was_meant_is_advised(given, advice):
 
 
 def test_a_query_length_is_no_name_of_an_argument():
-    with pytest.raises(errors.InvalidSizesError) as raised:
+    with pytest.raises(errors.InvalidOptionError) as raised:
         Plan(sizes=[1], query_lens=[0])
     assert raised.value.advice == "1"
 

@@ -30,8 +30,6 @@ from graphrt import (
 from graphrt.core.base.errors import (
     InvalidModeError,
     InvalidOptionError,
-    InvalidSizesError,
-    ModeNotSupportedError,
     PlanChangedWarning,
     PlanFileError,
 )
@@ -93,7 +91,7 @@ def test_arguments_that_no_plan_has_say_where_they_belong() -> None:
     ("arguments", "error"),
     [
         ({}, InvalidOptionError),
-        ({"sizes": [2, 1]}, InvalidSizesError),
+        ({"sizes": [2, 1]}, InvalidOptionError),
         ({"sizes": [1], "mode": "HALF"}, InvalidModeError),
         ({"sizes": [1], "compiled": [print]}, InvalidOptionError),
     ],
@@ -120,7 +118,7 @@ def test_a_printed_plan_shows_mode_sizes_graphs_and_budget() -> None:
 
 
 def test_strict_refuses_a_mode_that_steps_down() -> None:
-    with pytest.raises(ModeNotSupportedError, match="NEVER"):
+    with pytest.raises(InvalidModeError, match="NEVER"):
         runner(
             sizes=[1],
             mode="FULL",

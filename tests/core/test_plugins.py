@@ -15,8 +15,6 @@ import pytest
 
 from graphrt.core.base.errors import (
     PlatformError,
-    PlatformUnavailableError,
-    UnknownPlatformError,
 )
 from graphrt.core.device import registry as plugins
 from graphrt.core.device.platform import Availability, Platform
@@ -150,13 +148,13 @@ def test_empty_environment_forces_nothing() -> None:
 
 def test_unknown_forced_platform_lists_the_known_ones() -> None:
     known_platforms = registry([StubPlatform("one"), StubPlatform("two", available=False)])
-    with pytest.raises(UnknownPlatformError, match=r"'three'\n.*one, two"):
+    with pytest.raises(PlatformError, match=r"'three'\n.*one, two"):
         known_platforms.current({"GRAPHRT_PLATFORM": "three"})
 
 
 def test_unavailable_forced_platform_says_why() -> None:
     known_platforms = registry([StubPlatform("off", False, "driver too old"), StubPlatform("on")])
-    with pytest.raises(PlatformUnavailableError, match="driver too old") as caught:
+    with pytest.raises(PlatformError, match="driver too old") as caught:
         known_platforms.current({"GRAPHRT_PLATFORM": "off"})
     assert "doctor" in str(caught.value.advice)
     assert known_platforms.get("off", must_be_available=False).name == "off"
@@ -191,9 +189,9 @@ def test_plugin_may_not_take_the_name_of_a_built_in() -> None:
 
 
 def test_nothing_available() -> None:
-    with pytest.raises(PlatformUnavailableError, match="off: no such device"):
+    with pytest.raises(PlatformError, match="off: no such device"):
         registry(StubPlatform("off", False)).current({})
-    with pytest.raises(PlatformUnavailableError, match="none found"):
+    with pytest.raises(PlatformError, match="none found"):
         registry().current({})
 
 
@@ -270,7 +268,7 @@ def test_a_broken_plugin_is_named_where_its_platform_is_missed() -> None:
     known_platforms = registry(RuntimeError("broken hook"), StubPlatform("good"))
     with (
         pytest.warns(PluginWarning),
-        pytest.raises(UnknownPlatformError, match="plugin0 is broken"),
+        pytest.raises(PlatformError, match="plugin0 is broken"),
     ):
         known_platforms.get("bad")
 
@@ -285,7 +283,7 @@ def test_availability_that_raises_is_recorded() -> None:
         assert known_platforms.current({}).name == "good"
     bad = known_platforms.platforms()[0]
     assert bad.error is not None and "Traceback" in bad.error
-    with pytest.raises(PlatformUnavailableError, match=r"libdevice\.so"):
+    with pytest.raises(PlatformError, match=r"libdevice\.so"):
         known_platforms.get("bad")
 
 
@@ -466,7 +464,7 @@ def test_availability_of_another_type_is_recorded(answer: Any) -> None:
     known_platforms = registry(wrong, StubPlatform("good"))
     with pytest.warns(PluginWarning, match="'wrong' of plugin0 failed availability"):
         assert known_platforms.current({}).name == "good"
-    with pytest.raises(PlatformUnavailableError, match="available"):
+    with pytest.raises(PlatformError, match="available"):
         known_platforms.get("wrong")
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphrt import Plan
-from graphrt.core.base.errors import InvalidModeError, InvalidSizesError
+from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.sizes import (
@@ -210,7 +210,7 @@ def test_max_size_cuts_an_own_list() -> None:
 
 
 def test_max_size_that_leaves_nothing() -> None:
-    with pytest.raises(InvalidSizesError, match="max_size=4"):
+    with pytest.raises(InvalidOptionError, match="max_size=4"):
         own([8, 16], reqs=64, max_size=4)
 
 
@@ -251,7 +251,7 @@ def test_several_query_lengths() -> None:
     ],
 )
 def test_bad_sizes(sizes: object, message: str) -> None:
-    with pytest.raises(InvalidSizesError, match=message) as caught:
+    with pytest.raises(InvalidOptionError, match=message) as caught:
         check_sizes(sizes)  # type: ignore[arg-type]
     assert caught.value.advice
 
@@ -264,13 +264,13 @@ def test_good_sizes_are_a_tuple() -> None:
 @pytest.mark.parametrize("name", ["max_num_reqs", "max_num_tokens", "max_size"])
 def test_limits_must_be_positive(name: str, bad: object) -> None:
     limits: dict[str, Any] = {"max_num_reqs": 4, "max_num_tokens": 64, name: bad}
-    with pytest.raises(InvalidSizesError, match=name):
+    with pytest.raises(InvalidOptionError, match=name):
         Plan(**limits)
 
 
 @pytest.mark.parametrize("bad", [(), (0,), (1, -2)])
 def test_query_lengths_must_be_positive(bad: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidSizesError, match="query"):
+    with pytest.raises(InvalidOptionError, match="query"):
         Plan(max_num_reqs=4, max_num_tokens=64, query_lens=bad)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import DeviceType
 
 from graphrt import Batch, GraphOptions, GraphPool, GraphRunner, Host, InputSpec, get_platform
-from graphrt.errors import InputRingError
+from graphrt.errors import StaleInputError
 from tests.core.ring_steps import Log, mixed_steps
 
 pytestmark = pytest.mark.cuda
@@ -139,7 +139,7 @@ def test_a_graph_that_is_replayed_without_its_runner_is_named_at_the_next_step()
     torch.cuda.synchronize()
     entry.parts[0].graph.replay()
     torch.cuda.synchronize()
-    with pytest.raises(InputRingError, match="another step's slot"):
+    with pytest.raises(StaleInputError, match="another step's slot"):
         log.runner(Batch(4, 4, 1), **values)
     for step in range(1, 10):
         log.run(rng, step)

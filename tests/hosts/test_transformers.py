@@ -18,7 +18,7 @@ import torch
 import torch.nn.utils.prune
 
 from graphrt import CompileOptions, GraphRunner
-from graphrt.errors import CaptureError, InvalidInputError, InvalidOptionError, InvalidSizesError
+from graphrt.errors import CaptureError, InvalidInputError, InvalidOptionError
 from tests.models.families import SHARED
 from tests.models.generating import (
     GENERATING,
@@ -988,7 +988,7 @@ def test_nothing_but_a_model_that_generates_is_taken():
 
 @pytest.mark.parametrize("sizes", [[8], [1, 3, 8], [], [2, 2], [0, 2], ["2"], 4], ids=str)
 def test_sizes_that_the_memory_has_no_rows_for_are_refused(plain, sizes):
-    with pytest.raises(InvalidSizesError, match="size") as error:
+    with pytest.raises(InvalidOptionError, match="size") as error:
         with_graphs(plain, max_batch=4, max_len=32, sizes=sizes)
     assert error.value.advice is not None
     with pytest.raises(InvalidOptionError, match="no graphs"):

@@ -102,7 +102,7 @@ class Looked:
 
     def __init__(self, places: Places) -> None:
         self.host = HostWatch()
-        self.host.aim(places, PythonState(places, baked=True))
+        self.host.aim(places)
         self.tensors = [(place, held, where_is(held)) for place, held in places.tensors]
 
     def broken(self) -> list[str]:
@@ -608,7 +608,7 @@ def test_a_module_that_changed_is_seen(change, path):
     # It counts its calls.
     assert all(each.endswith("position") for each in looked.broken())
     change(model)
-    assert any(each.startswith(path) for each in looked.broken())
+    assert any(path in each for each in looked.broken())
 
 
 def test_every_tensor_of_a_module_is_found_under_every_name():

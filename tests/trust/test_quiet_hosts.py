@@ -63,7 +63,7 @@ def test_nothing_is_said_steps_are_right_and_trials_end(name: str) -> None:
         runner.capture()
         (record,) = runner.report().trust.trials
         trials = []
-        for step in range(40):
+        for step in range(80):
             between(step)
             x = torch.randn(2, WIDTH)
             outputs = runner(x=x)
@@ -89,7 +89,7 @@ def test_by_a_key_nothing_is_said_either(name: str) -> None:
         graphs = KeyedGraphs(GraphPool("cpu"), trials=WrapperTrials)
         graph = graphs.capture("key", functools.partial(host.forward, x))
         trials = []
-        for step in range(40):
+        for step in range(80):
             between(step)
             x.copy_(torch.randn(2, WIDTH))
             outputs = graph.replay().clone()

@@ -194,7 +194,7 @@ def update_aclgraph_sizes(
     without pieces keep all sizes. This is what hosts know by this name; `graphrt.Plan`
     chooses better. Source: the ACL-graph design.
 
-    Raises `InvalidSizesError` and, for an unknown profile, `InvalidOptionError`.
+    Raises `InvalidOptionError`, for an unknown profile too.
     """
     checked = check_sizes(sizes)
     mode = GraphMode.parse(mode)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from graphrt.core.base.errors import MissingLibraryError
+from graphrt.core.base.errors import UnsupportedHostError
 
 
 def load(module: str, package: str) -> Any:
-    """The module of an optional library; raises `MissingLibraryError`."""
+    """The module of an optional library; raises `UnsupportedHostError`."""
     try:
         return importlib.import_module(module)
     # A library that was built for another torch or CUDA fails in its own ways.
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module
-        raise MissingLibraryError(
+        raise UnsupportedHostError(
             f"{package} is not installed" if missing else f"{package} cannot be imported",
             got=f"{type(error).__name__}: {error}",
             expected=f"a module {module!r} that works with this torch",

@@ -53,15 +53,8 @@ alone does nothing."""
 
 
 class InvalidModeError(GraphRTError, ValueError):
-    """An unknown graph mode, or one that may not be used at run time."""
-
-
-class ModeNotSupportedError(GraphRTError):
-    """`strict` resolution would have had to step down."""
-
-
-class InvalidSizesError(GraphRTError, ValueError):
-    """Capture sizes that are empty, unsorted, repeated or not positive."""
+    """An unknown graph mode, one that may not be used at run time, or one that would have had to
+    step down (`strict`)."""
 
 
 class InvalidBatchError(GraphRTError, ValueError):
@@ -69,19 +62,11 @@ class InvalidBatchError(GraphRTError, ValueError):
 
 
 class InvalidOptionError(GraphRTError, ValueError):
-    """An unknown option, or a value of the wrong type for it."""
+    """An unknown option, or a value that it cannot have: capture sizes that do not ascend."""
 
 
 class InvalidInputError(GraphRTError, ValueError):
     """An input of the wrong name, dtype, shape or device, or a bad `InputSpec`."""
-
-
-class InputRingError(GraphRTError):
-    """A graph did not find its step's inputs in the ring from which it fetches them."""
-
-
-class CopyError(GraphRTError, TypeError):
-    """What holds graphs was to be copied or pickled: device memory has one owner."""
 
 
 class PlanFileError(GraphRTError, ValueError):
@@ -89,7 +74,8 @@ class PlanFileError(GraphRTError, ValueError):
 
 
 class StaleInputError(GraphRTError):
-    """A graph would read an address that no longer holds what it was captured with."""
+    """A graph would read an address that no longer holds what it was captured with, or did not find
+    its step's inputs in the ring from which it fetches them."""
 
 
 class OverwrittenOutputError(GraphRTError, RuntimeError):
@@ -109,19 +95,8 @@ class StateTooLargeError(GraphRTError):
 
 
 class PlatformError(GraphRTError):
-    """Root of the errors about finding a platform."""
-
-
-class UnknownPlatformError(PlatformError, LookupError):
-    """No platform of that name is installed."""
-
-
-class PlatformUnavailableError(PlatformError):
-    """The platform is installed, but this machine cannot run it."""
-
-
-class ContractVersionError(PlatformError):
-    """A platform was written for another version of the device contract."""
+    """No platform of that name, or one that this machine cannot run, or that was written for
+    another version of the device contract."""
 
 
 class MissingTorchNameError(GraphRTError, ImportError):
@@ -134,12 +109,8 @@ class MissingCapabilityError(PlatformError):
     usual_advice = "ask the platform's `capabilities` first, and do without, or take another one"
 
 
-class MissingLibraryError(GraphRTError, ImportError):
-    """A library that only this call needs is not installed, or cannot be imported."""
-
-
 class UnsupportedHostError(GraphRTError, ImportError):
-    """An inference engine is missing, or is of a version that graphrt does not know."""
+    """A library or an inference engine is missing, or of a version that graphrt does not know."""
 
 
 class CaptureError(GraphRTError):
@@ -185,11 +156,8 @@ class PageableCopyError(CaptureSyncError):
 
 
 class RefusedOpError(CaptureError):
-    """An operator that cannot be part of a graph was issued during capture."""
-
-
-class MissedBreakError(CaptureError):
-    """An operator of the must-break list was captured into a segment all the same."""
+    """An operator that cannot be part of a graph was issued during capture, or one of the
+    must-break list was captured all the same."""
 
 
 class SideDoorError(CaptureError):
@@ -219,15 +187,12 @@ class NestedCaptureError(CaptureError):
 
 
 class CaptureSealedError(CaptureError):
-    """A graph would have had to be captured after `seal()`."""
+    """A graph would have had to be captured after `seal()`, or was announced to a wrapper that does
+    not have it (`strict`)."""
 
 
 class OutputError(CaptureError):
     """An output has no structure that a graph can hand out, or no known batch axis to cut."""
-
-
-class MissingGraphError(CaptureError):
-    """A step was announced as one of a graph that the wrapper does not have (`strict`)."""
 
 
 class BreakError(GraphRTError):
@@ -352,7 +317,7 @@ class Uncopied:
     __slots__ = ()
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise CopyError(
+        raise GraphRTError(
             f"a {type(self).__name__} cannot be copied or pickled",
             expected="one owner of each graph and its memory",
             advice="create another one; copy or pickle the plan and the model, not what was made",

@@ -550,7 +550,7 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     from step to step it must read from `current_context()`. A fresh tensor that it returns is
     copied into a fixed buffer. One that it leaves elsewhere (in a list, an attribute) is for other
     eager parts: where a graph reads it, the capture raises `SideDoorError`. In a PIECEWISE wrapper
-    that is not breakable the capture raises `MissedBreakError`. Outside of PIECEWISE captures it is
+    that is not breakable the capture raises `RefusedOpError`. Outside of PIECEWISE captures it is
     just called. Raises `InvalidOptionError` for what is no function.
     """
     check_callable("function", function, "@eager_break above the function's def")
@@ -596,7 +596,7 @@ _codes: set[CodeType] = set()
 
 
 def check_traced(codes: Iterable[CodeType]) -> None:
-    """Raise `MissedBreakError` if code that a compiler has traced, `codes`, calls a function that
+    """Raise `RefusedOpError` if code that a compiler has traced, `codes`, calls a function that
     is marked `@eager_break`: it is part of what was compiled."""
     if not _codes.isdisjoint(codes):
         raise TRACED_BREAK()

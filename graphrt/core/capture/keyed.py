@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import CaptureError, MissingGraphError, NestedCaptureError, Uncopied
+from graphrt.core.base.errors import CaptureError, CaptureSealedError, NestedCaptureError, Uncopied
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, check_hashable, check_kind, shown
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
@@ -188,7 +188,7 @@ class KeyedGraph:
     def replay(self, updates: Updates | Any = None) -> Any:
         """Replay it, as one step of the pool; returns what its forward returned.
 
-        `updates` are the host arguments of its tasks. Raises `PoolBusyError`, `MissingGraphError`
+        `updates` are the host arguments of its tasks. Raises `PoolBusyError`, `CaptureSealedError`
         once it is destroyed, `NestedCaptureError` inside of a capture, and what updates raise.
         """
         if under_way and is_inside_capture():
@@ -220,7 +220,7 @@ class KeyedGraph:
 
 
 def _destroyed() -> NoReturn:
-    raise MissingGraphError(
+    raise CaptureSealedError(
         "a graph was replayed that has been destroyed",
         expected="one that is alive",
         advice="capture it again",

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from graphrt.core.base.errors import CaptureSealedError, InvalidOptionError, MissingGraphError
+from graphrt.core.base.errors import CaptureSealedError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import (
     Check,
@@ -185,7 +185,7 @@ class Sealing:
         """Why a wrapper that has the graphs `held` runs a step of its own mode eagerly.
 
         What announced the step is told. Strictly, raises `CaptureSealedError` for a descriptor that
-        nobody found a graph for, and `MissingGraphError` for a graph that must be here.
+        nobody found a graph for, and `CaptureSealedError` for a graph that must be here.
         """
         known = ", ".join(map(str, held)) or "a graph of the wrapper, which has none yet"
         if context.dispatcher is not None:
@@ -198,7 +198,7 @@ class Sealing:
             )
             return Reason.SEALED
         if self._strict:
-            raise MissingGraphError(
+            raise CaptureSealedError(
                 "a wrapper has no graph for the step that its context announces",
                 got=f"{context.mode.name} [{context.descriptor}], slot {context.slot}",
                 expected=known,

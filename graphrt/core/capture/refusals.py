@@ -27,7 +27,6 @@ from graphrt.core.base.errors import (
     CaptureError,
     FrozenMetadataError,
     GraphRTError,
-    MissedBreakError,
     NestedCaptureError,
     OutputError,
     PageableCopyError,
@@ -221,21 +220,21 @@ WRITTEN_CONSTANT = Refusal(
 # Eager parts --------------------------------------------------------------------------------------
 
 MISSED_BREAK = Refusal(
-    MissedBreakError,
+    RefusedOpError,
     "a function that is marked @eager_break would be captured",
     expected="a wrapper that breaks there, or pieces without such a function",
     advice="make the wrapper with breakable=True, or wrap what is before and behind the function "
     "one by one",
 )
 MISSED_OPERATOR = Refusal(
-    MissedBreakError,
+    RefusedOpError,
     "an operator that must run eagerly would be captured",
     advice="make the wrapper with breakable=True; or, in a compiled module, name the operator in "
     "splitting_ops",
     has_line=False,
 )
 TRACED_BREAK = Refusal(
-    MissedBreakError,
+    RefusedOpError,
     "a function that is marked @eager_break was traced, so it would be captured",
     expected="compiled code without eager parts, or opaque operators in their place",
     advice='mark it @graphrt.opaque("namespace::name") in place of @eager_break, or call it '

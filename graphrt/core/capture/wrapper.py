@@ -206,7 +206,7 @@ class GraphWrapper(Uncopied):
         """`read_context` is called with no arguments and returns this step's `ForwardContext`, or
         None; a host with a context of its own builds one from it, once for each of its steps.
         A `breakable` PIECEWISE wrapper ends segments at `@eager_break` functions and at the
-        operators in `options.breaks`, which are `MissedBreakError` in one that is not. `hooks` are
+        operators in `options.breaks`, which are `RefusedOpError` in one that is not. `hooks` are
         called around each of its graphs. `trials`, a `WrapperTrials` of its own, find what the host
         changes in Python. Raises `InvalidModeError` unless the mode is PIECEWISE or
         FULL, and `InvalidOptionError`.
@@ -513,7 +513,7 @@ def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
     the current one.
 
     Raises `PlatformError` where that path cannot be imported, or leads to no wrapper of this
-    platform, and `ContractVersionError` for a platform of another version of the device contract.
+    platform, and `PlatformError` for a platform of another version of the device contract.
     """
     platform = given_platform(platform)
     path = platform.get_static_graph_wrapper_cls()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from graphrt.core.base.errors import CaptureError, ContractVersionError
+from graphrt.core.base.errors import CaptureError, PlatformError
 from graphrt.core.base.homes import public
 
 CONTRACT_VERSION = 2
@@ -43,11 +43,11 @@ class Capability(enum.Enum):
 
 
 def check_contract(platform: Any) -> None:
-    """Raise `ContractVersionError` for a platform that was written for another version of the
+    """Raise `PlatformError` for a platform that was written for another version of the
     contract."""
     version = platform.contract_version
     if version not in range(OLDEST_CONTRACT, CONTRACT_VERSION + 1):
-        raise ContractVersionError(
+        raise PlatformError(
             f"platform {type(platform).__name__} was written for another version of the contract",
             got=f"contract_version = {version!r}",
             expected=f"{OLDEST_CONTRACT} to {CONTRACT_VERSION}, which this graphrt has",

@@ -69,7 +69,7 @@ class Platform(ABC):
 
     def start(self) -> None:
         """Called whenever a host is given the platform, which is available: it may load here what
-        `availability()` must not. Raises `PlatformUnavailableError` if that fails."""
+        `availability()` must not. Raises `PlatformError` if that fails."""
         return None
 
     @abstractmethod

@@ -25,8 +25,6 @@ import pluggy
 
 from graphrt.core.base.errors import (
     PlatformError,
-    PlatformUnavailableError,
-    UnknownPlatformError,
 )
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
@@ -171,8 +169,8 @@ class PlatformRegistry:
         """The platform of that name. For one of graphrt's own no plugin is imported: one that hangs
         or ends the process is not in the way of who wants none.
 
-        Raises `UnknownPlatformError`, `PlatformError` if two plugins claim the name, and
-        `PlatformUnavailableError` if this machine cannot run it.
+        Raises `PlatformError` if there is none of that name, if two plugins claim it, and if this
+        machine cannot run it.
         """
         check_kind("name", name, str, optional=False)
         flag("must_be_available", must_be_available)
@@ -183,7 +181,7 @@ class PlatformRegistry:
         if not named:
             broken = [each.plugin for each in self.platforms() if each.error]
             left_out = f" ({', '.join(broken)} is broken: see graphrt doctor)" if broken else ""
-            raise UnknownPlatformError(
+            raise PlatformError(
                 "no platform of that name is installed",
                 got=shown(name),
                 expected=", ".join(sorted(str(each.name) for each in self._usable())) or "none",
@@ -218,7 +216,7 @@ class PlatformRegistry:
             raise _conflict("several out-of-tree platforms are available", out_of_tree, advice)
         if not available:
             reasons = "; ".join(f"{each.name}: {each.availability.reason}" for each in usable)
-            raise PlatformUnavailableError(
+            raise PlatformError(
                 "no platform is available here",
                 got=reasons or "none found",
                 expected="at least the CPU's",
@@ -304,7 +302,7 @@ def register(plugin: object, name: str | None = None) -> str:
 def resolve_platform(platform: Platform | str | None) -> Platform:
     """A platform from itself, its name, or None for the current one.
 
-    Raises `PlatformUnavailableError`, `UnknownPlatformError` and what else keeps one from use.
+    Raises `PlatformError`, and what else keeps one from use.
     """
     if platform is None:
         return _default.current()
@@ -327,7 +325,7 @@ def given_platform(platform: Platform | str | None) -> Platform:
 def _start(platform: Platform, found: Availability) -> None:
     """Start a platform that a host has asked for."""
     if not found.available:
-        raise PlatformUnavailableError(
+        raise PlatformError(
             f"platform {platform.name!r} is not available on this machine",
             got=found.reason or "no reason given",
             expected="a machine that can run it",

@@ -139,8 +139,7 @@ def checked_arguments(given: Mapping[str, Any]) -> PlanArguments:
     """All arguments of a plan, each a copy in its own type: what the caller changes later, or can
     be read only once, is not the plan's.
 
-    Raises `InvalidSizesError` for sizes and counts, `InvalidOptionError` for the others and
-    `InvalidBatchError` for variants that cannot be hashed.
+    Raises `InvalidOptionError`, and `InvalidBatchError` for variants that cannot be hashed.
     """
     checked: Any = {}
     for name, (default, check) in _ARGUMENTS.items():
@@ -271,7 +270,7 @@ class Plan:
         return Plan(**arguments, platform=self.platform if platform is None else platform)
 
     def refuse_less(self) -> None:
-        """Raise `ModeNotSupportedError` or `ResourceExhaustedError` if the mode that runs, or what
+        """Raise `InvalidModeError` or `ResourceExhaustedError` if the mode that runs, or what
         is captured, is less than was asked for (`strict`)."""
         self.resolution.refuse_steps()
         if self.left_out:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import InvalidOptionError, ModeNotSupportedError
+from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import items_of, shown
@@ -69,12 +69,12 @@ class ModeResolution:
             logger.warning("mode %s runs as %s: %s", requested, runs, "; ".join(why))
 
     def refuse_steps(self) -> None:
-        """Raise `ModeNotSupportedError` if the mode that runs is not the requested one, unless
+        """Raise `InvalidModeError` if the mode that runs is not the requested one, unless
         `GRAPHRT_MODE` has turned graphs off: that must work everywhere."""
         for step in self.steps:
             if step.rule == SWITCHED_OFF:
                 continue
-            raise ModeNotSupportedError(
+            raise InvalidModeError(
                 f"mode {self.requested.name} cannot run here: {step.why}",
                 got=step.before.name,
                 expected=f"{step.after.name} or lower",

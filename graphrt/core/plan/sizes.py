@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphrt.core.base.errors import InvalidOptionError, InvalidSizesError
+from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import count_of, items_of, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
@@ -87,12 +87,12 @@ def decode_sizes(
 
 
 def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
-    """`sizes` as a tuple if they ascend and are positive; raises `InvalidSizesError` otherwise."""
+    """`sizes` as a tuple if they ascend and are positive; raises `InvalidOptionError` otherwise."""
     nothing = 'mode="NONE" to capture nothing, or sizes=None for the default list'
-    listed = items_of("sizes", sizes, "[1, 2, 4, 8]", InvalidSizesError, empty=nothing)
+    listed = items_of("sizes", sizes, "[1, 2, 4, 8]", InvalidOptionError, empty=nothing)
     checked = tuple(positive("a capture size", size) for size in listed)
     if list(checked) != sorted(set(checked)):
-        raise InvalidSizesError(
+        raise InvalidOptionError(
             "capture sizes are not sorted, or one of them is repeated",
             got=shown(list(listed)),
             expected="ascending positive integers, each once",
@@ -102,9 +102,9 @@ def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def check_query_lens(query_lens: Iterable[int]) -> tuple[int, ...]:
-    """`query_lens`, each once and ascending; raises `InvalidSizesError` for what none can be."""
+    """`query_lens`, each once and ascending; raises `InvalidOptionError` for what none can be."""
     default = "query_lens=(1,)"
-    listed = items_of("query_lens", query_lens, "(1,)", InvalidSizesError, empty=default)
+    listed = items_of("query_lens", query_lens, "(1,)", InvalidOptionError, empty=default)
     return tuple(sorted({positive("a query length", each) for each in listed}))
 
 
@@ -129,7 +129,7 @@ def capture_sizes(
     max_num_reqs, max_num_tokens = _largest_batch(max_num_reqs, max_num_tokens, sizes)
     longest = max(query_lens)
     if longest > max_num_tokens:
-        raise InvalidSizesError(
+        raise InvalidOptionError(
             "not one decode request fits into the largest batch",
             got=f"query length {longest}, max_num_tokens={max_num_tokens}",
             expected="query_lens of at most max_num_tokens",
@@ -251,10 +251,10 @@ def _rounded(
 
 
 def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
-    """Raise `InvalidSizesError` if a mode captures decode batches alone, and none fits."""
+    """Raise `InvalidOptionError` if a mode captures decode batches alone, and none fits."""
     empty = [query_len for query_len, ladder in sizes.decode.items() if not ladder]
     if mode is GraphMode.FULL_DECODE_ONLY and len(empty) == len(sizes.decode):
-        raise InvalidSizesError(
+        raise InvalidOptionError(
             f"mode {mode.name} captures decode batches, and none fits",
             got=f"query length {', '.join(map(str, empty))}, at most {sizes.limit} tokens",
             expected=f"a largest size of {min(empty)} or more",
@@ -288,9 +288,9 @@ def eager_range(sizes: CaptureSizes, keys: Iterable[CaptureKey], query_len: int)
 
 
 def _refuse_many(graphs: int) -> None:
-    """Raise `InvalidSizesError` for more than anybody captures, before any of it is planned."""
+    """Raise `InvalidOptionError` for more than anybody captures, before any of it is planned."""
     if graphs > _MOST_GRAPHS:
-        raise InvalidSizesError(
+        raise InvalidOptionError(
             "a plan of so many graphs is a mistake",
             got=f"{graphs} graphs",
             expected=f"at most {_MOST_GRAPHS}",
@@ -304,7 +304,7 @@ def _cut(sizes: tuple[int, ...], max_size: int | None) -> tuple[int, ...]:
         return sizes
     kept = tuple(size for size in sizes if size <= max_size)
     if not kept:
-        raise InvalidSizesError(
+        raise InvalidOptionError(
             "max_size leaves no capture size",
             got=f"max_size={max_size}, sizes={list(sizes)}",
             expected=f"max_size >= {sizes[0]}",
@@ -314,5 +314,5 @@ def _cut(sizes: tuple[int, ...], max_size: int | None) -> tuple[int, ...]:
 
 
 def positive(name: str, number: object) -> int:
-    """A count of at least 1; raises `InvalidSizesError` for anything else."""
-    return count_of(name, number, least=1, error=InvalidSizesError)
+    """A count of at least 1; raises `InvalidOptionError` for anything else."""
+    return count_of(name, number, least=1, error=InvalidOptionError)

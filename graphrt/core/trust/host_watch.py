@@ -23,12 +23,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain, filterfalse, repeat
-from operator import attrgetter, is_
+from itertools import chain, repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 from graphrt.core.base._native_door import NativeGlances, NativeWatch, native_state
@@ -47,11 +45,8 @@ from graphrt.core.trust.places.slots import (
     MISSING,
     ODD_ITEM,
     TUPLE_ITEM,
-    TYPE,
     Look,
     Place,
-    name_of,
-    same_items,
 )
 from graphrt.core.trust.places.walk import INNER, Kind, Places, Shape, shape_of
 from graphrt.core.trust.snapshot import PythonState
@@ -93,9 +88,9 @@ class HostChanges:
             self.slots.setdefault(path, []).append((slot[0], slot[1]))
 
 
-class _Keyed(NamedTuple):
+class _Dict(NamedTuple):
     """A dict, or a class whose dict it is, which of its keys count, None for all of them, and how
-    they are told."""
+    they are told: new items of a container as one."""
 
     held: Any
     counted: frozenset[Any] | None
@@ -114,121 +109,33 @@ class _Keyed(NamedTuple):
         return keys if self.counted is None else sorted(self.counted.intersection(keys))
 
 
-_HELD = attrgetter("held")
-
-
-class _Outline(NamedTuple):
-    """An object with attributes as it was: its class, its `__dict__`, and of a module, where nobody
-    tells of changes in that, the dicts of hooks, parameters and so on in it."""
-
-    place: Place
-    value: Any
-    dict_of: Callable[[Any], dict[str, Any]]
-    was: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, place: Place, value: Any, shape: Shape, *, is_told: bool) -> _Outline:
-        assert shape.dict_of is not None
-        held = shape.dict_of(value)
-        names = () if is_told or shape.kind is not Kind.MODULE else INNER
-        was = type(value), held, *map(partial(dict.get, held), names)
-        return cls(place, value, shape.dict_of, was)
-
-    def holds(self) -> bool:
-        """Whether all of these are there still."""
-        of, before, *inner = self.was
-        # Of an object of another class, as `nn.LazyLinear` becomes, this may get nothing.
-        if type(self.value) is not of or (held := self.dict_of(self.value)) is not before:
-            return False
-        return not inner or all(map(is_, inner, map(partial(dict.get, held), INNER)))
-
-    def compare(self, changes: HostChanges) -> None:
-        """Note what is another object now."""
-        of, before, *inner = self.was
-        if type(self.value) is not of:
-            names = Told(name_of(of)), Told(name_of(type(self.value)))
-            changes.note(f"{self.place.path}.__class__", *names)
-            return
-        held = self.dict_of(self.value)
-        if held is not before:
-            changes.note(f"{self.place.path}.__dict__", _told(before), _told(held))
-            return
-        for name, was in zip(INNER, inner, strict=False):
-            now = dict.get(held, name)
-            if now is not was:
-                changes.note(f"{self.place.path}.{name}", _told(was), _told(now))
-
-
-class _Keys:
-    """The keys of dicts, where nobody tells of new ones: looked at by the sizes of the dicts, in
-    groups that one glance sees, and compared when a size is another one or a value is gone."""
-
-    def __init__(self, groups: Iterable[Sequence[_Keyed]] = ()) -> None:
-        groups = [*groups]
-        self._were = [(each, [*dict.keys(each.held)]) for group in groups for each in group]
-        self._groups = [tuple(map(_HELD, group)) for group in groups]
-        self._sizes = self._sizes_now()
-
-    def _sizes_now(self) -> list[tuple[int, ...]]:
-        return [tuple(map(dict.__len__, each)) for each in self._groups]
-
-    def looks(self) -> Iterable[Look]:
-        """What a glance compares: see `slots.looks`."""
-        return [(held, None, sizes) for held, sizes in zip(self._groups, self._sizes, strict=True)]
-
-    def resized(self) -> bool:
-        """Whether a size is another one than when this was last asked."""
-        sizes, self._sizes = self._sizes, self._sizes_now()
-        return sizes != self._sizes
-
-    def compare(self, changes: HostChanges) -> None:
-        """Note the keys that are there now and were not, or were."""
-        for each, keys_before in self._were:
-            held, before = each.held, each.counting(keys_before)
-            keys = each.counting([*dict.keys(held)])
-            # By identity: to compare keys may run a user's `__eq__`.
-            if same_items(keys, before):
-                continue
-            known, there = {*map(id, before)}, {*map(id, keys)}
-            added = [key for key in keys if id(key) not in known]
-            is_less = any(id(key) not in there for key in before)
-            was = Told("something else" if is_less else "nothing" if added else "another order")
-            changes.is_structural = True
-            if each.has_items or not added:
-                news = listed([_text(_told(_value_of(held, key))) for key in added])
-                now = Told(news or ("nothing" if is_less else "this one"))
-                changes.note(each.path(None), was, now, held, None)
-                continue
-            for key in added:
-                now = _told(_value_of(held, key))
-                changes.note(each.path(key), Told("nothing"), now, held, key)
-
-
-def _dicts_in(place: Place, value: Any, shape: Shape) -> list[_Keyed]:
+def _dicts_in(place: Place, value: Any, shape: Shape) -> list[_Dict]:
     """The dicts of which one object consists: itself, defaults of a function, its attributes, and
-    of a module what it has registered."""
-    dicts: list[_Keyed] = []
+    of a module what it has registered; of a class its own."""
+    if shape.kind is Kind.CLASS:
+        return [_Dict(value, None, None, f"{slots.name_of(value)}.")]
+    dicts: list[_Dict] = []
     if shape.kind is Kind.DICT:
-        dicts.append(_Keyed(value, None, place, "", True))
+        dicts.append(_Dict(value, None, place, "", True))
     elif shape.kind is Kind.FUNCTION and type(value.__kwdefaults__) is dict:
-        dicts.append(_Keyed(value.__kwdefaults__, None, place, ", default "))
-    held = None if shape.dict_of is None else shape.dict_of(value)
-    if held is None:
+        dicts.append(_Dict(value.__kwdefaults__, None, place, ", default "))
+    if shape.dict_of is None:
         return dicts
-    dicts.append(_Keyed(held, None, place, "."))
+    held = shape.dict_of(value)
+    dicts.append(_Dict(held, None, place, "."))
     for name in INNER if shape.kind is Kind.MODULE else ():
         inner: Any = dict.get(held, name)
         if issubclass(type(inner), dict):
-            dicts.append(_Keyed(inner, None, place, f".{name}", True))
+            dicts.append(_Dict(inner, None, place, f".{name}", True))
     return dicts
 
 
-def _global_dicts(places: Places) -> Iterator[_Keyed]:
+def _global_dicts(places: Places) -> Iterator[_Dict]:
     """Hooks of all modules, and the globals that code looks up by name."""
     for name, hooks in global_hooks.items():
-        yield _Keyed(hooks, None, None, name, True)
+        yield _Dict(hooks, None, None, name, True)
     for held, names, module in places.named.values():
-        yield _Keyed(held, frozenset(names), None, f"global {module}")
+        yield _Dict(held, frozenset(names), None, f"global {module}")
 
 
 class HostWatch:
@@ -240,10 +147,12 @@ class HostWatch:
         self._native: Any = None
         self.values: PythonState | None = None
         """Python values as of the last look; None without graphs."""
+        # If nobody tells of new keys: where the lengths of dicts are among the values, and by the
+        # id of a dict its keys.
+        self._lengths: list[int] = []
+        self._keys: dict[int, list[Any]] = {}
         # By the id of a dict or class.
-        self._watched: dict[int, _Keyed] = {}
-        self._outlines: list[_Outline] = []
-        self._keys = _Keys()
+        self._watched: dict[int, _Dict] = {}
         self._taken = HostChanges()
         # Slots that are left out, by `_where`, with their holders, so that the ids stay their own.
         self._ignored: dict[tuple[int, object], Any] = {}
@@ -257,6 +166,11 @@ class HostWatch:
     def watched(self) -> int:
         """How many dicts and classes CPython tells of."""
         return 0 if self._native is None else self._native.count
+
+    @property
+    def is_told(self) -> bool:
+        """Whether CPython tells of changes."""
+        return self._native is not None
 
     @property
     def rung(self) -> bool:
@@ -278,50 +192,51 @@ class HostWatch:
 
     # What is watched -----------------------------------------------------------------------------
 
-    def aim(self, places: Places, values: PythonState) -> None:
-        """Watch what a walk has found, of which `values` are as of now."""
+    def aim(self, places: Places) -> None:
+        """Watch what a walk has found, as of now."""
         if self.values is None:
             self.why_not = watch_state()
             self._native = None if self.why_not else NativeWatch(repeat(True))
-        self.values = values
         self._taken = HostChanges()
         self._list_dicts(places)
-        if self._native is None:
-            return
-        try:
-            self._native.aim({at: (*each[:2],) for at, each in self._watched.items()})
-        except RuntimeError as error:
-            # Somebody else took the last watcher since it was asked for.
-            self.why_not, self._native = str(error), None
-            self._list_dicts(places)
+        if self._native is not None:
+            try:
+                self._native.aim({at: (*each[:2],) for at, each in self._watched.items()})
+            except RuntimeError as error:
+                # Somebody else took the last watcher since it was asked for.
+                self.why_not, self._native = str(error), None
+        self._keys = {}
+        if not self.is_told:
+            # The lengths of dicts are compared, and their keys where one is another.
+            lists = {id(held) for _, held in places.containers}
+            for at, each in self._watched.items():
+                if not issubclass(type(each.held), dict):
+                    continue
+                self._keys[at] = [*dict.keys(each.held)]
+                if at not in lists:
+                    label = each.label.rstrip(". ") or ".__dict__"
+                    places.containers.append(
+                        (Place(each.place, label, FIXED, each.held), each.held)
+                    )
+        self.values = PythonState(places, baked=True)
+        self._lengths = [
+            at
+            for at, slot in enumerate(() if self.is_told else self.values.slots)
+            if slot.way is LENGTH and issubclass(slot.key, dict)
+        ]
 
     def _list_dicts(self, places: Places) -> None:
-        self._outlines = []
         self._watched.clear()
-        groups: list[list[_Keyed]] = []
+        dicts: list[_Dict] = []
         for place, value in places.slots:
-            shape = places.shapes[type(value)]
-            if type(value) is Place or (self._closed and self._is_new(place)):
-                continue
-            if shape.kind is Kind.CLASS:
-                self._watched[id(value)] = _Keyed(value, None, None, f"{slots.name_of(value)}.")
-                continue
-            groups.append(_dicts_in(place, value, shape))
-            # Of a `threading.local` each thread has another dict.
-            if shape.dict_of is not None and not issubclass(type(value), threading.local):
-                is_told = self._native is not None
-                self._outlines.append(_Outline.of(place, value, shape, is_told=is_told))
-        groups += [[each] for each in _global_dicts(places)]
-        untold = [[*filter(self._is_untold, group)] for group in groups]
-        self._keys = _Keys(untold if self._native is None else ())
-
-    def _is_untold(self, each: _Keyed) -> bool:
-        """Have a dict watched; False for one that others hold too, and are told of."""
-        at, closed = id(each.held), self._closed.get(id(each.held))
-        if each.counted is None and at in self._watched:
-            return False
-        self._watched[at] = each if closed is None else each._replace(counted=closed[1])
-        return True
+            if not self._closed or not self._is_new(place):
+                dicts += _dicts_in(place, value, places.shapes[type(value)])
+        for each in (*dicts, *_global_dicts(places)):
+            at = id(each.held)
+            # One that others hold too has its first name, and all of its keys count.
+            if at not in self._watched or each.counted is not None:
+                closed = self._closed.get(at)
+                self._watched[at] = each if closed is None else each._replace(counted=closed[1])
 
     def _is_new(self, place: Place | None) -> bool:
         """Whether a slot is a new item of a container in which these are left out, or below one."""
@@ -332,40 +247,22 @@ class HostWatch:
             place = place.owner
         return False
 
-    def looks(self, ways: Iterable[tuple[Place, Any]]) -> tuple[list[Look], list[Look]]:
-        """What nobody tells of, for glances: see `slots.looks`. First the `ways` to tensors, then
-        the rest."""
-        values = self.values
-        if values is None:
-            return [], []
-        leading = self._untold(ways)
-        others = self._untold(zip(values.slots, values.was, strict=False))
-        looks = slots.looks([each for at, each in others.items() if at not in leading])
-        for each in self._outlines:
-            # C knows a class and a dict by themselves.
-            is_plain = NativeGlances is not None and len(each.was) == 2
-            looks.append((each.value, *each.was) if is_plain else (each.holds, None, True))
-        looks += self._keys.looks()
-        return slots.looks(leading.values()), looks
-
-    def _untold(self, entries: Iterable[tuple[Place, Any]]) -> dict[int, tuple[Place, Any]]:
-        """Those slots that may change and nobody tells of, by id."""
-        is_told, watched = self._native is not None, self._watched
+    def looks(self, read: Iterable[tuple[Place, Any]]) -> list[Look]:
+        """What nobody tells of, for glances: see `slots.looks`; also of the slots of what graphs
+        `read`."""
+        values, watched = self.values, {} if self._native is None else self._watched
         skips = bool(self._ignored or self._closed)
         untold: dict[int, tuple[Place, Any]] = {}
-        for slot, value in entries:
+        known = () if values is None else zip(values.slots, values.was, strict=True)
+        for slot, value in chain(read, known):
             if slot.way is TUPLE_ITEM and isinstance(slot.holder, Place):
                 # A tuple stays what it is: what may change is where it lies.
                 slot, value = slot.holder, slot.holder.get()
-            way = slot.way
-            is_of_dict = way in _IN_DICTS or way is LENGTH
-            if way in (FIXED, ARRAY, TYPE) or (
-                is_told and is_of_dict and id(slot.holder) in watched
-            ):
+            is_told = slot.way in (*_IN_DICTS, LENGTH) and id(slot.holder) in watched
+            if slot.way in (FIXED, ARRAY) or is_told or (skips and self._is_left_out(slot)):
                 continue
-            if not skips or not self._is_left_out(slot):
-                untold[id(slot)] = slot, value
-        return untold
+            untold[id(slot)] = slot, value
+        return slots.looks(untold.values(), in_c=NativeGlances is not None)
 
     def _is_left_out(self, slot: Place) -> bool:
         """Whether changes of a slot make no difference, or are the forward's own."""
@@ -380,21 +277,13 @@ class HostWatch:
         if values is None:
             return None
         events = self._native.take() if self.rung else []
-        others = [*filterfalse(_Outline.holds, self._outlines)]
-        resized = self._keys.resized()
         was, now = values.was, values.take()
         values.was = now
-        if events == [] and not others and not resized and values.are_same(was, now):
+        if events == [] and values.are_same(was, now):
             return None
-        changes = HostChanges(is_structural=events is None or bool(others))
-        for each in others:
-            each.compare(changes)
-        moved = [(values.slots[at], was[at], now[at]) for at in values.moved_slots(was, now)]
-        # A key that went may have made room for another.
-        if resized or any(after is MISSING for _, _, after in moved):
-            self._keys.compare(changes)
-        for slot, before, after in moved:
-            self._note_moved(changes, slot, before, after)
+        changes = HostChanges(is_structural=events is None)
+        for at in values.moved_slots(was, now):
+            self._note_moved(changes, values.slots[at], was[at], now[at])
         self._note_events(changes, events, read)
         # A cache that the host empties, and the forward fills, is not the forward's own.
         for holder, key in chain.from_iterable(changes.slots.values()):
@@ -405,8 +294,25 @@ class HostWatch:
     def _note_moved(self, changes: HostChanges, slot: Place, was: Any, now: Any) -> None:
         if self._is_left_out(slot):
             return
+        known = self._watched.get(id(slot.holder)) if self._native is None else None
+        # A key that went may have made room for another.
+        if known is not None and (slot.way is LENGTH or now is MISSING):
+            self._note_new_keys(changes, known)
+            if slot.way is LENGTH and not known.has_items:
+                return
         changes.is_structural |= slot.way is LENGTH or not (_is_scalar(was) and _is_scalar(now))
         changes.note(slot.path, _told(was), _told(now), slot.holder, slot.key)
+
+    def _note_new_keys(self, changes: HostChanges, known: _Dict) -> None:
+        """Note the keys that nobody tells of, and that were not there at the last walk."""
+        # By identity: to compare keys may run a user's `__eq__`.
+        before = {*map(id, self._keys[id(known.held)])}
+        for key in known.counting([*dict.keys(known.held)]):
+            if id(key) not in before:
+                changes.is_structural = True
+                now = _told(_value_of(known.held, key))
+                key = None if known.has_items else key
+                changes.note(known.path(key), Told("nothing"), now, known.held, key)
 
     def _note_events(
         self, changes: HostChanges, events: Sequence[tuple[Any, Any]] | None, read: Iterable[Place]
@@ -439,6 +345,9 @@ class HostWatch:
         is_told = self._native is not None and self._native.rung
         events = (self._native.take() or []) if is_told else []
         was, now = values.was, values.take()
+        for at in self._lengths:
+            # Keys that the forward has added have no slots yet: the next look tells of them.
+            now[at] = was[at]
         values.was = now
         stays = all(map(is_, was, now))
         if at_every_run and stays and not events:
@@ -461,15 +370,14 @@ class HostWatch:
         assert values is not None
         for holder, key in self._taken.slots.get(path, ()):
             known = self._watched.get(id(holder))
-            if known is not None and known.has_items and path == known.path(key):
-                keys = {s.key for s in values.slots if s.holder is holder and s.way is ITEM}
+            # A length, or what CPython tells of a container: all that is new in it is left out.
+            are_items = known is not None and known.has_items and path == known.path(key)
+            if are_items or isinstance(key, type):
+                ways = (ITEM, ELEMENT)
+                keys = {s.key for s in values.slots if s.holder is holder and s.way in ways}
                 self._closed.setdefault(id(holder), (holder, frozenset(keys)))
-                continue
-            self._leave_out(holder, key)
-            if isinstance(key, type):
-                # A length: what comes after the items of the last walk is left out, too.
-                count = sum(s.holder is holder and s.way is ELEMENT for s in values.slots)
-                self._closed.setdefault(id(holder), (holder, frozenset(range(count))))
+            if not are_items:
+                self._leave_out(holder, key)
 
     def places_at(self, paths: Iterable[str]) -> dict[str, Place | None]:
         """Where plain values are at these paths now; None where there is something else."""

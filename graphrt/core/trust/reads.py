@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, cycle, repeat
 from operator import attrgetter, eq, is_
@@ -35,18 +34,15 @@ from graphrt.core.replay.handout import is_spare
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.host_watch import HostChanges, HostWatch
-from graphrt.core.trust.places.slots import MISSING, Place, call, getter, getters
-from graphrt.core.trust.places.walk import Places, Slots, places_of, where_is
-from graphrt.core.trust.snapshot import PythonState
+from graphrt.core.trust.places.slots import MISSING, Place, call, getters
+from graphrt.core.trust.places.walk import Places, places_of, where_is
 from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
 from graphrt.core.trust.watching.watch import Use, Watch
 
 T = TypeVar("T")
 
-LOOKS = 1, 1, len(tree.PLACEMENT)
-"""Slots on the way to a tensor, other slots, and parts of the placement of tensors that a step
-looks at: all parts of one tensor."""
-
+SLOTS = {True: 3, False: 10}
+"""Slots that a step looks at, with CPython telling of dicts or not: else all in them is a slot."""
 
 Named: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
 
@@ -123,8 +119,6 @@ class ReadSet:
         without eager parts. Unless runs are `watched` named tensors are all that is known."""
         self.watched = watched
         self.saw_compiled_code = False
-        # Slots on the way to what graphs read, and what they read.
-        self._ways: Slots = []
         self._read: list[_Read] = []
         self.protected: list[str] = []
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
@@ -194,16 +188,15 @@ class ReadSet:
             is_read = use is not None and (self._has_full or not use.in_parts)
             if is_read and not (self.remade and place.path in self.remade):
                 reads.append(_Read(place, tensor, where_is(tensor), key))
-        self._ways = places.leading([(place, tensor) for place, tensor, *_ in reads])
         # Packed weights are invisible to operators, so all of them count as read.
         self._read = reads + [_Read(*each, id(each[1])) for each in places.packed]
-        self.host.aim(places, PythonState(places, baked=True))
+        self.host.aim(places)
         return places
 
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""
         self._held.clear()
-        self._ways, self._read = [], []
+        self._read = []
         self.host.stop()
         self.host = HostWatch()
         self.rounds = 0
@@ -213,30 +206,27 @@ class ReadSet:
     # Whether it has moved ------------------------------------------------------------------------
 
     def glances(self, settings: Iterator[bool]) -> Iterator[bool]:
-        """An endless iterator: each answer takes that of `settings`, looks at the next `LOOKS` of
+        """An endless iterator: each answer takes that of `settings`, looks at the next few of
         what `host` is not told of, and says whether all is what and where it was."""
-        leading, others = self.host.looks(self._ways)
+        slots = self.host.looks([(each.place, each.held) for each in self._read])
         parts = _parts_of(self._read)
-        counts = map(len, (leading, others, parts))
-        self.rounds = max(map(_rounds, counts, LOOKS))
+        # Of each tensor all parts.
+        looks = SLOTS[self.host.is_told], 0, len(tree.PLACEMENT)
+        self.rounds = max(-(-len(slots) // looks[0]), -(-len(parts) // looks[-1]))
         if NativeGlances is not None:
             return NativeGlances(
-                leading=tuple(leading),
-                others=tuple(others),
+                leading=tuple(slots),
+                others=(),
                 tensors=tuple(parts),
-                looks=LOOKS,
+                looks=looks,
                 missing=MISSING,
                 over=settings,
             )
         # Made of iterators that run in C, as every step takes an answer.
-        placements = [(functools.partial(get, held), was) for held, get, was in parts]
-        rings = [
-            _in_turn(is_, itertools.starmap(getter, leading)),
-            _in_turn(is_, itertools.starmap(getter, others)),
-            _in_turn(eq, placements),
-        ]
-        looks = [ring for ring, count in zip(rings, LOOKS, strict=True) for _ in range(count)]
-        return map(all, zip(settings, *looks, strict=False))
+        of_slots = _in_turn(is_, [(get, was) for get, _, was in slots])
+        of_tensors = _in_turn(eq, [(functools.partial(get, held), was) for held, get, was in parts])
+        rings = [of_slots] * looks[0] + [of_tensors] * looks[-1]
+        return map(all, zip(settings, *rings, strict=False))
 
     def take(self) -> HostChanges | None:
         """What the host has changed since the last time: see `HostWatch.take`. A tensor that is
@@ -377,12 +367,8 @@ def _memory_of(held: Any) -> object:
     return where_is(held) if issubclass(type(held), torch.Tensor) else id(held)
 
 
-def _rounds(count: int, looks: int) -> int:
-    return -(-count // looks)
-
-
 def _in_turn(
-    same: Callable[[Any, Any], bool], looks: Iterable[tuple[Callable[[], Any], Any]]
+    same: Callable[[Any, Any], bool], looks: Sequence[tuple[Callable[[], Any], Any]]
 ) -> Iterator[bool]:
     """Whether what is got is what it was, one after the other without end."""
     gets, was = [*zip(*looks, strict=True)] or ((), ())

@@ -226,11 +226,11 @@ class PythonState:
 
     def __init__(self, places: Places, *, baked: bool = False) -> None:
         """`baked`: only what a capture may have baked in, which is cheap to compare: the lengths of
-        containers in place of their contents, and no tensors."""
+        containers in place of their contents, which class and `__dict__` objects have, and no
+        tensors."""
         # Holders first: `restore` puts an old container back before what was in it.
         slots, contents = [*map(_PLACE, places.objects)], []
-        if not baked:
-            slots += map(_PLACE, (*places.arrays, *places.tensors))
+        slots += map(_PLACE, places.outline if baked else (*places.arrays, *places.tensors))
         for place, held in places.containers:
             if baked or len(held) <= _MOST_ITEMS:
                 way = LENGTH if baked else CONTENTS

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from graphrt.core.base.errors import InputRingError
+from graphrt.core.base.errors import StaleInputError
 from graphrt.cuda.ring.format import RingDevice, RingFormat
 
 _PROGRESS, _FAULT, _FOUND, _GIVEN = (
@@ -50,7 +50,7 @@ class SlotRing:
     )
 
     def __init__(self, device: RingDevice, nbytes: int, moves: int) -> None:
-        """`nbytes` of payload and so many moves are what a slot can hold. Raises `InputRingError`
+        """`nbytes` of payload and so many moves are what a slot can hold. Raises `StaleInputError`
         if the device does not fetch a first one."""
         self.device = device
         self._nbytes = nbytes
@@ -78,7 +78,7 @@ class SlotRing:
         self.give(device.prepare(0, 0), self.take()[0], 0, False)
         device.wait()
         if words[_PROGRESS] != 1:
-            raise InputRingError(
+            raise StaleInputError(
                 "the device did not fetch the first slot of its input ring",
                 got=f"{words[_PROGRESS]} steps fetched",
                 expected=1,
@@ -119,7 +119,7 @@ class SlotRing:
         """The first word of the next step's slot, which may be written until it is given, and
         where its payload begins in the memory.
 
-        Raises `InputRingError` if the device found a slot that was not its step's.
+        Raises `StaleInputError` if the device found a slot that was not its step's.
         """
         words = self.words
         if self.unsure:
@@ -194,12 +194,12 @@ class SlotRing:
                 until = time.monotonic() + _PATIENCE_S
             time.sleep(_NAP_S)
 
-    def _fault(self) -> InputRingError:
+    def _fault(self) -> StaleInputError:
         words = self.words
         step, number = words[_FAULT] - 1, words[_FOUND]
         words[_FAULT] = 0
         self.unsure = True
-        return InputRingError(
+        return StaleInputError(
             "a graph ran on the inputs of an earlier step: it found another step's slot in its "
             "ring, as when a graph of a runner is replayed without its runner",
             got="a slot that was never written"

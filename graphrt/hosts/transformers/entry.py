@@ -10,7 +10,7 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import count_of, items_of, shown
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.plan.sizes import check_sizes, positive
-from graphrt.errors import InvalidOptionError, InvalidSizesError
+from graphrt.errors import InvalidOptionError
 from graphrt.hosts.transformers.versions import check_transformers
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def with_graphs(
     pieces in the cache), and the rounding of fused kernels.
 
     Raises `UnsupportedHostError` for a transformers that was not tested, `InvalidOptionError`, and
-    `InvalidSizesError`.
+    `InvalidOptionError`.
     """
     check_transformers()
     target = _target(model)
@@ -172,10 +172,10 @@ def _compile_options(compile: bool | CompileOptions) -> CompileOptions | None:
 def _checked_sizes(sizes: Iterable[int], max_batch: int) -> list[int]:
     """Row counts that have graphs, ascending: the memory has rows for `max_batch`."""
     none = "sizes=None for 1, 2, 4, ... max_batch"
-    listed = items_of("sizes", sizes, "[1, 2, 4]", InvalidSizesError, empty=none)
+    listed = items_of("sizes", sizes, "[1, 2, 4]", InvalidOptionError, empty=none)
     checked = check_sizes(sorted(positive("a capture size", each) for each in listed))
     if checked[-1] > max_batch:
-        raise InvalidSizesError(
+        raise InvalidOptionError(
             "sizes has more rows than max_batch",
             got=f"sizes={shown([*checked])}, max_batch={max_batch}",
             expected=f"sizes of at most {max_batch}",

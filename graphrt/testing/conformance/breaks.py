@@ -10,7 +10,7 @@ import torch
 from graphrt.core.base.errors import (
     BakedScalarError,
     BreakError,
-    MissedBreakError,
+    RefusedOpError,
 )
 from graphrt.core.batch.context import current_context
 from graphrt.core.capture.guard import eager_break
@@ -290,7 +290,7 @@ class BreakConformance(ConformanceBase):
             lambda x: attention(x + 1) + 1, PIECEWISE, pool, check=check, strict=strict
         )
         x = self.tensor(1, 2, 3, 4)
-        with pytest.raises(MissedBreakError, match="breakable=True"):
+        with pytest.raises(RefusedOpError, match="breakable=True"):
             self.capture(wrapper, PIECEWISE, x)
         assert not wrapper.entries
         # Around it nothing breaks: under FULL, and in a wrapper that does.
@@ -306,6 +306,6 @@ class BreakConformance(ConformanceBase):
     def test_a_listed_operator_in_an_unbreakable_piece_is_an_error(self, pool: GraphPool) -> None:
         breaks = frozenset({"aten::sigmoid"})
         wrapper = self.wrap(lambda x: torch.sigmoid(x), PIECEWISE, pool, breaks=breaks)
-        with pytest.raises(MissedBreakError, match="sigmoid"):
+        with pytest.raises(RefusedOpError, match="sigmoid"):
             self.capture(wrapper, PIECEWISE, self.tensor(1, 2, 3, 4))
         assert not wrapper.entries

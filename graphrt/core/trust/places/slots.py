@@ -6,16 +6,15 @@ Nothing that a user defined is run: no `__getattr__`, property, `__eq__`, `__has
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
-from operator import eq, is_
+from operator import is_
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -47,7 +46,7 @@ bases_of = type.__dict__["__mro__"].__get__
 """The method resolution order of a class."""
 
 
-PLAIN_BY_TEXT = (Decimal, Fraction, UUID, date, datetime, time, timedelta)
+PLAIN_BY_TEXT = {Decimal, Fraction, UUID, date, datetime, time, timedelta}
 """Types of plain values beside numbers and text, which are compared as text."""
 
 
@@ -57,53 +56,34 @@ def module_of(of: type) -> str:
     return name if type(name) is str else "builtins"
 
 
-def same_value(before: object, after: object) -> bool:
+_COMPARED = {bool, torch.dtype, torch.device, torch.layout, torch.memory_format, range, frozenset}
+"""Types of plain values whose `==` is Python's own; of frozensets only those of such values."""
+
+
+def same_value(before: Any, after: Any) -> bool:
     """Whether two plain values are equal, NaN to itself and 1 not to True or 1.0; objects of
     types that are not torch's or Python's own are compared by identity."""
-    if before is after:
-        return True
     kind = type(before)
-    if kind is not type(after):
+    if before is after or kind is not type(after):
+        return before is after
+    if kind in _COMPARED:
+        return bool(before == after)
+    # As text: NaN is NaN, 0.0 is not -0.0, a Decimal's 1.0 is not 1.00, a time's zone counts.
+    for base in (float, complex):
+        if issubclass(kind, base):
+            return base.__repr__(before) == base.__repr__(after)
+    numbers = getattr(sys.modules.get("numpy"), "generic", ())
+    if kind in PLAIN_BY_TEXT or issubclass(kind, numbers):
+        return repr(before) == repr(after)
+    for whole in (int, str, bytes):
+        if issubclass(kind, whole):
+            return whole.__eq__(before, after) is True
+    if kind is slice:
+        return same_value(before.__reduce__()[1], after.__reduce__()[1])
+    if not issubclass(kind, tuple):
         return False
-    compare = _COMPARED.get(kind)
-    if compare is None:
-        compare = next((how for base, how in _OF_BASES.items() if issubclass(kind, base)), None)
-    if compare is None:
-        numbers = getattr(sys.modules.get("numpy"), "generic", ())
-        return issubclass(kind, numbers) and repr(before) == repr(after)
-    return compare(before, after) is True
-
-
-def _same_items(before: Any, after: Any) -> bool:
-    mine, others = tuple.__iter__(before), tuple.__iter__(after)
-    same_length = tuple.__len__(before) == tuple.__len__(after)
-    return same_length and all(map(same_value, mine, others))
-
-
-def _same_text(before: object, after: object) -> bool:
-    return repr(before) == repr(after)
-
-
-def _same_slice(before: slice, after: slice) -> bool:
-    ends = ("start", "stop", "step")
-    return all(same_value(getattr(before, end), getattr(after, end)) for end in ends)
-
-
-_COMPARED: dict[type, Callable[[Any, Any], object]] = {
-    **dict.fromkeys((bool, torch.dtype, torch.device, torch.Size, torch.layout), eq),
-    # Only those of plain values are kept as values.
-    **dict.fromkeys((torch.memory_format, range, frozenset), eq),
-    # As text: a Decimal's NaN is NaN, 1.0 is not 1.00, and a time's zone counts.
-    **dict.fromkeys(PLAIN_BY_TEXT, _same_text),
-    slice: _same_slice,
-}
-_OF_BASES: dict[type, Callable[[Any, Any], object]] = {
-    **{base: base.__eq__ for base in (int, str, bytes)},
-    # As text: NaN is NaN, and 0.0 is not -0.0.
-    float: lambda before, after: float.__repr__(before) == float.__repr__(after),
-    complex: lambda before, after: complex.__repr__(before) == complex.__repr__(after),
-    tuple: _same_items,
-}
+    mine, others = ([*tuple.__iter__(each)] for each in (before, after))
+    return len(mine) == len(others) and all(map(same_value, mine, others))
 
 
 def same_items(before: list[Any], after: list[Any]) -> bool:
@@ -197,6 +177,8 @@ def getters(places: Iterable[Place]) -> list[Callable[[], Any]]:
             bound.append(functools.partial(key.__get__, holder))
         elif way is TYPE:
             bound.append(functools.partial(type, holder))
+        elif way is LENGTH:
+            bound.append(functools.partial(key.__len__, holder))
         else:
             bound.append(functools.partial(way.get, holder, key))
     return bound
@@ -206,38 +188,23 @@ Look = tuple[Any, Any, Any]
 """What a glance compares: see `looks`."""
 
 
-def looks(entries: Iterable[tuple[Place, Any]]) -> list[Look]:
-    """What a glance compares by identity, (holder, key, value as it was), for slots and what was in
-    them; of containers (these, None, their sizes). Of another slot whose value is made anew when it
-    is asked for, whether it is the same. `NativeGlances` looks at them, or what `getter` makes."""
+def looks(entries: Iterable[tuple[Place, Any]], *, in_c: bool) -> list[Look]:
+    """What a glance compares by identity, for slots and what was in them: (a function without
+    arguments, None, what it returned). `NativeGlances` looks at some by itself: (holder, key,
+    value), and of containers (these, None, their sizes)."""
     entries = [*entries]
     looks: list[Look] = []
     for (place, was), get in zip(entries, getters([each for each, _ in entries]), strict=True):
         way, holder, key = place.way, place.holder, place.key
-        if way.get is _item or way is CELL or (way is ELEMENT and type(holder) is list):
-            looks.append((holder, key, was))
-        elif way is LENGTH and key is not deque:
+        if in_c and (way in _LOOKED_AT_IN_C or (way is ELEMENT and type(holder) is list)):
+            looks.append((holder, type(holder) if way is ATTRIBUTES else key, was))
+        elif in_c and way is LENGTH and key is not deque:
             looks.append(((holder,), None, (was,)))
         elif way.anew:
             looks.append((functools.partial(_holds, place, was), None, True))
         else:
             looks.append((get, None, was))
     return looks
-
-
-def getter(holder: Any, key: Any, was: Any) -> tuple[Callable[[], Any], Any]:
-    """What gets the value of a look, and the value that it had."""
-    if issubclass(type(holder), dict):
-        return functools.partial(dict.get, holder, key, MISSING), was
-    if type(holder) is list:
-        return functools.partial(_element, holder, key), was
-    if type(holder) is tuple:
-        return functools.partial(_have_sizes, holder, was), True
-    return (functools.partial(_cell, holder, None) if type(holder) is CellType else holder), was
-
-
-def _have_sizes(containers: Sequence[Any], was: Sequence[int]) -> bool:
-    return [base_of(each).__len__(each) for each in containers] == [*was]
 
 
 def _holds(place: Place, was: object) -> bool:
@@ -262,8 +229,7 @@ def _set_item(holder: dict[Any, Any], key: object, value: object) -> None:
 
 
 def _odd_item(holder: dict[Any, Any], key: object) -> object:
-    values = (value for each, value in read(dict.items, holder) if each is key)
-    return next(values, MISSING)
+    return next((value for each, value in [*dict.items(holder)] if each is key), MISSING)
 
 
 def _element(holder: Any, index: int) -> object:
@@ -292,7 +258,7 @@ def _tuple_item(holder: Place, index: int) -> object:
 
 def _member(holder: Any, member: object) -> object:
     base: Any = set if issubclass(type(holder), set) else frozenset
-    return member if any(each is member for each in read(base.__iter__, holder)) else MISSING
+    return member if any(each is member for each in [*base.__iter__(holder)]) else MISSING
 
 
 def _members(holder: set[Any], key: None) -> object:
@@ -332,6 +298,13 @@ def _set_field(holder: object, descriptor: Any, value: object) -> None:
         descriptor.__delete__(holder)
 
 
+def _attributes(holder: object, dict_of: Callable[[Any], dict[str, Any]]) -> object:
+    try:
+        return dict_of(holder)
+    except TypeError:  # it is of another class by now, as `nn.LazyLinear` becomes
+        return MISSING
+
+
 def _class_attribute(holder: type, name: str) -> object:
     return namespace_of(holder).get(name, MISSING)
 
@@ -362,8 +335,10 @@ def _set_context_value(variable: Any, key: None, value: object) -> None:
 
 def base_of(container: Any) -> Any:
     """Python's own type of a container that can be changed."""
-    bases = type(container).__mro__
-    return next(base for base in (OrderedDict, dict, set, deque, list) if base in bases)
+    for base in (OrderedDict, dict, set, deque):
+        if issubclass(type(container), base):
+            return base
+    return list
 
 
 def items_of(container: Any, base: Any) -> list[Any]:
@@ -421,7 +396,9 @@ CELL = Way(_cell, _set_cell)
 FIELD = Way(_field, _set_field)
 """An attribute that a descriptor of C keeps: one of `__slots__`, or a function's defaults."""
 TYPE = Way(lambda holder, key: type(holder))
-"""The class of an object, which hardly any host replaces: no glance looks at it."""
+"""The class of an object."""
+ATTRIBUTES = Way(_attributes)
+"""The `__dict__` of an object, by what returns that of its class."""
 CLASS_ATTRIBUTE = Way(_class_attribute, _set_class_attribute)
 TARGET = Way(_target)
 """The referent of a weak reference."""
@@ -438,13 +415,4 @@ ARRAY = Way(
     anew=True,
 )
 """The elements of an array of NumPy's."""
-
-
-def read(iterate: Callable[[Any], Any], holder: Any, most: int | None = None) -> list[Any]:
-    """The first `most` items of a container; none if other threads do not stop changing it."""
-    for _ in range(4):
-        try:
-            return list(itertools.islice(iterate(holder), most))
-        except RuntimeError:  # it changed meanwhile
-            continue
-    return []
+_LOOKED_AT_IN_C = (ITEM, DEFAULT, CELL, ATTRIBUTES)

@@ -23,8 +23,8 @@ import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -262,20 +262,6 @@ def is_array(kind: type) -> bool:
     return kind is getattr(sys.modules.get("numpy"), "ndarray", None)
 
 
-def hashes_plainly(key: object) -> bool:
-    """Whether a dict can look `key` up without running a user's `__hash__` or `__eq__`."""
-    of = type(key)
-    if _EXACT.get(of) is Kind.PLAIN:
-        return True
-    if of is tuple:
-        return all(map(hashes_plainly, key))  # type: ignore[call-overload]
-    for name in ("__hash__", "__eq__"):
-        home = next(base for base in bases_of(of) if name in namespace_of(base))
-        if home is not object and not (home is enum.Enum or home is type):
-            return False
-    return True
-
-
 # The walk -----------------------------------------------------------------------------------------
 
 _MOST_PLAIN = 4096
@@ -283,8 +269,8 @@ _MOST_PLAIN = 4096
 _SAMPLE = 64
 """Values of a long container that are looked at to see whether all are plain."""
 _MOST_ODD = 64
-"""Items that are read of a dict whose keys may run a user's `__hash__` or `__eq__`: each look at
-one is a search of all."""
+"""Items that are read of a dict with other keys than numbers and text, which may run a user's
+`__hash__` or `__eq__`: each look at one is a search of all."""
 
 _MOST_HOPS = 3
 """Code is read that is so many calls away from the forward, or from a method of what it holds; a
@@ -303,7 +289,6 @@ _BASES: dict[Kind, Any] = {
 
 _BARE = (torch.Tensor, torch.nn.Parameter)
 _PLAINLY: Any = torch.Tensor.__torch_function__
-_DICTS = (dict, OrderedDict)
 _PLAIN_KEYS = {str, int}
 _CHANGES = (Kind.DICT, Kind.LIST, Kind.DEQUE, Kind.SET)
 _LEAVES = (Kind.ARRAY, Kind.PACKED)
@@ -364,6 +349,8 @@ class Places:
         """Objects of C++ that operators may be given in place of tensors."""
         self.code: Slots = []
         """The code that was read, of functions and in classes."""
+        self.outline: Slots = []
+        """Classes of objects, their `__dict__`, and the dicts in which modules register."""
         self.slots: Slots = []
         """Objects that were entered, holders before what they hold."""
         self.containers: Slots = []
@@ -375,8 +362,6 @@ class Places:
         """Arrays of NumPy's."""
         self.generators: list[Any] = []
         """Generators of random numbers, torch's, Python's and NumPy's."""
-        self.first: dict[int, Place] = {}
-        """By the id of an object, the place at which it was read."""
         self.named: dict[int, tuple[dict[str, Any], set[str], str]] = {}
         """By the id of a module's globals: these, the names that code has looked up there, and what
         stands before a name in its place's label."""
@@ -398,27 +383,6 @@ class Places:
         there at another time."""
         changing = [each for each in self.slots if each[0].way is not FIXED]
         return [*self.code, *changing, *self.packed]
-
-    def leading(self, tensors: Iterable[tuple[Place, Any]]) -> Slots:
-        """Every slot between the forward and a tensor, or what is packed; the code that was read;
-        and these `tensors` of the walk."""
-        leading = self._leading()
-        ways = [each for each in self.slots if id(self.first[id(each[1])]) in leading]
-        return [*self.code, *ways, *tensors, *self.packed]
-
-    def _leading(self) -> set[int]:
-        """The ids of the first places of all objects by way of which a tensor is reached."""
-        holders: dict[int, list[Place | None]] = {}
-        for place, value in self.slots:
-            holders.setdefault(id(self.first[id(value)]), []).append(place.owner)
-        leading: set[int] = set()
-        left = [place.owner for place, _ in (*self.tensors, *self.packed)]
-        while left:
-            owner = left.pop()
-            if owner is not None and id(owner) not in leading:
-                leading.add(id(owner))
-                left += holders.get(id(owner), ())
-        return leading
 
 
 def places_of(forward: Any, *, limit: int = 20_000) -> Places:
@@ -460,6 +424,8 @@ class Walk:
             Kind.ARRAY: self.places.arrays,
             Kind.PACKED: self.places.packed,
         }
+        # The ids of objects that were read, or are in the queue.
+        self._read: set[int] = set()
         # Names in code that was read; and by name, methods that wait until one of these is theirs.
         self._named: set[str] = set()
         self._unnamed: dict[str, Slots] = {}
@@ -483,7 +449,7 @@ class Walk:
 
     def take(self, entries: Iterable[tuple[Place, Any]]) -> None:
         """Sort slots by the kind of what is there, and queue objects that were not read yet."""
-        places, shapes, first = self.places, self._shapes, self.places.first
+        places, shapes = self.places, self._shapes
         for place, value in entries:
             self._left -= 1
             shape = shapes[type(value)]
@@ -498,9 +464,9 @@ class Walk:
             else:
                 self._lists.get(kind, places.slots).append((place, value))
                 # Hardly any tensor has attributes.
-                is_entered = kind not in _LEAVES and id(value) not in first
+                is_entered = kind not in _LEAVES and id(value) not in self._read
                 if is_entered and (type(value) not in _BARE or value.__dict__):
-                    first[id(value)] = place
+                    self._read.add(id(value))
                     self._queue.append((value, place, shape, self._hops))
 
     def _by_name(self, place: Place, value: Any) -> bool:
@@ -521,7 +487,7 @@ class Walk:
         submodules and hooks."""
         held = {} if shape.dict_of is None else shape.dict_of(value)
         is_module = shape.kind is Kind.MODULE
-        attributes = _registered(held, place) if is_module else []
+        attributes = self._registered(held, place) if is_module else []
         skipped: Collection[str] = _OWN_OF_MODULES if is_module else ()
         for name, each in dict.items(held):
             if name not in skipped and type(name) is str:
@@ -535,20 +501,38 @@ class Walk:
                 self.places.numbers.append(slot)
             else:
                 attributes.append((slot, each))
+        outline, of = self.places.outline, Place(place, ".__class__", slots.TYPE, value)
         for base in shape.users:
-            slot = Place(place, name_of(base), FIXED, base)
-            if base is type(value):
-                slot = Place(place, ".__class__", slots.TYPE, value)
+            slot = of if base is type(value) else Place(place, name_of(base), FIXED, base)
             attributes.append((slot, base))
+        if shape.kind is Kind.FUNCTION:
+            return attributes
+        if type(value) not in shape.users:
+            outline.append((of, type(value)))
+        # Of a `threading.local` each thread has another dict.
+        if shape.dict_of is not None and type(value) is not threading.local:
+            slot = Place(place, ".__dict__", slots.ATTRIBUTES, value, shape.dict_of)
+            outline.append((slot, held))
         return attributes
+
+    def _registered(self, held: dict[str, Any], place: Place) -> Slots:
+        """What a module has registered: parameters, buffers, submodules, hooks."""
+        registered: Slots = []
+        for name in INNER:
+            inner: Any = dict.get(held, name)
+            self.places.outline.append((Place(place, f".{name}", slots.ITEM, held, name), inner))
+            before = f".{name}" if name.endswith("hooks") else ""
+            for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
+                where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
+                registered.append((Place(place, before + where, slots.ITEM, inner, key), each))
+        return registered
 
     def _items(self, value: Any, place: Place, shape: Shape) -> Slots:
         entries: Slots = []
         if not _is_long(dict, value, dict.values(value)):
             items, way = list(islice(dict.items(value), max(self._left, 0))), slots.ITEM
-            keys = [key for key, _ in items]
             # One odd key is enough: a look-up of any other may compare with it.
-            if not {*map(type, keys)} <= _PLAIN_KEYS and not all(map(hashes_plainly, keys)):
+            if any(_EXACT.get(type(key)) is not Kind.PLAIN for key, _ in items):
                 # Every look at one is a search.
                 way, items = slots.ODD_ITEM, items[:_MOST_ODD]
             for key, each in items:
@@ -646,16 +630,11 @@ class Walk:
             self._main_globals = held
         module = "" if held is self._main_globals else f"{held.get('__name__')}."
         self.places.named.setdefault(id(held), (held, set(), module))[1].update(names)
-        # All functions of a module share its globals. They grow with every import, so they are no
-        # container to watch: one fixed place stands for them.
-        home = self.places.first.setdefault(id(held), Place(owner, "", FIXED, held))
-        self.places.first[id(home)] = home
-        self.places.slots.append((Place(owner, "", FIXED, home), home))
         for name in sorted(names & held.keys()):
             value, key = held.get(name), (id(held), name)
             if key in self._looked_up or issubclass(type(value), types.ModuleType):
                 continue
-            if self._by_name(Place(home, f"global {module}{name}", slots.ITEM, held, name), value):
+            if self._by_name(Place(owner, f"global {module}{name}", slots.ITEM, held, name), value):
                 self._looked_up.add(key)
         for name in sorted(names):
             # A module may also be imported in the function itself.
@@ -665,7 +644,7 @@ class Walk:
                 entry = (id(inner), frozenset(names))
                 if not is_library(str(inner.get("__name__"))) and entry not in self._looked_up:
                     self._looked_up.add(entry)
-                    self._globals(home, inner, names)
+                    self._globals(owner, inner, names)
 
     def _bound(self, value: Any, place: Place, shape: Shape) -> Slots:
         """A bound method, whose object and function stay what they are."""
@@ -727,18 +706,6 @@ class Walk:
         kinds = (Kind.TENSOR, Kind.TUPLE)
         results = [each for each in held if self._shapes[type(each)].kind in kinds]
         return _fixed(place, results, ", cached") + _fixed(place, [value.__wrapped__])
-
-
-def _registered(held: Mapping[str, Any], place: Place) -> Slots:
-    """What a module has registered: parameters, buffers, submodules, hooks."""
-    registered: Slots = []
-    for name in INNER:
-        inner: Any = held.get(name)
-        before = f".{name}" if name.endswith("hooks") else ""
-        for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
-            where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
-            registered.append((Place(place, before + where, slots.ITEM, inner, key), each))
-    return registered
 
 
 def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from graphrt.errors import PlatformUnavailableError
+from graphrt.errors import PlatformError
 
 SOURCES = Path(__file__).with_name("native")
 DEVICE_LIBRARY, OPERATOR_LIBRARY = "libascendcl.so", "libopapi.so"
@@ -60,7 +60,7 @@ def is_built() -> bool:
 def build() -> Path:
     """The directory with the libraries, which are built first if they are not there.
 
-    Two processes never build at once. Raises `PlatformUnavailableError` with the compiler's
+    Two processes never build at once. Raises `PlatformError` with the compiler's
     message if that fails.
     """
     target = _directory()
@@ -156,7 +156,7 @@ def _run(work: Path, *arguments: str) -> None:
     command = [compiler() or "g++", *arguments]
     done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise PlatformUnavailableError(
+        raise PlatformError(
             "the Ascend simulator could not be built",
             got=f"{shlex.join(command)}\n{done.stderr.strip()}",
             expected="a g++ of version 10 or later, with C++20",

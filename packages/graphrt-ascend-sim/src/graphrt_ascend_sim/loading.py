@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from graphrt.errors import PlatformUnavailableError
+from graphrt.errors import PlatformError
 from graphrt_ascend_sim import building
 
 _WHEEL = "2.13"
@@ -53,7 +53,7 @@ def why_not() -> str | None:
 def start() -> None:
     """Build the simulator if need be, and import `torch_npu` on it; at once if that is done.
 
-    Raises `PlatformUnavailableError` where `why_not` has a reason or the build fails.
+    Raises `PlatformError` where `why_not` has a reason or the build fails.
     """
     global _device
     with _lock:
@@ -61,7 +61,7 @@ def start() -> None:
             return
         reason = why_not()
         if reason is not None:
-            raise PlatformUnavailableError(
+            raise PlatformError(
                 "the Ascend simulator cannot run here", got=reason, expected="torch_npu and g++"
             )
         sys.stderr.write(_NOTICE)

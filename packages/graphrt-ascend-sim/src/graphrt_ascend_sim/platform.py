@@ -19,7 +19,7 @@ class SimulatedAscendPlatform(AscendPlatform):
         return Availability(reason is None, reason or "")
 
     def start(self) -> None:
-        """Put the simulator under `torch_npu`; raises `PlatformUnavailableError` if it cannot."""
+        """Put the simulator under `torch_npu`; raises `PlatformError` if it cannot."""
         loading.start()
 
     def get_static_graph_wrapper_cls(self) -> str:
