@@ -15,7 +15,8 @@ from graphrt import (
     UpdatableTask,
 )
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
-from graphrt.core.replay.tasks import WORST_CASE, CapturedTask, TaskTable
+from graphrt.core.replay.entry import TaskTable
+from graphrt.core.replay.tasks import WORST_CASE, CapturedTask
 
 TOKENS, REQS = 8, 4
 
@@ -164,10 +165,10 @@ def test_an_optional_argument_may_be_left_out():
         "attention", print, {"lengths": HostArg("reqs"), "splits": HostArg(None, optional=True)}
     )
     for own in ({"lengths": [1]}, {"lengths": [1], "splits": 2}):
-        assert spec._given("layer.0", {"attention": own}) == own
+        assert spec.values_for("layer.0", {"attention": own}) == own
     for own in ({}, {"splits": 2}, {"lengths": [1], "more": 2}):
         with pytest.raises(InvalidUpdateError, match="wrong keys"):
-            spec._given("layer.0", {"attention": own})
+            spec.values_for("layer.0", {"attention": own})
 
 
 def test_updates_without_values_are_told_by_their_name():

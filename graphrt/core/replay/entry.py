@@ -16,10 +16,11 @@ from graphrt.core.base.errors import (
     BakedScalarError,
     BreakError,
     CaptureError,
+    MissingUpdateError,
     StaleInputError,
 )
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import told
+from graphrt.core.base.option_values import shown, told
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.base.torch_names import (
     attention_kernels,
@@ -30,7 +31,13 @@ from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.device.platform import Platform
-from graphrt.core.replay.tasks import CapturedTask, HostValues, TaskTable
+from graphrt.core.replay.tasks import (
+    UNCHANGED,
+    CapturedTask,
+    HostValues,
+    check_names,
+    failed_half_way,
+)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """What a function is called with."""
@@ -340,6 +347,58 @@ def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
         elif not isinstance(part, EagerPart):
             graphs.append(cast(DeviceGraph, part))
     return graphs
+
+
+class TaskTable:
+    """The tasks of an entry: layers with the same updates are resolved together.
+
+    `mixed` says that an update failed: nobody knows which host arguments the tasks have.
+    """
+
+    __slots__ = ("known", "mixed", "tasks")
+
+    def __init__(self, tasks: Sequence[CapturedTask]) -> None:
+        self.tasks = tuple(tasks)
+        self.known = frozenset(name for task in tasks for name in (task.name, task.spec.group))
+        self.mixed = False
+
+    def values(self, context: ForwardContext, *, all_known: bool) -> list[HostValues] | None:
+        """The validated host values of every task, in order; None if all are what they were.
+
+        `all_known` says that the step has no tasks but these: another name in the updates is then
+        an error, not a task of another piece.
+        Raises `MissingUpdateError` or `InvalidUpdateError`; nothing was launched then.
+        """
+        updates = context.updates
+        if updates is UNCHANGED:
+            if self.mixed:
+                raise failed_half_way()
+            return None
+        # Asking whether it is a mapping takes longer than the rest, and it is a dict as a rule.
+        if type(updates) is not dict and not isinstance(updates, Mapping):
+            raise MissingUpdateError(
+                "a graph with updatable tasks was replayed without updates",
+                got=shown(updates),
+                expected=", ".join(dict.fromkeys(task.spec.group for task in self.tasks)),
+                advice="pass updates= for this step, or updates=UNCHANGED",
+            )
+        if all_known:
+            check_names(updates, self.known)
+        # Values that layers share are fitted, and compared, only once.
+        fitted: dict[tuple[int, int], HostValues] = {}
+        changes: dict[tuple[int, int], bool] = {}
+        values = []
+        for task in self.tasks:
+            host_values = task.spec.values_for(task.name, updates)
+            key = id(task.spec), id(host_values)
+            new = fitted.get(key)
+            if new is None:
+                new = fitted[key] = task.spec.fitted(host_values, context)
+            pair = id(new), id(task.values)
+            if pair not in changes:
+                changes[pair] = task.is_changed_by(new)
+            values.append(new)
+        return values if self.mixed or True in changes.values() else None
 
 
 @public("graphrt.types")
