@@ -3,8 +3,7 @@
 A segment of graph repeats its operators on the memory of the capture. So the guard looks
 
 1. at every operator of an open segment, and at every operator of an eager part between two;
-2. at the tensors of the caller and the host's random numbers, where a segment ends;
-3. at what the forward reads from its context, while a segment is open.
+2. at what the forward reads from its context, while a segment is open.
 
 The rules are a table, `refusals.py`. Which operators a device itself cannot capture is for that
 device to say: `Platform.explain`, and on the CPU the tape's own table.
@@ -24,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import GraphRTError, InvalidOptionError, PageableCopyError
+from graphrt.core.base.errors import GraphRTError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, shown
 from graphrt.core.base.thread_mode import (
@@ -44,11 +43,11 @@ from graphrt.core.capture.refusals import (
     MISSED_BREAK,
     MISSED_OPERATOR,
     MODE_STILL_ACTIVE,
-    RESHAPED_ARGUMENT,
     SIDE_DOOR,
     TRACED_BREAK,
     TRANSFORMED_BREAK,
     WRITTEN_COPY,
+    Refusal,
     Source,
     described,
     user_source,
@@ -64,9 +63,9 @@ class CaptureGuard(ThreadMode):
     """Sees every operator of an open segment: breaks at those of `breaks`, and refuses what no
     replay would repeat.
 
-    A FULL graph has no eager parts, so there only the caller's tensors, host random numbers and the
-    context are looked at. With `constants`, tensors that the forward makes on the host are lifted
-    out of the graph. Where a list is `issued`, the operators are noted in it. The mode
+    A FULL graph has no eager parts, so there only work of the host and the context are looked at.
+    With `constants`, tensors that the forward makes on the host are lifted out of the graph. Where
+    a list is `issued`, the operators are noted in it. The mode
     is only entered where an operator has to be looked at.
     """
 
@@ -77,7 +76,7 @@ class CaptureGuard(ThreadMode):
         recorder: Recording,
         context: ForwardContext,
         breaks: frozenset[str],
-        caller: CallerTensors,
+        host: HostWork | None,
         constants: Constants | None,
         owns: Callable[[torch.Tensor], bool],
     ) -> None:
@@ -89,7 +88,7 @@ class CaptureGuard(ThreadMode):
         self._context = context
         self._breaks = breaks
         self._in_pieces = recorder.breakable or bool(breaks)
-        self._caller = caller
+        self._host = host
         self.constants = constants
         self.owns = owns
         self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
@@ -103,10 +102,9 @@ class CaptureGuard(ThreadMode):
         withhold(self._context)
         if self.constants is not None:
             self.constants.begin(graph)
-        self._caller.begin()
         in_pieces = self._in_pieces and (self._breaks or self.doors.made or self.copies)
-        wanted = in_pieces or self._caller.looks or self.constants is not None
-        wanted = wanted or self.issued is not None
+        looks = self._host is not None and self._host.looks
+        wanted = in_pieces or looks or self.constants is not None or self.issued is not None
         # While an operator is being handled torch has taken this mode off its stack already.
         if not self._handling and not self._entered and wanted:
             self.__enter__()
@@ -115,7 +113,6 @@ class CaptureGuard(ThreadMode):
     def end(self) -> None:
         """The segment ends; raises for what a replay of it would not repeat."""
         hand_back(self._context)
-        self._caller.end()
         if self._entered and not self._handling:
             top = dispatch_modes()[-1]
             if top is not self:
@@ -143,8 +140,8 @@ class CaptureGuard(ThreadMode):
             self.doors.check(tree.tensors(args, kwargs), "the graph reads", func)
         if self.copies:
             self.check_written(func, args, kwargs)
-        if self._caller.on_device:
-            self._caller.check(func, args, kwargs)
+        if self._host is not None:
+            self._host.check(func, args, kwargs)
         # Its kernel may end the segment (vLLM's breakable attention), while torch has this mode off
         # its stack: without the flag `end` finds no mode to leave.
         self._handling = True
@@ -190,79 +187,43 @@ def is_listed(func: Any, breaks: frozenset[str]) -> bool:
     return name in breaks or f"{name}.{func._overloadname}" in breaks
 
 
-# Tensors of the caller, and work of the host ------------------------------------------------------
+# Work of the host ---------------------------------------------------------------------------------
 
 
-class CallerTensors:
-    """What a graph on a device must leave alone: the shape and the memory of the caller's tensors,
-    the numbers in those that lie on the host, and the host's generator.
-
-    `owned` says that the tensors were made for the call, which may then give them any shape; `bake`
-    that numbers of the host may be those of the capture for ever, `may_draw` that the forward may
-    draw random ones there.
-    """
+class HostWork:
+    """What a graph on a device cannot repeat of the host's: to read `tensors` of the caller that
+    lie there, as `refusal` says, and to draw random numbers there, which the forward `may_draw`."""
 
     def __init__(
         self,
-        values: Any,
-        device_type: str,
+        tensors: Iterable[torch.Tensor] = (),
         *,
-        owned: bool = False,
-        bake: bool = False,
         may_draw: bool = True,
+        refusal: Refusal = HOST_ARGUMENT,
     ) -> None:
-        tensors = [t for t in tree.tensors(*values) if t.layout is torch.strided]
-        self.on_device = device_type != "cpu"
-        self._may_draw = may_draw
-        self._kept = [] if owned else tensors
-        refuses = self.on_device and not bake
-        self._on_host = [t for t in tensors if refuses and t.device.type == "cpu" and t.numel()]
-        self._hosts = set(map(_address, self._on_host))
-        self._host_argument = HOST_ARGUMENT
-        self._places: list[object] = []
-
-    @property
-    def looks(self) -> bool:
-        """Whether operators have to be looked at, which takes some microseconds for each."""
-        return self.on_device and (self._may_draw or bool(self._hosts))
-
-    def lift(
-        self, is_constant: Callable[[torch.Tensor], bool] | None, *, later: bool = False
-    ) -> None:
-        """Do not refuse host tensors that the capture lifts as constants. `later` says that this
-        capture lifts none, but is tried again with lifting: the error that asks for that is
-        `PageableCopyError`."""
-        if is_constant is not None:
-            self._hosts -= {_address(each) for each in self._on_host if is_constant(each)}
-        if later:
-            self._host_argument = HOST_ARGUMENT._replace(error=PageableCopyError)
-
-    def begin(self) -> None:
-        """A segment begins."""
-        self._places = list(map(tree.identity, self._kept))
-
-    def end(self) -> None:
-        """A segment ends; raises `RefusedOpError` for what a replay of it would not do again."""
-        for tensor, before in zip(self._kept, self._places, strict=True):
-            if tree.identity(tensor) != before:
-                raise RESHAPED_ARGUMENT(f"now {described(tensor)}")
+        # An empty one has nothing to read.
+        self._read = {_address(each) for each in tensors if _is_on_host(each) and each.numel()}
+        self._refusal = refusal
+        # Whether operators have to be looked at, which takes some microseconds for each.
+        self.looks = may_draw or bool(self._read)
 
     def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise `RefusedOpError` if an operator reads or writes a tensor of the caller's that lies
-        on the host, or `PageableCopyError` where a try that lifts constants may take it; views of
-        it are made, and pinned memory is copied. The same if it draws random numbers on the host.
-        For `on_device` alone."""
+        """Raise the refusal if an operator reads or writes such a tensor; views of it are made, and
+        pinned memory is copied. `RefusedOpError` if it draws random numbers on the host."""
         if _draws_on_host(func, args, kwargs):
             raise HOST_DRAW(op=func)
-        if not self._hosts or facts_of(func).is_view:
+        if not self._read or facts_of(func).is_view:
             return
         for tensor in tree.tensors(args, kwargs):
-            on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
-            if not on_host or _address(tensor) not in self._hosts:
+            if not _is_on_host(tensor) or _address(tensor) not in self._read:
                 continue
             # Every replay repeats a copy of pinned memory.
             if str(func) not in _COPIES or not tensor.is_pinned():
-                raise self._host_argument(described(tensor), op=func)
+                raise self._refusal(described(tensor), op=func)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -344,26 +305,6 @@ class _Made(NamedTuple):
     source: Source | None
     capture: int
 
-    @property
-    def line(self) -> tuple[str, Source | None]:
-        return self.part, self.source
-
-    def refusal(self, read: _Read, how: str = "") -> GraphRTError:
-        """The error of a graph that reads the tensor."""
-        got = f"{read.tensor}, made at {self.source or 'an unknown line'}"
-        return SIDE_DOOR(
-            got, op=read.op, source=read.source, what=read.what, part=self.part, how=how
-        )
-
-
-class _Read(NamedTuple):
-    """How a graph came to read a tensor."""
-
-    what: str
-    op: object
-    source: Source | None
-    tensor: str
-
 
 class SideDoors:
     """What eager parts made that outlived them, in the warm-ups and captures of one session.
@@ -381,12 +322,14 @@ class SideDoors:
         # is a weak reference.
         self.made: dict[int, tuple[StorageWeakRef, _Made]] = {}
         self._capture = 0
-        self._reads: dict[tuple[str, Source | None], _Read] = {}
+        # The errors of reads of what an earlier run made, should the same line make it again: by
+        # part and line.
+        self._remade: dict[tuple[str, Source | None], GraphRTError] = {}
 
     def begin_capture(self) -> None:
         """A capture begins: what was made before is older than it."""
         self._capture += 1
-        self._reads.clear()
+        self._remade.clear()
 
     @undoing
     def watched(
@@ -424,27 +367,29 @@ class SideDoors:
             for key, each in self.made.items()
             if not each[0].expired()  # type: ignore[no-untyped-call]
         }
-        if self._reads:
-            for _, made in self.made.values():
-                read = self._reads.get(made.line) if made.capture == self._capture else None
-                if read is not None:
-                    raise made.refusal(read, " again at every step")
+        self._check_remade()
 
     def check(self, tensors: Iterable[torch.Tensor], what: str, op: object = None) -> None:
         """Raise `SideDoorError` if the open capture may not read one of these."""
         for name, tensor in _memory_of(tensors).items():
             # Of an empty one nothing can be read.
             _, made = self.made.get(name, (None, None)) if tensor.numel() else (None, None)
-            if made is not None:
-                self._note(_Read(what, op, user_source(), described(tensor)), made)
+            if made is None:
+                continue
+            part, source, capture = made
+            got = f"{described(tensor)}, made at {source or 'an unknown line'}"
+            is_older = capture != self._capture
+            how = " again at every step" if is_older else ""
+            refusal = SIDE_DOOR(got, op=op, what=what, part=part, how=how)
+            if not is_older:
+                raise refusal
+            self._remade.setdefault((part, source), refusal)
+            self._check_remade()
 
-    def _note(self, read: _Read, made: _Made) -> None:
-        if made.capture == self._capture:
-            raise made.refusal(read)
-        self._reads.setdefault(made.line, read)
-        for _, other in self.made.values():
-            if other.capture == self._capture and other.line == made.line:
-                raise made.refusal(read, " again at every step")
+    def _check_remade(self) -> None:
+        for _, (part, source, capture) in self.made.values() if self._remade else ():
+            if capture == self._capture and (part, source) in self._remade:
+                raise self._remade.pop((part, source))
 
     def note_made(self, part: str, result: Any, arguments: Sequence[torch.Tensor]) -> None:
         """Note the tensors of what an operator returned that are not memory of those that it was
