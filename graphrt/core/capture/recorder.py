@@ -22,7 +22,7 @@ from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
 from graphrt.core.base.errors import GraphRTError, PageableCopyError
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
-from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.guard import CaptureGuard, HostWork, check_break, refuse_transform
@@ -173,15 +173,15 @@ class Recorder:
         listed = frozenset(breaks if self.must_break else ())
         for name in listed:
             check_break(name)
-        lifts = context.capture is None or context.capture.lifts_constants
-        pins = pool.platform.needs_pinned_copies
+        transaction = context.capture or CaptureTransaction()
+        lifts, pins = transaction.lifts_constants, pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
         tensors, host = tree.tensors(*call), None
         if pool.platform.device_type != "cpu":
             take = None if constants is None else constants.take
             host = HostWork(
                 [each for each in tensors if take is None or not take(each)] if not bake else (),
-                may_draw=context.capture is None or context.capture.may_draw,
+                may_draw=transaction.may_draw,
                 # The error that asks for another try, which lifts constants.
                 refusal=HOST_ARGUMENT._replace(error=PageableCopyError)
                 if pins and not lifts

@@ -117,7 +117,11 @@ class HostArg:
         values = _whole(key, value, axis.name)
         is_open = reqs is None and axis.name == "reqs"
         missing = 0 if is_open else axis.size(tokens, reqs or 0) - len(values)
-        fault = self._fault(axis, values, missing, tokens, query_len or tokens, live)
+        is_of_tokens = axis.counts == "tokens"
+        needed = 0 if live is None else (live.num_tokens if is_of_tokens else live.num_reqs) or 0
+        fault = self._fault(axis, values, missing, needed)
+        if fault is None and self.pad == "cumulative":
+            fault = _uneven(values, missing, tokens, query_len, live)
         if fault is not None:
             raise InvalidUpdateError(
                 f"host argument {key!r} {fault[0]}",
@@ -137,39 +141,36 @@ class HostArg:
         return [min(tokens, last + query_len * (i + 1)) for i in range(missing)]
 
     def _fault(
-        self,
-        axis: Axis,
-        values: list[int],
-        missing: int,
-        tokens: int,
-        most_each: int,
-        live: Batch | None,
+        self, axis: Axis, values: list[int], missing: int, needed: int
     ) -> tuple[str, str] | None:
         """What is wrong with `values` and what is expected, as `InvalidUpdateError` says it; None
-        for right ones. They are `missing` values shorter than the graph's list; no request of the
-        graph has more tokens than `most_each`."""
+        for right ones. They are `missing` values shorter than the graph's list; `needed` are
+        live."""
+        least, most = self.least, self.most
         if not values or missing < 0:
             return "has the wrong length", f"1 to {len(values) + missing} ({axis} of the graph)"
-        if (self.least is not None and min(values) < self.least) or (
-            self.most is not None and max(values) > self.most
-        ):
-            return "has a value out of its bounds", f"each from {self.least} to {self.most}"
-        is_of_tokens = axis.counts == "tokens"
-        needed = 0 if live is None else (live.num_tokens if is_of_tokens else live.num_reqs) or 0
+        if (least is not None and min(values) < least) or (most is not None and max(values) > most):
+            return "has a value out of its bounds", f"each from {least} to {most}"
         if len(values) < needed:
             return f"leaves out live {axis.name}", f"one for each of {needed}"
-        if self.pad != "cumulative":
-            return None
-        steps, rest = [b - a for a, b in pairwise([0, *values])], tokens - values[-1]
-        if min(steps) < 0 or max(steps) > most_each or rest < 0:
-            expected = f"rising values of at most {tokens}, each at most {most_each} more"
-            return "does not add up", expected
-        if rest > most_each * missing:
-            expected = f"the last one to be at least {tokens - most_each * missing}"
-            return "does not add up", f'{expected}, or axis "reqs+1" with a request of padding'
-        if live and needed and values[needed - 1] != live.num_tokens:
-            return "does not add up to the batch", f"{live.num_tokens} at request {needed}"
         return None
+
+
+def _uneven(
+    values: list[int], missing: int, tokens: int, query_len: int | None, live: Batch | None
+) -> tuple[str, str] | None:
+    """The same of cumulative lengths."""
+    steps, rest = [b - a for a, b in pairwise([0, *values])], tokens - values[-1]
+    # No request of a graph has more.
+    most = query_len or tokens
+    if min(steps) < 0 or max(steps) > most or rest < 0:
+        return "does not add up", f"rising values of at most {tokens}, each at most {most} more"
+    if rest > most * missing:
+        expected = f"the last one to be at least {tokens - most * missing}"
+        return "does not add up", f'{expected}, or axis "reqs+1" with a request of padding'
+    if live and live.num_reqs and values[live.num_reqs - 1] != live.num_tokens:
+        return "does not add up to the batch", f"{live.num_tokens} at request {live.num_reqs}"
+    return None
 
 
 def _whole(key: str, value: Any, axis: str) -> list[int]:
