@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -41,10 +41,8 @@ from graphrt.core.capture.refusals import (
     HOST_DRAW,
     METADATA,
     MISSED_BREAK,
-    MISSED_OPERATOR,
     MODE_STILL_ACTIVE,
     SIDE_DOOR,
-    TRACED_BREAK,
     TRANSFORMED_BREAK,
     WRITTEN_COPY,
     Refusal,
@@ -155,7 +153,7 @@ class CaptureGuard(ThreadMode):
     def _break_at(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = self.recorder
         if recorder is None or not recorder.breakable:
-            raise MISSED_OPERATOR(op=func)
+            raise MISSED_BREAK(op=func)
         self._handling = True
         try:
             return recorder.run_eagerly(func, args, kwargs)
@@ -298,12 +296,8 @@ def _withholding(kind: type) -> type:
 # Tensors that leave an eager part by a side door --------------------------------------------------
 
 
-class _Made(NamedTuple):
-    """Which line of which eager part made a tensor, and in which capture (0: in a warm-up)."""
-
-    part: str
-    source: Source | None
-    capture: int
+_Made = tuple[str, Source | None, int]
+"""Which eager part, and which line of it, made a tensor, and in which capture (0: in a warm-up)."""
 
 
 class SideDoors:
@@ -397,7 +391,7 @@ class SideDoors:
         results = _memory_of(tree.tensors(result))
         if results.keys() <= self.made.keys():
             return
-        made, before = _Made(part, user_source(), self._capture), _memory_of(arguments)
+        made, before = (part, user_source(), self._capture), _memory_of(arguments)
         for name, tensor in results.items():
             if name not in self.made and name not in before:
                 self.made[name] = StorageWeakRef(tensor.untyped_storage()), made  # type: ignore[no-untyped-call]
@@ -508,8 +502,7 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
         if capture is not None and capture.breakable:
             return cast(R, capture.run_eagerly(function, args, kwargs))
         if capture is not None and capture.must_break:
-            got = f"{name_of(function)} in a PIECEWISE wrapper that does not break"
-            raise MISSED_BREAK(got)
+            raise MISSED_BREAK(name_of(function))
         work = counted.get()
         if work is not None:
             work.breaks += 1
@@ -544,7 +537,7 @@ def check_traced(codes: Iterable[CodeType]) -> None:
     """Raise `MissedBreakError` if code that a compiler has traced, `codes`, calls a function that
     is marked `@eager_break`: it is part of what was compiled."""
     if not _codes.isdisjoint(codes):
-        raise TRACED_BREAK()
+        raise MISSED_BREAK("a function that was traced")
 
 
 def _is_dispatched(operator: str) -> bool:

@@ -100,7 +100,7 @@ class KeyedGraphs(Uncopied):
         is_eager = not wrapper.entries
         if is_eager:
             # Without a graph, and it ends as the others do.
-            wrapper._graphs.entries[descriptor] = Entry(descriptor, (), outputs, (), None)
+            wrapper._graphs.entries[descriptor] = Entry(descriptor, (), outputs, {}, None)
         graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, is_eager=is_eager)
         return graph
 

@@ -89,7 +89,7 @@ class WrapperGraphs:
     ) -> None:
         self.trials = trials
         self.entries: dict[BatchDescriptor, Entry] = {}
-        self.by_slot: list[Entry | None] = [None]  # the slot -1 finds the last, which is None
+        self.by_slot: dict[int, Entry] = {}
         self.bridges = Bridges()
         # Whether arguments are compared at an entry's first replay, and at every one.
         self.checks = options.checks("capture")
@@ -133,9 +133,7 @@ class WrapperGraphs:
     def find_at(self, slot: int, entry: Entry) -> None:
         """Let steps of this slot find `entry` without looking it up; -1 is no slot."""
         if slot >= 0 and not entry.unchecked:
-            by_slot = self.by_slot
-            by_slot.extend([None] * (slot + 2 - len(by_slot)))
-            by_slot[slot] = entry
+            self.by_slot[slot] = entry
 
     def look_again(self, descriptor: BatchDescriptor) -> None:
         """Compare the arguments of an entry before its next replay."""
@@ -160,7 +158,7 @@ class WrapperGraphs:
         return graphs_of([part for entry in taken for part in entry.parts])
 
     def _lose(self, entries: Set[Entry]) -> None:
-        self.by_slot = [None if each in entries else each for each in self.by_slot]
+        self.by_slot = {at: each for at, each in self.by_slot.items() if each not in entries}
 
     def clear_buffers(self) -> None:
         """Let go of the buffers if no graph is left: they may lie in the pool, and keep what the
@@ -264,10 +262,7 @@ class GraphWrapper(Uncopied):
             raise pool.busy_error(context)
         try:
             pool.owner = context
-            try:
-                entry = graphs.by_slot[context.slot]
-            except (IndexError, TypeError):
-                entry = None
+            entry = graphs.by_slot.get(context.slot)
             if entry is None or entry.descriptor is not context.descriptor:
                 entry = self._find(context, args, kwargs)
             if entry is not None:

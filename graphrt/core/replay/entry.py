@@ -253,16 +253,18 @@ def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> C
     return called
 
 
-def bound_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    """Every argument of a call that a graph bakes in, with its path: tensors by where and what they
-    are, plain values as they are. Asked before the call, as it may clear a list of them."""
-    return tuple(
-        (path, tree.identity(leaf) if isinstance(leaf, torch.Tensor) else (leaf,))
+Bound = dict[str, tuple[object, ...]]
+"""The arguments of a call that a graph bakes in, by path: tensors by where and what they are, plain
+values as they are."""
+
+
+def bound_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+    """Asked before the call, as it may clear a list of them."""
+    return {
+        path: tree.identity(leaf) if isinstance(leaf, torch.Tensor) else (leaf,)
         for path, leaf in tree.leaves((args, kwargs))
         if isinstance(leaf, torch.Tensor | int | float | str | None)
-    )
+    }
 
 
 @public("graphrt.types")
@@ -413,7 +415,7 @@ class Entry:
         descriptor: BatchDescriptor,
         parts: tuple[Part, ...],
         outputs: Any,
-        bound: tuple[tuple[str, tuple[object, ...]], ...],
+        bound: Bound,
         captured_in: object,
     ) -> None:
         self.descriptor = descriptor
@@ -426,8 +428,6 @@ class Entry:
         self.fresh = tree.copier(outputs)
         # Whether the next replay compares its arguments with those of the capture.
         self.unchecked = False
-        # Whether an eager part runs at every replay.
-        self.breaks = any(isinstance(part, EagerPart) for part in parts)
         tasked = [part for part in parts if isinstance(part, Segment) and part.tasks]
         for number, part in enumerate(tasked, 1):
             which = f" segment {number} of {len(tasked)}" if len(tasked) > 1 else ""
@@ -441,24 +441,16 @@ class Entry:
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
         """Raise `StaleInputError` unless the arguments of a call of `name` are what the graphs were
         captured with."""
-        now, then = bound_arguments(args, kwargs), dict(self.bound)
-        if now == self.bound:
+        now, then = bound_arguments(args, kwargs), self.bound
+        if now == then:
             return
-        for path, bound in now:
-            if then.get(path) != bound:
-                raise StaleInputError(
-                    f"argument {path} of {name} is not where the graph of [{self.descriptor}] "
-                    "reads it",
-                    got=bound,
-                    expected=then.get(path, "no such tensor at capture"),
-                    advice="copy_() into the tensor that it was captured with, and pass that one "
-                    "at every step; or let GraphRunner own the buffers",
-                )
+        path = next(path for path in {**now, **then} if now.get(path) != then.get(path))
         raise StaleInputError(
-            f"the graph of {name} for [{self.descriptor}] was captured with other arguments",
-            got=[path for path, _ in now],
-            expected=list(then),
-            advice="call the wrapper with the same arguments at every step",
+            f"argument {path} of {name} is not where the graph of [{self.descriptor}] reads it",
+            got=now.get(path, "no such argument"),
+            expected=then.get(path, "no such argument at capture"),
+            advice="copy_() into the tensor that it was captured with, and pass that one at every "
+            "step; or let GraphRunner own the buffers",
         )
 
     def results(self) -> list[torch.Tensor]:
@@ -482,11 +474,7 @@ class Entry:
         table = self.table
         values = table.values(context, all_known=all_tasks)
         table.mixed = True
-        # Only eager parts, and issuing a task, could grow a graph of gradients.
-        if values is None and not self.breaks:
-            self._replay_with(None)
-        else:
-            without_gradients(partial(self._replay_with, values))
+        without_gradients(partial(self._replay_with, values))
         table.mixed = False
         return None
 

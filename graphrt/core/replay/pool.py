@@ -162,9 +162,7 @@ class PieceSteps:
         self._token: object = None
         # The token of the step that replayed last: its further pieces need not be looked at.
         self.replaying: object = None
-        # What the step has done: whether it has replayed, and what it has captured, to be taken
-        # back with what fails.
-        self._replayed = False
+        # What the step has captured, to be taken back with what fails.
         self._captured: list[tuple[weakref.ref[HoldsGraphs], BatchDescriptor]] = []
         # The token of the last step of a host's own context that another one has followed.
         self._over: object = None
@@ -190,7 +188,7 @@ class PieceSteps:
         if self.context is None or token is None or self._token is not token:
             if (token is not None and token is self._over) or not self.end(context):
                 return False
-            self._token, self._replayed, self._captured = token, False, []
+            self._token, self._captured = token, []
             # Last: whatever interrupts this, no step has what another one did.
             self.context = context
         return True
@@ -199,7 +197,6 @@ class PieceSteps:
         """Note that a piece of a step replays; False as `_begin` says."""
         if not self._begin(context):
             return False
-        self._replayed = True
         self.replaying = context.token
         return True
 
@@ -209,7 +206,7 @@ class PieceSteps:
         have its memory."""
         if not self._begin(context):
             return False
-        if self._replayed:
+        if context.token is not None and self.replaying is context.token:
             raise _behind_a_replay(context)
         # The next replay, of whatever step, is looked at.
         self.replaying = _CAPTURED
