@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -140,7 +140,8 @@ class WrapperGraphs:
         entry = self.entries.get(descriptor)
         if entry is not None:
             entry.unchecked = True
-            self._lose({entry})
+            # The next step of each entry looks it up again.
+            self.by_slot.clear()
 
     def take(self, descriptor: BatchDescriptor | None) -> Sequence[DeviceGraph]:
         """The graphs of one descriptor, or of all, which no step finds any more."""
@@ -150,24 +151,18 @@ class WrapperGraphs:
             check_hashable("descriptor", descriptor)
             entry = self.entries.get(descriptor)
             taken = [] if entry is None else [entry]
-        self._lose(set(taken))
+        self.by_slot.clear()
         for entry in taken:
             # By that a runner's step knows that there is nothing to replay any more.
             entry.graph = None
             self.entries.pop(entry.descriptor, None)
         return graphs_of([part for entry in taken for part in entry.parts])
 
-    def _lose(self, entries: Set[Entry]) -> None:
-        self.by_slot = {at: each for at, each in self.by_slot.items() if each not in entries}
-
     def clear_buffers(self) -> None:
         """Let go of the buffers if no graph is left: they may lie in the pool, and keep what the
         graphs had there."""
         if not self.entries:
             self.bridges.clear()
-
-
-_COUNTED = (Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED)
 
 
 @public("graphrt")
@@ -272,7 +267,8 @@ class GraphWrapper(Uncopied):
                 if pool.owner is context:
                     pool.owner = outer
                 return outputs
-            captured, outputs = self._capture(context, args, kwargs)
+            captured = self._may_capture(context)
+            outputs = self._capture(context, args, kwargs) if captured else None
             pool.owner = outer
         except BaseException:  # `undoing`, written out: on the way of every step
             if pool.owner is context:  # a step that waits for its updates keeps the pool
@@ -281,7 +277,9 @@ class GraphWrapper(Uncopied):
         # Out of the turn: what the host calls there may step and capture in the pool itself.
         if not captured:
             return self.runnable(*args, **kwargs)
-        self._tell_pool(context)
+        transaction, descriptor = context.capture, context.descriptor
+        if descriptor is not None and (transaction is None or transaction.tells_pool):
+            pool._captured(self, descriptor)
         return outputs
 
     def _find(self, context: ForwardContext, args: Any, kwargs: Any) -> Entry | None:
@@ -290,11 +288,9 @@ class GraphWrapper(Uncopied):
         graphs, descriptor = self._graphs, context.descriptor
         if descriptor is None:
             return None
-        try:
-            entry = graphs.entries.get(descriptor)
-        except TypeError:
+        if type(descriptor) is not BatchDescriptor:
             check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
-            raise
+        entry = graphs.entries.get(descriptor)
         if entry is None:
             return None
         again = context.token is not None and entry.captured_in is context.token
@@ -336,11 +332,8 @@ class GraphWrapper(Uncopied):
         self.pool._missed(context)
         return False
 
-    def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Capture a call where it may be; returns whether it was, and its result."""
-        if not self._may_capture(context):
-            return False, None
-        check_kind("descriptor", context.descriptor, BatchDescriptor, example="BatchDescriptor(4)")
+    def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
+        """Capture a call; returns its result."""
         graphs, transaction = self._graphs, context.capture
         if graphs.trials is not None:
             graphs.trials.before_capture(self)
@@ -353,7 +346,7 @@ class GraphWrapper(Uncopied):
             graphs.trials.captured(self, entry.descriptor)
         # A lazy entry gets its slot when the next step looks for it: see `_find`.
         graphs.find_at(-1 if transaction is None else transaction.slot, entry)
-        return True, tree.cloned(result) if graphs.clones else result
+        return tree.cloned(result) if graphs.clones else result
 
     @undoing
     def _record(self, undo: Undo, recorder: Recorder, args: Any, kwargs: Any) -> tuple[Entry, Any]:
@@ -388,11 +381,6 @@ class GraphWrapper(Uncopied):
             pool.pieces.captured(self, context)
         return entry, result
 
-    def _tell_pool(self, context: ForwardContext) -> None:
-        transaction = context.capture
-        if context.descriptor is not None and (transaction is None or transaction.tells_pool):
-            self.pool._captured(self, context.descriptor)
-
     def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None) -> Any:
         """What the runnable returns, in static buffers where these are asked for."""
         result = self.runnable(*args, **kwargs)
@@ -423,7 +411,8 @@ class GraphWrapper(Uncopied):
     @property
     def eager_calls(self) -> dict[Reason, int]:
         """How many calls ran eagerly though a context was missing, a graph was, or failed."""
-        return {reason: self._eager_calls[reason] for reason in _COUNTED}
+        counted = Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED
+        return {reason: self._eager_calls[reason] for reason in counted}
 
     def unwrap(self) -> Callable[..., Any]:
         """The callable inside all wrappers."""
