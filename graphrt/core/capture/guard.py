@@ -91,7 +91,8 @@ class CaptureGuard(ThreadMode):
         self.owns = owns
         self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
         self.doors.begin_capture()
-        # Copies that graphs read in place of memory which eager parts returned and did not make.
+        # Copies that graphs read in place of memory which eager parts returned and others hold too:
+        # a write would reach the copy alone.
         self.copies: dict[StorageWeakRef, str] = {}
         self._entered = self._handling = False
 
@@ -104,7 +105,7 @@ class CaptureGuard(ThreadMode):
         looks = self._host is not None and self._host.looks
         wanted = in_pieces or looks or self.constants is not None or self.issued is not None
         # While an operator is being handled torch has taken this mode off its stack already.
-        if not self._handling and not self._entered and wanted:
+        if wanted and not (self._handling or self._entered):
             self.__enter__()
             self._entered = True
 
@@ -160,13 +161,8 @@ class CaptureGuard(ThreadMode):
         finally:
             self._handling = False
 
-    def note_copy(self, part: str, copy: torch.Tensor) -> None:
-        """Note a copy of what an eager part returned and others hold too: a write would reach the
-        copy alone."""
-        self.copies[StorageWeakRef(copy.untyped_storage())] = part  # type: ignore[no-untyped-call]
-
     def check_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise `BreakError` if an operator is about to write such a copy."""
+        """Raise `BreakError` if an operator is about to write one of the `copies`."""
         for tensor in written(facts_of(func), args, kwargs):
             if tensor.layout is torch.strided:
                 ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -540,29 +536,16 @@ def check_traced(codes: Iterable[CodeType]) -> None:
         raise MISSED_BREAK("a function that was traced")
 
 
-def _is_dispatched(operator: str) -> bool:
-    """Whether it is an operator for tensors; TorchScript has overloads for lists and numbers.
-
-    Those for named dimensions are left out: they call another overload of the same name.
-    """
-    overload = operator.partition(".")[2].lower()
-    if "dimname" in overload or overload.startswith("names"):
-        return False
-    try:
-        has_kernel(operator, "CPU")
-    except RuntimeError:
-        return False
-    return True
-
-
 def check_break(name: str) -> None:
     """Raise `InvalidOptionError` for an operator that cannot be seen, and so would not break."""
     base, _, overload = name.partition(".")
-    overloads = [
-        known
-        for known in (schema.overload_name for schema in schemas_of_operator(base))
-        if overload in ("", known) and _is_dispatched(f"{base}.{known}" if known else base)
-    ]
+    # Overloads for named dimensions call another one of the same name.
+    known = {
+        each: _is_composite(f"{base}.{each}" if each else base)
+        for each in (schema.overload_name for schema in schemas_of_operator(base))
+        if overload in ("", each) and "dimname" not in each.lower() and not each.startswith("names")
+    }
+    overloads = {each: composite for each, composite in known.items() if composite is not None}
     if not overloads:
         raise InvalidOptionError(
             "no operator of that name is registered",
@@ -570,12 +553,20 @@ def check_break(name: str) -> None:
             expected='"namespace::name" or "namespace::name.overload"',
             advice="import the module that registers it before the capture",
         )
-    functional = [known for known in overloads if not known.endswith("out")] or overloads
-    full_names = [f"{base}.{known}" if known else base for known in functional]
-    if any(has_kernel(full, "CompositeImplicitAutograd") for full in full_names):
+    functional = {each for each in overloads if not each.endswith("out")} or overloads.keys()
+    if any(overloads[each] for each in functional):
         raise InvalidOptionError(
             "a composite operator is taken apart before it can be seen, so it cannot be a break",
             got=shown(name),
             expected="an operator with a kernel of its own",
             advice="mark the function that calls it @eager_break, or name what it is made of",
         )
+
+
+def _is_composite(operator: str) -> bool | None:
+    """Whether an operator has no kernel of its own; None where it is none for tensors: TorchScript
+    has overloads for lists and numbers."""
+    try:
+        return has_kernel(operator, "CompositeImplicitAutograd")
+    except RuntimeError:
+        return None

@@ -280,8 +280,7 @@ class Recorder:
         del result
         for storage, others in copies.items():
             if len(others) > 1 or not storage.expired():  # type: ignore[no-untyped-call]
-                for copy in others:
-                    self._guard.note_copy(name, copy)
+                self._guard.copies |= dict.fromkeys(map(_memory, others), name)
         self._guard.doors.settle()
         self._begin()
         return readable
@@ -438,9 +437,12 @@ def _copies(result: Any, readable: Any) -> dict[StorageWeakRef, list[torch.Tenso
     copies: dict[StorageWeakRef, list[torch.Tensor]] = {}
     for tensor, copy in zip(tree.tensors(result), tree.tensors(readable), strict=True):
         if tensor is not copy:
-            memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            copies.setdefault(memory, []).append(copy)
+            copies.setdefault(_memory(tensor), []).append(copy)
     return copies
+
+
+def _memory(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def strided(result: Any, what: str = "the forward") -> Any:

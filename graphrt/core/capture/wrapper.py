@@ -277,9 +277,7 @@ class GraphWrapper(Uncopied):
         # Out of the turn: what the host calls there may step and capture in the pool itself.
         if not captured:
             return self.runnable(*args, **kwargs)
-        transaction, descriptor = context.capture, context.descriptor
-        if descriptor is not None and (transaction is None or transaction.tells_pool):
-            pool._captured(self, descriptor)
+        self._tell_pool(context)
         return outputs
 
     def _find(self, context: ForwardContext, args: Any, kwargs: Any) -> Entry | None:
@@ -380,6 +378,11 @@ class GraphWrapper(Uncopied):
         if transaction is None:
             pool.pieces.captured(self, context)
         return entry, result
+
+    def _tell_pool(self, context: ForwardContext) -> None:
+        transaction = context.capture
+        if context.descriptor is not None and (transaction is None or transaction.tells_pool):
+            self.pool._captured(self, context.descriptor)
 
     def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None) -> Any:
         """What the runnable returns, in static buffers where these are asked for."""

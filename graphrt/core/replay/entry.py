@@ -184,12 +184,13 @@ def settings_now() -> dict[str, Any]:
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     accelerator = torch.accelerator.current_accelerator()
+    kinds = "cpu", *(() if accelerator is None else (accelerator.type,))
+    # What autocast casts to; None where it is off.
     settings: dict[str, Any] = {
-        # What autocast casts to; None where it is off.
         f"{_AUTOCAST}{kind}": torch.get_autocast_dtype(kind)
         if torch.is_autocast_enabled(kind)
         else None
-        for kind in ("cpu", *(() if accelerator is None else (accelerator.type,)))
+        for kind in kinds
     }
     settings |= {
         "default device": torch.get_default_device(),
@@ -199,15 +200,10 @@ def settings_now() -> dict[str, Any]:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
-        "precision of float32 in matmul": (
-            cuda.matmul.fp32_precision,
-            mkldnn.matmul.fp32_precision,
-        ),
-        "precision of float32 in convolutions": (
-            cudnn.conv.fp32_precision,
-            mkldnn.conv.fp32_precision,
-        ),
-        "precision of float32 in RNNs": (cudnn.rnn.fp32_precision, mkldnn.rnn.fp32_precision),
+        "precision of float32": [
+            each.fp32_precision
+            for each in (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+        ],
         "sums in matmul": (
             cuda.matmul.allow_fp16_reduced_precision_reduction,
             cuda.matmul.allow_bf16_reduced_precision_reduction,
