@@ -16,7 +16,6 @@ from graphrt.core.base.errors import (
     InvalidModeError,
     PlatformError,
     PoolError,
-    StaleInputError,
     Uncopied,
 )
 from graphrt.core.base.homes import public
@@ -50,6 +49,8 @@ _FULL = GraphMode.FULL
 _STATIC = -1
 """Buffers of a wrapper are kept by number: an eager part has its place among the parts, from 0 on,
 and static outputs have this one."""
+
+_EAGERLY = object()
 
 
 @public("graphrt.types")
@@ -134,14 +135,6 @@ class WrapperGraphs:
         """Let steps of this slot find `entry` without looking it up; -1 is no slot."""
         if slot >= 0 and not entry.unchecked:
             self.by_slot[slot] = entry
-
-    def look_again(self, descriptor: BatchDescriptor) -> None:
-        """Compare the arguments of an entry before its next replay."""
-        entry = self.entries.get(descriptor)
-        if entry is not None:
-            entry.unchecked = True
-            # The next step of each entry looks it up again.
-            self.by_slot.clear()
 
     def take(self, descriptor: BatchDescriptor | None) -> Sequence[DeviceGraph]:
         """The graphs of one descriptor, or of all, which no step finds any more."""
@@ -258,7 +251,11 @@ class GraphWrapper(Uncopied):
         try:
             pool.owner = context
             entry = graphs.by_slot.get(context.slot)
-            if entry is None or entry.descriptor is not context.descriptor:
+            if (
+                entry is None
+                or entry.descriptor is not context.descriptor
+                or context.token is pool.pieces.without_graph
+            ):
                 entry = self._find(context, args, kwargs)
             if entry is not None:
                 outputs = graphs.replay(entry, context)
@@ -267,15 +264,14 @@ class GraphWrapper(Uncopied):
                 if pool.owner is context:
                     pool.owner = outer
                 return outputs
-            captured = self._may_capture(context)
-            outputs = self._capture(context, args, kwargs) if captured else None
+            outputs = self._capture(context, args, kwargs)
             pool.owner = outer
         except BaseException:  # `undoing`, written out: on the way of every step
             if pool.owner is context:  # a step that waits for its updates keeps the pool
                 pool.owner = outer
             raise
         # Out of the turn: what the host calls there may step and capture in the pool itself.
-        if not captured:
+        if outputs is _EAGERLY:
             return self.runnable(*args, **kwargs)
         self._tell_pool(context)
         return outputs
@@ -301,20 +297,20 @@ class GraphWrapper(Uncopied):
                 advice="give every call site its own wrapper; or call clear_graphs() or "
                 "drop(descriptor) before capturing again",
             )
-        if entry.unchecked:
-            try:
-                entry.check_arguments(args, kwargs, name_of(self.runnable))
-            except StaleInputError:
-                # A piece before had no graph, and left its results elsewhere.
-                if context.token is not None and context.token is self.pool.pieces.without_graph:
-                    return None
-                raise
+        pieces = self.pool.pieces
+        if context.token is pieces.without_graph:
+            return None
+        # Without a token nobody knows whether a piece of the same step has run eagerly.
+        is_alone = context.token is None and graphs.mode is not _FULL
+        if entry.unchecked or is_alone:
+            entry.check_arguments(args, kwargs, name_of(self.runnable))
             entry.unchecked = graphs.always_checks
         trials = graphs.trials
         if trials is not None and not trials.may_replay(self, entry, context, args, kwargs):
-            self.pool._missed(context)
+            self._miss(context)
             return None
-        graphs.find_at(context.slot, entry)
+        if not is_alone:
+            graphs.find_at(context.slot, entry)
         return entry
 
     def _may_capture(self, context: ForwardContext) -> bool:
@@ -327,11 +323,18 @@ class GraphWrapper(Uncopied):
         if context.descriptor is not None and allowed:
             return True
         self._eager_calls[self._sealing.miss(context, self._graphs.entries)] += 1
-        self.pool._missed(context)
+        self._miss(context)
         return False
 
+    def _miss(self, context: ForwardContext) -> None:
+        """Note that a piece of a step runs eagerly: no piece behind it is replayed."""
+        if context.mode is not _FULL and context.token is not None:
+            self.pool.pieces.without_graph = context.token
+
     def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
-        """Capture a call; returns its result."""
+        """Capture a call where it may be; returns its result, or `_EAGERLY`."""
+        if not self._may_capture(context):
+            return _EAGERLY
         graphs, transaction = self._graphs, context.capture
         if graphs.trials is not None:
             graphs.trials.before_capture(self)
@@ -487,11 +490,6 @@ class GraphWrapper(Uncopied):
         graphs.clear_buffers()
         if descriptor is None:
             self._sealing.open()
-
-    def look_again(self, descriptor: BatchDescriptor) -> None:
-        """See `HoldsGraphs`."""
-        if not self._owner_served and self.runtime_mode is not _FULL:
-            self._graphs.look_again(descriptor)
 
 
 @public("graphrt")

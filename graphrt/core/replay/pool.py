@@ -129,14 +129,14 @@ class HoldsGraphs(Protocol):
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
         """Destroy the graphs of one descriptor, or all. Called in a turn of the pool."""
 
-    def look_again(self, descriptor: BatchDescriptor) -> None:
-        """Compare the arguments of this descriptor's graph before its next replay."""
-
     def in_session(self, begun: bool) -> None:
         """A session in the pool has begun, or ended: capture lazily meanwhile, if at all."""
 
 
 _NOWHERE_ELSE: Final[AbstractContextManager[object]] = nullcontext()
+
+_NO_STEP: Final = object()
+"""What `PieceSteps.without_graph` is until there is such a step."""
 
 _CAPTURED: Final = object()
 """What `PieceSteps.replaying` is after a capture."""
@@ -166,8 +166,9 @@ class PieceSteps:
         self._captured: list[tuple[weakref.ref[HoldsGraphs], BatchDescriptor]] = []
         # The token of the last step of a host's own context that another one has followed.
         self._over: object = None
-        # Of the step in which a piece had no graph; or, without a token, what names it.
-        self.without_graph: object = None
+        # The token of the last step in which a piece had no graph: what it leaves lies elsewhere
+        # than what its graph left, so the pieces behind it are not replayed.
+        self.without_graph: object = _NO_STEP
         # Outputs that entries hold weakly, by their storage.
         self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
@@ -486,18 +487,6 @@ class GraphPool(Uncopied):
     def _destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
         for holder in self.holders:
             holder.destroy_graphs(descriptor)
-
-    def _missed(self, context: ForwardContext) -> None:
-        """Note that a piece of a step runs eagerly: what it leaves lies elsewhere than what its
-        graph left, so the other pieces look where their arguments are before they replay."""
-        descriptor = context.descriptor
-        if descriptor is None or context.mode is not GraphMode.PIECEWISE:
-            return
-        step = context.token or (context, self.generation)
-        if step != self.pieces.without_graph:
-            self.pieces.without_graph = step
-            for holder in self.holders:
-                holder.look_again(descriptor)
 
     @property
     def left_behind(self) -> bool:
