@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import GraphRTError, InvalidOptionError
+from graphrt.core.base.errors import CaptureError, GraphRTError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, shown
 from graphrt.core.base.thread_mode import (
@@ -45,7 +45,6 @@ from graphrt.core.capture.refusals import (
     SIDE_DOOR,
     TRANSFORMED_BREAK,
     WRITTEN_COPY,
-    Refusal,
     Source,
     described,
     user_source,
@@ -74,7 +73,7 @@ class CaptureGuard(ThreadMode):
         recorder: Recording,
         context: ForwardContext,
         breaks: frozenset[str],
-        host: HostWork | None,
+        check_host: HostCheck | None,
         constants: Constants | None,
         owns: Callable[[torch.Tensor], bool],
     ) -> None:
@@ -86,7 +85,7 @@ class CaptureGuard(ThreadMode):
         self._context = context
         self._breaks = breaks
         self._in_pieces = recorder.breakable or bool(breaks)
-        self._host = host
+        self._check_host = check_host
         self.constants = constants
         self.owns = owns
         self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
@@ -102,8 +101,8 @@ class CaptureGuard(ThreadMode):
         if self.constants is not None:
             self.constants.begin(graph)
         in_pieces = self._in_pieces and (self._breaks or self.doors.made or self.copies)
-        looks = self._host is not None and self._host.looks
-        wanted = in_pieces or looks or self.constants is not None or self.issued is not None
+        looks = self._check_host or self.constants
+        wanted = in_pieces or looks is not None or self.issued is not None
         # While an operator is being handled torch has taken this mode off its stack already.
         if wanted and not (self._handling or self._entered):
             self.__enter__()
@@ -139,8 +138,8 @@ class CaptureGuard(ThreadMode):
             self.doors.check(tree.tensors(args, kwargs), "the graph reads", func)
         if self.copies:
             self.check_written(func, args, kwargs)
-        if self._host is not None:
-            self._host.check(func, args, kwargs)
+        if self._check_host is not None:
+            self._check_host(func, args, kwargs)
         # Its kernel may end the segment (vLLM's breakable attention), while torch has this mode off
         # its stack: without the flag `end` finds no mode to leave.
         self._handling = True
@@ -184,36 +183,33 @@ def is_listed(func: Any, breaks: frozenset[str]) -> bool:
 # Work of the host ---------------------------------------------------------------------------------
 
 
-class HostWork:
-    """What a graph on a device cannot repeat of the host's: to read `tensors` of the caller that
-    lie there, as `refusal` says, and to draw random numbers there, which the forward `may_draw`."""
+HostCheck = Callable[[Any, Sequence[Any], Mapping[str, Any]], None]
 
-    def __init__(
-        self,
-        tensors: Iterable[torch.Tensor] = (),
-        *,
-        may_draw: bool = True,
-        refusal: Refusal = HOST_ARGUMENT,
-    ) -> None:
-        # An empty one has nothing to read.
-        self._read = {_address(each) for each in tensors if _is_on_host(each) and each.numel()}
-        self._refusal = refusal
-        # Whether operators have to be looked at, which takes some microseconds for each.
-        self.looks = may_draw or bool(self._read)
 
-    def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise the refusal if an operator reads or writes such a tensor; views of it are made, and
-        pinned memory is copied. `RefusedOpError` if it draws random numbers on the host."""
+def host_check(
+    tensors: Iterable[torch.Tensor], error: type[CaptureError], *, may_draw: bool
+) -> HostCheck | None:
+    """What looks at operators for work of the host that no replay of a graph on a device repeats:
+    to draw random numbers there is a `RefusedOpError`, and to read or write one of the caller's
+    `tensors` that lie there an `error`; views of it are made, and pinned memory is copied. None
+    where there is nothing to look for, as it takes some microseconds for each operator."""
+    # Of an empty one nothing is read.
+    withheld = {_address(each) for each in tensors if _is_on_host(each) and each.numel()}
+    refusal = HOST_ARGUMENT._replace(error=error)
+
+    def check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if _draws_on_host(func, args, kwargs):
             raise HOST_DRAW(op=func)
-        if not self._read or facts_of(func).is_view:
+        if not withheld or facts_of(func).is_view:
             return
         for tensor in tree.tensors(args, kwargs):
-            if not _is_on_host(tensor) or _address(tensor) not in self._read:
+            if not _is_on_host(tensor) or _address(tensor) not in withheld:
                 continue
             # Every replay repeats a copy of pinned memory.
             if str(func) not in _COPIES or not tensor.is_pinned():
-                raise self._refusal(described(tensor), op=func)
+                raise refusal(described(tensor), op=func)
+
+    return check if withheld or may_draw else None
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

@@ -20,14 +20,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
-from graphrt.core.base.errors import GraphRTError, PageableCopyError
+from graphrt.core.base.errors import GraphRTError, PageableCopyError, RefusedOpError
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.guard import CaptureGuard, HostWork, check_break, refuse_transform
+from graphrt.core.capture.guard import (
+    CaptureGuard,
+    check_break,
+    host_check,
+    refuse_transform,
+)
 from graphrt.core.capture.refusals import (
-    HOST_ARGUMENT,
     NESTED_CAPTURE,
     NOT_STRIDED,
     RESHAPED_ARGUMENT,
@@ -173,21 +177,17 @@ class Recorder:
         listed = frozenset(breaks if self.must_break else ())
         for name in listed:
             check_break(name)
+        tensors = tree.tensors(*call)
         transaction = context.capture or CaptureTransaction()
         lifts, pins = transaction.lifts_constants, pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
-        tensors, host = tree.tensors(*call), None
+        check_host = None
         if pool.platform.device_type != "cpu":
-            take = None if constants is None else constants.take
-            host = HostWork(
-                [each for each in tensors if take is None or not take(each)] if not bake else (),
-                may_draw=transaction.may_draw,
-                # The error that asks for another try, which lifts constants.
-                refusal=HOST_ARGUMENT._replace(error=PageableCopyError)
-                if pins and not lifts
-                else HOST_ARGUMENT,
-            )
-        self._guard = CaptureGuard(self, context, listed, host, constants, pool._owns)
+            # The error that asks for another try, which lifts constants.
+            error = PageableCopyError if pins and not lifts else RefusedOpError
+            withheld = () if bake else _not_lifted(tensors, constants)
+            check_host = host_check(withheld, error, may_draw=transaction.may_draw)
+        self._guard = CaptureGuard(self, context, listed, check_host, constants, pool._owns)
         self.give(tensors if owned else ())
 
     @property
@@ -385,21 +385,17 @@ class Recorder:
         if self._hooks is not None:
             self._hooks.end_of_capture()
         recorded = platform.end_capture(graph)
+        before = [] if self._guard.constants is None else self._guard.constants.checks()
+        if self._hooks is not None:
+            before.append(self._hooks.before_replay)
+        segment = Segment(self.pool.platform, graph, tasks, before) if tasks or before else graph
         if recorded:
-            segment = self._segment(graph, tasks)
             self.parts.append(segment)
         self._open = None
         if recorded and not platform.capture_executes:
             # A capturing call has the effect of one eager call, and what follows reads its results.
             # As at a step, no dispatch mode of the capturing call sees what a replay does.
             outside_modes(segment.replay)
-
-    def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
-        hooks, constants = self._hooks, self._guard.constants
-        before = [] if constants is None else constants.checks()
-        if hooks is not None:
-            before.append(hooks.before_replay)
-        return Segment(self.pool.platform, graph, tasks, before) if tasks or before else graph
 
     def discard(self, depth: int | None = None) -> None:
         """Take back what is captured, what is open, and the dispatch modes that a failed forward
@@ -414,6 +410,13 @@ class Recorder:
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.pool._reset_graphs(captured)
         self.parts.clear()
+
+
+def _not_lifted(
+    tensors: Iterable[torch.Tensor], constants: Constants | None
+) -> Iterable[torch.Tensor]:
+    """The arguments that are no constants of an earlier piece."""
+    return tensors if constants is None else [t for t in tensors if not constants.take(t)]
 
 
 _Places = list[tuple[torch.Tensor, tuple[object, ...]]]

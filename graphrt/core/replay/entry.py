@@ -249,13 +249,9 @@ def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> C
     return called
 
 
-Bound = dict[str, tuple[object, ...]]
-"""The arguments of a call that a graph bakes in, by path: tensors by where and what they are, plain
-values as they are."""
-
-
-def bound_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
-    """Asked before the call, as it may clear a list of them."""
+def bound_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that a graph bakes in, by path: tensors by where and what they are,
+    plain values as they are. Asked before the call, as it may clear a list of them."""
     return {
         path: tree.identity(leaf) if isinstance(leaf, torch.Tensor) else (leaf,)
         for path, leaf in tree.leaves((args, kwargs))
@@ -411,7 +407,7 @@ class Entry:
         descriptor: BatchDescriptor,
         parts: tuple[Part, ...],
         outputs: Any,
-        bound: Bound,
+        bound: dict[str, Any],
         captured_in: object,
     ) -> None:
         self.descriptor = descriptor
