@@ -104,10 +104,8 @@ class Bridges:
         It has the strides of `like` too, unless elements of that share memory.
         """
         shape, strides = like.shape, separate_strides(like)
-        need = like.nbytes
-        if not like.is_contiguous():
-            last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-            need = like.element_size() * (1 + last)
+        last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        need = like.element_size() * (1 + last) if like.numel() else 0
 
         def placed() -> torch.Tensor:
             flat = self._buffers.get(key)

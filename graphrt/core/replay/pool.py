@@ -328,7 +328,6 @@ class CaptureSession:
     def __enter__(self) -> CaptureSession:
         pool, undo = self._pool, self._undo
         try:
-            self._captures, self._bytes = pool.captures, pool.bytes()
             undo.later(partial(thaw_garbage, self))
             freeze_garbage(self)
             undo.later(partial(pool.holders.note_session, self, begun=False))
