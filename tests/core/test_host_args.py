@@ -249,3 +249,14 @@ def test_tasks_of_several_declarations_keep_their_order():
     assert resolved({"a": {"n": 0}, "b": {"n": 0}, "layer.2": {"n": 5}}) is None
     with pytest.raises(MissingUpdateError, match=r"layer\.1"):
         resolved({"a": {"n": 1}})
+
+
+def test_tasks_of_two_declarations_may_have_one_name():
+    specs = [
+        UpdatableTask("attention", print, {"n": HostArg("reqs", pad)}) for pad in ("zero", "repeat")
+    ]
+    captured = [CapturedTask(spec, "attention", None, (), {}, {"n": [0, 0]}) for spec in specs]
+    updates = {"attention": {"n": [3]}}
+    context = ForwardContext(GraphMode.FULL, BatchDescriptor(2, 2), updates=updates)
+    values = TaskTable(captured).values(context, all_known=True)
+    assert values == [{"n": [3, 0]}, {"n": [3, 3]}]

@@ -379,15 +379,17 @@ class TaskTable:
         if all_known:
             check_names(updates, self.known)
         # Values that layers share are fitted, and compared, only once.
-        fitted: dict[tuple[int, int], HostValues] = {}
+        fitted: dict[object, HostValues] = {}
         changes: dict[tuple[int, int], bool] = {}
         values = []
         for task in self.tasks:
-            host_values = task.spec.values_for(task.name, updates)
-            key = id(task.spec), id(host_values)
+            key: object = (task.name, task.spec) if task.name in updates else task.spec
             new = fitted.get(key)
             if new is None:
-                new = fitted[key] = task.spec.fitted(host_values, context)
+                host_values = task.spec.values_for(task.name, updates)
+                shared = id(task.spec), id(host_values)
+                new = fitted.get(shared) or task.spec.fitted(host_values, context)
+                fitted[key] = fitted[shared] = new
             pair = id(new), id(task.values)
             if pair not in changes:
                 changes[pair] = task.is_changed_by(new)
