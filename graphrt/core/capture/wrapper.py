@@ -507,12 +507,11 @@ def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
     cause = None
     try:
         wrapper = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        # Without a pool it would make one on the platform that it names.
+        if issubclass(wrapper, GraphWrapper) and wrapper.platform_name == platform.name:
+            return cast(type[GraphWrapper], wrapper)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         cause = error
-    is_wrapper = isinstance(wrapper, type) and issubclass(wrapper, GraphWrapper)
-    # Without a pool it would make one on the platform that it names.
-    if is_wrapper and wrapper.platform_name == platform.name:
-        return cast(type[GraphWrapper], wrapper)
     raise PlatformError(
         f"{path}, the wrapper class of platform {platform.name!r}, cannot be imported, belongs to "
         "another one, or is no wrapper",

@@ -54,18 +54,15 @@ class EagerPart:
     ) -> None:
         self._function = function
         self._args, self._kwargs = call
-        self._recorded = recorded
+        # Where it leaves its results.
+        self.recorded = recorded
         self._aliased = aliased
-
-    def results(self) -> list[torch.Tensor]:
-        """Where it leaves its results."""
-        return tree.tensors(self._recorded)
 
     def replay(self) -> None:
         result = self._function(*self._args, **self._kwargs)
-        if result is None and self._recorded is None:
+        if result is None and self.recorded is None:
             return
-        deliver(self._recorded, result, self._function, self._aliased)
+        deliver(self.recorded, result, self._function, self._aliased)
 
 
 def deliver(
@@ -449,11 +446,8 @@ class Entry:
 
     def results(self) -> list[torch.Tensor]:
         """The tensors in which eager parts and the entry itself leave results."""
-        results = tree.tensors(self.outputs)
-        for part in self.parts:
-            if isinstance(part, EagerPart):
-                results += part.results()
-        return results
+        of_parts = [part.recorded for part in self.parts if isinstance(part, EagerPart)]
+        return tree.tensors(self.outputs, of_parts)
 
     def launch(self, context: ForwardContext, *, all_tasks: bool) -> object:
         """Replay segments, eager parts and tasks with their new host arguments, in order.
