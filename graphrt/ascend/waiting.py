@@ -18,9 +18,9 @@ from typing import Any
 
 from graphrt.core.base.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch.context import ForwardContext
-from graphrt.core.replay.entry import Entry, Segment
+from graphrt.core.replay.entry import Entry, Segment, TaskTable
 from graphrt.core.replay.pool import GraphPool, PoolOwner
-from graphrt.core.replay.tasks import DEFERRED, HostValues, TaskTable, Updates
+from graphrt.core.replay.tasks import DEFERRED, HostValues, Updates
 
 
 class WaitingStep(PoolOwner):

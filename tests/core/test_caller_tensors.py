@@ -1,75 +1,68 @@
-"""What a capture on a device must leave alone of what its caller gives it."""
+"""What a capture must leave alone of what its caller gives it, and of the host."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
+from graphrt import BatchDescriptor, ForwardContext, GraphMode, GraphPool
 from graphrt.core.base.errors import RefusedOpError
-from graphrt.core.capture.guard import CallerTensors
+from graphrt.core.batch.context import CaptureTransaction
+from graphrt.core.capture.guard import host_check
+from graphrt.core.capture.wrapper import GraphWrapper
 
 ADD, VIEW = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
 
 
+def check(tensors: list[torch.Tensor], func: Any, args: Any, kwargs: Any = None) -> None:
+    looked = host_check(tensors, RefusedOpError, may_draw=True)
+    assert looked is not None
+    looked(func, args, kwargs or {})
+
+
 def test_a_tensor_of_the_host_is_not_read_by_a_graph_of_a_device():
     tensor, other = torch.ones(4), torch.ones(4)
-    watched = CallerTensors((tensor,), "cuda")
-    watched.check(ADD, (other, other), {})
-    watched.check(VIEW, (tensor, [2, 2]), {})
+    check([tensor], ADD, (other, other))
+    check([tensor], VIEW, (tensor, [2, 2]))
     with pytest.raises(RefusedOpError, match="lies on the host"):
-        watched.check(ADD, (other, tensor.view(2, 2)[0]), {})
-
-
-def test_a_host_that_tells_them_apart_has_numbers_of_the_capture():
-    tensor = torch.ones(4)
-    watched = CallerTensors((tensor,), "cuda", bake=True)
-    watched.check(ADD, (tensor, tensor), {})
-    watched.begin()
-    tensor.unsqueeze_(0)
-    with pytest.raises(RefusedOpError, match="another shape"):
-        watched.end()
+        check([tensor], ADD, (other, tensor.view(2, 2)[0]))
 
 
 def test_an_empty_tensor_of_the_host_has_nothing_to_read():
-    watched = CallerTensors((torch.ones(0),), "cuda")
-    watched.check(ADD, (torch.ones(0), torch.ones(0)), {})
+    check([torch.ones(0)], ADD, (torch.ones(0), torch.ones(0)))
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_new_shape_is_refused_unless_the_tensor_was_made_for_the_call(own):
-    tensor = torch.ones(4)
-    watched = CallerTensors((tensor,), "cuda", owned=own)
-    watched.begin()
-    tensor.unsqueeze_(0)
+    def forward(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.data = torch.ones(2, 2)
+        return tensor + 1
+
+    wrapper = GraphWrapper(forward, "FULL", pool=GraphPool("cpu"))
     if own:
-        watched.end()
-    else:
-        with pytest.raises(RefusedOpError, match="another shape"):
-            watched.end()
+        wrapper.serve_owner()
+    with ForwardContext(GraphMode.FULL, BatchDescriptor(4), capture=CaptureTransaction()):
+        if own:
+            wrapper(torch.ones(4))
+        else:
+            with pytest.raises(RefusedOpError, match="another shape"):
+                wrapper(torch.ones(4))
 
 
 RAND = torch.ops.aten.rand.default
 
 
 def test_random_numbers_of_the_host_are_refused():
-    watched = CallerTensors((), "cuda")
-    watched.check(ADD, (torch.ones(1), torch.ones(1)), {})
-    watched.check(RAND, ([1],), {"device": "cuda"})
+    check([], ADD, (torch.ones(1), torch.ones(1)))
+    check([], RAND, ([1],), {"device": "cuda"})
     with pytest.raises(RefusedOpError, match="drawn on the host"):
-        watched.check(RAND, ([1],), {})
+        check([], RAND, ([1],))
 
 
 def test_operators_are_looked_at_only_where_one_may_use_numbers_of_the_host():
-    given = torch.ones(4)
-    assert CallerTensors((), "cuda").looks
-    assert not CallerTensors((), "cuda", may_draw=False).looks
-    assert CallerTensors((given,), "cuda", may_draw=False).looks
-    assert not CallerTensors((given,), "cuda", bake=True, may_draw=False).looks
-    assert not CallerTensors((given,), "cpu").looks
-
-
-def test_draws_of_other_threads_are_none_of_a_captures():
-    watched = CallerTensors((), "cuda")
-    watched.begin()
-    torch.rand(1)
-    watched.end()
+    assert host_check([], RefusedOpError, may_draw=True)
+    assert not host_check([], RefusedOpError, may_draw=False)
+    assert host_check([torch.ones(4)], RefusedOpError, may_draw=False)
+    assert not host_check([torch.ones(0)], RefusedOpError, may_draw=False)

@@ -129,7 +129,6 @@ def test_everything_public_is_tried() -> None:
                 "clear_graphs",
                 "destroy_graphs",
                 "in_session",
-                "look_again",
                 "seal",
                 "serve_owner",
                 "unseal",

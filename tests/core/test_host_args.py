@@ -15,7 +15,8 @@ from graphrt import (
     UpdatableTask,
 )
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
-from graphrt.core.replay.tasks import WORST_CASE, CapturedTask, TaskTable
+from graphrt.core.replay.entry import TaskTable
+from graphrt.core.replay.tasks import WORST_CASE, CapturedTask
 
 TOKENS, REQS = 8, 4
 
@@ -164,10 +165,10 @@ def test_an_optional_argument_may_be_left_out():
         "attention", print, {"lengths": HostArg("reqs"), "splits": HostArg(None, optional=True)}
     )
     for own in ({"lengths": [1]}, {"lengths": [1], "splits": 2}):
-        assert spec._given("layer.0", {"attention": own}) == own
+        assert spec.values_for("layer.0", {"attention": own}) == own
     for own in ({}, {"splits": 2}, {"lengths": [1], "more": 2}):
         with pytest.raises(InvalidUpdateError, match="wrong keys"):
-            spec._given("layer.0", {"attention": own})
+            spec.values_for("layer.0", {"attention": own})
 
 
 def test_updates_without_values_are_told_by_their_name():
@@ -248,3 +249,14 @@ def test_tasks_of_several_declarations_keep_their_order():
     assert resolved({"a": {"n": 0}, "b": {"n": 0}, "layer.2": {"n": 5}}) is None
     with pytest.raises(MissingUpdateError, match=r"layer\.1"):
         resolved({"a": {"n": 1}})
+
+
+def test_tasks_of_two_declarations_may_have_one_name():
+    specs = [
+        UpdatableTask("attention", print, {"n": HostArg("reqs", pad)}) for pad in ("zero", "repeat")
+    ]
+    captured = [CapturedTask(spec, "attention", None, (), {}, {"n": [0, 0]}) for spec in specs]
+    updates = {"attention": {"n": [3]}}
+    context = ForwardContext(GraphMode.FULL, BatchDescriptor(2, 2), updates=updates)
+    values = TaskTable(captured).values(context, all_known=True)
+    assert values == [{"n": [3, 0]}, {"n": [3, 3]}]

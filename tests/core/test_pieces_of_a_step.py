@@ -227,21 +227,15 @@ def test_graphs_are_not_destroyed_between_the_pieces_of_a_step_that_is_entered(c
     assert not pieces[0].entries
 
 
-def test_a_step_without_any_graph_asks_the_other_pieces_once():
-    host = Host(True)
-    pieces = [host.piece(layer) for layer in LAYERS]
-    asked: list[BatchDescriptor] = []
-
-    class Counting:
-        def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None: ...
-        def in_session(self, begun: bool) -> None: ...
-        def look_again(self, descriptor: BatchDescriptor) -> None:
-            asked.append(descriptor)
-
-    counting = Counting()
-    host.pool.holders.add(counting)
-    for piece in pieces:
-        piece.seal()
+@pytest.mark.parametrize("check", ["off", "capture"])
+def test_in_a_context_that_nobody_begins_each_replay_looks_where_its_arguments_are(check):
+    host, x = Host(True, check), torch.randn(4, 8)
+    host.current = ForwardContext(GraphMode.PIECEWISE, FOUR, slot=1)
+    first, second = host.piece(LAYERS[0]), host.piece(LAYERS[1])
+    with host.pool.capture_session():
+        second(first(x))
     for _ in range(2):
-        host.step(pieces, torch.randn(4, 8))
-    assert asked == [FOUR, FOUR]
+        assert torch.equal(second(first(x)), expected(x, *LAYERS[:2]))
+    first.drop(FOUR)
+    with pytest.raises(StaleInputError):
+        second(first(x))

@@ -145,11 +145,11 @@ def test_a_wrapper_looks_its_graph_up_in_its_turn() -> None:
     context = ForwardContext(FULL, BatchDescriptor(4))
     results: list[Any] = []
 
-    class Slots(list):
+    class Slots(dict):
         """Has another thread destroy the graph as it is looked up."""
 
-        def __getitem__(self, slot: Any) -> Any:
-            entry = super().__getitem__(slot)
+        def get(self, slot: Any, default: Any = None) -> Any:
+            entry = super().get(slot, default)
             results.append(in_thread(lambda: wrapper.drop(BatchDescriptor(4))))
             return entry
 

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_callable
+from graphrt.core.base.option_values import check_callable, check_kind
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 
@@ -204,8 +204,10 @@ def forward_context(
     `dispatcher` is the `GraphDispatcher` that found the graph, which counts the step anew where a
     wrapper cannot replay it (`GraphDispatcher.step` makes such a context). `live` is the batch that
     is served: updates of tasks that leave out some of its requests are refused then.
-    Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL.
+    Raises `InvalidModeError` unless `mode` is NONE, PIECEWISE or FULL, and `InvalidOptionError`.
     """
+    if type(slot) is not int:
+        check_kind("slot", slot, int, optional=False, example="-1")
     what: Any = mode  # or its name
     return ForwardContext(
         what, descriptor, slot, updates, metadata, num_reqs, query_len, dispatcher, live

@@ -3,8 +3,7 @@
 A segment of graph repeats its operators on the memory of the capture. So the guard looks
 
 1. at every operator of an open segment, and at every operator of an eager part between two;
-2. at the tensors of the caller and the host's random numbers, where a segment ends;
-3. at what the forward reads from its context, while a segment is open.
+2. at what the forward reads from its context, while a segment is open.
 
 The rules are a table, `refusals.py`. Which operators a device itself cannot capture is for that
 device to say: `Platform.explain`, and on the CPU the tape's own table.
@@ -17,14 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import GraphRTError, InvalidOptionError, PageableCopyError
+from graphrt.core.base.errors import CaptureError, GraphRTError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, shown
 from graphrt.core.base.thread_mode import (
@@ -42,11 +41,8 @@ from graphrt.core.capture.refusals import (
     HOST_DRAW,
     METADATA,
     MISSED_BREAK,
-    MISSED_OPERATOR,
     MODE_STILL_ACTIVE,
-    RESHAPED_ARGUMENT,
     SIDE_DOOR,
-    TRACED_BREAK,
     TRANSFORMED_BREAK,
     WRITTEN_COPY,
     Source,
@@ -64,9 +60,9 @@ class CaptureGuard(ThreadMode):
     """Sees every operator of an open segment: breaks at those of `breaks`, and refuses what no
     replay would repeat.
 
-    A FULL graph has no eager parts, so there only the caller's tensors, host random numbers and the
-    context are looked at. With `constants`, tensors that the forward makes on the host are lifted
-    out of the graph. Where a list is `issued`, the operators are noted in it. The mode
+    A FULL graph has no eager parts, so there only work of the host and the context are looked at.
+    With `constants`, tensors that the forward makes on the host are lifted out of the graph. Where
+    a list is `issued`, the operators are noted in it. The mode
     is only entered where an operator has to be looked at.
     """
 
@@ -77,7 +73,7 @@ class CaptureGuard(ThreadMode):
         recorder: Recording,
         context: ForwardContext,
         breaks: frozenset[str],
-        caller: CallerTensors,
+        check_host: HostCheck | None,
         constants: Constants | None,
         owns: Callable[[torch.Tensor], bool],
     ) -> None:
@@ -89,12 +85,13 @@ class CaptureGuard(ThreadMode):
         self._context = context
         self._breaks = breaks
         self._in_pieces = recorder.breakable or bool(breaks)
-        self._caller = caller
+        self._check_host = check_host
         self.constants = constants
         self.owns = owns
         self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
         self.doors.begin_capture()
-        # Copies that graphs read in place of memory which eager parts returned and did not make.
+        # Copies that graphs read in place of memory which eager parts returned and others hold too:
+        # a write would reach the copy alone.
         self.copies: dict[StorageWeakRef, str] = {}
         self._entered = self._handling = False
 
@@ -103,19 +100,17 @@ class CaptureGuard(ThreadMode):
         withhold(self._context)
         if self.constants is not None:
             self.constants.begin(graph)
-        self._caller.begin()
         in_pieces = self._in_pieces and (self._breaks or self.doors.made or self.copies)
-        wanted = in_pieces or self._caller.looks or self.constants is not None
-        wanted = wanted or self.issued is not None
+        looks = self._check_host or self.constants
+        wanted = in_pieces or looks is not None or self.issued is not None
         # While an operator is being handled torch has taken this mode off its stack already.
-        if not self._handling and not self._entered and wanted:
+        if wanted and not (self._handling or self._entered):
             self.__enter__()
             self._entered = True
 
     def end(self) -> None:
         """The segment ends; raises for what a replay of it would not repeat."""
         hand_back(self._context)
-        self._caller.end()
         if self._entered and not self._handling:
             top = dispatch_modes()[-1]
             if top is not self:
@@ -143,8 +138,8 @@ class CaptureGuard(ThreadMode):
             self.doors.check(tree.tensors(args, kwargs), "the graph reads", func)
         if self.copies:
             self.check_written(func, args, kwargs)
-        if self._caller.on_device:
-            self._caller.check(func, args, kwargs)
+        if self._check_host is not None:
+            self._check_host(func, args, kwargs)
         # Its kernel may end the segment (vLLM's breakable attention), while torch has this mode off
         # its stack: without the flag `end` finds no mode to leave.
         self._handling = True
@@ -158,20 +153,15 @@ class CaptureGuard(ThreadMode):
     def _break_at(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = self.recorder
         if recorder is None or not recorder.breakable:
-            raise MISSED_OPERATOR(op=func)
+            raise MISSED_BREAK(op=func)
         self._handling = True
         try:
             return recorder.run_eagerly(func, args, kwargs)
         finally:
             self._handling = False
 
-    def note_copy(self, part: str, copy: torch.Tensor) -> None:
-        """Note a copy of what an eager part returned and others hold too: a write would reach the
-        copy alone."""
-        self.copies[StorageWeakRef(copy.untyped_storage())] = part  # type: ignore[no-untyped-call]
-
     def check_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise `BreakError` if an operator is about to write such a copy."""
+        """Raise `BreakError` if an operator is about to write one of the `copies`."""
         for tensor in written(facts_of(func), args, kwargs):
             if tensor.layout is torch.strided:
                 ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -190,79 +180,40 @@ def is_listed(func: Any, breaks: frozenset[str]) -> bool:
     return name in breaks or f"{name}.{func._overloadname}" in breaks
 
 
-# Tensors of the caller, and work of the host ------------------------------------------------------
+# Work of the host ---------------------------------------------------------------------------------
 
 
-class CallerTensors:
-    """What a graph on a device must leave alone: the shape and the memory of the caller's tensors,
-    the numbers in those that lie on the host, and the host's generator.
+HostCheck = Callable[[Any, Sequence[Any], Mapping[str, Any]], None]
 
-    `owned` says that the tensors were made for the call, which may then give them any shape; `bake`
-    that numbers of the host may be those of the capture for ever, `may_draw` that the forward may
-    draw random ones there.
-    """
 
-    def __init__(
-        self,
-        values: Any,
-        device_type: str,
-        *,
-        owned: bool = False,
-        bake: bool = False,
-        may_draw: bool = True,
-    ) -> None:
-        tensors = [t for t in tree.tensors(*values) if t.layout is torch.strided]
-        self.on_device = device_type != "cpu"
-        self._may_draw = may_draw
-        self._kept = [] if owned else tensors
-        refuses = self.on_device and not bake
-        self._on_host = [t for t in tensors if refuses and t.device.type == "cpu" and t.numel()]
-        self._hosts = set(map(_address, self._on_host))
-        self._host_argument = HOST_ARGUMENT
-        self._places: list[object] = []
+def host_check(
+    tensors: Iterable[torch.Tensor], error: type[CaptureError], *, may_draw: bool
+) -> HostCheck | None:
+    """What looks at operators for work of the host that no replay of a graph on a device repeats:
+    to draw random numbers there is a `RefusedOpError`, and to read or write one of the caller's
+    `tensors` that lie there an `error`; views of it are made, and pinned memory is copied. None
+    where there is nothing to look for, as it takes some microseconds for each operator."""
+    # Of an empty one nothing is read.
+    withheld = {_address(each) for each in tensors if _is_on_host(each) and each.numel()}
+    refusal = HOST_ARGUMENT._replace(error=error)
 
-    @property
-    def looks(self) -> bool:
-        """Whether operators have to be looked at, which takes some microseconds for each."""
-        return self.on_device and (self._may_draw or bool(self._hosts))
-
-    def lift(
-        self, is_constant: Callable[[torch.Tensor], bool] | None, *, later: bool = False
-    ) -> None:
-        """Do not refuse host tensors that the capture lifts as constants. `later` says that this
-        capture lifts none, but is tried again with lifting: the error that asks for that is
-        `PageableCopyError`."""
-        if is_constant is not None:
-            self._hosts -= {_address(each) for each in self._on_host if is_constant(each)}
-        if later:
-            self._host_argument = HOST_ARGUMENT._replace(error=PageableCopyError)
-
-    def begin(self) -> None:
-        """A segment begins."""
-        self._places = list(map(tree.identity, self._kept))
-
-    def end(self) -> None:
-        """A segment ends; raises `RefusedOpError` for what a replay of it would not do again."""
-        for tensor, before in zip(self._kept, self._places, strict=True):
-            if tree.identity(tensor) != before:
-                raise RESHAPED_ARGUMENT(f"now {described(tensor)}")
-
-    def check(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise `RefusedOpError` if an operator reads or writes a tensor of the caller's that lies
-        on the host, or `PageableCopyError` where a try that lifts constants may take it; views of
-        it are made, and pinned memory is copied. The same if it draws random numbers on the host.
-        For `on_device` alone."""
+    def check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if _draws_on_host(func, args, kwargs):
             raise HOST_DRAW(op=func)
-        if not self._hosts or facts_of(func).is_view:
+        if not withheld or facts_of(func).is_view:
             return
         for tensor in tree.tensors(args, kwargs):
-            on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
-            if not on_host or _address(tensor) not in self._hosts:
+            if not _is_on_host(tensor) or _address(tensor) not in withheld:
                 continue
             # Every replay repeats a copy of pinned memory.
             if str(func) not in _COPIES or not tensor.is_pinned():
-                raise self._host_argument(described(tensor), op=func)
+                raise refusal(described(tensor), op=func)
+
+    return check if withheld or may_draw else None
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -337,32 +288,8 @@ def _withholding(kind: type) -> type:
 # Tensors that leave an eager part by a side door --------------------------------------------------
 
 
-class _Made(NamedTuple):
-    """Which line of which eager part made a tensor, and in which capture (0: in a warm-up)."""
-
-    part: str
-    source: Source | None
-    capture: int
-
-    @property
-    def line(self) -> tuple[str, Source | None]:
-        return self.part, self.source
-
-    def refusal(self, read: _Read, how: str = "") -> GraphRTError:
-        """The error of a graph that reads the tensor."""
-        got = f"{read.tensor}, made at {self.source or 'an unknown line'}"
-        return SIDE_DOOR(
-            got, op=read.op, source=read.source, what=read.what, part=self.part, how=how
-        )
-
-
-class _Read(NamedTuple):
-    """How a graph came to read a tensor."""
-
-    what: str
-    op: object
-    source: Source | None
-    tensor: str
+_Made = tuple[str, Source | None, int]
+"""Which eager part, and which line of it, made a tensor, and in which capture (0: in a warm-up)."""
 
 
 class SideDoors:
@@ -381,12 +308,14 @@ class SideDoors:
         # is a weak reference.
         self.made: dict[int, tuple[StorageWeakRef, _Made]] = {}
         self._capture = 0
-        self._reads: dict[tuple[str, Source | None], _Read] = {}
+        # The errors of reads of what an earlier run made, should the same line make it again: by
+        # part and line.
+        self._remade: dict[tuple[str, Source | None], GraphRTError] = {}
 
     def begin_capture(self) -> None:
         """A capture begins: what was made before is older than it."""
         self._capture += 1
-        self._reads.clear()
+        self._remade.clear()
 
     @undoing
     def watched(
@@ -424,27 +353,29 @@ class SideDoors:
             for key, each in self.made.items()
             if not each[0].expired()  # type: ignore[no-untyped-call]
         }
-        if self._reads:
-            for _, made in self.made.values():
-                read = self._reads.get(made.line) if made.capture == self._capture else None
-                if read is not None:
-                    raise made.refusal(read, " again at every step")
+        self._check_remade()
 
     def check(self, tensors: Iterable[torch.Tensor], what: str, op: object = None) -> None:
         """Raise `SideDoorError` if the open capture may not read one of these."""
         for name, tensor in _memory_of(tensors).items():
             # Of an empty one nothing can be read.
             _, made = self.made.get(name, (None, None)) if tensor.numel() else (None, None)
-            if made is not None:
-                self._note(_Read(what, op, user_source(), described(tensor)), made)
+            if made is None:
+                continue
+            part, source, capture = made
+            got = f"{described(tensor)}, made at {source or 'an unknown line'}"
+            is_older = capture != self._capture
+            how = " again at every step" if is_older else ""
+            refusal = SIDE_DOOR(got, op=op, what=what, part=part, how=how)
+            if not is_older:
+                raise refusal
+            self._remade.setdefault((part, source), refusal)
+            self._check_remade()
 
-    def _note(self, read: _Read, made: _Made) -> None:
-        if made.capture == self._capture:
-            raise made.refusal(read)
-        self._reads.setdefault(made.line, read)
-        for _, other in self.made.values():
-            if other.capture == self._capture and other.line == made.line:
-                raise made.refusal(read, " again at every step")
+    def _check_remade(self) -> None:
+        for _, (part, source, capture) in self.made.values() if self._remade else ():
+            if capture == self._capture and (part, source) in self._remade:
+                raise self._remade.pop((part, source))
 
     def note_made(self, part: str, result: Any, arguments: Sequence[torch.Tensor]) -> None:
         """Note the tensors of what an operator returned that are not memory of those that it was
@@ -452,7 +383,7 @@ class SideDoors:
         results = _memory_of(tree.tensors(result))
         if results.keys() <= self.made.keys():
             return
-        made, before = _Made(part, user_source(), self._capture), _memory_of(arguments)
+        made, before = (part, user_source(), self._capture), _memory_of(arguments)
         for name, tensor in results.items():
             if name not in self.made and name not in before:
                 self.made[name] = StorageWeakRef(tensor.untyped_storage()), made  # type: ignore[no-untyped-call]
@@ -563,8 +494,7 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
         if capture is not None and capture.breakable:
             return cast(R, capture.run_eagerly(function, args, kwargs))
         if capture is not None and capture.must_break:
-            got = f"{name_of(function)} in a PIECEWISE wrapper that does not break"
-            raise MISSED_BREAK(got)
+            raise MISSED_BREAK(name_of(function))
         work = counted.get()
         if work is not None:
             work.breaks += 1
@@ -599,32 +529,19 @@ def check_traced(codes: Iterable[CodeType]) -> None:
     """Raise `RefusedOpError` if code that a compiler has traced, `codes`, calls a function that
     is marked `@eager_break`: it is part of what was compiled."""
     if not _codes.isdisjoint(codes):
-        raise TRACED_BREAK()
-
-
-def _is_dispatched(operator: str) -> bool:
-    """Whether it is an operator for tensors; TorchScript has overloads for lists and numbers.
-
-    Those for named dimensions are left out: they call another overload of the same name.
-    """
-    overload = operator.partition(".")[2].lower()
-    if "dimname" in overload or overload.startswith("names"):
-        return False
-    try:
-        has_kernel(operator, "CPU")
-    except RuntimeError:
-        return False
-    return True
+        raise MISSED_BREAK("a function that was traced")
 
 
 def check_break(name: str) -> None:
     """Raise `InvalidOptionError` for an operator that cannot be seen, and so would not break."""
     base, _, overload = name.partition(".")
-    overloads = [
-        known
-        for known in (schema.overload_name for schema in schemas_of_operator(base))
-        if overload in ("", known) and _is_dispatched(f"{base}.{known}" if known else base)
-    ]
+    # Overloads for named dimensions call another one of the same name.
+    known = {
+        each: _is_composite(f"{base}.{each}" if each else base)
+        for each in (schema.overload_name for schema in schemas_of_operator(base))
+        if overload in ("", each) and "dimname" not in each.lower() and not each.startswith("names")
+    }
+    overloads = {each: composite for each, composite in known.items() if composite is not None}
     if not overloads:
         raise InvalidOptionError(
             "no operator of that name is registered",
@@ -632,12 +549,20 @@ def check_break(name: str) -> None:
             expected='"namespace::name" or "namespace::name.overload"',
             advice="import the module that registers it before the capture",
         )
-    functional = [known for known in overloads if not known.endswith("out")] or overloads
-    full_names = [f"{base}.{known}" if known else base for known in functional]
-    if any(has_kernel(full, "CompositeImplicitAutograd") for full in full_names):
+    functional = {each for each in overloads if not each.endswith("out")} or overloads.keys()
+    if any(overloads[each] for each in functional):
         raise InvalidOptionError(
             "a composite operator is taken apart before it can be seen, so it cannot be a break",
             got=shown(name),
             expected="an operator with a kernel of its own",
             advice="mark the function that calls it @eager_break, or name what it is made of",
         )
+
+
+def _is_composite(operator: str) -> bool | None:
+    """Whether an operator has no kernel of its own; None where it is none for tensors: TorchScript
+    has overloads for lists and numbers."""
+    try:
+        return has_kernel(operator, "CompositeImplicitAutograd")
+    except RuntimeError:
+        return None

@@ -100,7 +100,7 @@ class KeyedGraphs(Uncopied):
         is_eager = not wrapper.entries
         if is_eager:
             # Without a graph, and it ends as the others do.
-            wrapper._graphs.entries[descriptor] = Entry(descriptor, (), outputs, (), None)
+            wrapper._graphs.entries[descriptor] = Entry(descriptor, (), outputs, {}, None)
         graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, is_eager=is_eager)
         return graph
 
@@ -162,8 +162,7 @@ class KeyedGraph:
         """What `trials=` has made for it, such as a `WrapperTrials`; else None."""
         self._wrapper = wrapper
         self._updates: Any = WORST_CASE if is_eager else None
-        self._keeps_forward = is_eager or self.trials is not None
-        if not self._keeps_forward:
+        if not is_eager and self.trials is None:
             wrapper.runnable = _destroyed
 
     def __repr__(self) -> str:
@@ -205,7 +204,7 @@ class KeyedGraph:
             updates = self._updates
         with ForwardContext(GraphMode.FULL, self.descriptor, 0, updates=updates):
             outputs = self._wrapper()
-        if self._keeps_forward:
+        if self._wrapper.runnable is not _destroyed:
             # The host may write its own again before the next replay.
             self._updates = deepcopy(updates) if isinstance(updates, Mapping) else updates
         # A wrapper counts eager calls where it is in quarantine alone: it has run its forward now.

@@ -124,11 +124,8 @@ class GraphOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """Only JSON types; `from_dict` gives equal options back."""
-        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
+        options = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**options, "breaks": list(self.breaks)}
 
 
 _CHECKS: dict[str, Check] = {

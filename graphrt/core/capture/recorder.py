@@ -20,12 +20,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
-from graphrt.core.base.errors import GraphRTError
+from graphrt.core.base.errors import GraphRTError, PageableCopyError, RefusedOpError
 from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
-from graphrt.core.batch.context import ForwardContext
+from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.guard import CallerTensors, CaptureGuard, check_break, refuse_transform
+from graphrt.core.capture.guard import (
+    CaptureGuard,
+    check_break,
+    host_check,
+    refuse_transform,
+)
 from graphrt.core.capture.refusals import (
     NESTED_CAPTURE,
     NOT_STRIDED,
@@ -99,10 +104,8 @@ class Bridges:
         It has the strides of `like` too, unless elements of that share memory.
         """
         shape, strides = like.shape, separate_strides(like)
-        need = like.nbytes
-        if not like.is_contiguous():
-            last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-            need = like.element_size() * (1 + last)
+        last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        need = like.element_size() * (1 + last) if like.numel() else 0
 
         def placed() -> torch.Tensor:
             flat = self._buffers.get(key)
@@ -154,8 +157,8 @@ class Recorder:
         hooks: SegmentHooks | None,
         bake: bool,
     ) -> None:
-        """Of a `call`, whose arguments are `owned` if they were made for it; see `CallerTensors`
-        for `bake`."""
+        """Of a `call`, whose arguments are `owned` if they were made for it; with `bake` numbers of
+        the host may be those of the capture for ever."""
         self.pool = pool
         self.context = context
         self.breakable = breakable
@@ -164,23 +167,26 @@ class Recorder:
         self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None
         self._bridges = bridges
         self._hooks = hooks
-        self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
-        # What eager parts were given that lies outside of the pool, as it was at their calls.
-        self._part_arguments: list[tuple[torch.Tensor, tuple[object, ...]]] = []
+        # Tensors of the caller, and what eager parts were given that lies outside of the pool, as
+        # they were before the forward, or the part.
+        self._places = [] if owned else _places_of(tree.tensors(*call))
         self._around: Mapping[str, Any] = {}
         listed = frozenset(breaks if self.must_break else ())
         for name in listed:
             check_break(name)
-        lifts = context.capture is None or context.capture.lifts_constants
-        may_draw = context.capture is None or context.capture.may_draw
-        pins = pool.platform.needs_pinned_copies
+        tensors = tree.tensors(*call)
+        transaction = context.capture or CaptureTransaction()
+        lifts, pins = transaction.lifts_constants, pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
-        device_type = pool.platform.device_type
-        caller = CallerTensors(call, device_type, owned=owned, bake=bake, may_draw=may_draw)
-        caller.lift(None if constants is None else constants.take, later=pins and not lifts)
-        self._guard = CaptureGuard(self, context, listed, caller, constants, pool._owns)
-        self.give(tree.tensors(*call) if owned else ())
+        check_host = None
+        if pool.platform.device_type != "cpu":
+            # The error that asks for another try, which lifts constants.
+            error = PageableCopyError if pins and not lifts else RefusedOpError
+            withheld = () if bake else _not_lifted(tensors, constants)
+            check_host = host_check(withheld, error, may_draw=transaction.may_draw)
+        self._guard = CaptureGuard(self, context, listed, check_host, constants, pool._owns)
+        self.give(tensors if owned else ())
 
     @property
     def segment_open(self) -> bool:
@@ -232,12 +238,11 @@ class Recorder:
         work = None if context.capture is None else context.capture.work
         undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
         pool._expire_outputs()
-        undo.after_error(partial(self._discard, depth))
+        undo.after_error(partial(self.discard, depth))
         self._around = settings_now() if self.breakable else {}
         self._begin()
         result = body()
         self._end()
-        self._check_places(self._part_arguments)
         if self._guard.constants is not None:
             self._guard.constants.hand_on(result)
         return result
@@ -252,17 +257,17 @@ class Recorder:
         name, call = name_of(function), (args, kwargs)
         tensors = tree.tensors(*call)
         self.check_read(tensors, f"eager break {name} is given")
-        places = [(each, tree.identity(each)) for each in tensors]
+        places = _places_of(tensors)
         # Replays call it with the tensors of the capture.
         kept = tree.map_leaves(self.captured_ref, call)
         outside = set(map(id, tree.tensors(*kept)))
-        self._part_arguments += [place for place in places if id(place[0]) in outside]
         called = under_settings(
             on_copies(function) if can_change(args, kwargs) else function, self._around
         )
         memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
-        self._check_places(places)
+        _check_places(places)
+        self._places += [place for place in places if id(place[0]) in outside]
         strided(result, f"eager break {name}")
         readable, aliased, recorded = unseen(partial(self._readable, result, memory))
         self.give([leaf for path, leaf in tree.leaves(readable) if path not in aliased])
@@ -273,18 +278,10 @@ class Recorder:
         del result
         for storage, others in copies.items():
             if len(others) > 1 or not storage.expired():  # type: ignore[no-untyped-call]
-                for copy in others:
-                    self._guard.note_copy(name, copy)
+                self._guard.copies |= dict.fromkeys(map(_memory, others), name)
         self._guard.doors.settle()
         self._begin()
         return readable
-
-    def _check_places(self, places: Iterable[tuple[torch.Tensor, tuple[object, ...]]]) -> None:
-        """Raise `RefusedOpError` for a tensor that an eager part was given and that has another
-        shape or other memory by now: replays give it what is there then."""
-        for tensor, before in places:
-            if tensor.layout is torch.strided and tree.identity(tensor) != before:
-                raise RESHAPED_ARGUMENT(f"now {described(tensor)}")
 
     def _readable(self, result: Any, memory: set[int]) -> tuple[Any, frozenset[str], Any]:
         """The results of an eager part where graphs can read them at every replay; the paths of
@@ -336,18 +333,11 @@ class Recorder:
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
-        known = self._aliases.get(id(tensor))
-        # An eager part may have given it another shape, or other memory.
-        if known and known[0]() is tensor and tree.identity(known[1]) == tree.identity(tensor):
-            return known[1]
         # An alias of memory would lose a conjugation that torch has put off.
         if not self.pool._owns(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor
         # The alias itself must not be recorded, and replays outside of inference mode write it too.
-        alias = unseen(partial(self.pool.platform.weak_ref, self.pool.memory, tensor))
-        # What one step computes for all layers is an argument of every break.
-        self._aliases[id(tensor)] = weakref.ref(tensor), alias
-        return alias
+        return unseen(partial(self.pool.platform.weak_ref, self.pool.memory, tensor))
 
     def _kept_apart(self, tensor: torch.Tensor) -> torch.Tensor:
         """`captured_ref`, but never the forward's own tensor, which may yet become another view."""
@@ -388,12 +378,16 @@ class Recorder:
     def _end(self) -> None:
         assert self._open is not None
         (graph, tasks), platform = self._open, self.pool.platform
+        _check_places(self._places)
         self._guard.end()
         if self._hooks is not None:
             self._hooks.end_of_capture()
         recorded = platform.end_capture(graph)
+        before = [] if self._guard.constants is None else self._guard.constants.checks()
+        if self._hooks is not None:
+            before.append(self._hooks.before_replay)
+        segment = Segment(self.pool.platform, graph, tasks, before) if tasks or before else graph
         if recorded:
-            segment = self._segment(graph, tasks)
             self.parts.append(segment)
         self._open = None
         if recorded and not platform.capture_executes:
@@ -401,29 +395,42 @@ class Recorder:
             # As at a step, no dispatch mode of the capturing call sees what a replay does.
             outside_modes(segment.replay)
 
-    def _segment(self, graph: DeviceGraph, tasks: list[CapturedTask]) -> Part:
-        hooks, constants = self._hooks, self._guard.constants
-        before = [] if constants is None else constants.checks()
-        if hooks is not None:
-            before.append(hooks.before_replay)
-        return Segment(self.pool.platform, graph, tasks, before) if tasks or before else graph
-
-    def discard(self) -> None:
-        """Take back what is captured, and what is open; once more changes nothing."""
-        self._discard(len(dispatch_modes()))
-
-    def _discard(self, depth: int) -> None:
-        """The same, with the dispatch modes that a failed forward has left on top of `depth`."""
+    def discard(self, depth: int | None = None) -> None:
+        """Take back what is captured, what is open, and the dispatch modes that a failed forward
+        has left on top of `depth`; once more changes nothing."""
         self._guard.remove()
         captured = graphs_of(self.parts)
         if self._open is not None:
             if self._open[0] not in captured:
                 self.pool.platform.abort_capture(self._open[0])
             self._open = None
-        for left in reversed(dispatch_modes()[depth:]):
+        for left in () if depth is None else reversed(dispatch_modes()[depth:]):
             left.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.pool._reset_graphs(captured)
         self.parts.clear()
+
+
+def _not_lifted(
+    tensors: Iterable[torch.Tensor], constants: Constants | None
+) -> Iterable[torch.Tensor]:
+    """The arguments that are no constants of an earlier piece."""
+    return tensors if constants is None else [t for t in tensors if not constants.take(t)]
+
+
+_Places = list[tuple[torch.Tensor, tuple[object, ...]]]
+"""Tensors, with what and where they are."""
+
+
+def _places_of(tensors: Iterable[torch.Tensor]) -> _Places:
+    return [(each, tree.identity(each)) for each in tensors if each.layout is torch.strided]
+
+
+def _check_places(places: _Places) -> None:
+    """Raise `RefusedOpError` for a tensor that has another shape or other memory by now: replays
+    would do that to it again, or give an eager part what is there then."""
+    for tensor, before in places:
+        if tree.identity(tensor) != before:
+            raise RESHAPED_ARGUMENT(f"now {described(tensor)}")
 
 
 def _copies(result: Any, readable: Any) -> dict[StorageWeakRef, list[torch.Tensor]]:
@@ -431,9 +438,12 @@ def _copies(result: Any, readable: Any) -> dict[StorageWeakRef, list[torch.Tenso
     copies: dict[StorageWeakRef, list[torch.Tensor]] = {}
     for tensor, copy in zip(tree.tensors(result), tree.tensors(readable), strict=True):
         if tensor is not copy:
-            memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            copies.setdefault(memory, []).append(copy)
+            copies.setdefault(_memory(tensor), []).append(copy)
     return copies
+
+
+def _memory(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def strided(result: Any, what: str = "the forward") -> Any:

@@ -221,25 +221,11 @@ WRITTEN_CONSTANT = Refusal(
 
 MISSED_BREAK = Refusal(
     RefusedOpError,
-    "a function that is marked @eager_break would be captured",
-    expected="a wrapper that breaks there, or pieces without such a function",
-    advice="make the wrapper with breakable=True, or wrap what is before and behind the function "
-    "one by one",
-)
-MISSED_OPERATOR = Refusal(
-    RefusedOpError,
-    "an operator that must run eagerly would be captured",
-    advice="make the wrapper with breakable=True; or, in a compiled module, name the operator in "
-    "splitting_ops",
-    has_line=False,
-)
-TRACED_BREAK = Refusal(
-    RefusedOpError,
-    "a function that is marked @eager_break was traced, so it would be captured",
-    expected="compiled code without eager parts, or opaque operators in their place",
-    advice='mark it @graphrt.opaque("namespace::name") in place of @eager_break, or call it '
-    "outside of what is compiled",
-    has_line=False,
+    "an eager part would be captured: a function that is marked @eager_break, or an operator that "
+    "must run eagerly",
+    expected="a wrapper that breaks there, or pieces without eager parts",
+    advice="make the wrapper with breakable=True; in a compiled module, name the operator in "
+    'splitting_ops, or mark the function @graphrt.opaque("namespace::name")',
 )
 TRANSFORMED_BREAK = Refusal(
     CaptureError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -16,7 +16,6 @@ from graphrt.core.base.errors import (
     InvalidModeError,
     PlatformError,
     PoolError,
-    StaleInputError,
     Uncopied,
 )
 from graphrt.core.base.homes import public
@@ -50,6 +49,8 @@ _FULL = GraphMode.FULL
 _STATIC = -1
 """Buffers of a wrapper are kept by number: an eager part has its place among the parts, from 0 on,
 and static outputs have this one."""
+
+_EAGERLY = object()
 
 
 @public("graphrt.types")
@@ -89,7 +90,7 @@ class WrapperGraphs:
     ) -> None:
         self.trials = trials
         self.entries: dict[BatchDescriptor, Entry] = {}
-        self.by_slot: list[Entry | None] = [None]  # the slot -1 finds the last, which is None
+        self.by_slot: dict[int, Entry] = {}
         self.bridges = Bridges()
         # Whether arguments are compared at an entry's first replay, and at every one.
         self.checks = options.checks("capture")
@@ -133,16 +134,7 @@ class WrapperGraphs:
     def find_at(self, slot: int, entry: Entry) -> None:
         """Let steps of this slot find `entry` without looking it up; -1 is no slot."""
         if slot >= 0 and not entry.unchecked:
-            by_slot = self.by_slot
-            by_slot.extend([None] * (slot + 2 - len(by_slot)))
-            by_slot[slot] = entry
-
-    def look_again(self, descriptor: BatchDescriptor) -> None:
-        """Compare the arguments of an entry before its next replay."""
-        entry = self.entries.get(descriptor)
-        if entry is not None:
-            entry.unchecked = True
-            self._lose({entry})
+            self.by_slot[slot] = entry
 
     def take(self, descriptor: BatchDescriptor | None) -> Sequence[DeviceGraph]:
         """The graphs of one descriptor, or of all, which no step finds any more."""
@@ -152,24 +144,18 @@ class WrapperGraphs:
             check_hashable("descriptor", descriptor)
             entry = self.entries.get(descriptor)
             taken = [] if entry is None else [entry]
-        self._lose(set(taken))
+        self.by_slot.clear()
         for entry in taken:
             # By that a runner's step knows that there is nothing to replay any more.
             entry.graph = None
             self.entries.pop(entry.descriptor, None)
         return graphs_of([part for entry in taken for part in entry.parts])
 
-    def _lose(self, entries: Set[Entry]) -> None:
-        self.by_slot = [None if each in entries else each for each in self.by_slot]
-
     def clear_buffers(self) -> None:
         """Let go of the buffers if no graph is left: they may lie in the pool, and keep what the
         graphs had there."""
         if not self.entries:
             self.bridges.clear()
-
-
-_COUNTED = (Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED)
 
 
 @public("graphrt")
@@ -264,11 +250,12 @@ class GraphWrapper(Uncopied):
             raise pool.busy_error(context)
         try:
             pool.owner = context
-            try:
-                entry = graphs.by_slot[context.slot]
-            except (IndexError, TypeError):
-                entry = None
-            if entry is None or entry.descriptor is not context.descriptor:
+            entry = graphs.by_slot.get(context.slot)
+            if (
+                entry is None
+                or entry.descriptor is not context.descriptor
+                or context.token is pool.pieces.without_graph
+            ):
                 entry = self._find(context, args, kwargs)
             if entry is not None:
                 outputs = graphs.replay(entry, context)
@@ -277,14 +264,14 @@ class GraphWrapper(Uncopied):
                 if pool.owner is context:
                     pool.owner = outer
                 return outputs
-            captured, outputs = self._capture(context, args, kwargs)
+            outputs = self._capture(context, args, kwargs)
             pool.owner = outer
         except BaseException:  # `undoing`, written out: on the way of every step
             if pool.owner is context:  # a step that waits for its updates keeps the pool
                 pool.owner = outer
             raise
         # Out of the turn: what the host calls there may step and capture in the pool itself.
-        if not captured:
+        if outputs is _EAGERLY:
             return self.runnable(*args, **kwargs)
         self._tell_pool(context)
         return outputs
@@ -295,11 +282,9 @@ class GraphWrapper(Uncopied):
         graphs, descriptor = self._graphs, context.descriptor
         if descriptor is None:
             return None
-        try:
-            entry = graphs.entries.get(descriptor)
-        except TypeError:
+        if type(descriptor) is not BatchDescriptor:
             check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
-            raise
+        entry = graphs.entries.get(descriptor)
         if entry is None:
             return None
         again = context.token is not None and entry.captured_in is context.token
@@ -312,20 +297,20 @@ class GraphWrapper(Uncopied):
                 advice="give every call site its own wrapper; or call clear_graphs() or "
                 "drop(descriptor) before capturing again",
             )
-        if entry.unchecked:
-            try:
-                entry.check_arguments(args, kwargs, name_of(self.runnable))
-            except StaleInputError:
-                # A piece before had no graph, and left its results elsewhere.
-                if self.pool.pieces.is_behind_a_miss(context):
-                    return None
-                raise
+        pieces = self.pool.pieces
+        if context.token is pieces.without_graph:
+            return None
+        # Without a token nobody knows whether a piece of the same step has run eagerly.
+        is_alone = context.token is None and graphs.mode is not _FULL
+        if entry.unchecked or is_alone:
+            entry.check_arguments(args, kwargs, name_of(self.runnable))
             entry.unchecked = graphs.always_checks
         trials = graphs.trials
         if trials is not None and not trials.may_replay(self, entry, context, args, kwargs):
-            self.pool._missed(context)
+            self._miss(context)
             return None
-        graphs.find_at(context.slot, entry)
+        if not is_alone:
+            graphs.find_at(context.slot, entry)
         return entry
 
     def _may_capture(self, context: ForwardContext) -> bool:
@@ -338,14 +323,18 @@ class GraphWrapper(Uncopied):
         if context.descriptor is not None and allowed:
             return True
         self._eager_calls[self._sealing.miss(context, self._graphs.entries)] += 1
-        self.pool._missed(context)
+        self._miss(context)
         return False
 
-    def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Capture a call where it may be; returns whether it was, and its result."""
+    def _miss(self, context: ForwardContext) -> None:
+        """Note that a piece of a step runs eagerly: no piece behind it is replayed."""
+        if context.mode is not _FULL and context.token is not None:
+            self.pool.pieces.without_graph = context.token
+
+    def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
+        """Capture a call where it may be; returns its result, or `_EAGERLY`."""
         if not self._may_capture(context):
-            return False, None
-        check_kind("descriptor", context.descriptor, BatchDescriptor, example="BatchDescriptor(4)")
+            return _EAGERLY
         graphs, transaction = self._graphs, context.capture
         if graphs.trials is not None:
             graphs.trials.before_capture(self)
@@ -358,7 +347,7 @@ class GraphWrapper(Uncopied):
             graphs.trials.captured(self, entry.descriptor)
         # A lazy entry gets its slot when the next step looks for it: see `_find`.
         graphs.find_at(-1 if transaction is None else transaction.slot, entry)
-        return True, tree.cloned(result) if graphs.clones else result
+        return tree.cloned(result) if graphs.clones else result
 
     @undoing
     def _record(self, undo: Undo, recorder: Recorder, args: Any, kwargs: Any) -> tuple[Entry, Any]:
@@ -428,7 +417,8 @@ class GraphWrapper(Uncopied):
     @property
     def eager_calls(self) -> dict[Reason, int]:
         """How many calls ran eagerly though a context was missing, a graph was, or failed."""
-        return {reason: self._eager_calls[reason] for reason in _COUNTED}
+        counted = Reason.MISSING_GRAPH, Reason.NO_CONTEXT, Reason.SEALED
+        return {reason: self._eager_calls[reason] for reason in counted}
 
     def unwrap(self) -> Callable[..., Any]:
         """The callable inside all wrappers."""
@@ -501,11 +491,6 @@ class GraphWrapper(Uncopied):
         if descriptor is None:
             self._sealing.open()
 
-    def look_again(self, descriptor: BatchDescriptor) -> None:
-        """See `HoldsGraphs`."""
-        if not self._owner_served and self.runtime_mode is not _FULL:
-            self._graphs.look_again(descriptor)
-
 
 @public("graphrt")
 def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
@@ -522,12 +507,11 @@ def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
     cause = None
     try:
         wrapper = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        # Without a pool it would make one on the platform that it names.
+        if issubclass(wrapper, GraphWrapper) and wrapper.platform_name == platform.name:
+            return cast(type[GraphWrapper], wrapper)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         cause = error
-    is_wrapper = isinstance(wrapper, type) and issubclass(wrapper, GraphWrapper)
-    # Without a pool it would make one on the platform that it names.
-    if is_wrapper and wrapper.platform_name == platform.name:
-        return cast(type[GraphWrapper], wrapper)
     raise PlatformError(
         f"{path}, the wrapper class of platform {platform.name!r}, cannot be imported, belongs to "
         "another one, or is no wrapper",

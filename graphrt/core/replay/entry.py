@@ -16,10 +16,11 @@ from graphrt.core.base.errors import (
     BakedScalarError,
     BreakError,
     CaptureError,
+    MissingUpdateError,
     StaleInputError,
 )
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import told
+from graphrt.core.base.option_values import shown, told
 from graphrt.core.base.thread_mode import without_gradients
 from graphrt.core.base.torch_names import (
     attention_kernels,
@@ -30,7 +31,13 @@ from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.device.platform import Platform
-from graphrt.core.replay.tasks import CapturedTask, HostValues, TaskTable
+from graphrt.core.replay.tasks import (
+    UNCHANGED,
+    CapturedTask,
+    HostValues,
+    check_names,
+    failed_half_way,
+)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """What a function is called with."""
@@ -47,18 +54,15 @@ class EagerPart:
     ) -> None:
         self._function = function
         self._args, self._kwargs = call
-        self._recorded = recorded
+        # Where it leaves its results.
+        self.recorded = recorded
         self._aliased = aliased
-
-    def results(self) -> list[torch.Tensor]:
-        """Where it leaves its results."""
-        return tree.tensors(self._recorded)
 
     def replay(self) -> None:
         result = self._function(*self._args, **self._kwargs)
-        if result is None and self._recorded is None:
+        if result is None and self.recorded is None:
             return
-        deliver(self._recorded, result, self._function, self._aliased)
+        deliver(self.recorded, result, self._function, self._aliased)
 
 
 def deliver(
@@ -177,12 +181,13 @@ def settings_now() -> dict[str, Any]:
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     accelerator = torch.accelerator.current_accelerator()
+    kinds = "cpu", *(() if accelerator is None else (accelerator.type,))
+    # What autocast casts to; None where it is off.
     settings: dict[str, Any] = {
-        # What autocast casts to; None where it is off.
         f"{_AUTOCAST}{kind}": torch.get_autocast_dtype(kind)
         if torch.is_autocast_enabled(kind)
         else None
-        for kind in ("cpu", *(() if accelerator is None else (accelerator.type,)))
+        for kind in kinds
     }
     settings |= {
         "default device": torch.get_default_device(),
@@ -192,15 +197,10 @@ def settings_now() -> dict[str, Any]:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
-        "precision of float32 in matmul": (
-            cuda.matmul.fp32_precision,
-            mkldnn.matmul.fp32_precision,
-        ),
-        "precision of float32 in convolutions": (
-            cudnn.conv.fp32_precision,
-            mkldnn.conv.fp32_precision,
-        ),
-        "precision of float32 in RNNs": (cudnn.rnn.fp32_precision, mkldnn.rnn.fp32_precision),
+        "precision of float32": [
+            each.fp32_precision
+            for each in (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+        ],
         "sums in matmul": (
             cuda.matmul.allow_fp16_reduced_precision_reduction,
             cuda.matmul.allow_bf16_reduced_precision_reduction,
@@ -246,16 +246,14 @@ def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> C
     return called
 
 
-def bound_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    """Every argument of a call that a graph bakes in, with its path: tensors by where and what they
-    are, plain values as they are. Asked before the call, as it may clear a list of them."""
-    return tuple(
-        (path, tree.identity(leaf) if isinstance(leaf, torch.Tensor) else (leaf,))
+def bound_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that a graph bakes in, by path: tensors by where and what they are,
+    plain values as they are. Asked before the call, as it may clear a list of them."""
+    return {
+        path: tree.identity(leaf) if isinstance(leaf, torch.Tensor) else (leaf,)
         for path, leaf in tree.leaves((args, kwargs))
         if isinstance(leaf, torch.Tensor | int | float | str | None)
-    )
+    }
 
 
 @public("graphrt.types")
@@ -342,6 +340,60 @@ def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
     return graphs
 
 
+class TaskTable:
+    """The tasks of an entry: layers with the same updates are resolved together.
+
+    `mixed` says that an update failed: nobody knows which host arguments the tasks have.
+    """
+
+    __slots__ = ("known", "mixed", "tasks")
+
+    def __init__(self, tasks: Sequence[CapturedTask]) -> None:
+        self.tasks = tuple(tasks)
+        self.known = frozenset(name for task in tasks for name in (task.name, task.spec.group))
+        self.mixed = False
+
+    def values(self, context: ForwardContext, *, all_known: bool) -> list[HostValues] | None:
+        """The validated host values of every task, in order; None if all are what they were.
+
+        `all_known` says that the step has no tasks but these: another name in the updates is then
+        an error, not a task of another piece.
+        Raises `MissingUpdateError` or `InvalidUpdateError`; nothing was launched then.
+        """
+        updates = context.updates
+        if updates is UNCHANGED:
+            if self.mixed:
+                raise failed_half_way()
+            return None
+        # Asking whether it is a mapping takes longer than the rest, and it is a dict as a rule.
+        if type(updates) is not dict and not isinstance(updates, Mapping):
+            raise MissingUpdateError(
+                "a graph with updatable tasks was replayed without updates",
+                got=shown(updates),
+                expected=", ".join(dict.fromkeys(task.spec.group for task in self.tasks)),
+                advice="pass updates= for this step, or updates=UNCHANGED",
+            )
+        if all_known:
+            check_names(updates, self.known)
+        # Values that layers share are fitted, and compared, only once.
+        fitted: dict[object, HostValues] = {}
+        changes: dict[tuple[int, int], bool] = {}
+        values = []
+        for task in self.tasks:
+            key: object = (task.name, task.spec) if task.name in updates else task.spec
+            new = fitted.get(key)
+            if new is None:
+                host_values = task.spec.values_for(task.name, updates)
+                shared = id(task.spec), id(host_values)
+                new = fitted.get(shared) or task.spec.fitted(host_values, context)
+                fitted[key] = fitted[shared] = new
+            pair = id(new), id(task.values)
+            if pair not in changes:
+                changes[pair] = task.is_changed_by(new)
+            values.append(new)
+        return values if self.mixed or True in changes.values() else None
+
+
 @public("graphrt.types")
 class Entry:
     """What one descriptor captured: its parts, its outputs and the addresses it reads."""
@@ -354,7 +406,7 @@ class Entry:
         descriptor: BatchDescriptor,
         parts: tuple[Part, ...],
         outputs: Any,
-        bound: tuple[tuple[str, tuple[object, ...]], ...],
+        bound: dict[str, Any],
         captured_in: object,
     ) -> None:
         self.descriptor = descriptor
@@ -367,8 +419,6 @@ class Entry:
         self.fresh = tree.copier(outputs)
         # Whether the next replay compares its arguments with those of the capture.
         self.unchecked = False
-        # Whether an eager part runs at every replay.
-        self.breaks = any(isinstance(part, EagerPart) for part in parts)
         tasked = [part for part in parts if isinstance(part, Segment) and part.tasks]
         for number, part in enumerate(tasked, 1):
             which = f" segment {number} of {len(tasked)}" if len(tasked) > 1 else ""
@@ -382,33 +432,22 @@ class Entry:
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
         """Raise `StaleInputError` unless the arguments of a call of `name` are what the graphs were
         captured with."""
-        now, then = bound_arguments(args, kwargs), dict(self.bound)
-        if now == self.bound:
+        now, then = bound_arguments(args, kwargs), self.bound
+        if now == then:
             return
-        for path, bound in now:
-            if then.get(path) != bound:
-                raise StaleInputError(
-                    f"argument {path} of {name} is not where the graph of [{self.descriptor}] "
-                    "reads it",
-                    got=bound,
-                    expected=then.get(path, "no such tensor at capture"),
-                    advice="copy_() into the tensor that it was captured with, and pass that one "
-                    "at every step; or let GraphRunner own the buffers",
-                )
+        path = next(path for path in {**now, **then} if now.get(path) != then.get(path))
         raise StaleInputError(
-            f"the graph of {name} for [{self.descriptor}] was captured with other arguments",
-            got=[path for path, _ in now],
-            expected=list(then),
-            advice="call the wrapper with the same arguments at every step",
+            f"argument {path} of {name} is not where the graph of [{self.descriptor}] reads it",
+            got=now.get(path, "no such argument"),
+            expected=then.get(path, "no such argument at capture"),
+            advice="copy_() into the tensor that it was captured with, and pass that one at every "
+            "step; or let GraphRunner own the buffers",
         )
 
     def results(self) -> list[torch.Tensor]:
         """The tensors in which eager parts and the entry itself leave results."""
-        results = tree.tensors(self.outputs)
-        for part in self.parts:
-            if isinstance(part, EagerPart):
-                results += part.results()
-        return results
+        of_parts = [part.recorded for part in self.parts if isinstance(part, EagerPart)]
+        return tree.tensors(self.outputs, of_parts)
 
     def launch(self, context: ForwardContext, *, all_tasks: bool) -> object:
         """Replay segments, eager parts and tasks with their new host arguments, in order.
@@ -423,11 +462,7 @@ class Entry:
         table = self.table
         values = table.values(context, all_known=all_tasks)
         table.mixed = True
-        # Only eager parts, and issuing a task, could grow a graph of gradients.
-        if values is None and not self.breaks:
-            self._replay_with(None)
-        else:
-            without_gradients(partial(self._replay_with, values))
+        without_gradients(partial(self._replay_with, values))
         table.mixed = False
         return None
 

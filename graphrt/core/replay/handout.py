@@ -34,11 +34,8 @@ _MOST_STEPS = 1024
 """Steps that one storage serves: sent to other processes at each, it would keep a growing list of
 them."""
 
-_CACHED_VIEWS = 256
-"""Per output; beyond so many shapes of live rows views are made at each step."""
-
 _CACHED_SHAPES = 256
-"""Per graph; beyond so many pairs of live tokens and requests shapes are found at each step."""
+"""Beyond so many shapes of live rows what hands them out is made at each step."""
 
 _OVERWRITTEN = (
     "graphrt.errors.OverwrittenOutputError: this tensor is an output of an earlier step, and its "
@@ -78,20 +75,9 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool) -> Handout:
         return lambda shape, handed_out: tensor.new_empty(shape)
     if raw_storages and can_mark_unreadable and not tree.is_lazy(tensor):
         return Shell(tensor).hand_out
-    views: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def copy(shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
-        live = views.get(shape)
-        if live is None:
-            # In one call: while the interpreter shuts down, torch ends the process where a tensor
-            # goes that has a view.
-            rows = (*shape, *tensor.shape[len(shape) :])
-            live = tensor.as_strided(rows, tensor.stride())
-            if len(views) < _CACHED_VIEWS:
-                views[shape] = live
-        return live.clone()
-
-    return copy
+    # By one view: while the interpreter shuts down, torch ends the process where a tensor goes that
+    # has a view.
+    return lambda shape, handed_out: tensor.as_strided(shape, tensor.stride()).clone()
 
 
 def _own_references() -> int:
@@ -140,9 +126,9 @@ class Shell:
         # step's tensor is the `data` of one.
         self._bases: _Bases = ({}, {})
         # The references to the storage, and to its Python object, while nobody else has it; and
-        # what both are in a storage without bases, and with its first one.
+        # what both are in a storage with its first base.
         self._alone = self._references = 0
-        self._of_one = self._of_first = 0, 0
+        self._of_first = 0, 0
         # For how many steps the storage serves yet.
         self._left = 0
         # Whether the last storage was given up: then its host keeps outputs, and no bases are made.
@@ -195,7 +181,7 @@ class Shell:
         # Nothing is prepared for a host that keeps its outputs till it has the next ones, nor for a
         # step in `__del__` at shutdown, when torch cannot import how modes are turned off.
         keeps = self._storage is None and self._was_held
-        alone = keeps or len(bases) >= _CACHED_VIEWS or is_finalizing()
+        alone = keeps or len(bases) >= _CACHED_SHAPES or is_finalizing()
         self._was_held = False
         if self._storage is None:
             nbytes = self._like.untyped_storage().nbytes()
@@ -205,9 +191,7 @@ class Shell:
             self._storage = storage
             del storage
             self._left = _MOST_STEPS
-            if not any(self._of_one):
-                self._of_one = self._counted()
-            self._alone, self._references = self._of_one
+            self._alone, self._references = self._counted()
         if alone:
             return self._over(shape)
         # No mode may see, and keep, what only this has.

@@ -129,14 +129,14 @@ class HoldsGraphs(Protocol):
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
         """Destroy the graphs of one descriptor, or all. Called in a turn of the pool."""
 
-    def look_again(self, descriptor: BatchDescriptor) -> None:
-        """Compare the arguments of this descriptor's graph before its next replay."""
-
     def in_session(self, begun: bool) -> None:
         """A session in the pool has begun, or ended: capture lazily meanwhile, if at all."""
 
 
 _NOWHERE_ELSE: Final[AbstractContextManager[object]] = nullcontext()
+
+_NO_STEP: Final = object()
+"""What `PieceSteps.without_graph` is until there is such a step."""
 
 _CAPTURED: Final = object()
 """What `PieceSteps.replaying` is after a capture."""
@@ -162,14 +162,13 @@ class PieceSteps:
         self._token: object = None
         # The token of the step that replayed last: its further pieces need not be looked at.
         self.replaying: object = None
-        # What the step has done: whether it has replayed, and what it has captured, to be taken
-        # back with what fails.
-        self._replayed = False
+        # What the step has captured, to be taken back with what fails.
         self._captured: list[tuple[weakref.ref[HoldsGraphs], BatchDescriptor]] = []
         # The token of the last step of a host's own context that another one has followed.
         self._over: object = None
-        # Of the step in which a piece had no graph; or, without a token, what names it.
-        self._without_graph: object = None
+        # The token of the last step in which a piece had no graph: what it leaves lies elsewhere
+        # than what its graph left, so the pieces behind it are not replayed.
+        self.without_graph: object = _NO_STEP
         # Outputs that entries hold weakly, by their storage.
         self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
@@ -183,36 +182,16 @@ class PieceSteps:
         last = self.context
         return last if isinstance(self._token, Token) and self._is_last(last) else None
 
-    def _begin(self, context: ForwardContext) -> bool:
+    def begin(self, context: ForwardContext) -> bool:
         """Note that a piece of a step replays or captures; False inside of another step, and for
         one that another one has followed."""
         token = context.token
         if self.context is None or token is None or self._token is not token:
             if (token is not None and token is self._over) or not self.end(context):
                 return False
-            self._token, self._replayed, self._captured = token, False, []
+            self._token, self._captured = token, []
             # Last: whatever interrupts this, no step has what another one did.
             self.context = context
-        return True
-
-    def replay(self, context: ForwardContext) -> bool:
-        """Note that a piece of a step replays; False as `_begin` says."""
-        if not self._begin(context):
-            return False
-        self._replayed = True
-        self.replaying = context.token
-        return True
-
-    def capture(self, context: ForwardContext) -> bool:
-        """Note that a piece of a step captures; False as `_begin` says. Raises `CaptureError`
-        behind a replay of the step: what that left in the pool nobody holds, and the capture may
-        have its memory."""
-        if not self._begin(context):
-            return False
-        if self._replayed:
-            raise _behind_a_replay(context)
-        # The next replay, of whatever step, is looked at.
-        self.replaying = _CAPTURED
         return True
 
     def end(self, context: ForwardContext | None) -> bool:
@@ -251,16 +230,6 @@ class PieceSteps:
         for tensor in tree.tensors(arguments) if self._loose else ():
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._loose:
                 raise _behind_a_replay(context)
-
-    def misses(self, context: ForwardContext, generation: int) -> bool:
-        """Note that a piece of a step runs eagerly; whether it is the first of the step, as far as
-        can be told, so that what comes after it must look where its arguments are."""
-        before, self._without_graph = self._without_graph, context.token or (context, generation)
-        return before != self._without_graph
-
-    def is_behind_a_miss(self, context: ForwardContext) -> bool:
-        """Whether a piece of the same step has run eagerly."""
-        return context.token is not None and context.token is self._without_graph
 
 
 def _behind_a_replay(context: ForwardContext) -> CaptureError:
@@ -337,16 +306,12 @@ class PoolHolders:
         if self._sessions:
             holder.in_session(False)
 
-    def begin(self, session: CaptureSession) -> None:
-        self._sessions.append(session)
-        self._tell()
-
-    def end(self, session: CaptureSession) -> None:
-        if session in self._sessions:
+    def note_session(self, session: CaptureSession, *, begun: bool) -> None:
+        """A session has begun, or ended."""
+        if begun:
+            self._sessions.append(session)
+        elif session in self._sessions:
             self._sessions.remove(session)
-            self._tell()
-
-    def _tell(self) -> None:
         for holder in self:
             holder.in_session(bool(self._sessions))
 
@@ -363,11 +328,10 @@ class CaptureSession:
     def __enter__(self) -> CaptureSession:
         pool, undo = self._pool, self._undo
         try:
-            self._captures, self._bytes = pool.captures, pool.bytes()
             undo.later(partial(thaw_garbage, self))
             freeze_garbage(self)
-            undo.later(partial(pool.holders.end, self))
-            pool.holders.begin(self)
+            undo.later(partial(pool.holders.note_session, self, begun=False))
+            pool.holders.note_session(self, begun=True)
         except BaseException:  # also an interrupt
             undo.now()
             raise
@@ -523,16 +487,6 @@ class GraphPool(Uncopied):
         for holder in self.holders:
             holder.destroy_graphs(descriptor)
 
-    def _missed(self, context: ForwardContext) -> None:
-        """Note that a piece of a step runs eagerly: what it leaves lies elsewhere than what its
-        graph left, so the other pieces look where their arguments are before they replay."""
-        descriptor = context.descriptor
-        if descriptor is None or context.mode is not GraphMode.PIECEWISE:
-            return
-        if self.pieces.misses(context, self.generation):
-            for holder in self.holders:
-                holder.look_again(descriptor)
-
     @property
     def left_behind(self) -> bool:
         """Whether this process is a child that cannot use the pool: nothing is left to close."""
@@ -547,19 +501,26 @@ class GraphPool(Uncopied):
     def _enter_step(self, context: ForwardContext) -> None:
         """Note that a step of several pieces replays something; raises `PoolBusyError` inside of
         another one, and for one that another one has followed."""
-        if not self.pieces.replay(context):
+        if not self.pieces.begin(context):
             raise self.busy_error(context)
+        self.pieces.replaying = context.token
         self.generation += 1
         if self.handed_out:
             expire(self.handed_out)
 
     def _enter_capture(self, context: ForwardContext) -> None:
         """Note that a step captures something. Raises as `_enter_step` does, and `CaptureError`
-        behind a replay of the step."""
+        behind a replay of the step: what that left in the pool nobody holds, and the capture may
+        have its memory."""
         if context.mode is GraphMode.FULL:
             self._leave_step(context)
-        elif not self.pieces.capture(context):
+            return
+        if not self.pieces.begin(context):
             raise self.busy_error(context)
+        if context.token is not None and self.pieces.replaying is context.token:
+            raise _behind_a_replay(context)
+        # The next replay, of whatever step, is looked at.
+        self.pieces.replaying = _CAPTURED
 
     def _leave_step(self, context: ForwardContext | None) -> None:
         """Forget the last step of several pieces; raises `PoolBusyError` if it is not over."""

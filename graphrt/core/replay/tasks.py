@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -115,14 +115,13 @@ class HostArg:
             # A copy, so that a list that the host changes in place is seen as changed.
             return value if type(value) is int else copy.copy(value)
         values = _whole(key, value, axis.name)
-        size = None if reqs is None and axis.name == "reqs" else axis.size(tokens, reqs or 0)
-        missing = 0 if size is None else size - len(values)
-        needed = None
-        if live is not None:
-            needed = live.num_tokens if axis.counts == "tokens" else live.num_reqs
-        fault = self._broken_rule(axis, values, missing, needed)
+        is_open = reqs is None and axis.name == "reqs"
+        missing = 0 if is_open else axis.size(tokens, reqs or 0) - len(values)
+        is_of_tokens = axis.counts == "tokens"
+        needed = 0 if live is None else (live.num_tokens if is_of_tokens else live.num_reqs) or 0
+        fault = self._fault(axis, values, missing, needed)
         if fault is None and self.pad == "cumulative":
-            fault = _uneven(values, missing, tokens, query_len, needed, live)
+            fault = _uneven(values, missing, tokens, query_len, live)
         if fault is not None:
             raise InvalidUpdateError(
                 f"host argument {key!r} {fault[0]}",
@@ -134,18 +133,15 @@ class HostArg:
         return values + self._padding(values[-1], missing, tokens, query_len)
 
     def _padding(self, last: int, missing: int, tokens: int, query_len: int | None) -> list[int]:
-        if self.pad == "zero":
-            return [0] * missing
-        if self.pad == "query_len":
-            return [query_len or 0] * missing
-        if self.pad == "repeat":
-            return [last] * missing
+        if self.pad != "cumulative":
+            value = {"zero": 0, "query_len": query_len or 0, "repeat": last}[self.pad]
+            return [value] * missing
         if query_len is None:
             return [last] * (missing - 1) + [tokens] * (missing > 0)
         return [min(tokens, last + query_len * (i + 1)) for i in range(missing)]
 
-    def _broken_rule(
-        self, axis: Axis, values: list[int], missing: int, needed: int | None
+    def _fault(
+        self, axis: Axis, values: list[int], missing: int, needed: int
     ) -> tuple[str, str] | None:
         """What is wrong with `values` and what is expected, as `InvalidUpdateError` says it; None
         for right ones. They are `missing` values shorter than the graph's list; `needed` are
@@ -155,9 +151,26 @@ class HostArg:
             return "has the wrong length", f"1 to {len(values) + missing} ({axis} of the graph)"
         if (least is not None and min(values) < least) or (most is not None and max(values) > most):
             return "has a value out of its bounds", f"each from {least} to {most}"
-        if needed is not None and len(values) < needed:
+        if len(values) < needed:
             return f"leaves out live {axis.name}", f"one for each of {needed}"
         return None
+
+
+def _uneven(
+    values: list[int], missing: int, tokens: int, query_len: int | None, live: Batch | None
+) -> tuple[str, str] | None:
+    """The same of cumulative lengths."""
+    steps, rest = [b - a for a, b in pairwise([0, *values])], tokens - values[-1]
+    # No request of a graph has more.
+    most = query_len or tokens
+    if min(steps) < 0 or max(steps) > most or rest < 0:
+        return "does not add up", f"rising values of at most {tokens}, each at most {most} more"
+    if rest > most * missing:
+        expected = f"the last one to be at least {tokens - most * missing}"
+        return "does not add up", f'{expected}, or axis "reqs+1" with a request of padding'
+    if live and live.num_reqs and values[live.num_reqs - 1] != live.num_tokens:
+        return "does not add up to the batch", f"{live.num_tokens} at request {live.num_reqs}"
+    return None
 
 
 def _whole(key: str, value: Any, axis: str) -> list[int]:
@@ -182,28 +195,6 @@ def _whole(key: str, value: Any, axis: str) -> list[int]:
         expected=f"one whole number for each of the {axis}, on the host",
         advice="pass the list of ints that the scheduler has",
     ) from cause
-
-
-def _uneven(
-    values: list[int],
-    missing: int,
-    tokens: int,
-    query_len: int | None,
-    needed: int | None,
-    live: Batch | None,
-) -> tuple[str, str] | None:
-    """What is wrong with cumulative lengths, and what would be right; None if nothing is."""
-    steps, spread = [b - a for a, b in pairwise([0, *values])], query_len or tokens
-    if min(steps) < 0 or values[-1] > tokens:
-        return "does not add up", f"rising values of at most {tokens} tokens"
-    if max(steps) > spread:
-        return "does not add up", f"at most {query_len} more each, the query length of the graph"
-    if tokens - values[-1] > spread * missing:
-        least = f"the last one to be at least {tokens - spread * missing}"
-        return "does not add up", f'{least}, or axis "reqs+1": padding tokens need a request too'
-    if live and needed and values[needed - 1] != live.num_tokens:
-        return "does not add up to the batch", f"{live.num_tokens} at request {needed}"
-    return None
 
 
 @public("graphrt")
@@ -307,9 +298,9 @@ class UpdatableTask:
                 advice="pass updates= to the runner or forward_context(), and at_capture= to the "
                 "task for warm-up and capture",
             )
-        return self.fitted(self._given(name, updates), context)
+        return self.fitted(self.values_for(name, updates), context)
 
-    def _given(self, name: str, updates: Mapping[str, HostValues]) -> HostValues:
+    def values_for(self, name: str, updates: Mapping[str, HostValues]) -> HostValues:
         """The host values of task `name` as passed, by its own name or else its group's.
 
         Raises `MissingUpdateError` if there are none, `InvalidUpdateError` for wrong keys.
@@ -389,6 +380,21 @@ class CapturedTask:
             note(error, f"while updating task {self.name!r}")
             raise
 
+    def is_changed_by(self, new: HostValues) -> bool:
+        """Whether `new` values are others than those of the replay before; raises
+        `InvalidUpdateError` where other arguments are left out than at capture."""
+        old = self.values
+        if new.keys() != old.keys():
+            raise InvalidUpdateError(
+                f"the update of task {self.name!r} has other keys than its capture",
+                got=sorted(new),
+                expected=sorted(old),
+                advice="leave an optional host argument out everywhere, at_capture too, or nowhere",
+            )
+        scalars = [key for key in new if self.spec.host_args[key].axis is None]
+        # -0.0 equals 0.0, and 1.0 and True equal 1; an operator may tell them apart.
+        return new != old or any(repr(new[key]) != repr(old[key]) for key in scalars)
+
     def likeness(self) -> Hashable:
         """See `TaskUpdate`."""
         leaves = tree.leaves((self.args, self.kwargs))
@@ -409,119 +415,6 @@ def _trait(leaf: Any) -> Hashable:
     if isinstance(leaf, bool | int | float | str | torch.dtype | torch.device | None):
         return type(leaf), leaf.hex() if isinstance(leaf, float) else leaf
     return id(leaf)
-
-
-class TaskTable:
-    """The tasks of an entry, sorted once: layers with the same updates are resolved together.
-
-    `mixed` says that an update failed: nobody knows which host arguments the tasks have.
-    """
-
-    __slots__ = ("_groups", "known", "mixed", "tasks")
-
-    def __init__(self, tasks: Sequence[CapturedTask]) -> None:
-        self.tasks = tuple(tasks)
-        self.known = frozenset(name for task in tasks for name in (task.name, task.spec.group))
-        groups: dict[tuple[int, frozenset[str]], list[int]] = {}
-        for index, task in enumerate(tasks):
-            groups.setdefault((id(task.spec), frozenset(task.values)), []).append(index)
-        self._groups = [_Layers(self.tasks, indices) for indices in groups.values()]
-        self.mixed = False
-
-    def values(self, context: ForwardContext, *, all_known: bool) -> list[HostValues] | None:
-        """The validated host values of every task, in order; None if all are what they were.
-
-        `all_known` says that the step has no tasks but these: another name in the updates is then
-        an error, not a task of another piece.
-        Raises `MissingUpdateError` or `InvalidUpdateError`; nothing was launched then.
-        """
-        updates = context.updates
-        if updates is UNCHANGED:
-            if self.mixed:
-                raise failed_half_way()
-            return None
-        # Asking whether it is a mapping takes longer than the rest, and it is a dict as a rule.
-        if type(updates) is not dict and not isinstance(updates, Mapping):
-            raise MissingUpdateError(
-                "a graph with updatable tasks was replayed without updates",
-                got=shown(updates),
-                expected=", ".join(dict.fromkeys(task.spec.group for task in self.tasks)),
-                advice="pass updates= for this step, or updates=UNCHANGED",
-            )
-        if all_known:
-            check_names(updates, self.known)
-        by_group = [layers.resolve(updates, context) for layers in self._groups]
-        if not self.mixed and all(map(_Layers.unchanged, self._groups, by_group)):
-            return None
-        values: list[HostValues] = [{}] * len(self.tasks)
-        for layers, of_layers in zip(self._groups, by_group, strict=True):
-            for index, new in zip(layers.indices, of_layers, strict=True):
-                values[index] = new
-        return values
-
-
-class _Layers:
-    """Tasks of one declaration that were captured with values for the same host arguments."""
-
-    __slots__ = ("indices", "keys", "names", "scalars", "spec", "tasks")
-
-    def __init__(self, tasks: Sequence[CapturedTask], indices: list[int]) -> None:
-        self.indices = indices
-        self.tasks = [tasks[index] for index in indices]
-        self.spec = self.tasks[0].spec
-        self.names = frozenset(task.name for task in self.tasks) - {self.spec.group}
-        self.keys = self.tasks[0].values.keys()
-        arguments = self.spec.host_args
-        self.scalars = [key for key in self.keys if arguments[key].axis is None]
-
-    def resolve(self, updates: Updates, context: ForwardContext) -> list[HostValues]:
-        first = self.tasks[0]
-        if updates.keys().isdisjoint(self.names):
-            host_values = self.spec._given(first.name, updates)
-            return [self._fitted(first, host_values, context)] * len(self.tasks)
-        # Values that layers share are fitted, and compared, only once.
-        shared: dict[int, tuple[HostValues, HostValues]] = {}
-        values = []
-        for task in self.tasks:
-            host_values = self.spec._given(task.name, updates)
-            if id(host_values) not in shared:
-                shared[id(host_values)] = host_values, self._fitted(task, host_values, context)
-            values.append(shared[id(host_values)][1])
-        return values
-
-    def unchanged(self, values: Sequence[HostValues]) -> bool:
-        """Whether these values are equal to those of the replay before."""
-        new, old = values[0], self.tasks[0].values
-        if not self._are_same(new, old):
-            return False
-        # Layers share their values, as a rule, and a step that changes nothing ends here.
-        for task, value in zip(self.tasks, values, strict=True):
-            if value is new and task.values is old:
-                continue
-            if not self._are_same(value, task.values):
-                return False
-        return True
-
-    def _are_same(self, new: HostValues, old: HostValues) -> bool:
-        if new != old:
-            return False
-        for key in self.scalars:
-            now, was = new[key], old[key]
-            # -0.0 equals 0.0, and 1.0 and True equal 1; an operator may tell them apart.
-            if now is not was and (type(now) is not type(was) or repr(now) != repr(was)):
-                return False
-        return True
-
-    def _fitted(self, task: CapturedTask, given: HostValues, context: ForwardContext) -> HostValues:
-        fitted = self.spec.fitted(given, context)
-        if fitted.keys() != self.keys:
-            raise InvalidUpdateError(
-                f"the update of task {task.name!r} has other keys than its capture",
-                got=sorted(fitted),
-                expected=sorted(self.keys),
-                advice="leave an optional host argument out everywhere, at_capture too, or nowhere",
-            )
-        return fitted
 
 
 def failed_half_way() -> MissingUpdateError:

@@ -197,7 +197,7 @@ class BreakConformance(ConformanceBase):
             out = self.step(wrapper, PIECEWISE, x)
         assert not out.requires_grad
         (entry,) = wrapper.entries.values()
-        assert not entry.parts[1]._recorded.requires_grad  # type: ignore[attr-defined]
+        assert not entry.parts[1].recorded.requires_grad  # type: ignore[attr-defined]
         assert self.first(out) == [3, 4, 5, 6]
 
     def test_smaller_captures_need_no_bridge_of_their_own(self, pool: GraphPool) -> None:
