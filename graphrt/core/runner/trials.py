@@ -165,6 +165,7 @@ class StepRuns:
         executor.pool.streams.follow()
         self.step = self._eager_step = step._replace(values=tree.cloned(flat))
         at_bound = graphs.setup.host.metadata
+        self.has_metadata = at_bound is not None
         if at_bound is not None:
             # Graphs have it at its bound, if they have it.
             metadata = at_bound(step.dispatch.descriptor)
@@ -176,14 +177,12 @@ class StepRuns:
         all_rows, live = (prepared.tokens, prepared.reqs), (step.batch.num_tokens, reqs)
         # Ranks that have agreed on a graph have other live rows each.
         is_padded = live != all_rows and not (step.agreed or graphs.setup.host.mixes_rows)
-        self.sizes: Sequence[tuple[int, int]] = (
-            [*zip(all_rows, live, strict=True)] if is_padded else []
-        )
+        pairs = zip(all_rows, live, strict=True)
+        self.sizes: Sequence[tuple[int, int]] = [*pairs] if is_padded else []
         self.inputs = prepared.storages()
         self.pads: Sequence[int] = inputs.declared.unused_addresses(step.values)
         self.together = step.agreed or graphs.setup.host.ranks is not None
         self.has_gradients = torch.is_grad_enabled()
-        self.has_metadata = graphs.setup.host.metadata is not None
         self._executor = executor
 
     def eager(self, watch: Watch, rows: Rows = "padded") -> Any:

@@ -438,7 +438,8 @@ class Trial:
             self._verdict.notes.append("draws random numbers: padding was changed, not left out")
         apart = difference(eager.outputs, alone.outputs, rounded=True)
         if apart is not None and apart.relative <= rounding:
-            self._verdict.notes.append(f"{how}, by rounding: {apart.text}")
+            why = "by rounding" if rounding < float("inf") else "as in any two runs"
+            self._verdict.notes.append(f"{how}, {why}: {apart.text}")
         elif apart is not None:
             trace = eager.watch.trace
             mixing = trace.at_source(trace.first_mixed(alone.watch.trace, rounding))
@@ -523,7 +524,10 @@ class Trial:
         runs are made where ranks try a step together."""
         for kind, changes, effect in self._moved_on(eager, moved, numbers):
             if effect is not None:
-                how = f"the forward moves a Python {kind} and does something else later"
+                how = (
+                    f"the forward moves a Python {kind} and does something else later; replays "
+                    "repeat what it was at capture"
+                )
                 self._fail(PYTHON_MOVES, f"{described(changes)}; moved on, {effect}", how=how)
                 if not self._step.together:
                     return

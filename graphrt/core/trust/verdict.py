@@ -103,7 +103,7 @@ ROWS_MIXED = Refusal(
 )
 PYTHON_MOVES = Refusal(
     PythonStateError,
-    "{graph}: {how}; replays repeat what it was at capture",
+    "{graph}: {how}",
     expected="Python state that changes nothing, as a count of calls does",
     advice="keep it in a tensor that is written in place, pass it as an input, or advance it by "
     "the live rows, current_context().live.num_tokens; for a sliding-window cache use a static "
