@@ -51,8 +51,16 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call `handle` where operators compute what they compute outside of a mode."""
-        inside = _cast_inside(func)
-        cast = _autocast_where_it_was_called(func, inside) if inside else ()
+        cast = _cast_inside(func)
+        if cast:
+            with as_it_was_called():
+                cast = [*filter(torch.is_autocast_enabled, cast)]
+        if cast and func.name() in _UNKNOWN:
+            raise RefusedOpError(
+                f"what {func} computes in under autocast depends on what called it",
+                op=str(func),
+                advice="call it inside of torch.autocast(..., enabled=False)",
+            )
         with dispatch_keys(included_keys(), conjugation_resolved(excluded_keys().raw_repr())):
             for kind in cast:  # until the guard ends
                 torch.set_autocast_enabled(kind, True)
@@ -60,7 +68,7 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = self.take_apart(func, args, kwargs or {})
             else:
                 result = self.handle(func, types, args, kwargs or {})
-        if inside:
+        if cast:
             # A forward's own torch.autocast, made earlier, keeps casts again: a graph that has the
             # operator as a whole would read those that were made inside of it.
             torch.clear_autocast_cache()
@@ -125,12 +133,11 @@ _AUTOCAST = {
     "AutocastPrivateUse1": "privateuseone",
 }
 _BUILT_IN = frozenset({"aten", "prim", "prims"})
-_CALLED_BY = {
-    "aten::_trilinear": ("aten::bilinear",),
-    "aten::linalg_pinv.atol_rtol_tensor": ("aten::linalg_pinv", "aten::pinverse"),
-}
+_CALLED_BY = {"aten::_trilinear": "aten::bilinear"}
 """Built-in operators whose kernels call others, and what calls them: where autocast has a kernel
 for that, such as for `bilinear` on CUDA, it has cast already, and leaves the rest alone."""
+_UNKNOWN = {"aten::linalg_pinv.atol_rtol_tensor"}
+"""Called by `linalg.pinv` and by `pinverse`, of which autocast knows one."""
 
 
 @cache
@@ -149,35 +156,16 @@ def is_taken_apart(func: Any) -> bool:
 
 
 @cache
-def _cast_inside(func: Any) -> dict[str, bool]:
+def _cast_inside(func: Any) -> list[str]:
     """On which kinds of device autocast reaches what an operator is made of, but not a handler that
-    calls it: one whose body calls other operators, and that autocast itself passes by. False where
-    that depends on who called it."""
+    calls it: one whose body calls other operators, and that autocast itself passes by."""
     if getattr(func, "_schema", None) is None:
-        return {}
+        return []
     name = func.name()
-    if func.namespace in _BUILT_IN and name not in _CALLED_BY:
-        return {}
-    by_kind = {}
-    for key, kind in _AUTOCAST.items():
-        passed_by = {not has_kernel(each, key) for each in _CALLED_BY.get(name, (name,))}
-        if True in passed_by:
-            by_kind[kind] = len(passed_by) == 1
-    return by_kind
-
-
-def _autocast_where_it_was_called(func: Any, inside: dict[str, bool]) -> list[str]:
-    with as_it_was_called():
-        kinds = [kind for kind in inside if torch.is_autocast_enabled(kind)]
-    for kind in kinds:
-        if not inside[kind]:
-            raise RefusedOpError(
-                f"under autocast for {kind} nobody can tell what {func} computes in: that depends "
-                "on what called it",
-                op=str(func),
-                advice=f"call it inside of torch.autocast({kind!r}, enabled=False)",
-            )
-    return kinds
+    if func.namespace in _BUILT_IN and name not in _CALLED_BY and name not in _UNKNOWN:
+        return []
+    name = _CALLED_BY.get(name, name)
+    return [kind for key, kind in _AUTOCAST.items() if not has_kernel(name, key)]
 
 
 def without_gradients(function: Callable[[], T]) -> T:
