@@ -90,10 +90,18 @@ def told(value: object) -> str:
     return f"{type(value).__name__}{count}"
 
 
-def wrong_type(key: str, value: object, expected: str, example: str) -> InvalidOptionError:
-    return InvalidOptionError(
-        f"option {key!r} has a wrong value", got=shown(value), expected=expected, advice=example
-    )
+def wrong_type(key: str, value: object, expected: str, example: str) -> GraphRTError:
+    return _refused(f"option {key!r} has a wrong value", value, expected, example)
+
+
+def _refused(
+    what: str,
+    value: object,
+    expected: str,
+    advice: str,
+    error: type[GraphRTError] = InvalidOptionError,
+) -> GraphRTError:
+    return error(what, got=shown(value), expected=expected, advice=advice)
 
 
 def check_kind(
@@ -102,23 +110,17 @@ def check_kind(
     """Raise `InvalidOptionError` for an argument of another type than `kind`; None may be one if
     it is `optional`. `example` is a right value, where `kind()` is none."""
     if not isinstance(value, kind) and not (optional and value is None):
-        raise InvalidOptionError(
-            f"the argument {name!r} has a wrong type",
-            got=shown(value),
-            expected=kind.__name__ + (" or None" if optional else ""),
-            advice=f"{name}={example or _EXAMPLES.get(kind, f'{kind.__name__}()')}",
-        )
+        expected = kind.__name__ + (" or None" if optional else "")
+        right = f"{name}={example or _EXAMPLES.get(kind, f'{kind.__name__}()')}"
+        raise _refused(f"the argument {name!r} has a wrong type", value, expected, right)
 
 
 def check_callable(name: str, value: object, advice: str | None = None) -> None:
     """Raise `InvalidOptionError` for an argument that cannot be called."""
     if not callable(value):
-        raise InvalidOptionError(
-            f"the argument {name!r} cannot be called",
-            got=shown(value),
-            expected="a function, a module or another callable",
-            advice=advice or f"{name}=lambda **inputs: ...",
-        )
+        expected = "a function, a module or another callable"
+        advice = advice or f"{name}=lambda **inputs: ..."
+        raise _refused(f"the argument {name!r} cannot be called", value, expected, advice)
 
 
 def check_takes(name: str, value: object, signature: str, *, optional: bool = False) -> None:
@@ -135,12 +137,9 @@ def check_hashable(
     try:
         hash(value)
     except Exception as cause:
-        raise error(
-            f"{name} must be hashable",
-            got=shown(value),
-            expected="a string, an int, or a tuple of them",
-            advice="a string that names it",
-        ) from cause
+        expected = "a string, an int, or a tuple of them"
+        advice = "a string that names it"
+        raise _refused(f"{name} must be hashable", value, expected, advice, error) from cause
 
 
 def flag(key: str, value: object) -> object:
@@ -185,12 +184,9 @@ def count_of(
     low = -most if least is None else least
     if number is None or not low <= number <= most:
         right = max(low, 1) if example is None else example
-        raise error(
-            f"{name} must be an integer" + ("" if least is None else f" >= {least}"),
-            got=shown(value),
-            expected=f"an integer from {low} to {most}",
-            advice=f"{name}={right}" if name.isidentifier() else str(right),
-        )
+        what = f"{name} must be an integer" + ("" if least is None else f" >= {least}")
+        advice = f"{name}={right}" if name.isidentifier() else str(right)
+        raise _refused(what, value, f"an integer from {low} to {most}", advice, error)
     return number
 
 
@@ -210,12 +206,9 @@ def items_of(
         with suppress(TypeError):
             items = tuple(itertools.islice(value, MOST_ITEMS + 1))  # type: ignore[call-overload]
     if items is None or len(items) > MOST_ITEMS or (empty and not items):
-        raise error(
-            f"{name} must be a list" + (" that is not empty" if items == () else ""),
-            got=shown(value),
-            expected=f"a list of no more than {MOST_ITEMS} items, such as {example}",
-            advice=empty if items == () else f"{name}={example}",
-        )
+        what = f"{name} must be a list" + (" that is not empty" if items == () else "")
+        expected = f"a list of no more than {MOST_ITEMS} items, such as {example}"
+        raise _refused(what, value, expected, empty if items == () else f"{name}={example}", error)
     return items
 
 
