@@ -124,7 +124,6 @@ include_key: Callable[[Any, bool], object] = _watch(
 is_included: Callable[[Any], bool] = _watch("torch._C._dispatch_tls_is_dispatch_key_included")
 kernel_library: Callable[[str, str, str], Any] = _watch("torch._C._dispatch_library")
 operator_names: Callable[[], list[str]] = _watch("torch._C._dispatch_get_all_op_names")
-schemas_named: Callable[[str], list[Any]] = _watch("torch._C._jit_get_schemas_for_operator")
 higher_order_operators: dict[str, Any] = _watch("torch._ops._higher_order_ops")
 fallthrough_of_new_ones: list[Any] = _watch(
     "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS"

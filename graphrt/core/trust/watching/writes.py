@@ -21,7 +21,7 @@ from graphrt.core.base.torch_names import (
     inference_guard,
     kernel_library,
     operator_names,
-    schemas_named,
+    schemas_of_operator,
     storage_of_weak,
 )
 from graphrt.core.capture.operators import (
@@ -419,7 +419,7 @@ def note_operators() -> None:
     _settled.update(name for name in names if name.startswith(("aten::", "prims::", "quantized::")))
     # To ask for the schemas of all of torch's operators takes a capture 10 ms, twice a size.
     overloaded = {name.partition(".")[0] for name in names}
-    for schema in chain.from_iterable(map(schemas_named, overloaded)):
+    for schema in chain.from_iterable(map(schemas_of_operator, overloaded)):
         if not (schema.is_mutable or "batch_norm" in schema.name):
             continue
         name = schema.name, schema.overload_name
