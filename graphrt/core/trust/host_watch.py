@@ -342,17 +342,13 @@ class HostWatch:
         values = self.values
         if values is None:
             return False
-        is_told = self._native is not None and self._native.rung
-        events = (self._native.take() or []) if is_told else []
+        events = (self._native.take() or []) if self.rung else []
         was, now = values.was, values.take()
         for at in self._lengths:
             # Keys that the forward has added have no slots yet: the next look tells of them.
             now[at] = was[at]
         values.was = now
-        stays = all(map(is_, was, now))
-        if at_every_run and stays and not events:
-            self._moved = {}
-        elif at_every_run:
+        if at_every_run:
             # What a trial has put back is as it was.
             news = self._without_slot(events, ())
             moved = [each for each in news if _value_of(*each) is not MISSING]
@@ -362,7 +358,7 @@ class HostWatch:
             for holder, key in moved:
                 if _where(holder, key) in before:
                     self._leave_out(holder, key)
-        return not stays
+        return not all(map(is_, was, now))
 
     def ignore(self, path: str) -> None:
         """What the last `take` has told at a path makes no difference: leave it out."""

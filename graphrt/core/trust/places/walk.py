@@ -294,6 +294,8 @@ _CHANGES = (Kind.DICT, Kind.LIST, Kind.DEQUE, Kind.SET)
 _LEAVES = (Kind.ARRAY, Kind.PACKED)
 _CODE = (Kind.FUNCTION, Kind.CLASS, Kind.BOUND, Kind.DESCRIPTOR, Kind.CACHED)
 _OFTEN_SKIPPED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND)
+_WITHOUT_OUTLINE = (types.FunctionType, threading.local)
+"""Their class stays what it is, and of a `threading.local` each thread has another dict."""
 _FUNCTION = vars(types.FunctionType)
 _ONLY_IF_NAMED = frozenset(("__init__", "__new__", "__repr__", "__del__", "__post_init__"))
 """Special methods that are read only if some code names them; other special methods always are, as
@@ -486,9 +488,10 @@ class Walk:
         """An object's `__dict__`, slots and class; of a module also its parameters, buffers,
         submodules and hooks."""
         held = {} if shape.dict_of is None else shape.dict_of(value)
-        is_module = shape.kind is Kind.MODULE
-        attributes = self._registered(held, place) if is_module else []
-        skipped: Collection[str] = _OWN_OF_MODULES if is_module else ()
+        attributes: Slots = []
+        skipped: Collection[str] = ()
+        if shape.kind is Kind.MODULE:
+            attributes, skipped = self._registered(held, place), _OWN_OF_MODULES
         for name, each in dict.items(held):
             if name not in skipped and type(name) is str:
                 attributes.append((Place(place, f".{name}", slots.ITEM, held, name), each))
@@ -501,18 +504,15 @@ class Walk:
                 self.places.numbers.append(slot)
             else:
                 attributes.append((slot, each))
-        outline, of = self.places.outline, Place(place, ".__class__", slots.TYPE, value)
+        of = Place(place, ".__class__", slots.TYPE, value)
         for base in shape.users:
             slot = of if base is type(value) else Place(place, name_of(base), FIXED, base)
             attributes.append((slot, base))
-        if shape.kind is Kind.FUNCTION:
-            return attributes
-        if type(value) not in shape.users:
-            outline.append((of, type(value)))
-        # Of a `threading.local` each thread has another dict.
-        if shape.dict_of is not None and type(value) is not threading.local:
-            slot = Place(place, ".__dict__", slots.ATTRIBUTES, value, shape.dict_of)
-            outline.append((slot, held))
+        if type(value) not in _WITHOUT_OUTLINE:
+            self.places.outline.append((of, type(value)))
+            if shape.dict_of is not None:
+                slot = Place(place, ".__dict__", slots.ATTRIBUTES, value, shape.dict_of)
+                self.places.outline.append((slot, held))
         return attributes
 
     def _registered(self, held: dict[str, Any], place: Place) -> Slots:
