@@ -147,9 +147,9 @@ class HostWatch:
         self._native: Any = None
         self.values: PythonState | None = None
         """Python values as of the last look; None without graphs."""
-        # If nobody tells of new keys: where the lengths of dicts are among the values, and by the
-        # id of a dict its keys.
-        self._lengths: list[int] = []
+        # If nobody tells of new keys: the lengths of dicts as of the last look, by where they are
+        # among the values, and by the id of a dict its keys.
+        self._lengths: dict[int, int] = {}
         self._keys: dict[int, list[Any]] = {}
         # By the id of a dict or class.
         self._watched: dict[int, _Dict] = {}
@@ -219,11 +219,11 @@ class HostWatch:
                         (Place(each.place, label, FIXED, each.held), each.held)
                     )
         self.values = PythonState(places, baked=True)
-        self._lengths = [
-            at
+        self._lengths = {
+            at: dict.__len__(slot.holder)
             for at, slot in enumerate(() if self.is_told else self.values.slots)
             if slot.way is LENGTH and issubclass(slot.key, dict)
-        ]
+        }
 
     def _list_dicts(self, places: Places) -> None:
         self._watched.clear()
@@ -253,7 +253,9 @@ class HostWatch:
         values, watched = self.values, {} if self._native is None else self._watched
         skips = bool(self._ignored or self._closed)
         untold: dict[int, tuple[Place, Any]] = {}
-        known = () if values is None else zip(values.slots, values.was, strict=True)
+        known = [] if values is None else [*zip(values.slots, values.was, strict=True)]
+        for at, length in self._lengths.items():
+            known[at] = known[at][0], length
         for slot, value in chain(read, known):
             if slot.way is TUPLE_ITEM and isinstance(slot.holder, Place):
                 # A tuple stays what it is: what may change is where it lies.
@@ -279,10 +281,13 @@ class HostWatch:
         events = self._native.take() if self.rung else []
         was, now = values.was, values.take()
         values.was = now
-        if events == [] and values.are_same(was, now):
+        # Keys that the forward has added have no slots yet, so they are told too.
+        resized = [at for at, length in self._lengths.items() if now[at] != length]
+        self._lengths.update((at, now[at]) for at in resized)
+        if events == [] and not resized and values.are_same(was, now):
             return None
         changes = HostChanges(is_structural=events is None)
-        for at in values.moved_slots(was, now):
+        for at in dict.fromkeys((*values.moved_slots(was, now), *resized)):
             self._note_moved(changes, values.slots[at], was[at], now[at])
         self._note_events(changes, events, read)
         # A cache that the host empties, and the forward fills, is not the forward's own.
@@ -344,11 +349,11 @@ class HostWatch:
             return False
         events = (self._native.take() or []) if self.rung else []
         was, now = values.was, values.take()
-        for at in self._lengths:
-            # Keys that the forward has added have no slots yet: the next look tells of them.
-            now[at] = was[at]
         values.was = now
-        if at_every_run:
+        stays = all(map(is_, was, now))
+        if at_every_run and stays and not events:
+            self._moved = {}
+        elif at_every_run:
             # What a trial has put back is as it was.
             news = self._without_slot(events, ())
             moved = [each for each in news if _value_of(*each) is not MISSING]
@@ -358,7 +363,7 @@ class HostWatch:
             for holder, key in moved:
                 if _where(holder, key) in before:
                     self._leave_out(holder, key)
-        return not all(map(is_, was, now))
+        return not stays
 
     def ignore(self, path: str) -> None:
         """What the last `take` has told at a path makes no difference: leave it out."""

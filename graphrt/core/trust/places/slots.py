@@ -194,7 +194,9 @@ def looks(entries: Iterable[tuple[Place, Any]], *, in_c: bool) -> list[Look]:
     value), and of containers (these, None, their sizes)."""
     entries = [*entries]
     looks: list[Look] = []
-    for (place, was), get in zip(entries, getters([each for each, _ in entries]), strict=True):
+    for (place, was), get in zip(
+        entries, getters(map(operator.itemgetter(0), entries)), strict=True
+    ):
         way, holder, key = place.way, place.holder, place.key
         if in_c and (way in _LOOKED_AT_IN_C or (way is ELEMENT and type(holder) is list)):
             looks.append((holder, type(holder) if way is ATTRIBUTES else key, was))
