@@ -13,6 +13,7 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import items_of, optional, padding_ratio, shown
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import (
+    NO_MODES,
     NOT_FOUND,
     Batch,
     BatchDescriptor,
@@ -311,7 +312,7 @@ class GraphDispatcher(Uncopied):
         self, version: _Version, batch: Batch, agreed: Agreed | None
     ) -> tuple[Dispatch | None, Reason]:
         """The best graph, or why there is none: the first of these that is true."""
-        excluded = batch.exclude and _checked_modes(batch.exclude)
+        excluded = NO_MODES if batch.exclude is NO_MODES else _checked_modes(batch.exclude)
         published, planned, padding = self._ladders(version, agreed)
         max_tokens = batch.num_tokens * padding
         graph, pads, left_out, largest = published.find(batch, excluded, max_tokens)
