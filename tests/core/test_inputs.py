@@ -139,7 +139,7 @@ def staged_steps(platform: StagingPlatform, max_slots: int) -> tuple[StagedCopy,
 
     def step() -> int:
         inputs.fill({"x": torch.arange(8)}, inputs.layout(8, 8), 8, 8)
-        return inputs.transport._slots[-1].address
+        return inputs.transport._slots[-1][0].low
 
     return inputs.transport, step
 

@@ -18,7 +18,7 @@ from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
-from graphrt.core.inputs.layout import InputLayout, PadPattern, remember
+from graphrt.core.inputs.layout import InputLayout, remember
 from graphrt.core.inputs.slot import InputSlot
 from graphrt.core.inputs.transport import HostCopy, InputTransport, Slab, StagedCopy
 
@@ -47,9 +47,7 @@ class StaticInputs:
         self.declared.check_fits(platform, tokens, reqs)
         self.tokens = tokens
         self.reqs = reqs
-        every = self.declared.specs
-        self._patterns = {name: PadPattern(spec) for name, spec in every.items()}
-        dtypes = {name: spec.dtype for name, spec in every.items()}
+        dtypes = {name: spec.dtype for name, spec in self.declared.specs.items()}
         # Inputs of a dtype that has gradients.
         self.graded = [n for n, of in dtypes.items() if of.is_floating_point or of.is_complex]
         self._layouts: dict[tuple[int, int], InputLayout] = {}
@@ -57,11 +55,11 @@ class StaticInputs:
         self.reset()
 
     def _transport(self, platform: Platform, device: Any, fetched: bool) -> InputTransport:
-        nbytes = InputLayout(self._patterns, self.tokens, self.reqs).nbytes
+        nbytes = InputLayout(self.declared.specs, self.tokens, self.reqs).nbytes
         with torch.inference_mode(False):
             # Whole vectors: a device may move more of them than there are bytes.
             buffer = torch.zeros(-(-nbytes // 256) * 256, dtype=torch.uint8, device=device)
-        slab = Slab(buffer, nbytes, len(self._patterns))
+        slab = Slab(buffer, nbytes, len(self.declared.specs))
         if fetched and nbytes:
             transport: InputTransport | None = platform.new_input_transport(slab)
             if transport is not None:
@@ -92,7 +90,7 @@ class StaticInputs:
         """Where the inputs of a batch of this size lie."""
         layout = self._layouts.get((tokens, reqs))
         if layout is None:
-            layout = InputLayout(self._patterns, tokens, reqs)
+            layout = InputLayout(self.declared.specs, tokens, reqs)
             layout.place(self.transport.slab.buffer)
             layout.fetch = self.transport.fetch_of(layout.nbytes)
             remember(self._layouts, (tokens, reqs), layout, _CACHED_LAYOUTS)

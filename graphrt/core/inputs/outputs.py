@@ -140,8 +140,8 @@ class OutputLayout:
         unclear += [path for path, axes in self._axes.items() if not all(axes)]
         if unclear:
             raise OutputError(
-                "it cannot be told which dimensions of the outputs are batch axes"
-                f"{at_path(unclear[0])}: no eager step of another size, to compare",
+                "it cannot be told by the sizes that were run which dimensions of the outputs are "
+                f"batch axes{at_path(unclear[0])}",
                 got=None if failed is None else f"{type(failed).__name__}: {failed}",
                 expected="outputs= with the axes of every tensor that the forward returns",
                 advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',
