@@ -246,10 +246,11 @@ class Platform(ABC):
         page-locked where the platform has events, so that the host need not wait."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def new_input_transport(self, slab: Any) -> Any:
+    def new_input_transport(self, slab: Any, in_graph: bool = True) -> Any:
         """An input transport (graphrt/core/inputs/transport.py) that moves a runner's inputs into
-        `slab` in a way of the device's own, such as a graph that fetches them; None for the staged
-        copy, which moves them before each launch. The interface is graphrt's own: it may change."""
+        `slab` in a way of the device's own, such as a graph that fetches them, which without
+        `in_graph` none may; None for the staged copy, which moves them before each launch. The
+        interface is graphrt's own: it may change."""
         return None
 
     # Figures and errors - -----------------------------------------------------------------

@@ -60,11 +60,10 @@ class StaticInputs:
             # Whole vectors: a device may move more of them than there are bytes.
             buffer = torch.zeros(-(-nbytes // 256) * 256, dtype=torch.uint8, device=device)
         slab = Slab(buffer, nbytes, len(self.declared.specs))
-        if fetched and nbytes:
-            transport: InputTransport | None = platform.new_input_transport(slab)
-            if transport is not None:
-                return transport
-        return HostCopy(slab) if buffer.is_cpu else StagedCopy(slab, platform)
+        transport: InputTransport | None = None
+        if nbytes:
+            transport = platform.new_input_transport(slab, fetched)
+        return transport or (HostCopy(slab) if buffer.is_cpu else StagedCopy(slab, platform))
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -171,7 +170,7 @@ def reqs_of(inputs: StaticInputs, batch: Batch, values: Mapping[str, Any] | None
         return batch.num_reqs
     if batch.query_len:
         return batch.num_tokens // batch.query_len
-    if values is None and "reqs" in inputs.declared.axes:
+    if values is None and "reqs" in inputs.declared.by_axis:
         raise InvalidBatchError(
             "a slot is made before there are inputs, whose shapes would say how many requests "
             "the batch has",
