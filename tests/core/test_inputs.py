@@ -254,7 +254,7 @@ def test_nested_inputs_keep_their_structure():
     inputs = static(specs, 4, 4)
     step = {"ids": torch.tensor([1, 2]), "stage": {"hidden": torch.ones(2, 2)}}
     inputs.fill(step, inputs.layout(4, 4), 2, 2)
-    seen = inputs.declared.nest(inputs.layout(4, 4).views)
+    seen = inputs.nest(inputs.layout(4, 4).views)
     assert seen["stage"]["hidden"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
 
 

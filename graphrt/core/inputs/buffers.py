@@ -135,6 +135,19 @@ class StaticInputs:
         }
         return InputSlot(batch, tensors)
 
+    def nest(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the forward, by their dotted names, as nested dicts again."""
+        if not self.declared.nested:
+            return flat
+        nested: dict[str, Any] = {}
+        for name, value in flat.items():
+            *parents, leaf = name.split(".")
+            inner = nested
+            for parent in parents:
+                inner = inner.setdefault(parent, {})
+            inner[leaf] = value
+        return nested
+
     def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
         """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that no
         graph serves. Raises `InvalidInputError`."""
@@ -154,7 +167,8 @@ class StaticInputs:
         for the captures before it."""
         if self.ring is not None:
             self.ring.settle()
-        (layout or self.layout(self.tokens, self.reqs)).reset()
+        for field in (layout or self.layout(self.tokens, self.reqs)).fields:
+            field.view.fill_(field.pad)
 
 
 def batch_of(inputs: StaticInputs, values: Mapping[str, Any]) -> Batch:

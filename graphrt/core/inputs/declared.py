@@ -106,19 +106,6 @@ class DeclaredInputs:
         reqs = counts.get("reqs")
         return counts.get("tokens", reqs or 0), reqs
 
-    def nest(self, flat: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the forward, by their dotted names, as nested dicts again."""
-        if not self.nested:
-            return flat
-        nested: dict[str, Any] = {}
-        for name, value in flat.items():
-            *parents, leaf = name.split(".")
-            place = nested
-            for parent in parents:
-                place = place.setdefault(parent, {})
-            place[leaf] = value
-        return nested
-
     def check_fits(self, platform: Platform, tokens: int, reqs: int) -> None:
         """Raise `InvalidInputError` for buffers that no device has the memory for, or not this one:
         a system that promises more than it has would end the process instead."""

@@ -246,11 +246,6 @@ class InputLayout:
             remember(self.known, (tokens, reqs), moves, _CACHED_MOVES)
         return moves
 
-    def reset(self) -> None:
-        """Make every row a padding row."""
-        for field in self.fields:
-            field.view.fill_(field.pad)
-
 
 def _own_storage(part: torch.Tensor) -> torch.Tensor:
     """The bytes of `part` as a storage of their own, as those of a tensor alone: a forward may ask
