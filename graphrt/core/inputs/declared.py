@@ -13,7 +13,7 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidInputError
-from graphrt.core.base.option_values import MOST, shown
+from graphrt.core.base.option_values import MOST, check_kind, shown
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.spec import InputSpec, check_value
@@ -67,6 +67,7 @@ class DeclaredInputs:
         `tokens` and `reqs` are the live ones, None if they are not known; `error` is what using the
         inputs raised, if they were used.
         """
+        check_kind("inputs", values, Mapping, optional=False)
         flat = dict(flat_of(values))
         self.check_names(flat)
         for name, spec in self.specs.items():

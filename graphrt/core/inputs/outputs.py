@@ -272,7 +272,10 @@ def _declared_axes(declared: Any) -> dict[str, tuple[OneAxis, ...]]:
         else:
             by_prefix[prefix] = tuple(map(_axis, axes))
 
-    read(declared, "")
+    try:
+        read(declared, "")
+    except RecursionError:
+        raise _no_axes("", declared) from None
     return by_prefix
 
 
