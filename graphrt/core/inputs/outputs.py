@@ -110,7 +110,8 @@ class OutputLayout:
                     expected=f"({', '.join(names)})",
                     advice="name every dimension in its order, None for one of any size. Where one "
                     'grows in another way, split it ([tokens * 2] as ["tokens", 2]), or return a '
-                    "row for every token and let the caller cut them, as x[:3] of the result",
+                    "row for every token (torch.where(mask, x, fill) in place of x[mask]) and let "
+                    "the caller cut them, as x[:3] of the result",
                 )
 
     def batch_dims(self, path: str) -> BatchDims:

@@ -92,11 +92,15 @@ def check_value(
     """Raise what is wrong with a step's value for the input `name`, whose live shape is `live`, if
     that is known. `cause` is what using it raised, if it was used."""
     got: object = type(value).__name__
+    no_rows = (
+        "has no rows in memory that could be copied",
+        f"{name}.to_dense() of a sparse one, torch.cat({name}.unbind()) of a nested one",
+    )
     if not isinstance(value, torch.Tensor):
         wrong, advice = "is no tensor", f"torch.as_tensor({name}) of a list or an array"
     elif value.is_meta or value.is_nested or value.layout is not torch.strided:
         got = "meta" if value.is_meta else "nested" if value.is_nested else value.layout
-        wrong, advice = _NO_ROWS
+        wrong, advice = no_rows
     elif value.dtype is not spec.dtype:
         wrong, got = "has the wrong dtype", value.dtype
         advice = f"{name}.to({spec.dtype}), or change its InputSpec"
@@ -109,7 +113,7 @@ def check_value(
     elif _in_memory(name, value, cause):
         return
     else:
-        wrong, advice = _NO_ROWS
+        wrong, advice = no_rows
     shape = "" if live is None else f"{live} from "
     raise InvalidInputError(
         f"input {name!r} {wrong}",
@@ -117,12 +121,6 @@ def check_value(
         expected=f"a dense tensor of {spec.dtype}, {shape}{spec.shape}",
         advice=advice,
     ) from cause
-
-
-_NO_ROWS = (
-    "has no rows in memory that could be copied",
-    "to_dense() of a sparse one, torch.cat(value.unbind()) of a nested one",
-)
 
 
 def _in_memory(name: str, value: torch.Tensor, cause: Exception | None) -> bool:
