@@ -80,7 +80,9 @@ class NullPlatform(CpuPlatform):
         self.graphs.append(NullGraph())
         return self.graphs[-1]
 
-    def new_input_transport(self, slab: Any) -> RingTransport | None:
+    def new_input_transport(self, slab: Any, in_graph: bool = True) -> RingTransport | None:
+        if not in_graph:
+            return None
         return ring_transport(self, slab, self.new_ring, most_bytes=64 << 10, limit_s=None)
 
     def new_ring(self, slab: torch.Tensor, slots: int, nbytes: int, moves: int) -> UnreadRing:

@@ -88,7 +88,7 @@ def test_platforms_of_graphrt_state_the_contract_that_they_are_for():
 
 @pytest.mark.parametrize(
     ("version", "words"),
-    [(5, "a newer graphrt wrote it"), (1, "format 1"), ("2", "format '2'"), (True, "format True")],
+    [(5, "another graphrt wrote it"), (1, "format 1"), ("2", "format '2'"), (True, "format True")],
 )
 def test_a_plan_of_another_format_is_refused_by_its_version(version, words, tmp_path):
     path = tmp_path / "plan.json"

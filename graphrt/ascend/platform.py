@@ -38,7 +38,6 @@ from graphrt.core.base.errors import (
     StreamBudgetError,
 )
 from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device._devices import no_other_capture
 from graphrt.core.device.contract import (
     CONTRACT_VERSION,
     Capability,
@@ -47,7 +46,7 @@ from graphrt.core.device.contract import (
     StreamRoom,
     TaskUpdate,
 )
-from graphrt.core.device.platform import Availability, Platform
+from graphrt.core.device.platform import Availability, Platform, no_other_capture
 from graphrt.core.device.pool_memory import PoolHandle, pool_handle
 from graphrt.core.replay.tasks import Updates
 

@@ -12,8 +12,8 @@ import torch
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import unseen
-from graphrt.core.device._devices import no_other_capture
 from graphrt.core.device.lent_streams import Loan
+from graphrt.core.device.platform import no_other_capture
 from graphrt.core.device.pool_memory import Allocator, PoolHandle, PoolMemory, captured_pool
 from graphrt.cuda._workspaces import Workspaces, is_hosts, streams_with_workspaces
 from graphrt.cuda.private_torch import (

@@ -233,9 +233,9 @@ class CudaPlatform(Platform):
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
-    def new_input_transport(self, slab: Slab) -> RingTransport | None:
+    def new_input_transport(self, slab: Slab, in_graph: bool = True) -> RingTransport | None:
         # Unified addresses, so that kernels read pinned memory where the host does.
-        if torch.version.hip is not None or not driver_available():
+        if not in_graph or torch.version.hip is not None or not driver_available():
             return None
         return ring_transport(
             self, slab, FetchRing, most_bytes=self.fetched_bytes, limit_s=self.fetch_limit_s

@@ -96,4 +96,4 @@ def padding_of(inputs: StaticInputs, tokens: int, device: torch.device) -> dict[
         name: torch.full(spec.sizes(tokens, 1), spec.pad_value, dtype=spec.dtype, device=device)
         for name, spec in specs.items()
     }
-    return inputs.declared.nest(padding)
+    return inputs.nest(padding)

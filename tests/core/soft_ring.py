@@ -123,7 +123,9 @@ class RingPlatform(CpuPlatform):
         self.rings: list[SoftRing] = []
         self._open: RingGraph | None = None
 
-    def new_input_transport(self, slab: Any) -> RingTransport | None:
+    def new_input_transport(self, slab: Any, in_graph: bool = True) -> RingTransport | None:
+        if not in_graph:
+            return None
         return ring_transport(
             self, slab, self.new_ring, most_bytes=self.fetched_bytes, limit_s=None
         )

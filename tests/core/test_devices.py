@@ -13,7 +13,7 @@ import torch
 from graphrt import BatchDescriptor, ForwardContext, GraphPool, GraphRunner, InputSpec, KeyedGraphs
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.capture.wrapper import GraphWrapper
-from graphrt.core.device._devices import capture_lock, no_other_capture
+from graphrt.core.device.platform import capture_lock, no_other_capture
 from graphrt.cpu.platform import CpuPlatform
 
 INPUTS = {"x": InputSpec(torch.float32, ("tokens", 4))}

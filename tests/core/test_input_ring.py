@@ -489,7 +489,7 @@ def test_inputs_that_are_all_on_the_device_are_compared_at_once_with_those_befor
     for step in range(60):
         values = log.values(rng, step, rows, 1)
         if step % 3 == 2:
-            live = {move.field.name: move.views[0] for move in moves.fields}
+            live = {move.field.name: move.live for move in moves.fields}
             for name, value in values.items():
                 live[name].copy_(value)
             values = live

@@ -139,7 +139,7 @@ def staged_steps(platform: StagingPlatform, max_slots: int) -> tuple[StagedCopy,
 
     def step() -> int:
         inputs.fill({"x": torch.arange(8)}, inputs.layout(8, 8), 8, 8)
-        return inputs.transport._slots[-1].address
+        return inputs.transport._slots[-1][0].low
 
     return inputs.transport, step
 
@@ -254,7 +254,7 @@ def test_nested_inputs_keep_their_structure():
     inputs = static(specs, 4, 4)
     step = {"ids": torch.tensor([1, 2]), "stage": {"hidden": torch.ones(2, 2)}}
     inputs.fill(step, inputs.layout(4, 4), 2, 2)
-    seen = inputs.declared.nest(inputs.layout(4, 4).views)
+    seen = inputs.nest(inputs.layout(4, 4).views)
     assert seen["stage"]["hidden"].tolist() == [[1, 1], [1, 1], [0, 0], [0, 0]]
 
 

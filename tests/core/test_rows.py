@@ -55,7 +55,7 @@ def test_errors_say_rows_where_the_user_does():
     with pytest.raises(InvalidInputError, match="disagree on the number of rows"):
         runner(a=torch.ones(3, 4), b=torch.ones(2, 4))
     runner = runner_of(classifier(), outputs=("rows", 6))
-    with pytest.raises(OutputError, match='"rows", 6'):
+    with pytest.raises(OutputError, match=r"\(rows, 6\)"):
         runner.capture()
     with pytest.raises(InvalidInputError, match=r'try: "rows"'):
         InputSpec(torch.float32, ("row", 4))

@@ -1,17 +1,20 @@
-"""The device contract: what a platform supplies so that `core` can capture and replay on it."""
+"""The device contract: what a platform supplies so that `core` can capture and replay on it; and
+which of its devices is meant, and captured on."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import CaptureError, MissingCapabilityError
+from graphrt.core.base.errors import CaptureError, InvalidOptionError, MissingCapabilityError
 from graphrt.core.base.homes import public
+from graphrt.core.base.option_values import shown
 from graphrt.core.device.contract import (
     Capability,
     DeviceEvent,
@@ -246,10 +249,11 @@ class Platform(ABC):
         page-locked where the platform has events, so that the host need not wait."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def new_input_transport(self, slab: Any) -> Any:
+    def new_input_transport(self, slab: Any, in_graph: bool = True) -> Any:
         """An input transport (graphrt/core/inputs/transport.py) that moves a runner's inputs into
-        `slab` in a way of the device's own, such as a graph that fetches them; None for the staged
-        copy, which moves them before each launch. The interface is graphrt's own: it may change."""
+        `slab` in a way of the device's own, such as a graph that fetches them, which without
+        `in_graph` none may; None for the staged copy, which moves them before each launch. The
+        interface is graphrt's own: it may change."""
         return None
 
     # Figures and errors - -----------------------------------------------------------------
@@ -306,3 +310,64 @@ class Platform(ABC):
         arguments new and some old; the next replay comes with `changed` true.
         """
         raise MissingCapabilityError(f"platform {self.name!r} cannot update tasks")
+
+
+# Which of several devices is meant, and what may not happen on two at once ------------------------
+
+# Process-wide because devices are: two captures on one device at the same time see each other's
+# work, whoever they belong to.
+_locks: dict[tuple[str, int | None], threading.RLock] = {}
+
+
+def capture_lock(device: torch.device) -> threading.RLock:
+    """The lock of a device that is held by the thread that captures on it."""
+    return _locks.setdefault((device.type, device.index), threading.RLock())
+
+
+@contextmanager
+def no_other_capture(device: torch.device) -> Iterator[bool]:
+    """Keep other devices of this kind from being captured on, if none is: else it yields False.
+
+    The caller holds the lock of `device`. It does not wait: who captures there may wait for it.
+    """
+    # A copy of the items: another thread may add a device's.
+    others = [lock for key, lock in list(_locks.items()) if key[0] == device.type]
+    with ExitStack() as taken:
+        yield all(lock.acquire(blocking=False) and taken.callback(lock.release) for lock in others)
+
+
+def device_of(platform: Platform, device: torch.device | str | int | None) -> torch.device:
+    """The device that is meant, with its index where there may be several: None is the current one.
+
+    Raises `InvalidOptionError` for one of another kind, and for an index that there is not.
+    """
+    kind = platform.device_type
+    asked = asked_device(kind, device)
+    current, count = platform.current_device(), platform.device_count()
+    index = current or 0 if asked.index is None else asked.index
+    if asked.type != kind:
+        raise _no_device("the device is of another kind than the platform's", asked, kind)
+    if not 0 <= index < count:
+        raise _no_device(f"there is no device of that index, but {count}", asked, kind)
+    return torch.device(kind) if current is None else torch.device(kind, index)
+
+
+def asked_device(kind: str, device: Any) -> torch.device:
+    """The device that an argument names, or one of `kind`; raises `InvalidOptionError` where it
+    names none."""
+    try:
+        if isinstance(device, int | None):
+            return torch.device(kind) if device is None else torch.device(kind, device)
+        return torch.device(device)
+    # An index that is none, a name that is none.
+    except (RuntimeError, ValueError, OverflowError, TypeError) as error:
+        raise _no_device("the argument 'device' names no device", shown(device), kind) from error
+
+
+def _no_device(what: str, got: object, kind: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        what,
+        got=got,
+        expected=f"a torch.device, its name or an index of a device of type {kind!r}",
+        advice="leave device= out for the current one, or name the platform of that device",
+    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -89,7 +87,6 @@ class PoolMemory:
         self._graphs: WeakSet[Any] = WeakSet()
         self._used = False
         self._ranges: list[tuple[int, int]] = []
-        self._foreign: set[int] = set()
         self._ranges_version: tuple[int, int] | None = None
 
     def shown(self) -> PoolHandle:
@@ -148,17 +145,11 @@ class PoolMemory:
     def owns(self, address: int) -> bool:
         """Whether an address is in the pool; to be asked while a graph keeps the pool alive.
 
-        Ranges of a living pool never go away, so only a miss needs the allocator. A miss that is
-        remembered too long is safe: what is not known for pool memory is held and copied.
+        Ranges of a living pool never go away, so only a miss needs the allocator.
         """
-        if address in self._foreign:
-            return False
         if not self._in_ranges(address):
             self._refresh()
-            if not self._in_ranges(address):
-                self._foreign.add(address)
-                return False
-        return True
+        return self._in_ranges(address)
 
     def bytes(self) -> int:
         self._refresh()
@@ -194,8 +185,7 @@ class PoolMemory:
         self._begin(self._handles)
 
     def _in_ranges(self, address: int) -> bool:
-        place = bisect_right(self._ranges, (address, math.inf)) - 1
-        return place >= 0 and address < self._ranges[place][1]
+        return any(start <= address < end for start, end in self._ranges)
 
     def _refresh(self) -> None:
         # Segments only come and go with device allocations, which these two count.
@@ -212,8 +202,7 @@ class PoolMemory:
             if segment["device"] == self.device and segment["segment_pool_id"] in self._handles
         ]
         self._see(segments)
-        self._ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in segments)
-        self._foreign.clear()
+        self._ranges = [(s["address"], s["address"] + s["total_size"]) for s in segments]
         used = {segment["segment_pool_id"] for segment in segments}
         self._handles = [
             handle for handle in self._handles if handle in used or handle == self._handles[-1]

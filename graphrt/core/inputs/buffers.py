@@ -18,7 +18,7 @@ from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
-from graphrt.core.inputs.layout import InputLayout, PadPattern, remember
+from graphrt.core.inputs.layout import InputLayout, remember
 from graphrt.core.inputs.slot import InputSlot
 from graphrt.core.inputs.transport import HostCopy, InputTransport, Slab, StagedCopy
 
@@ -47,9 +47,7 @@ class StaticInputs:
         self.declared.check_fits(platform, tokens, reqs)
         self.tokens = tokens
         self.reqs = reqs
-        every = self.declared.specs
-        self._patterns = {name: PadPattern(spec) for name, spec in every.items()}
-        dtypes = {name: spec.dtype for name, spec in every.items()}
+        dtypes = {name: spec.dtype for name, spec in self.declared.specs.items()}
         # Inputs of a dtype that has gradients.
         self.graded = [n for n, of in dtypes.items() if of.is_floating_point or of.is_complex]
         self._layouts: dict[tuple[int, int], InputLayout] = {}
@@ -57,16 +55,15 @@ class StaticInputs:
         self.reset()
 
     def _transport(self, platform: Platform, device: Any, fetched: bool) -> InputTransport:
-        nbytes = InputLayout(self._patterns, self.tokens, self.reqs).nbytes
+        nbytes = InputLayout(self.declared.specs, self.tokens, self.reqs).nbytes
         with torch.inference_mode(False):
             # Whole vectors: a device may move more of them than there are bytes.
             buffer = torch.zeros(-(-nbytes // 256) * 256, dtype=torch.uint8, device=device)
-        slab = Slab(buffer, nbytes, len(self._patterns))
-        if fetched and nbytes:
-            transport: InputTransport | None = platform.new_input_transport(slab)
-            if transport is not None:
-                return transport
-        return HostCopy(slab) if buffer.is_cpu else StagedCopy(slab, platform)
+        slab = Slab(buffer, nbytes, len(self.declared.specs))
+        transport: InputTransport | None = None
+        if nbytes:
+            transport = platform.new_input_transport(slab, fetched)
+        return transport or (HostCopy(slab) if buffer.is_cpu else StagedCopy(slab, platform))
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -92,7 +89,7 @@ class StaticInputs:
         """Where the inputs of a batch of this size lie."""
         layout = self._layouts.get((tokens, reqs))
         if layout is None:
-            layout = InputLayout(self._patterns, tokens, reqs)
+            layout = InputLayout(self.declared.specs, tokens, reqs)
             layout.place(self.transport.slab.buffer)
             layout.fetch = self.transport.fetch_of(layout.nbytes)
             remember(self._layouts, (tokens, reqs), layout, _CACHED_LAYOUTS)
@@ -138,6 +135,19 @@ class StaticInputs:
         }
         return InputSlot(batch, tensors)
 
+    def nest(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the forward, by their dotted names, as nested dicts again."""
+        if not self.declared.nested:
+            return flat
+        nested: dict[str, Any] = {}
+        for name, value in flat.items():
+            *parents, leaf = name.split(".")
+            inner = nested
+            for parent in parents:
+                inner = inner.setdefault(parent, {})
+            inner[leaf] = value
+        return nested
+
     def copies(self, values: Mapping[str, Any], tokens: int, reqs: int) -> dict[str, torch.Tensor]:
         """Copies of a step's inputs by (dotted) name, where the buffers are: for a step that no
         graph serves. Raises `InvalidInputError`."""
@@ -157,7 +167,8 @@ class StaticInputs:
         for the captures before it."""
         if self.ring is not None:
             self.ring.settle()
-        (layout or self.layout(self.tokens, self.reqs)).reset()
+        for field in (layout or self.layout(self.tokens, self.reqs)).fields:
+            field.view.fill_(field.pad)
 
 
 def batch_of(inputs: StaticInputs, values: Mapping[str, Any]) -> Batch:
@@ -173,7 +184,7 @@ def reqs_of(inputs: StaticInputs, batch: Batch, values: Mapping[str, Any] | None
         return batch.num_reqs
     if batch.query_len:
         return batch.num_tokens // batch.query_len
-    if values is None and "reqs" in inputs.declared.axes:
+    if values is None and "reqs" in inputs.declared.by_axis:
         raise InvalidBatchError(
             "a slot is made before there are inputs, whose shapes would say how many requests "
             "the batch has",

@@ -6,14 +6,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base.errors import InvalidBatchError, InvalidInputError
-from graphrt.core.base.option_values import MOST, shown
-from graphrt.core.base.torch_names import in_transform
+from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidInputError
+from graphrt.core.base.option_values import MOST, check_kind, shown
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.spec import InputSpec, check_value
@@ -30,16 +30,14 @@ class DeclaredInputs:
     def __init__(self, specs: Mapping[str, Any]) -> None:
         self.specs = dict(_specs(specs, "", "inputs="))
         self.nested = any(isinstance(spec, Mapping) for spec in specs.values())
-        axes = {name: spec.batch_axis()[0] for name, spec in self.specs.items()}
-        self.axes = {axis.name for axis in axes.values() if axis is not None}
-        self.with_rows = frozenset(name for name, axis in axes.items() if axis)
-        """The inputs that have padding rows."""
-        by_axis: dict[str, set[str]] = {"tokens": set()}
-        for name, axis in axes.items():
+        self.by_axis: dict[str, frozenset[str]] = {"tokens": frozenset()}
+        """The inputs that have padding rows, by what they grow with: tokens, and requests if any
+        does."""
+        for name, spec in self.specs.items():
+            axis, _ = spec.batch_axis()
             if axis is not None:
-                by_axis.setdefault(axis.counts, set()).add(name)
-        self.by_axis = {axis: frozenset(names) for axis, names in by_axis.items()}
-        """The same by what they grow with: tokens, and requests if any does."""
+                self.by_axis[axis.counts] = self.by_axis.get(axis.counts, frozenset()) | {name}
+        self.with_rows = frozenset[str]().union(*self.by_axis.values())
         pads = {int(spec.pad_value.real) for spec in self.specs.values() if spec.index}
         self.addresses = sorted(pads)
         """The padding values of index inputs: rows in which padding may be written."""
@@ -58,7 +56,7 @@ class DeclaredInputs:
 
     def check(
         self,
-        values: object,
+        values: Mapping[str, Any],
         tokens: int | None,
         reqs: int | None,
         error: Exception | None = None,
@@ -69,13 +67,7 @@ class DeclaredInputs:
         `tokens` and `reqs` are the live ones, None if they are not known; `error` is what using the
         inputs raised, if they were used.
         """
-        if not isinstance(values, Mapping):
-            raise InvalidInputError(
-                "a step's inputs are no mapping",
-                got=type(values).__name__,
-                expected=f"a mapping of {sorted(self.specs)} to tensors",
-                advice="pass each input by its name",
-            )
+        check_kind("inputs", values, Mapping, optional=False)
         flat = dict(flat_of(values))
         self.check_names(flat)
         for name, spec in self.specs.items():
@@ -114,19 +106,6 @@ class DeclaredInputs:
             )
         reqs = counts.get("reqs")
         return counts.get("tokens", reqs or 0), reqs
-
-    def nest(self, flat: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the forward, by their dotted names, as nested dicts again."""
-        if not self.nested:
-            return flat
-        nested: dict[str, Any] = {}
-        for name, value in flat.items():
-            *parents, leaf = name.split(".")
-            place = nested
-            for parent in parents:
-                place = place.setdefault(parent, {})
-            place[leaf] = value
-        return nested
 
     def check_fits(self, platform: Platform, tokens: int, reqs: int) -> None:
         """Raise `InvalidInputError` for buffers that no device has the memory for, or not this one:
@@ -172,27 +151,24 @@ class DeclaredInputs:
         for name, value in flat_of(values):
             spec = self.specs.get(name)
             axis, dim = (None, 0) if spec is None else spec.batch_axis()
-            if spec is None or axis is None or not isinstance(value, torch.Tensor):
+            if spec is None or axis is None or axis.counts not in names:
                 continue
             # What is no input at all, such as a sparse tensor, is named when it is written.
-            can_differ = axis.counts in names and _is_plain(value) and value.dim() > dim
-            if can_differ and _differs(value, spec, dim):
-                names[axis.counts].add(name)
+            with suppress(GraphRTError):
+                check_value(name, spec, value, None)
+                if value.numel() and _differs(value, spec, dim):
+                    names[axis.counts].add(name)
         return {axis: frozenset(differing) for axis, differing in names.items()}
 
     def disturb(self, layout: InputLayout, tokens: int, reqs: int) -> None:
         """Let padding rows hold what the first live row holds, but for indices: what they address
         would be written."""
         for name, spec in self.specs.items():
-            if not spec.index:
-                _spread(layout.views[name], spec, tokens, reqs)
-
-
-def _is_plain(value: torch.Tensor) -> bool:
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested
-    dense = plain and value.layout is torch.strided and value.device.type != "meta"
-    # Quantized rows are not compared, and what torch.func wraps has none: writing it names that.
-    return dense and not value.is_quantized and value.numel() > 0 and not in_transform()
+            axis, dim = spec.batch_axis()
+            view, live = layout.views[name], 0 if axis is None else axis.size(tokens, reqs)
+            if not spec.index and 0 < live < view.shape[dim]:
+                tail = view.narrow(dim, live, view.shape[dim] - live)
+                tail.copy_(view.narrow(dim, 0, 1).expand_as(tail))
 
 
 def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:
@@ -204,15 +180,6 @@ def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:
     # As bytes: 8-bit floats cannot be compared, and NaN is itself.
     row = row.expand_as(value)
     return not torch.equal(tree.octets(value), tree.octets(row))
-
-
-def _spread(view: torch.Tensor, spec: InputSpec, tokens: int, reqs: int) -> None:
-    """Let padding rows hold what the first live row holds."""
-    axis, dim = spec.batch_axis()
-    live = 0 if axis is None else axis.size(tokens, reqs)
-    if 0 < live < view.shape[dim]:
-        tail = view.narrow(dim, live, view.shape[dim] - live)
-        tail.copy_(view.narrow(dim, 0, 1).expand_as(tail))
 
 
 def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputSpec]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from ctypes import PYFUNCTYPE, c_size_t, c_void_p, cast, memmove, memset
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -43,68 +44,39 @@ def remember(cache: dict[K, V], key: K, value: V, most: int) -> V:
     return value
 
 
-class PadPattern:
-    """What the padding rows of one input hold, as bytes."""
-
-    def __init__(self, spec: InputSpec) -> None:
-        self.spec = spec
-        self.value = spec.pad_value
-        # Says of a tensor whether its bits are not its values; None for dtypes that have no such.
-        self.lazy: Callable[[torch.Tensor], bool] | None = None
-        if spec.dtype.is_floating_point or spec.dtype.is_complex:
-            self.lazy = tree.is_lazy if spec.dtype.is_complex else torch.Tensor.is_neg
-        self._element = torch.full((1,), self.value, dtype=spec.dtype, device="cpu")
-        octets = bytes(self._element.view(torch.uint8).tolist())
-        self._octet = octets[0] if len(set(octets)) == 1 else None
-        self._rows = self._element
-        word = octets * (8 // len(octets)) if len(octets) <= 8 else octets[:8]
-        alike = len(octets) <= 8 or octets[8:] == octets[:8]
-        self.word = int.from_bytes(word, "little") if alike else None
-        """Eight bytes of padding as a number; None where no eight bytes are all of it."""
-
-    def write(self, base: int, pads: list[Span]) -> None:
-        """Pad the (start, bytes) after the address `base`, in host memory."""
-        if self._octet is not None:
-            for to, size in pads:
-                memset(base + to, self._octet, size)
-            return
-        longest = pads[0][1]
-        if self._rows.nbytes < longest:
-            self._rows = self._element.expand(longest // self._element.nbytes).contiguous()
-        rows = self._rows.data_ptr()
-        for to, size in pads:
-            memmove(base + to, rows, size)
-
-
 class Field:
-    """One input at one size: its place in the slab, cut in `blocks` by its batch axis.
+    """One input at one size: its place in the slab, cut in `blocks` by its batch axis, and what its
+    padding rows hold.
 
     A block is what lies between two steps of the axes before the batch axis; it holds `rows` rows
     of `row_bytes`.
     """
 
-    __slots__ = ("blocks", "name", "nbytes", "offset", "pattern", "row_bytes", "rows", "view")
-
-    def __init__(self, name: str, pattern: PadPattern, offset: int, tokens: int, reqs: int) -> None:
+    def __init__(self, name: str, spec: InputSpec, offset: int, tokens: int, reqs: int) -> None:
         self.name = name
-        self.pattern = pattern
+        self.spec = spec
         self.offset = offset
-        sizes = self.spec.sizes(tokens, reqs)
-        axis, dim = self.spec.batch_axis()
+        sizes = spec.sizes(tokens, reqs)
+        axis, dim = spec.batch_axis()
         self.blocks = math.prod(sizes[:dim])
         self.rows = sizes[dim] if axis is not None else 1
         inner = sizes[dim + 1 :] if axis is not None else sizes
-        self.row_bytes = math.prod(inner) * self.spec.dtype.itemsize
-        self.nbytes = self.blocks * self.rows * self.row_bytes
+        self.row_bytes = math.prod(inner) * spec.dtype.itemsize
+        self.end = offset + self.blocks * self.rows * self.row_bytes
         self.view: torch.Tensor
-
-    @property
-    def spec(self) -> InputSpec:
-        return self.pattern.spec
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
+        # Says of a tensor whether its bits are not its values; None for dtypes that have no such.
+        self.lazy: Callable[[torch.Tensor], bool] | None = None
+        if spec.dtype.is_floating_point or spec.dtype.is_complex:
+            self.lazy = tree.is_lazy if spec.dtype.is_complex else torch.Tensor.is_neg
+        self.pad = spec.pad_value
+        self.element = torch.full((1,), self.pad, dtype=spec.dtype, device="cpu")
+        octets = bytes(self.element.view(torch.uint8).tolist())
+        self.octet = octets[0] if len(set(octets)) == 1 else None
+        """The byte that padding is made of; None where it is of several."""
+        word = (octets * 8)[:8]
+        repeats = word * 2 == (octets * 16)[:16]
+        self.word = int.from_bytes(word, "little") if repeats else None
+        """Eight bytes of padding as a number; None where no eight bytes are all of it."""
 
 
 class FieldMove:
@@ -114,55 +86,49 @@ class FieldMove:
     `repeats` (from, to, bytes); "to" counts from the start of the slab.
     """
 
-    __slots__ = ("_live_rows", "_views", "copies", "field", "one_block", "pads", "repeats", "shape")
-
     def __init__(self, field: Field, tokens: int, reqs: int) -> None:
         spec = field.spec
         axis, _ = spec.batch_axis()
         self.field = field
         self.shape = torch.Size(spec.sizes(tokens, reqs))
-        live_rows = field.rows if axis is None else axis.size(tokens, reqs)
-        size, block = live_rows * field.row_bytes, field.rows * field.row_bytes
+        self.rows = field.rows if axis is None else axis.size(tokens, reqs)
+        size, block = self.rows * field.row_bytes, field.rows * field.row_bytes
+        rest = block - size
         starts = [field.offset + index * block for index in range(field.blocks)]
-        if size == block:
-            starts, size = [field.offset], field.nbytes
-        self.copies = [(start, index * size, size) for index, start in enumerate(starts) if size]
-        # Whether the live rows lie in one piece.
-        self.one_block = len(self.copies) <= 1
-        rest = block - live_rows * field.row_bytes
         tails = [start + size for start in starts] if rest else []
-        self.pads: list[Span] = []
-        self.repeats: list[tuple[int, int, int]] = []
-        if spec.pad == "repeat":
-            self.repeats = [(tail - field.row_bytes, tail, rest) for tail in tails]
-        else:
-            self.pads = [(tail, rest) for tail in tails]
-        self._live_rows = None if axis is None else live_rows
-        self._views: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        if not rest:
+            starts, size = [field.offset], field.end - field.offset
+        self.copies = [(start, index * size, size) for index, start in enumerate(starts) if size]
+        repeated = spec.pad == "repeat"
+        self.pads: list[Span] = [] if repeated else [(tail, rest) for tail in tails]
+        self.repeats = [(tail - field.row_bytes, tail, rest) for tail in tails if repeated]
 
-    @property
-    def views(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The live rows and, along a batch axis, the padding rows. Made where devices write them:
-        a host that copies would keep thousands of tensors for nothing."""
-        views = self._views
-        if views is None:
-            view, live = self.field.view, self._live_rows
-            views = view, None
-            if live is not None:
-                dim = self.field.spec.batch_axis()[1]
-                with inference_guard(False):
-                    padding = view.narrow(dim, live, self.field.rows - live)
-                    views = view.narrow(dim, 0, live), padding
-            self._views = views
-        return views
+    # Made where devices write them: a host that copies would keep thousands of tensors for nothing.
+
+    @cached_property
+    def live(self) -> torch.Tensor:
+        """The live rows where the input lies."""
+        return self._narrowed(0, self.rows)
+
+    @cached_property
+    def padding(self) -> torch.Tensor:
+        """The padding rows behind them."""
+        return self._narrowed(self.rows, self.field.rows - self.rows)
+
+    def _narrowed(self, start: int, rows: int) -> torch.Tensor:
+        axis, dim = self.field.spec.batch_axis()
+        if axis is None:
+            return self.field.view
+        with inference_guard(False):
+            return self.field.view.narrow(dim, start, rows)
 
     def lies_in(self, value: torch.Tensor) -> bool:
         """Whether `value`, which starts where this input starts, is laid out like it, and has its
         values there."""
-        lazy = self.field.pattern.lazy
+        lazy = self.field.lazy
         if lazy is not None and lazy(value):
             return False
-        if self.one_block and value.is_contiguous():
+        if len(self.copies) <= 1 and value.is_contiguous():
             return True
         return bool(value.stride() == self.field.view.stride())
 
@@ -174,44 +140,35 @@ class FieldMove:
 
     def pad_at(self, base: int) -> None:
         """Write the padding rows in the host's packed memory at `base`."""
-        if self.pads:
-            self.field.pattern.write(base, self.pads)
+        field = self.field
+        for to, size in self.pads:
+            if field.octet is not None:
+                memset(base + to, field.octet, size)
+            else:
+                _repeat(field.element.data_ptr(), base + to, field.spec.dtype.itemsize, size)
         for start, to, size in self.repeats:
-            _repeat(base + start, base + to, self.field.row_bytes, size)
+            _repeat(base + start, base + to, field.row_bytes, size)
 
     def pad_on_device(self) -> None:
         """Write the padding rows by themselves, where the input lies."""
-        if not (self.pads or self.repeats):
-            return
-        live, tail = self.views
-        assert tail is not None
         if self.repeats:
             dim = self.field.spec.batch_axis()[1]
-            tail.copy_(live.narrow(dim, live.shape[dim] - 1, 1))
-        else:
-            tail.fill_(self.field.pattern.value)
+            self.padding.copy_(self.live.narrow(dim, self.rows - 1, 1))
+        elif self.pads:
+            self.padding.fill_(self.field.pad)
 
 
 class StepMoves:
     """What a step of so many live tokens and requests moves into one layout."""
 
-    __slots__ = (
-        "alike",
-        "fetch",
-        "fields",
-        "from_host",
-        "padded",
-        "prepared",
-        "rows",
-        "short",
-        "whole",
-    )
+    # native/replay.c reads `alike` where it lies.
+    __slots__ = ("__dict__", "alike")
 
     def __init__(self, layout: InputLayout, tokens: int, reqs: int) -> None:
         self.fields = [FieldMove(field, tokens, reqs) for field in layout.fields]
         # One tuple for each packed input: what every step checks it against.
         self.rows = [
-            (each.field.name, each.field.spec.dtype, each.shape, each.field.pattern.lazy, each)
+            (each.field.name, each.field.spec.dtype, each.shape, each.field.lazy, each)
             for each in self.fields
         ]
         self.from_host = "h" * len(self.fields)
@@ -228,7 +185,7 @@ class StepMoves:
         # The compiled writer of the last such step, which native/replay.c calls first; None where
         # Python wrote it. It refuses inputs that are unlike those it was made for.
         self.alike: Any = None
-        self.whole: list[Span] = [(0, layout.nbytes)] if layout.nbytes else []
+        self.whole = self.spans(self.from_host)
 
     def pad_at(self, base: int) -> None:
         """Write all padding rows in the host's packed memory at `base`."""
@@ -253,18 +210,15 @@ class StepMoves:
 class InputLayout:
     """The inputs of one size, one after the other in a slab, and the forward's views of them."""
 
-    __slots__ = ("fetch", "fields", "known", "nbytes", "reqs", "tokens", "views")
-
-    def __init__(self, packed: Mapping[str, PadPattern], tokens: int, reqs: int) -> None:
+    def __init__(self, specs: Mapping[str, InputSpec], tokens: int, reqs: int) -> None:
         self.tokens = tokens
         self.reqs = reqs
         self.fields: list[Field] = []
         offset = 0
-        for name, pattern in packed.items():
-            field = Field(name, pattern, offset, tokens, reqs)
-            self.fields.append(field)
-            offset += -(-field.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.nbytes = self.fields[-1].end if self.fields else 0
+        for name, spec in specs.items():
+            self.fields.append(Field(name, spec, offset, tokens, reqs))
+            offset = -(-self.fields[-1].end // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = self.fields[-1].end
         self.views: dict[str, torch.Tensor] = {}
         # What a graph captures to fetch its inputs; None where they are copied before its launch.
         self.fetch: Callable[[], None] | None = None
@@ -277,7 +231,7 @@ class InputLayout:
         with inference_guard(False), torch.no_grad():
             for field in self.fields:
                 part = slab[field.offset : field.end]
-                if part.is_cpu and field.nbytes:
+                if part.is_cpu and part.numel():
                     part = _own_storage(part)
                 flat = part.view(field.spec.dtype)
                 field.view = flat.view(field.spec.sizes(self.tokens, self.reqs))
@@ -291,11 +245,6 @@ class InputLayout:
                 moves = StepMoves(self, tokens, reqs)
             remember(self.known, (tokens, reqs), moves, _CACHED_MOVES)
         return moves
-
-    def reset(self) -> None:
-        """Make every row a padding row."""
-        for field in self.fields:
-            field.view.fill_(field.pattern.value)
 
 
 def _own_storage(part: torch.Tensor) -> torch.Tensor:

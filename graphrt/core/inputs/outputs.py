@@ -1,46 +1,41 @@
-"""Which dimensions of what a forward returns are batch axes: declared, or seen at two sizes."""
+"""Which dimensions of what a forward returns are batch axes: declared, or seen at several sizes.
+
+A dimension may have some axes: the one that `outputs=` gives it, else its constant size, tokens and
+requests.
+
+1. `see` leaves those that hold at one more size, and raises where none does.
+2. `resolve` has eager steps of other sizes made until one is left, and takes that.
+"""
 
 from __future__ import annotations
 
 import enum
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.errors import InvalidOptionError, OutputError
-from graphrt.core.base.option_values import shown, told
+from graphrt.core.base.option_values import shown
 from graphrt.core.batch.axes import Axis
 
 OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
 """Axes of an output, or of several by name or position: see `OutputLayout`."""
 
-Declared = tuple[int | Axis | None, ...]
-"""The axes of one tensor: a constant size, a batch axis, or None for a size that is not looked at.
-Dimensions behind the last one are found."""
-
+OneAxis = int | Axis | None
+"""Of a dimension: a constant size, a batch axis, or None for a size that is not looked at."""
 
 BatchDims = tuple[tuple[int, Axis], ...]
 """The dimensions of one tensor that are cut to the live rows."""
 
 Probe = Callable[[int, int], object]
 
-_FOUND = (Axis("tokens"), Axis("reqs"))
+_BATCH = (Axis("tokens"), Axis("reqs"))
 _VALUES = (numbers.Number, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
-
-
-class Seen(NamedTuple):
-    """The shapes, and the values that are no tensors, that a forward returned in a batch of so many
-    tokens and requests, by path."""
-
-    tokens: int
-    reqs: int
-    shapes: dict[str, tuple[int, ...]]
-    values: dict[str, object]
 
 
 class OutputLayout:
@@ -50,23 +45,38 @@ class OutputLayout:
         """`declared` are the axes of a tensor, or a mapping of names (keys, or fields of a
         dataclass) to axes, or a tuple with the axes of each element. An axis is "tokens" (or
         "rows"), "reqs", either with a constant added, a constant size, or None for any size.
+        Dimensions behind the declared ones are found.
 
-        What is not declared is found by comparing shapes at two sizes. Raises `InvalidInputError`
-        for an axis that there is not, `InvalidOptionError` for anything else.
+        Raises `InvalidInputError` for an axis that there is not, `InvalidOptionError` for anything
+        else.
         """
         self._declared = _declared_axes(declared)
         self.forget()
 
+    def forget(self) -> None:
+        """Forget what was seen."""
+        # First: whatever interrupts this, what is not there any more does not count as resolved.
+        self._resolved: set[tuple[int, int]] = set()
+        self._seen: set[tuple[int, int]] = set()
+        # By path: how many dimensions a tensor has, or a value that is none, as text.
+        self._structure: dict[str, int | str] = {}
+        # By path: for each dimension of a tensor, the axes that it may have.
+        self._axes: dict[str, list[list[OneAxis]]] = {}
+        self._batch_dims: dict[str, BatchDims] = {}
+
     def see(self, tokens: int, reqs: int, outputs: Any) -> None:
-        """Note what a forward returned; raises `OutputError` for what cannot be handed out."""
+        """Note what a forward returned in a batch of this size; raises `OutputError` for what
+        cannot be handed out, or is another structure, value or shape than graphs may pad."""
         check_containers(outputs)
+        structure: dict[str, int | str] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        values: dict[str, object] = {}
         for path, leaf in tree.leaves(outputs):
             if isinstance(leaf, torch.Tensor):
                 check_tensor(path, leaf)
-                shapes[path] = tuple(leaf.shape)
-            elif leaf is not None and not isinstance(leaf, _VALUES):
+                structure[path], shapes[path] = leaf.dim(), tuple(leaf.shape)
+            elif leaf is None or isinstance(leaf, _VALUES):
+                structure[path] = repr(leaf)
+            else:
                 raise OutputError(
                     f"the forward returns an object that graphrt cannot look into{at_path(path)}",
                     got=type(leaf).__qualname__,
@@ -74,25 +84,35 @@ class OutputLayout:
                     advice="return the tensors in it, or leave it out: result.logits alone, or "
                     "use_cache=False, of a model of transformers",
                 )
-            else:
-                values[path] = leaf
-        seen = Seen(tokens, reqs, shapes, values)
-        self._check_declared(seen, outputs)
-        if self._seen:
-            _check_alike(seen, self._seen[0])
-        if self._resolved:
-            # It has the axes that were found, or this raises.
-            for path in shapes:
-                _dims_of(path, [*self._seen, seen], self._axes(path))
-        if (tokens, reqs) not in self._resolved and seen not in self._seen:
-            self._seen.append(seen)
-
-    def forget(self) -> None:
-        """Forget what was seen."""
-        # First: whatever interrupts this, what is not there any more does not count as resolved.
-        self._resolved: set[tuple[int, int]] = set()
-        self._seen: list[Seen] = []
-        self._batch_dims: dict[str, BatchDims] = {}
+        size = f"{tokens} tokens of {reqs} requests"
+        if not self._seen:
+            self._check_names(shapes, outputs)
+        elif structure != self._structure:
+            raise _other_structure(structure, self._structure, size)
+        possible = self._axes or {path: self._first(path, shape) for path, shape in shapes.items()}
+        self._structure = structure
+        # Before the check: a dimension without any axis stays one, for which `resolve` raises.
+        self._axes = {
+            path: [
+                [axis for axis in axes if rows is not None and _fits(axis, rows, tokens, reqs)]
+                for axes, rows in zip_longest(possible[path], shape)
+            ]
+            for path, shape in shapes.items()
+        }
+        self._seen.add((tokens, reqs))
+        for path, axes in self._axes.items():
+            if not all(axes):
+                names = (" or ".join(map(str, each)) for each in possible[path])
+                whose = "it had at other sizes" if self._of(path) is None else "outputs= gives it"
+                raise OutputError(
+                    f"an output does not have the axes that {whose}{at_path(path)}",
+                    got=f"shape {shapes[path]} with {size}",
+                    expected=f"({', '.join(names)})",
+                    advice="name every dimension in its order, None for one of any size. Where one "
+                    'grows in another way, split it ([tokens * 2] as ["tokens", 2]), or return a '
+                    "row for every token (torch.where(mask, x, fill) in place of x[mask]) and let "
+                    "the caller cut them, as x[:3] of the result",
+                )
 
     def batch_dims(self, path: str) -> BatchDims:
         """The dimensions to cut of the tensor at `path`; raises `OutputError` for one that was not
@@ -114,205 +134,130 @@ class OutputLayout:
         is the number of tokens of every request, where no graph is for other batches. Raises
         `OutputError` where it cannot be told.
         """
-        if not self._seen or {(each.tokens, each.reqs) for each in self._seen} <= self._resolved:
+        if self._seen <= self._resolved:
             return
         failed = None if probe is None else self._compare(probe, query_len)
         unclear = self._unclear() if failed or probe is None else []
+        unclear += [path for path, axes in self._axes.items() if not all(axes)]
         if unclear:
-            why = None if failed is None else f"{type(failed).__name__}: {failed}"
-            raise unknown_axes(unclear[0], why) from failed
+            raise OutputError(
+                "it cannot be told by the sizes that were run which dimensions of the outputs are "
+                f"batch axes{at_path(unclear[0])}",
+                got=None if failed is None else f"{type(failed).__name__}: {failed}",
+                expected="outputs= with the axes of every tensor that the forward returns",
+                advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',
+            ) from failed
         self._batch_dims = {
-            path: _dims_of(path, self._seen, self._axes(path)) for path in self._seen[0].shapes
+            path: tuple((dim, axis) for dim, (axis, *_) in enumerate(axes) if type(axis) is Axis)
+            for path, axes in self._axes.items()
         }
-        self._resolved = {(each.tokens, each.reqs) for each in self._seen}
+        self._resolved = set(self._seen)
 
     def _compare(self, probe: Probe, query_len: int | None) -> Exception | None:
-        """Look at other sizes until all is told by what was seen; returns what the forward raised
-        where it did not run.
+        """Look at other sizes until all is told; returns what the forward raised where it did not
+        run.
 
         One request of one token comes first, even where all seems told: three rows at 4 and 8
         tokens may be `x[:3]`, and what was seen at even sizes alone may be rounded up. A forward
         that does not run at that size has no steps of it either.
         """
         failed: Exception | None = None
-        seen = {(each.tokens, each.reqs) for each in self._seen}
-        unclear = self._unclear()
-        for place, size in enumerate(self._other_sizes(query_len)):
-            wanted = unclear or (place == 0 and self._may_bend(size[0]))
-            if wanted and size not in seen:
-                failed = _failed(probe, size) or failed
-                unclear = self._unclear()
+        wanted = self._may_bend() or self._unclear()
+        for size in self._other_sizes(query_len) if wanted else ():
+            if wanted and size not in self._seen:
+                try:
+                    probe(*size)
+                except (OutputError, MemoryError, torch.OutOfMemoryError):
+                    # What it returned is wrong; or there is no room, which says nothing of sizes.
+                    raise
+                except Exception as error:
+                    failed = error
+            wanted = self._unclear()
         return failed
 
     def _other_sizes(self, query_len: int | None) -> list[tuple[int, int]]:
         """Sizes of steps that tell tokens, requests and constants apart, the smallest first."""
-        largest = max(self._seen, key=lambda seen: (seen.tokens, seen.reqs))
-        tokens, reqs = largest.tokens, largest.reqs
+        tokens, reqs = max(self._seen)
         # Far from the largest first: of one token less, half as many rows may be as many.
         if query_len is not None:
             return [(few * query_len, few) for few in (1, reqs // 2, reqs - 1) if few > 0]
         sizes = [(few, 1) for few in (1, tokens // 2, tokens - 1) if few > 0]
         return [*sizes, (tokens, reqs - 1)] if reqs > 1 else sizes
 
-    def _may_bend(self, smallest: int) -> bool:
-        """Whether a dimension that looks constant may be smaller at `smallest` tokens: `x[:3]` has
-        three rows at 4 and 8 tokens, and one at 1."""
-        least = min(seen.tokens for seen in self._seen)
-        return least > smallest and any(
-            self._has_constant(path, least) for path in self._seen[0].shapes
-        )
-
-    def _has_constant(self, path: str, most: int) -> bool:
-        declared = self._axes(path)
-        sizes = zip_longest(self._seen[0].shapes[path], declared or (), fillvalue=0)
-        return not declared or any(
-            not isinstance(axis, Axis) and 1 < size <= most for size, axis in sizes
+    def _may_bend(self) -> bool:
+        """Whether what looks right may be otherwise in a small batch: nothing declares it, or it is
+        a constant that is no larger than the batches seen."""
+        least = min(tokens for tokens, _ in self._seen)
+        return any(
+            self._of(path) is None
+            or any(type(axis) is int and 1 < axis <= least for axes in dims for axis in axes)
+            for path, dims in self._axes.items()
         )
 
     def _unclear(self) -> list[str]:
-        unclear = [path for path in self._seen[0].shapes if self._is_unclear(path)]
-        return unclear + self._unclear_values()
+        """What may be another at another size: of several axes; or seen at one size alone, where
+        steps of other sizes are padded, and not declared."""
+        counts = {tokens for tokens, _ in self._seen}
+        one_size = len(counts) == 1 and counts != {1}
+        # No declaration is of a value that is no tensor.
+        open_ones = [
+            path
+            for path, kind in self._structure.items()
+            if one_size and kind != "None" and (path not in self._axes or self._of(path) is None)
+        ]
+        several = [p for p, dims in self._axes.items() if any(len(axes) > 1 for axes in dims)]
+        return [*several, *open_ones]
 
-    def _unclear_values(self) -> list[str]:
-        """What is no tensor, and may be another at another size."""
-        values = self._seen[0].values if self._saw_one_size() else {}
-        return [path for path, value in values.items() if value is not None]
+    def _of(self, path: str) -> tuple[OneAxis, ...] | None:
+        """The axes that `outputs=` gives the tensor at `path`, None if it gives none."""
+        return next((axes for at, axes in self._declared.items() if _is_of(at, path)), None)
 
-    def _saw_one_size(self) -> bool:
-        """Whether nothing is known of another size, and steps of another size are padded."""
-        return {seen.tokens for seen in self._seen} == {self._seen[0].tokens} != {1}
+    def _first(self, path: str, shape: tuple[int, ...]) -> list[list[OneAxis]]:
+        """The axes that each dimension may have before a size is looked at."""
+        declared: list[list[OneAxis]] = [[axis] for axis in self._of(path) or ()]
+        return declared + [[rows, *_BATCH] for rows in shape[len(declared) :]]
 
-    def _is_unclear(self, path: str) -> bool:
-        """Whether a dimension has sizes that fit more than one axis, and no declaration tells."""
-        declared = self._axes(path)
-        if declared is None and self._saw_one_size():
-            return True
-        open_ones = [*_columns(path, self._seen)][len(declared or ()) :]
-        return any(len(_fits(column, self._seen)) > 1 for column in open_ones)
-
-    def _axes(self, path: str) -> Declared | None:
-        """The declared axes of the tensor at `path`, None if there are none."""
-        for prefix, axes in self._declared.items():
-            if _is_of(prefix, path):
-                return axes
-        return None
-
-    def _check_declared(self, seen: Seen, outputs: Any) -> None:
-        for path in self._declared:
-            if any(_is_of(path, each) for each in seen.shapes):
-                continue
-            keys = list(outputs) if isinstance(outputs, dict) else type(outputs).__name__
-            raise OutputError(
-                "the forward returns other outputs than outputs= names",
-                got=keys,
-                expected=f"an output {path}",
-                advice="name the axes of what the forward returns",
-            )
-        for path, shape in seen.shapes.items():
-            declared = self._axes(path)
-            if declared is None:
-                continue
-            sizes = [
-                axis.size(seen.tokens, seen.reqs) if isinstance(axis, Axis) else axis
-                for axis in declared
-            ]
-            if len(sizes) > len(shape) or any(
-                size is not None and size != actual
-                for size, actual in zip(sizes, shape, strict=False)
-            ):
+    def _check_names(self, paths: Iterable[str], outputs: Any) -> None:
+        """Raise `OutputError` for what `outputs=` names and the forward does not return."""
+        for prefix in self._declared:
+            if not any(_is_of(prefix, path) for path in paths):
                 raise OutputError(
-                    f"an output does not have the axes that outputs= gives it{at_path(path)}",
-                    got=f"shape {shape} with {seen.tokens} tokens of {seen.reqs} requests",
-                    expected=f"({', '.join(map(name_of_axis, declared))})",
-                    advice="name every dimension in its order, None for one of any size; return "
-                    "a row for each token: torch.where(mask, x, fill) in place of x[mask]",
+                    "the forward returns other outputs than outputs= names",
+                    got=list(outputs) if isinstance(outputs, dict) else type(outputs).__name__,
+                    expected=f"an output {prefix}",
+                    advice="name the axes of what the forward returns",
                 )
 
 
-def _failed(probe: Probe, size: tuple[int, int]) -> Exception | None:
-    """The error that a forward raised at another size, or None. Errors about what it returned there
-    are raised, and a lack of memory, which says nothing about the size."""
-    try:
-        probe(*size)
-    except (OutputError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        return error
-    return None
+def _fits(axis: OneAxis, rows: int, tokens: int, reqs: int) -> bool:
+    """Whether a dimension of so many rows can be of that axis, in a batch of that size."""
+    size = axis.size(tokens, reqs) if isinstance(axis, Axis) else axis
+    return size is None or size == rows
 
 
-def _check_alike(seen: Seen, other: Seen) -> None:
-    """Raise `OutputError` unless the forward returned as many tensors, of as many dimensions, and
-    the same values at another size."""
-    ranks = [{path: len(shape) for path, shape in each.shapes.items()} for each in (seen, other)]
-    if ranks[0] != ranks[1]:
-        raise OutputError(
-            "the forward returns other outputs at another size",
-            got=f"{_shown(seen.shapes)} with {seen.tokens} tokens of {seen.reqs} requests",
-            expected=f"{_shown(other.shapes)} as with {other.tokens} of {other.reqs}",
-            advice="return as many tensors, of as many dimensions, at every size: "
-            "squeeze() without a dimension drops one at size 1",
-        )
-    for path, value in seen.values.items():
-        if repr(value) != repr(other.values.get(path)):
-            raise OutputError(
-                "the forward returns a value, no tensor, that depends on the batch: a graph would "
-                f"return that of its padded size{at_path(path)}",
-                got=f"{told(value)} with {seen.tokens} tokens of {seen.reqs} requests",
-                expected=f"{told(other.values.get(path))}, as with {other.tokens} of {other.reqs}",
-                advice="do not return it: its caller can compute it of the batch",
-            )
-
-
-def _columns(path: str, seen: Sequence[Seen]) -> Iterable[tuple[int, ...]]:
-    """The sizes of each dimension, over what was seen."""
-    return zip(*(each.shapes[path] for each in seen), strict=True)
-
-
-def _fits(column: Sequence[int], seen: Sequence[Seen]) -> list[Axis | None]:
-    """What a dimension of these sizes can be, None being a constant."""
-    constant: list[Axis | None] = [None] if len(set(column)) == 1 else []
-    return constant + [
-        axis for axis in _FOUND if [axis.size(each.tokens, each.reqs) for each in seen] == [*column]
+def _other_structure(
+    structure: Mapping[str, object], expected: Mapping[str, object], size: str
+) -> OutputError:
+    paths = [
+        path for path in {**structure, **expected} if structure.get(path) != expected.get(path)
     ]
+    return OutputError(
+        "the forward returns other outputs at another size: as many tensors, of as many "
+        "dimensions, and the same values of other kinds are what a graph can stand for",
+        got=f"others with {size}" + at_path(", ".join(paths)),
+        expected="the same structure at every size",
+        advice="squeeze() without a dimension drops one at size 1; do not return a number that its "
+        "caller can compute of the batch",
+    )
 
 
-def _dims_of(path: str, seen: Sequence[Seen], declared: Declared | None) -> BatchDims:
-    """The dimensions of the output at `path` that are batch axes: as `outputs=` declares them,
-    behind these by how they grew with the batch in the runs that were `seen`."""
-    axes = declared or ()
-    dims = [(dim, axis) for dim, axis in enumerate(axes) if isinstance(axis, Axis)]
-    for dim, column in [*enumerate(_columns(path, seen))][len(axes) :]:
-        fits = _fits(column, seen)
-        if not fits:
-            raise OutputError(
-                f"a dimension of an output grows with the batch, but not as its tokens or "
-                f"requests do{at_path(path)}",
-                got=f"dimension {dim} is "
-                + ", ".join(
-                    f"{size} with {each.tokens} tokens of {each.reqs} requests"
-                    for size, each in zip(column, seen, strict=True)
-                ),
-                expected="a dimension for tokens or for requests",
-                advice='split it ([tokens * 2] as ["tokens", 2]), or return a row for every token '
-                "and let the caller cut them, as x[:3] of the result",
-            )
-        if fits[0] is not None:
-            dims.append((dim, fits[0]))
-    return tuple(dims)
-
-
-def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return ", ".join(f"{path} {shape}".strip() for path, shape in shapes.items()) or "no tensors"
-
-
-def _declared_axes(declared: Any) -> dict[str, Declared]:
+def _declared_axes(declared: Any) -> dict[str, tuple[OneAxis, ...]]:
     """The axes of `outputs=` by what they are of: a tensor, or all below that has no others.
 
     Raises `InvalidInputError` for an axis that there is not, `InvalidOptionError` for anything
     else.
     """
-    by_prefix: dict[str, Declared] = {}
+    by_prefix: dict[str, tuple[OneAxis, ...]] = {}
 
     def read(axes: Any, prefix: str) -> None:
         if axes is None:
@@ -343,7 +288,7 @@ def _is_of(prefix: str, path: str) -> bool:
     return below.startswith(named) and below[len(named) : len(named) + 1] in ("", ".", "[")
 
 
-def _axis(axis: Any) -> int | Axis | None:
+def _axis(axis: Any) -> OneAxis:
     if axis is None:
         return None
     if isinstance(axis, str):
@@ -361,17 +306,6 @@ def _no_axes(prefix: str, axes: object) -> InvalidOptionError:
         expected='"tokens", "rows", "reqs", "reqs+1", a size, or None for any size, in a tuple for '
         "every tensor",
         advice='outputs=("tokens", 4096), or outputs={"logits": ("tokens", vocab)}',
-    )
-
-
-def unknown_axes(path: str, got: str | None) -> OutputError:
-    """The error for outputs that were not seen at two sizes."""
-    return OutputError(
-        f"it cannot be told which dimensions of the outputs are batch axes{at_path(path)}: no "
-        "eager step of another size, to compare",
-        got=got,
-        expected="outputs= with the axes of every tensor that the forward returns",
-        advice='outputs=("tokens", width), or {"logits": ("tokens", width)}',
     )
 
 
@@ -402,30 +336,25 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
 def check_containers(outputs: Any) -> None:
     """Raise `OutputError` for a dict that has its tensors as attributes too, if they do not follow
     its items: the caller could find the graph's own there."""
-    if isinstance(outputs, torch.Tensor):
-        return
+    below: Iterable[Any] = outputs if isinstance(outputs, tuple | list) else ()
     if isinstance(outputs, dict):
-        if type(outputs) is not dict and hasattr(outputs, "__dict__"):
-            owned = {id(each) for each in vars(outputs).values() if isinstance(each, torch.Tensor)}
-            copied = tree.map_leaves(torch.Tensor.detach, outputs) if owned else outputs
-            if owned & {id(each) for each in vars(copied).values()}:
-                raise OutputError(
-                    "the forward returns a dict whose attributes are tensors, and stay what they "
-                    "are where its items are replaced",
-                    got=type(outputs).__qualname__,
-                    expected="a dict, a dataclass, or a dict whose attributes follow its items",
-                    advice="return dict(result)",
-                )
-        below: Iterable[Any] = outputs.values()
-    else:
-        below = outputs if isinstance(outputs, tuple | list) else ()
+        below = outputs.values()
+        owned = _attributes(outputs)
+        if owned and owned & _attributes(tree.map_leaves(torch.Tensor.detach, outputs)):
+            raise OutputError(
+                "the forward returns a dict whose attributes are tensors, and stay what they are "
+                "where its items are replaced",
+                got=type(outputs).__qualname__,
+                expected="a dict, a dataclass, or a dict whose attributes follow its items",
+                advice="return dict(result)",
+            )
     for each in below:
         check_containers(each)
 
 
-def name_of_axis(axis: int | Axis | None) -> str:
-    """As `outputs=` writes it: `"tokens"`, the size of a fixed dimension, or None."""
-    return f'"{axis}"' if isinstance(axis, Axis) else str(axis)
+def _attributes(owner: Any) -> set[int]:
+    attributes = getattr(owner, "__dict__", {}).values()
+    return {id(each) for each in attributes if isinstance(each, torch.Tensor)}
 
 
 def at_path(path: str) -> str:

@@ -11,13 +11,12 @@ from typing import Any, TypeGuard
 
 import torch
 
-from graphrt.core.base.errors import GraphRTError, InvalidInputError, OverwrittenOutputError
+from graphrt.core.base.errors import InvalidInputError, OverwrittenOutputError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.axes import Axis
 
 _MOST_BLOCKS = 1 << 16
-_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 @public("graphrt")
@@ -51,9 +50,7 @@ class InputSpec:
             raise _wrong_spec("index", self.index, "True or False", "index=True")
         _check_shape(self.shape)
         object.__setattr__(self, "shape", tuple(self.shape))
-        if self.index:
-            _check_index(self.dtype, self.pad)
-        _check_pad(self.dtype, self.pad)
+        _check_pad(self.dtype, self.pad, self.index)
 
     @property
     def pad_value(self) -> int | float | complex | bool:
@@ -94,114 +91,83 @@ def check_value(
 ) -> None:
     """Raise what is wrong with a step's value for the input `name`, whose live shape is `live`, if
     that is known. `cause` is what using it raised, if it was used."""
-    wrong = _wrong_value(name, spec, value, live) or _unreadable(name, spec, value)
-    if wrong is not None:
-        raise wrong from cause
-
-
-def _wrong_value(
-    name: str, spec: InputSpec, value: Any, live: tuple[int, ...] | None
-) -> InvalidInputError | None:
+    got: object = type(value).__name__
+    no_rows = (
+        "has no rows in memory that could be copied",
+        f"{name}.to_dense() of a sparse one, torch.cat({name}.unbind()) of a nested one",
+    )
     if not isinstance(value, torch.Tensor):
-        return InvalidInputError(
-            f"input {name!r} is no tensor",
-            got=type(value).__name__,
-            expected=f"a tensor of {spec.dtype}",
-            advice=f"torch.as_tensor({name}, dtype={spec.dtype}) of a list or an array",
+        wrong, advice = "is no tensor", f"torch.as_tensor({name}) of a list or an array"
+    elif value.is_meta or value.is_nested or value.layout is not torch.strided:
+        got = "meta" if value.is_meta else "nested" if value.is_nested else value.layout
+        wrong, advice = no_rows
+    elif value.dtype is not spec.dtype:
+        wrong, got = "has the wrong dtype", value.dtype
+        advice = f"{name}.to({spec.dtype}), or change its InputSpec"
+    elif value.dim() != len(spec.shape) if live is None else value.shape != live:
+        wrong, got = "has the wrong shape", tuple(value.shape)
+        advice = (
+            f"the live rows of {name} alone, which graphrt pads, in the declared order; or "
+            "Batch(...) with their number"
         )
-    if value.is_meta or value.is_nested or value.layout is not torch.strided:
-        kind = "meta" if value.is_meta else "nested" if value.is_nested else str(value.layout)
-        return _without_rows(name, spec, kind)
-    if value.dtype is not spec.dtype:
-        return InvalidInputError(
-            f"input {name!r} has the wrong dtype",
-            got=value.dtype,
-            expected=spec.dtype,
-            advice=f"{name}.to({spec.dtype}), or change its InputSpec",
-        )
-    shape = tuple(value.shape)
-    if len(shape) != len(spec.shape) if live is None else shape != live:
-        return InvalidInputError(
-            f"input {name!r} has the wrong shape",
-            got=shape,
-            expected=spec.shape if live is None else f"{live} from {spec.shape}",
-            advice=f"the live rows of {name} alone, which graphrt pads, in the declared order; or "
-            "Batch(...) with their number",
-        )
-    return None
+    elif _in_memory(name, value, cause):
+        return
+    else:
+        wrong, advice = no_rows
+    shape = "" if live is None else f"{live} from "
+    raise InvalidInputError(
+        f"input {name!r} {wrong}",
+        got=got,
+        expected=f"a dense tensor of {spec.dtype}, {shape}{spec.shape}",
+        advice=advice,
+    ) from cause
 
 
-def _unreadable(name: str, spec: InputSpec, value: torch.Tensor) -> GraphRTError | None:
-    """What is wrong with a tensor of the right shape that cannot be copied."""
+def _in_memory(name: str, value: torch.Tensor, cause: Exception | None) -> bool:
+    """Whether a tensor can be read: where it cannot, a copy would end the process."""
     try:
-        # Where there is none a copy would end the process.
-        in_memory = value.numel() == 0 or (
+        return value.numel() == 0 or (
             value.data_ptr() != 0 and value.untyped_storage().nbytes() > 0
         )
     except RuntimeError as error:
-        if OverwrittenOutputError.__name__ in str(error):
-            return OverwrittenOutputError(
-                f"input {name!r} is an output of an earlier step, whose memory was overwritten",
-                expected="an output of the step before, or a copy",
-                advice='clone() what is needed longer, or GraphOptions(outputs="clone")',
-            )
-        in_memory = False
-    return None if in_memory else _without_rows(name, spec, type(value).__name__)
-
-
-def _without_rows(name: str, spec: InputSpec, kind: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"input {name!r} has no rows in memory that could be copied",
-        got=f"a tensor of kind {kind}",
-        expected=f"a dense tensor of {spec.dtype}",
-        advice=f"{name}.to_dense() of a sparse one, torch.cat({name}.unbind()) of a nested one",
-    )
+        if OverwrittenOutputError.__name__ not in str(error):
+            return False
+    raise OverwrittenOutputError(
+        f"input {name!r} is an output of an earlier step, whose memory was overwritten",
+        expected="an output of the step before, or a copy",
+        advice='clone() what is needed longer, or GraphOptions(outputs="clone")',
+    ) from cause
 
 
 def _check_shape(shape: object) -> None:
     """Raise `InvalidInputError` unless it is a tuple of sizes with at most one batch axis."""
-    example = '("tokens", 64)'
-    if not isinstance(shape, tuple | list):
-        raise _wrong_spec("shape", shape, "a tuple of ints and axes", example)
-    axes = [size for size in shape if isinstance(size, str)]
-    for axis in axes:
-        Axis.parse(axis)
-    for size in shape:
-        if not isinstance(size, str) and (not _is_int(size) or size < 0):
-            raise _wrong_spec("shape", shape, "ints >= 0, and one of them an axis", example)
-    if len(axes) > 1:
-        raise _wrong_spec("shape", shape, "at most one batch axis", "an input for each batch axis")
-    blocks = math.prod(itertools.takewhile(lambda size: not isinstance(size, str), shape))
-    if axes and blocks > _MOST_BLOCKS:
-        expected = f"at most {_MOST_BLOCKS} pieces in front of the batch axis, each is a copy"
-        raise _wrong_spec("shape", shape, expected, "that axis first, and a transpose in forward")
+    if isinstance(shape, tuple | list):
+        axes = [Axis.parse(size) for size in shape if isinstance(size, str)]
+        front = list(itertools.takewhile(lambda size: not isinstance(size, str), shape))
+        right = all(isinstance(size, str) or (_is_int(size) and size >= 0) for size in shape)
+        if right and len(axes) <= 1 and (not axes or math.prod(front) <= _MOST_BLOCKS):
+            return
+    expected = (
+        f"a tuple of ints >= 0 and at most one axis, with at most {_MOST_BLOCKS} pieces in front "
+        "of the batch axis, each of which is a copy"
+    )
+    raise _wrong_spec("shape", shape, expected, '("tokens", 64)')
 
 
-def _check_index(dtype: torch.dtype, pad: object) -> None:
-    if pad is None or isinstance(pad, str):
-        raise InvalidInputError(
-            "an index input must say its padding as a value: padding rows are read and written "
-            "too, so 0 is the first page, and what is repeated is live memory",
-            got=f"pad={pad!r}, index=True",
-            expected="a pad value that reads and writes nothing live",
-            advice="pad=-1 if the kernel skips such rows, or what belongs to a dummy page that no "
-            "request has",
-        )
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-        raise _wrong_spec("dtype", dtype, "integers, for index=True", "torch.int64")
-
-
-def _check_pad(dtype: torch.dtype, pad: int | float | complex | str | None) -> None:
+def _check_pad(dtype: torch.dtype, pad: object, index: bool) -> None:
     """Raise `InvalidInputError` for a padding that does not exist or that rows cannot hold."""
-    if isinstance(pad, str) and pad == "repeat":
-        pad = None
-    if pad is not None and not isinstance(pad, int | float | complex):
-        example = 'pad="repeat"' if isinstance(pad, str) else "pad=0"
-        raise _wrong_spec("pad", pad, 'a number, or "repeat"', example)
-    if dtype in _QUANTIZED or not _holds(dtype, 0):
-        raise _wrong_spec("dtype", dtype, "a dtype of dense tensors", "torch.int8")
-    if pad is not None and not _holds(dtype, pad):
-        raise _wrong_spec("pad", pad, f"a value of {dtype}", "a pad that kernels know as padding")
+    numbers = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+    if not _holds(dtype, 0) or (index and not numbers):
+        expected = "integers, for index=True" if index else "a dtype of dense tensors"
+        raise _wrong_spec("dtype", dtype, expected, "torch.int64")
+    if index and (pad is None or isinstance(pad, str)):
+        # Padding rows are read and written: 0 is the first page, what is repeated live memory.
+        expected = "a value, for index=True, with which rows read and write nothing live"
+        raise _wrong_spec("pad", pad, expected, "pad=-1 if kernels skip it, or a page of nobody's")
+    if pad is None or (isinstance(pad, str) and pad == "repeat"):
+        return
+    if not isinstance(pad, int | float | complex) or not _holds(dtype, pad):
+        raise _wrong_spec("pad", pad, f'a number that {dtype} holds, or "repeat"', "pad=0")
 
 
 def _holds(dtype: torch.dtype, value: complex) -> bool:

@@ -30,28 +30,20 @@ _CACHED_VIEWS = 1024
 _Tensor = torch.Tensor
 
 
-View = Callable[[int, int], torch.Tensor]
-
-
-def view_of(buffer: torch.Tensor) -> View:
-    """What gives the bytes from one place to another of a flat uint8 tensor. To slice it again at
-    each step would cost more than a small copy."""
-
-    @lru_cache(_CACHED_VIEWS)
-    def view(start: int, end: int) -> torch.Tensor:
-        with torch.inference_mode(False):
-            return buffer[start:end]
-
-    return view
-
-
 class Slab:
     """The buffer of all packed inputs: those of a size lie in its first bytes."""
 
     def __init__(self, buffer: torch.Tensor, nbytes: int, fields: int) -> None:
         """`nbytes` are those of the largest size, and so many inputs are packed."""
+
+        # To slice it again at each step would cost more than a small copy.
+        @lru_cache(_CACHED_VIEWS)
+        def view(start: int, end: int) -> torch.Tensor:
+            with torch.inference_mode(False):
+                return buffer[start:end]
+
         self.buffer = buffer
-        self.view = view_of(buffer)
+        self.view = view
         self.nbytes = nbytes
         self.fields = fields
         self.device = buffer.device
@@ -175,28 +167,19 @@ class HostCopy(InputTransport):
         sources = sources_of(values, moves, self.slab)
         # First, as padding may repeat a live row.
         if "d" in sources.kinds:
-            for move, tensor, kind in zip(moves.fields, *sources[::2], strict=True):
-                if kind == "d":
-                    move.views[0].copy_(tensor.detach())
+            copy_on_device(moves, sources)
         copy_rows(moves, sources, self.slab.low)
         if moves.padded:
             moves.pad_at(self.slab.low)
-
-
-class StagingSlot(NamedTuple):
-    """Host memory for the inputs of one step, and the event that says they are copied: without one
-    nobody could tell when the host may write it again."""
-
-    address: int
-    view: View
-    event: DeviceEvent | None
 
 
 class StagedCopy(InputTransport):
     """Copies live rows into the slab of a device, and pads them: all that comes from the host in
     one copy, and what is there already in another.
 
-    The host writes a slot of a ring. It grows while the device is behind; then the host waits.
+    The host writes a slot of a ring: memory, and the event that says it is copied, without which
+    nobody could tell when the host may write it again. The ring grows while the device is behind;
+    then the host waits.
     """
 
     def __init__(self, slab: Slab, platform: Platform, max_slots: int = MAX_SLOTS) -> None:
@@ -204,7 +187,7 @@ class StagedCopy(InputTransport):
         self._platform = platform
         self._waits = 0
         self._max_slots = max(2, min(max_slots, MAX_BYTES // max(1, slab.nbytes)))
-        self._slots: deque[StagingSlot] = deque()
+        self._slots: deque[tuple[Slab, DeviceEvent | None]] = deque()
 
     @property
     def waits(self) -> int:
@@ -218,58 +201,49 @@ class StagedCopy(InputTransport):
         from_host = kinds == moves.from_host
         spans = moves.whole if from_host else moves.spans(kinds)
         if spans:
-            address, view, event = self._take()
-            copy_rows(moves, sources, address)
-            moves.pad_at(address)
+            host, event = self._take()
+            copy_rows(moves, sources, host.low)
+            moves.pad_at(host.low)
             try:
                 for span in spans:
-                    self.slab.view(*span).copy_(view(*span), non_blocking=event is not None)
+                    self.slab.view(*span).copy_(host.view(*span), non_blocking=event is not None)
             finally:
                 if event is not None:
                     event.record(stream)
-        if "d" in kinds or (moves.padded and not from_host):
-            self._write_on_device(moves, sources)
+        if not from_host:
+            copy_on_device(moves, sources)
+            for move, kind in zip(moves.fields, kinds, strict=True):
+                if kind != "h":
+                    move.pad_on_device()
 
-    def _take(self) -> StagingSlot:
+    def _take(self) -> tuple[Slab, DeviceEvent | None]:
         """A slot that the host may write now: the oldest, if its copy is over; else a new one, or
         at `max_slots` the oldest after a wait."""
         slots = self._slots
-        event = slots[0].event if slots else None
+        event = slots[0][1] if slots else None
         if not slots or (event is not None and not event.query()):
             if len(slots) < self._max_slots:
-                self._grow()
+                buffer = self._platform.host_buffer(self.slab.nbytes)
+                host = Slab(buffer, self.slab.nbytes, self.slab.fields)
+                slots.appendleft((host, self._platform.new_event()))
             elif event is not None:
                 self._waits += 1
                 event.synchronize()
-        slot = slots.popleft()
-        slots.append(slot)
-        return slot
+        slots.rotate(-1)
+        return slots[-1]
 
-    def _grow(self) -> None:
-        """Twice as many slots: page-locked memory is slow to get, so it comes in few pieces."""
-        more = min(max(1, len(self._slots)), self._max_slots - len(self._slots))
-        # Cut from one buffer, so that each begins where a copy is fast.
-        nbytes = -(-self.slab.nbytes // 256) * 256
-        buffer = self._platform.host_buffer(more * nbytes)
-        for start in range(0, more * nbytes, nbytes):
-            part = buffer[start : start + nbytes]
-            slot = StagingSlot(part.data_ptr(), view_of(part), self._platform.new_event())
-            self._slots.appendleft(slot)
 
-    def _write_on_device(self, moves: StepMoves, sources: Sources) -> None:
-        """Copy what lives on a device already, in one fused copy, and pad what needs it there."""
-        # Tensors of one dtype are one kernel; of several, torch would copy each by itself.
-        copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for move, tensor, kind in zip(moves.fields, sources.tensors, sources.kinds, strict=True):
-            if kind == "d":
-                places, values = copies.setdefault(tensor.dtype, ([], []))
-                places.append(move.views[0])
-                values.append(tensor.detach() if tensor.requires_grad else tensor)
-        for places, values in copies.values():
-            if len(places) == 1:
-                places[0].copy_(values[0])
-            else:
-                copy_all(places, values)
-        for move, kind in zip(moves.fields, sources.kinds, strict=True):
-            if kind != "h":
-                move.pad_on_device()
+def copy_on_device(moves: StepMoves, sources: Sources) -> None:
+    """Copy the live rows that are on a device already, in one fused copy for each dtype: of several
+    dtypes, torch would copy each by itself."""
+    copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for move, tensor, kind in zip(moves.fields, *sources[::2], strict=True):
+        if kind == "d":
+            places, values = copies.setdefault(tensor.dtype, ([], []))
+            places.append(move.live)
+            values.append(tensor.detach() if tensor.requires_grad else tensor)
+    for places, values in copies.values():
+        if len(places) == 1:
+            places[0].copy_(values[0])
+        else:
+            copy_all(places, values)

@@ -71,9 +71,9 @@ class Budget:
         _make_numbers(self)
         least = count_of("min_piecewise", self.min_piecewise, least=0)
         notes = items_of("notes", self.notes, '("a line",)')
+        notes = tuple(note if isinstance(note, str) else shown(note) for note in notes)
         object.__setattr__(self, "min_piecewise", least)
-        lines = tuple(note if isinstance(note, str) else shown(note) for note in notes)
-        object.__setattr__(self, "notes", lines)
+        object.__setattr__(self, "notes", notes)
         cost = {} if self.cost is None else self.cost
         if not isinstance(cost, Mapping) or not all(
             isinstance(each, GraphCost) for each in cost.values()
@@ -155,8 +155,6 @@ def budget_lines(budget: Budget, captured: Captured, left_out: Sequence[LeftOut]
 
 BUDGET_RULE = "budget"
 Costs = dict[CaptureKey, GraphCost]
-Kept = dict[CaptureKey, None]
-"""A set in the order in which the graphs were chosen."""
 
 
 def fit(
@@ -208,39 +206,33 @@ def by_priority(
 ) -> list[CaptureKey]:
     """The keys in the order in which a budget takes them: FULL before PIECEWISE, the best size of
     each kind, then the second best of each. Else one query length could take all the room."""
-    turn: dict[CaptureKey, int] = {}
-    for alike in _by_kind(keys).values():
-        worth = by_worth(map(_tokens, alike), traffic, landmarks)
+    # Graphs of one kind can serve each other's batches.
+    kinds: dict[object, list[CaptureKey]] = {}
+    for mode, descriptor in keys:
+        kinds.setdefault((mode, descriptor.kind), []).append((mode, descriptor))
+    order: list[tuple[bool, int, int, CaptureKey]] = []
+    for alike in kinds.values():
+        worth = by_worth((each.num_tokens for _, each in alike), traffic, landmarks)
         rank = {size: at for at, size in enumerate(worth)}
-        turn.update((key, rank[_tokens(key)]) for key in alike)
-    return sorted(turn, key=lambda key: (key[0] is GraphMode.PIECEWISE, turn[key], -_tokens(key)))
+        for key in alike:
+            tokens = key[1].num_tokens
+            order.append((key[0] is GraphMode.PIECEWISE, rank[tokens], -tokens, key))
+    return [key for *_, key in sorted(order, key=lambda each: each[:3])]
 
 
-def _tokens(key: CaptureKey) -> int:
-    return key[1].num_tokens
-
-
-def _by_kind(keys: Iterable[CaptureKey]) -> dict[tuple[GraphMode, object], list[CaptureKey]]:
-    """Graphs that can serve each other's batches."""
-    kinds: dict[tuple[GraphMode, object], list[CaptureKey]] = {}
-    for key in keys:
-        kinds.setdefault((key[0], key[1].kind), []).append(key)
-    return kinds
-
-
-def _fill(order: Iterable[CaptureKey], costs: Costs, budget: Budget) -> Kept:
+def _fill(order: Iterable[CaptureKey], costs: Costs, budget: Budget) -> set[CaptureKey]:
     """What fits, in order."""
-    kept: Kept = {}
+    kept: set[CaptureKey] = set()
     used = total_of(())
     for key in order:
         if budget.lacks(used, costs[key]) is None:
-            kept[key] = None
+            kept.add(key)
             used += costs[key]
     return kept
 
 
 def _left_out(
-    keys: Iterable[CaptureKey], kept: Kept, costs: Costs, budget: Budget, mode: GraphMode
+    keys: Iterable[CaptureKey], kept: set[CaptureKey], costs: Costs, budget: Budget, mode: GraphMode
 ) -> Iterator[LeftOut]:
     """Why each of the other keys is left out."""
     used = total_of(costs[key] for key in kept)

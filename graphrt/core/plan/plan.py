@@ -36,6 +36,7 @@ from graphrt.core.plan.resolution import (
     AUTO,
     SWITCHED_OFF,
     UNNAMED,
+    Attention,
     ModeResolution,
     all_compiled,
     levels_of,
@@ -60,14 +61,17 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
-class _Others(TypedDict, total=False):
-    """The arguments of `Plan` beside its mode and sizes."""
+@public("graphrt.types")
+class PlanArguments(TypedDict, total=False):
+    """The arguments of `Plan`, which `GraphRunner` takes too."""
 
+    mode: Mode | None
+    sizes: Sequence[int] | None
     max_size: int | None
     max_num_tokens: int | None
     max_num_reqs: int | None
     query_lens: Sequence[int]
-    attention: AttentionSupport | str | Mapping[str, AttentionSupport | str]
+    attention: Attention
     pieces: PieceProvider | str | None
     compiled: Sequence[Any]
     loras: Sequence[int | None]
@@ -77,27 +81,14 @@ class _Others(TypedDict, total=False):
     traffic: Traffic | None
 
 
-@public("graphrt.types")
-class PlanArguments(_Others, total=False):
-    """The arguments of `Plan`, which `GraphRunner` takes too."""
-
-    mode: Mode | None
-    sizes: Sequence[int] | None
-
-
-def _attention(value: Any) -> AttentionSupport | dict[str, AttentionSupport]:
-    levels = levels_of(value)
-    return levels if isinstance(value, Mapping) else levels[UNNAMED]
-
-
 def _pieces(value: Any) -> PieceProvider | str | None:
     auto = isinstance(value, str) and value.strip().lower() == AUTO
     return AUTO if auto else PieceProvider.parse(value)
 
 
-def _budget(value: Any) -> Budget:
+def _budget(value: Budget) -> Budget:
     check_kind("budget", value, Budget)
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _cases(name: str, example: str, check: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -122,7 +113,7 @@ _ARGUMENTS: Mapping[str, tuple[Any, Callable[[Any], Any]]] = {
     "max_num_tokens": (None, partial(positive, "max_num_tokens")),
     "max_num_reqs": (None, partial(positive, "max_num_reqs")),
     "query_lens": ((1,), check_query_lens),
-    "attention": (AttentionSupport.ALWAYS, _attention),
+    "attention": (AttentionSupport.ALWAYS, levels_of),
     "pieces": (AUTO, _pieces),
     "compiled": ((), all_compiled),
     "loras": ((0,), _cases("loras", "(0, 4)", _loras)),
@@ -199,17 +190,27 @@ class Plan:
     def __init__(
         self,
         mode: Mode | None = None,
+        /,
         *,
-        sizes: Sequence[int] | None = None,
         platform: Platform | str | None = None,
-        **arguments: Unpack[_Others],
+        **arguments: Unpack[PlanArguments],
     ) -> None:
         """Raises the named errors of bad modes, sizes, options and platforms."""
         check_plan_arguments(arguments)
-        self.arguments = checked_arguments({**arguments, "mode": mode, "sizes": sizes})
+        self.arguments = checked_arguments({"mode": mode, **arguments})
         self.platform = given_platform(platform)
         self.compiled = self.arguments["compiled"]
-        self.pieces, resolution = self._resolved()
+        self.attention: Mapping[str, AttentionSupport] = levels_of(self.arguments["attention"])
+        """What each attention backend supports, by name."""
+        self.pieces, whole_graph = provider_of(self.compiled, self.arguments["pieces"])
+        resolution = resolve_mode(
+            self.arguments["mode"],
+            attention=self.attention,
+            query_lens=self.arguments["query_lens"],
+            pieces=self.pieces,
+            whole_graph_pass=whole_graph,
+        )
+        resolution = with_switches(self.compiled, resolution)
         cap = self.platform.default_max_size()
         self.sizes: CaptureSizes = capture_sizes(**self.arguments, cap=cap)
         check_decode(resolution.mode, self.sizes)
@@ -241,28 +242,10 @@ class Plan:
             return self.keys
         return tuple(by_priority(self.keys, self.arguments["traffic"], self._landmarks))
 
-    def _resolved(self) -> tuple[PieceProvider | None, ModeResolution]:
-        """What cuts the forward into pieces, and the mode that batches can run in."""
-        arguments = self.arguments
-        provider, whole_graph = provider_of(self.compiled, arguments["pieces"])
-        resolution = resolve_mode(
-            arguments["mode"],
-            attention=arguments["attention"],
-            query_lens=arguments["query_lens"],
-            pieces=provider,
-            whole_graph_pass=whole_graph,
-        )
-        return provider, with_switches(self.compiled, resolution)
-
     @property
     def _landmarks(self) -> list[int]:
         """The sizes of full decode batches, in tokens."""
         return [self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode]
-
-    @property
-    def attention(self) -> Mapping[str, AttentionSupport]:
-        """What each attention backend supports, by name."""
-        return levels_of(self.arguments["attention"])
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""

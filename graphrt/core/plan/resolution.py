@@ -18,6 +18,8 @@ from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import items_of, shown
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 
+Attention = AttentionSupport | str | Mapping[str, AttentionSupport | str]
+"""What the attention of a model supports, or each backend of it by name."""
 UNNAMED = "attention"
 """The name of an attention backend that nobody named."""
 SWITCHED_OFF = "environment"
@@ -85,9 +87,7 @@ class ModeResolution:
 def resolve_mode(
     requested: Mode | None,
     *,
-    attention: AttentionSupport
-    | str
-    | Mapping[str, AttentionSupport | str] = AttentionSupport.ALWAYS,
+    attention: Attention = AttentionSupport.ALWAYS,
     query_lens: Sequence[int] = (1,),
     pieces: PieceProvider | str | None = PieceProvider.BREAKABLE,
     whole_graph_pass: bool = False,
@@ -99,7 +99,9 @@ def resolve_mode(
     the lowest decides. `query_lens` are the decode query lengths (the largest matters).
     `whole_graph_pass` says that pieces are off because a compiler pass must see the whole graph.
     """
-    backend, support = _lowest(levels_of(attention))
+    levels = levels_of(attention) or {UNNAMED: AttentionSupport.ALWAYS}
+    lowest = min(levels, key=lambda name: levels[name])
+    backend, support = None if lowest == UNNAMED else lowest, levels[lowest]
     provider = None if whole_graph_pass else PieceProvider.parse(pieces)
     query_len = max(query_lens, default=1)
     if requested is None:
@@ -131,14 +133,7 @@ def resolve_mode(
     return resolution
 
 
-def _lowest(levels: Mapping[str, AttentionSupport]) -> tuple[str | None, AttentionSupport]:
-    name = min(levels, key=lambda name: levels[name], default=UNNAMED)
-    return None if name == UNNAMED else name, levels.get(name, AttentionSupport.ALWAYS)
-
-
-def levels_of(
-    attention: AttentionSupport | str | Mapping[str, AttentionSupport | str],
-) -> dict[str, AttentionSupport]:
+def levels_of(attention: Attention) -> dict[str, AttentionSupport]:
     """The level of each attention backend by its name; raises `InvalidOptionError`."""
     named = attention if isinstance(attention, Mapping) else {UNNAMED: attention}
     for name in named:

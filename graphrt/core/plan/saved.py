@@ -12,6 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,19 +77,16 @@ def given_arguments(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def _literal(variant: Hashable) -> str:
     """A variant as Python writes it, which is read back as an equal one."""
-    cause: Exception | None = None
-    try:
+    with suppress(Exception):  # of the host's own repr() or ==, too
         text = repr(variant)
         if ast.literal_eval(text) == variant:
             return text
-    except Exception as error:  # of the host's own repr() or ==, too
-        cause = error
     raise InvalidOptionError(
         "a plan with this variant cannot be saved",
         got=shown(variant),
         expected="a string, an int, or a tuple of them, not nested deeply",
         advice="name the variant with a string",
-    ) from cause
+    )
 
 
 def differences(before: Sequence[str], now: Sequence[str]) -> list[str]:
@@ -135,24 +133,19 @@ def read(
 
     Raises `PlanFileError` for a file that `write` did not write, and for arguments that are none.
     """
-    got, expected, cause = "", "what Plan.save wrote", None
     try:
         content = json.loads(read_bounded(Path(path), _MOST_BYTES))
-        version, made_with = content["graphrt_plan"], str(content.get("made_with", ""))[:200]
+        version = content["graphrt_plan"]
         if type(version) is not int or version != FORMAT:
-            newer = isinstance(version, int) and version > FORMAT
-            got = f"format {shown(version)}"
-            expected = f"format {FORMAT}" + (": a newer graphrt wrote it" if newer else "")
-        else:
-            plan = plan_of(given_arguments(content["arguments"]))
-            return plan, list(map(str, content["printed"])), made_with
+            got = f"format {shown(version)}, not format {FORMAT}"
+            raise ValueError(f"{got}: another graphrt wrote it")
+        plan = plan_of(given_arguments(content["arguments"]))
+        return plan, list(map(str, content["printed"])), str(content["made_with"])[:200]
     except Exception as error:
         # What somebody wrote by hand may fail anywhere in a plan.
-        got, cause = f"{type(error).__name__}: {error}"[:500], error
-    named = str(path) if isinstance(path, (str, os.PathLike)) else shown(path)
-    raise PlanFileError(
-        f"{named[:200]} is no plan that can be used",
-        got=got,
-        expected=expected,
-        advice="save it again: graphrt plan --save PATH, or Plan(...).save(path)",
-    ) from cause
+        raise PlanFileError(
+            f"{shown(path)} is no plan that can be used",
+            got=f"{type(error).__name__}: {error}"[:500],
+            expected="what Plan.save wrote",
+            advice="save it again: graphrt plan --save PATH, or Plan(...).save(path)",
+        ) from error

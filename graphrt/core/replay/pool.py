@@ -32,9 +32,8 @@ from graphrt.core.base.option_values import check_callable
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.device._devices import capture_lock, device_of
 from graphrt.core.device.contract import Capability, DeviceGraph, UpdateFigures
-from graphrt.core.device.platform import Platform
+from graphrt.core.device.platform import Platform, capture_lock, device_of
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.replay.handout import HandedOut, expire
 from graphrt.core.replay.recording import freeze_garbage, thaw_garbage

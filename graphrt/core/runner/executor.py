@@ -191,7 +191,7 @@ class StepExecutor:
         pool._expire_outputs()
         if self._bind is not None:
             self._bind(MappingProxyType(views), descriptor, "eager")
-        forward = partial(self.graphs.setup.run_forward, **inputs.declared.nest(views))
+        forward = partial(self.graphs.setup.run_forward, **inputs.nest(views))
         outputs = self._in_context(context, forward, around)
         return (
             tree.cloned(outputs) if self._clones else tree.map_leaves(torch.Tensor.detach, outputs)
@@ -219,7 +219,7 @@ class StepExecutor:
             batch = batch_of(inputs, values)
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
         views = inputs.copies(values, tokens, reqs)
-        return self.graphs.setup.run_forward(**inputs.declared.nest(views))
+        return self.graphs.setup.run_forward(**inputs.nest(views))
 
     def _in_context(
         self, context: ForwardContext, run: Callable[[], Any], around: Around | None

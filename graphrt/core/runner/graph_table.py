@@ -135,7 +135,7 @@ class PreparedStep:
         views = self.layout.views
         if fresh:
             views = {name: view.detach() for name, view in views.items()}
-        return self._setup.inputs.declared.nest(views)
+        return self._setup.inputs.nest(views)
 
     def storages(self) -> frozenset[int]:
         """The addresses of the storages in which every step finds its inputs."""

@@ -15,8 +15,7 @@ from graphrt.core.base.thread_mode import where_asked, without_gradients
 from graphrt.core.batch.modes import GraphMode, PieceProvider
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.device._devices import asked_device
-from graphrt.core.device.platform import Platform
+from graphrt.core.device.platform import Platform, asked_device
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import check_forward

@@ -45,7 +45,7 @@ class MoveTable:
                 self._fill(move, words, most)
         else:
             whole = 0
-            patterns = [m.field.pattern.word for m, kind in zip(moves, kinds, strict=True)
+            patterns = [m.field.word for m, kind in zip(moves, kinds, strict=True)
                         if kind != "h" and m.pads]  # fmt: skip
             self.by_host = [move for move, kind in zip(moves, kinds, strict=True) if kind == "h"]
             self.fits = None not in patterns
@@ -61,7 +61,7 @@ class MoveTable:
     def _fill(self, move: FieldMove, words: array[int], most: int) -> None:
         """Have the padding of an input filled that is in the payload, if that can be."""
         size_of_row = move.field.row_bytes
-        pattern = move.field.pattern.word
+        pattern = move.field.word
         if move.repeats:
             pattern = 0 if size_of_row in _ONE_OF_EACH else None
         spans = move.pads or [(to, size) for _, to, size in move.repeats]
@@ -121,7 +121,7 @@ def _moves(moves: Sequence[FieldMove], kinds: str, slab: int) -> Iterator[tuple[
                     if part:
                         yield number, (to + begin, 0, part, _COPY | part << 8), at + begin
         for to, size in move.pads:
-            yield -1, (to, field.pattern.word or 0, size, _FILL), 0
+            yield -1, (to, field.word or 0, size, _FILL), 0
         # Of each block, if its last row is repeated.
         for (row, to, size), (first, at, _) in zip(move.repeats, move.copies, strict=False):
             how = _COPY | field.row_bytes << 8
