@@ -38,10 +38,12 @@ from graphrt.core.base.errors import (
     InvalidUpdateError,
     MissingUpdateError,
     OutputError,
+    PageableCopyError,
     PoolBusyError,
     PoolClosedError,
     StaleInputError,
 )
+from graphrt.core.replay.recording import current_capture
 from graphrt.cpu import CPUGraphWrapper, CpuPlatform
 
 
@@ -198,6 +200,28 @@ def test_a_runner_rolls_back_every_piece_when_the_third_of_five_fails():
     fail[0] = False
     captured.capture()
     assert torch.equal(captured(x=rows(2)), rows(2, 6.0))
+
+
+def test_a_second_try_at_a_graph_begins_without_the_pieces_of_the_first():
+    """The first piece had captured, and is to capture once more."""
+    tries = []
+
+    def second(x):
+        if current_capture() is not None:
+            tries.append(1)
+            if len(tries) == 2:
+                raise PageableCopyError("at the first try of the second graph")
+        return x + 1
+
+    pool = GraphPool("cpu")
+    first, last = pieces(pool, lambda x: x * 2, second)
+    captured = runner(chain([first, last]), mode="PIECEWISE", pieces="fx", pool=pool, sizes=[2, 4])
+    captured.capture()
+    assert len(tries) == 3
+    assert [len(first.entries), len(last.entries)] == [2, 2]
+    for count in (2, 4):
+        assert torch.equal(captured(x=rows(count)), rows(count, 3.0))
+        assert captured.last_dispatch.reason is Reason.HIT
 
 
 def test_a_graph_that_nothing_captured_is_not_published():

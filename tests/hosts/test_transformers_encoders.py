@@ -14,8 +14,13 @@ from tests.models.table import ENCODERS
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from graphrt.errors import CaptureError, InvalidOptionError  # noqa: E402
-from graphrt.hosts.transformers import graphs_of, with_graphs, without_graphs  # noqa: E402
+from graphrt.errors import (  # noqa: E402
+    CaptureError,
+    InvalidOptionError,
+    ResourceExhaustedError,
+    VerificationError,
+)
+from graphrt.hosts.transformers import encoders, graphs_of, with_graphs, without_graphs  # noqa: E402
 from graphrt.hosts.transformers.buckets import masks_of  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -108,6 +113,33 @@ def test_a_model_that_reads_its_mask_on_the_host_runs_as_before(name, caplog):
     assert "CaptureSyncError" in graphs_of(model).report().refused
     # Once for the model, and once for its calls.
     assert [each.name for each in caplog.records].count("graphrt") == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "tried"),
+    [
+        (VerificationError("another mask"), 3),
+        (CaptureError("the mask is read on the host"), 3),
+        (TypeError("a mask of two dimensions"), 3),
+        (ResourceExhaustedError("no room"), 1),
+        (torch.cuda.OutOfMemoryError("no memory"), 1),
+        (InvalidOptionError("lengths"), 1),
+        (AssertionError("a defect of ours"), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_another_mask_is_tried_after_errors_that_may_come_of_one(error, tried, monkeypatch, caplog):
+    masks = []
+
+    def buckets(*args: Any, mask: Any, **kwargs: Any) -> None:
+        masks.append(mask)
+        raise error
+
+    monkeypatch.setattr(encoders, "Buckets", buckets)
+    with caplog.at_level(logging.INFO, "graphrt"), pytest.raises(type(error)):
+        with_graphs(new_model("bert"), max_batch=1, max_len=16, strict=True)
+    assert len(masks) == tried
+    assert sum("another mask: " in each.message for each in caplog.records) == tried - 1
 
 
 def test_an_embedder_with_a_cache_is_told_how_to_leave_it_out():

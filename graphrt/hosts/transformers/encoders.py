@@ -17,12 +17,26 @@ from typing import Any
 import torch
 
 from graphrt import GraphOptions, Reason
+from graphrt.core.base.log import logger
+from graphrt.errors import CaptureError, GraphRTError, ResourceExhaustedError, VerificationError
 from graphrt.hosts.transformers.buckets import Buckets, check_encoder, masks_of
 from graphrt.hosts.transformers.reports import ModelReport
 from graphrt.hosts.transformers.seam import NO_GRAPHS, Seam
 
 _LOOKED_AT = 16
 """Modules that a call looks at."""
+
+_OF_MODELS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""A model that expects a mask of other dimensions, or none, raises one of these."""
+
+
+def _may_come_of_a_mask(error: Exception) -> bool:
+    """Whether a capture may succeed with another mask. Without memory it would fail again, after
+    as long a time, and hide the first error."""
+    if isinstance(error, GraphRTError):
+        is_of_memory = isinstance(error, ResourceExhaustedError)
+        return isinstance(error, CaptureError | VerificationError) and not is_of_memory
+    return isinstance(error, _OF_MODELS) and not isinstance(error, torch.cuda.OutOfMemoryError)
 
 
 class EncoderGraphs(Seam):
@@ -61,10 +75,12 @@ class EncoderGraphs(Seam):
             try:
                 self.buckets = make(mask=mask)
                 return
-            except Exception:
+            except Exception as error:
                 # The model's mask is another one, or it reads its mask in a way of its own.
-                if mask is None:
+                if mask is None or not _may_come_of_a_mask(error):
                     raise
+                name = type(self.model).__name__
+                logger.info("%s is captured with another mask: %s", name, error)
 
     def _release(self) -> None:
         if self.buckets is not None:
