@@ -247,7 +247,7 @@ class WatchedState:
             if key in kept:
                 # A table that is built once, say: graphs read it, whatever takes its place.
                 self._reads.keep(tensor)
-                if kept[key].from_inputs or kept[key].rewritten:
+                if kept[key].from_inputs or kept[key].is_written:
                     made[key] = place.path, kept[key]
                 else:
                     self._left.of_weights.add(place.path)
