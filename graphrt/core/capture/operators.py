@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -12,19 +12,26 @@ LIFT_FRESH = torch.ops.aten.lift_fresh.default
 """What every tensor made from Python data, or from a NumPy array, goes through."""
 
 
-class RowAccess(NamedTuple):
-    """How the rows that an operator will write are read and written back, by which indices they are
-    `chosen`, and along which dimension of what is read: -1 for one index an element. `along` says
-    of which dimensions of the tensor the indices are."""
+Index: TypeAlias = tuple[slice | torch.Tensor, ...]
 
-    read: Callable[[], torch.Tensor]
-    write: Callable[[torch.Tensor], object]
+
+class Rows(NamedTuple):
+    """The rows of a tensor that an operator will write: their index, and which of its tensors the
+    caller has `chosen`."""
+
+    at: Index
     chosen: tuple[torch.Tensor, ...] = ()
-    dim: int = 0
-    along: tuple[int, ...] = ()
+
+    @property
+    def dim(self) -> int:
+        """The first dimension of an indexed tensor that comes of the index."""
+        places = [at for at, each in enumerate(self.at) if isinstance(each, torch.Tensor)]
+        # Dimensions of indices with others between them come first.
+        return places[0] if places[-1] - places[0] < len(places) else 0
 
 
-Rows = Callable[[Sequence[Any]], RowAccess]
+WHOLE = Rows(())
+"""All of a tensor."""
 
 
 class OperatorFacts(NamedTuple):
@@ -36,7 +43,7 @@ class OperatorFacts(NamedTuple):
 
     name: str
     writes: tuple[tuple[int, str], ...]
-    rows: Rows | None
+    rows: Callable[[Sequence[Any]], Rows] | None
     is_aten: bool
     is_view: bool
     makes_nothing: bool
@@ -100,54 +107,38 @@ def indices_of(args: Sequence[Any]) -> int:
     return max((i.numel() for i in indices if isinstance(i, torch.Tensor)), default=0)
 
 
-def _by_index(args: Sequence[Any]) -> RowAccess:
-    tensor, indices = args[0].detach(), tuple(slice(None) if i is None else i for i in args[1])
-    kept = tuple(map(_copied_index, indices))
-    chosen = tuple(i for i in kept if isinstance(i, torch.Tensor) and i.dtype is not torch.bool)
-    leading = next((at for at, i in enumerate(kept) if isinstance(i, torch.Tensor)), 0)
-    return RowAccess(
-        lambda: tensor[kept],
-        lambda values: tensor.__setitem__(kept, values),
-        chosen if len(chosen) == sum(isinstance(i, torch.Tensor) for i in kept) else (),
-        leading,
-        tuple(at for at, i in enumerate(kept) if isinstance(i, torch.Tensor)),
-    )
+def _by_index(args: Sequence[Any]) -> Rows:
+    at = tuple(slice(None) if i is None else _copied(i) for i in args[1])
+    chosen = tuple(i for i in at if isinstance(i, torch.Tensor))
+    # How many rows a mask chooses is read on the host.
+    return Rows(at, () if any(i.dtype is torch.bool for i in chosen) else chosen)
 
 
-def _copied_index(index: Any) -> Any:
-    if not isinstance(index, torch.Tensor):
-        return index
+def _copied(index: torch.Tensor) -> torch.Tensor:
     # It may itself be written before the rows are put back.
     copy = index.clone()
     # One without dimensions would be taken for a number, which makes a view.
     return copy if copy.dim() or copy.dtype is torch.bool else copy.reshape(1)
 
 
-def _by_dim(args: Sequence[Any]) -> RowAccess:
-    tensor, dim, index = args[0].detach(), args[1], args[2].clone()
+def _by_dim(args: Sequence[Any]) -> Rows:
+    tensor, dim, index = args[0], args[1], _copied(args[2])
     if tensor.dim() == 0:
-        return RowAccess(tensor.clone, tensor.copy_)
-    return RowAccess(
-        lambda: tensor.index_select(dim, index),
-        lambda values: tensor.index_copy_(dim, index, values),
-        (index,),
-        dim,
-        (dim,),
-    )
+        return WHOLE
+    return Rows((*[slice(None)] * (dim % tensor.dim()), index), (index,))
 
 
-def _by_element(args: Sequence[Any]) -> RowAccess:
-    tensor, dim, index = args[0].detach(), args[1], args[2].clone()
-    return RowAccess(
-        lambda: tensor.gather(dim, index),
-        lambda values: tensor.scatter_(dim, index, values),
-        (index,),
-        -1,
-        (dim,),
-    )
+def _by_element(args: Sequence[Any]) -> Rows:
+    tensor, dim, index = args[0], args[1], args[2].clone()
+    if tensor.dim() == 0:
+        return WHOLE
+    counts = [torch.arange(size, device=index.device) for size in index.shape]
+    at = [*torch.meshgrid(counts, indexing="ij")]
+    at[dim] = index
+    return Rows(tuple(at), (index,))
 
 
-_ROWS: dict[str, Rows] = {
+_ROWS: dict[str, Callable[[Sequence[Any]], Rows]] = {
     **dict.fromkeys(("aten::index_put_", "aten::_index_put_impl_"), _by_index),
     **dict.fromkeys(
         ("aten::index_copy_", "aten::index_add_", "aten::index_fill_", "aten::index_reduce_"),

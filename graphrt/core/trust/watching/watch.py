@@ -38,7 +38,7 @@ T = TypeVar("T")
 _FUNC, _KEY = attrgetter("func"), itemgetter(1)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Kept:
     """Memory that a run made. The weak reference also keeps the storage's name from being used
     again."""
