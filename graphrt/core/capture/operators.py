@@ -59,22 +59,20 @@ def facts_of(func: Any) -> OperatorFacts:
     schema = getattr(func, "_schema", None)
     if schema is None:
         return OperatorFacts("", (), None, False, False, False, False, may_draw=True)
-    writes = writes_of(schema)
+    writes, is_aten = writes_of(schema), schema.name.startswith("aten::")
     aliases = [result.alias_info for result in schema.returns]
     return OperatorFacts(
         schema.name,
         writes,
         _ROWS.get(schema.name),
-        schema.name.startswith("aten::"),
+        is_aten,
         schema.name in _TOUCHING or (not writes and any(each is not None for each in aliases)),
-        schema.name.startswith("aten::")
-        and schema.name not in _MAKING
-        and all(each is not None for each in aliases),
+        is_aten and schema.name not in _MAKING and all(each is not None for each in aliases),
         # Of an operator of the host's own nobody knows whether it reads what it writes; most fill
         # a buffer anew.
         schema.name in _OVERWRITING
         or any(name == "out" for _, name in writes)
-        or (bool(writes) and not schema.name.startswith("aten::")),
+        or (bool(writes) and not is_aten),
         torch.Tag.nondeterministic_seeded in func.tags,
         any("Generator" in str(argument.type) for argument in schema.arguments),
     )
@@ -158,41 +156,28 @@ _OVERWRITING = {
     for name in ("copy", "fill", "zero", "normal", "uniform", "random", "exponential", "bernoulli")
 }
 
-# Which argument holds indices of which: what a run with other numbers must not do out of bounds.
-INDEXED: dict[str, Callable[[Sequence[Any]], list[tuple[int, Any]]]] = {
-    **dict.fromkeys(
-        ("aten::embedding", "aten::_embedding_bag"), lambda args: [(args[0].shape[0], args[1])]
-    ),
-    **dict.fromkeys(("aten::take", "aten::put_"), lambda args: [(args[0].numel(), args[1])]),
-    **dict.fromkeys(
-        [f"aten::{name}" for name in ("index", "_unsafe_index", "index_put", "index_put_")]
-        + ["aten::_index_put_impl_"],
-        lambda args: _sizes_of(args[0], args[1]),
-    ),
-    **dict.fromkeys(
-        ["aten::index_select", "aten::gather"]
-        + [
-            f"aten::{name}{in_place}"
-            for name in (
-                *("index_copy", "index_add", "index_fill", "index_reduce"),
-                *("scatter", "scatter_add", "scatter_reduce"),
-            )
-            for in_place in ("", "_")
-        ],
-        lambda args: [(args[0].shape[args[1]], args[2])] if args[0].dim() else [],
-    ),
+_BY_DIM = {
+    *("index_select", "gather", "index_copy", "index_add", "index_fill", "index_reduce"),
+    *("scatter", "scatter_add", "scatter_reduce"),
 }
 
 
 def in_bounds(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator of torch's reads and writes only inside of what it is given; waits for
-    the device."""
-    indexed = INDEXED.get(func._schema.name)
-    if indexed is None:
-        return True
+    """Whether an operator of torch's reads and writes only inside of what it is given, which a run
+    with other numbers might not; waits for the device."""
+    name = func._schema.name.partition("::")[2].strip("_")
+    indexed: list[tuple[int, Any]] = []
+    if name in ("embedding", "embedding_bag"):
+        indexed = [(args[0].shape[0], args[1])]
+    elif name in ("take", "put"):
+        indexed = [(args[0].numel(), args[1])]
+    elif name in ("index", "unsafe_index", "index_put", "index_put_impl"):
+        indexed = _sizes_of(args[0], args[1])
+    elif name in _BY_DIM and args[0].dim():
+        indexed = [(args[0].shape[args[1]], args[2])]
     return all(
         index.numel() == 0 or (int(index.min()) >= -size and int(index.max()) < size)
-        for size, index in indexed(args)
+        for size, index in indexed
     )
 
 

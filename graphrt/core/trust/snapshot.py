@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base.errors import StateTooLargeError
+from graphrt.core.base._undo import Undo
 from graphrt.core.base.option_values import told
 from graphrt.core.base.thread_mode import outside_modes, unseen
 from graphrt.core.capture.state import State, as_states
@@ -46,7 +46,7 @@ from graphrt.core.trust.places.slots import (
     same_value,
 )
 from graphrt.core.trust.places.walk import Kind, Places, is_array, shape_of
-from graphrt.core.trust.watching.writes import SavedWrites
+from graphrt.core.trust.watching.writes import SavedWrites, too_large
 
 
 class Left(NamedTuple):
@@ -97,14 +97,7 @@ class StateSnapshot:
     def restore_memory(self) -> None:
         """Put back what tensors held, and what is declared; the first error of the host's own
         functions is raised when all is done."""
-        failed: Exception | None = None
-        for restore in (*self._declared, self.memory.restore):
-            try:
-                restore()
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        Undo([self.memory.restore, *reversed(self._declared)]).now()
 
 
 def _saved(
@@ -114,16 +107,11 @@ def _saved(
     states = as_states(declared)
     total = sum(state.bytes for state in states)
     if total > limit_bytes:
-        raise StateTooLargeError(
-            "saving the declared state takes too much memory",
-            got=f"{total} bytes",
-            expected=f"at most {limit_bytes} bytes",
-            advice="do not declare a KV cache: pad its index inputs to a dummy page. Else "
-            "declare what changes: State(tensor, rows=...) or State(save=..., restore=...), "
-            "or raise state_limit_bytes",
-        )
+        raise too_large("the declared state", f"{total} bytes", limit_bytes)
     return [state.save() for state in states]
 
+
+_FIRST = itemgetter(0)
 
 # Random numbers -----------------------------------------------------------------------------------
 
@@ -133,9 +121,7 @@ class Generators:
     and those that `note` was told of before they were used."""
 
     def __init__(self, device_type: str) -> None:
-        self._gets: list[Callable[[], Any]] = []
-        self._puts: list[Callable[[Any], object]] = []
-        self._was: list[Any] = []
+        self._kept: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
         self._noted: list[Any] = []
         self._keep(torch.get_rng_state, torch.set_rng_state)
         if device_type != "cpu":
@@ -169,23 +155,21 @@ class Generators:
 
     def take(self) -> list[Any]:
         """The states now."""
-        return [*map(call, self._gets)]
+        return [*map(call, map(_FIRST, self._kept))]
 
     def have_drawn(self, states: Sequence[Any], since: Sequence[Any] | None = None) -> bool:
         """Whether a run that left these states has drawn other numbers than one that left `since`,
         or any at all."""
-        then = self._was if since is None else since
+        then = [was for *_, was in self._kept] if since is None else since
         return unseen(lambda: not all(map(_same_state, then, states)))
 
     def restore(self, states: Sequence[Any] | None = None) -> None:
         """Let all of them go on from where they were at first, or from what `take` returned."""
-        for put, state in zip(self._puts, self._was if states is None else states, strict=False):
-            put(state)
+        for at, (_, put, was) in enumerate(self._kept):
+            put(states[at] if states is not None and at < len(states) else was)
 
     def _keep(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        self._gets.append(get)
-        self._puts.append(put)
-        self._was.append(get())
+        self._kept.append((get, put, get()))
 
 
 def _same_state(ours: Any, theirs: Any) -> bool:
@@ -208,9 +192,6 @@ _MANY = 100_003
 """How many runs ahead `much_later` looks: a list that grows in each is long by then."""
 _ROUNDED = 1e-2
 """Tensors count as the same up to this difference, relative to their root mean square."""
-
-
-_PLACE = itemgetter(0)
 
 
 def _give_back(held: torch.Tensor, memory: torch.Tensor, address: object) -> None:
@@ -242,8 +223,8 @@ class PythonState:
         containers in place of their contents, which class and `__dict__` objects have, and no
         tensors."""
         # Holders first: `restore` puts an old container back before what was in it.
-        slots, contents = [*map(_PLACE, places.objects)], []
-        slots += map(_PLACE, places.outline if baked else (*places.arrays, *places.tensors))
+        slots, contents = [*map(_FIRST, places.objects)], []
+        slots += map(_FIRST, places.outline if baked else (*places.arrays, *places.tensors))
         for place, held in places.containers:
             if baked or len(held) <= _MOST_ITEMS:
                 way = LENGTH if baked else CONTENTS

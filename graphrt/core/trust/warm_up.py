@@ -103,20 +103,22 @@ class WatchedState:
             return calls()()
         moves = self._moves or self._begin(self._reads)
         moves.begin(self._reads)
+        watched = partial(self._run_watched, moves, inputs, calls)
         # Autocast would keep its cast of a weight, and the run would read that and not the weight.
         without_kept_casts(undo)
         if not self.is_known(kind, tokens):
-            return self._watch(moves, self._reads, kind, tokens, inputs, calls)
+            return self._watch(moves, self._reads, kind, tokens, watched)
         self._of_size.restore()
         self._of_size = SavedWrites(self._snapshot.memory.limit)
         watch = WriteWatch(moves.before, self._of_size, self._snapshot.memory, tokens)
         result = watch.around(calls())
-        if not moves.note() or watch.written <= self._steady:
+        moves.note()
+        if not moves.has_moved or watch.written <= self._steady:
             return result
         # It may have filled memory of this size for the first and last time.
         self.restore()
         moves.take_back()
-        return self._watch(moves, self._reads, kind, tokens, inputs, calls)
+        return self._watch(moves, self._reads, kind, tokens, watched)
 
     def is_known(self, kind: Hashable, tokens: int) -> bool:
         """Whether a run of so many tokens is not to be watched: a larger one of its kind was. Where
@@ -151,11 +153,10 @@ class WatchedState:
         reads: ReadSet,
         kind: Hashable,
         tokens: int,
-        inputs: frozenset[int],
-        calls: Callable[[], Callable[[], T]],
+        run: Callable[[], tuple[Watch, T]],
     ) -> T:
         self._kinds.add(kind)
-        memory, run = self._snapshot.memory, partial(self._run_watched, moves, inputs, calls)
+        memory = self._snapshot.memory
         watch, result = run()
         note_operators()
         self.inputs_written = watch.inputs_written
@@ -168,12 +169,28 @@ class WatchedState:
             memory.restore(left)
             again, result = run()
             reads.note(again)
-            self._refuse_state_of_padding(made, again)
-            self._refuse_first_writes(reads, watch, again, run)
+            padding = _left_for_good(made, watch, again, run, reads)
+            if padding is not None:
+                self._snapshot.python.restore()
+                raise PythonStateError(
+                    "the forward makes or fills memory when it runs first, and goes on from it: a "
+                    "warm-up has only padding",
+                    got=padding,
+                    expected="state that is made and filled before capture()",
+                    advice="run the forward once on a real batch before the capture (at each size "
+                    "that fills a table of its own), or make the tensor before, and copy_() into "
+                    "it: self.h.copy_(new) in place of self.h = new; of transformers use a "
+                    "StaticCache, never a DynamicCache",
+                )
             self._steady |= again.written().keys()
         reads.note(watch)
+        known = self._warmed_up.get(kind, WarmedUp(0, watch.trace, False, {}))
+        # Sessions come in any order, and each watches what writes.
+        if known.tokens <= tokens:
+            known = WarmedUp(tokens, watch.trace, known.writes, {})
         if kind is not None:
-            self._warmed_up[kind] = self._as_warmed_up(kind, tokens, watch)
+            writes = known.writes or bool(watch.written())
+            self._warmed_up[kind] = known._replace(writes=writes)
         return result
 
     @undoing
@@ -191,15 +208,6 @@ class WatchedState:
         result = watch.around(calls())
         moves.note()
         return watch, result
-
-    def _as_warmed_up(self, kind: Hashable, tokens: int, watch: Watch) -> WarmedUp:
-        writes = bool(watch.written())
-        this, known = WarmedUp(tokens, watch.trace, writes, {}), self._warmed_up.get(kind)
-        if known is None:
-            return this
-        # Sessions come in any order, and each watches what writes.
-        largest = this if known.tokens <= tokens else known
-        return largest._replace(writes=writes or known.writes)
 
     def capture(
         self,
@@ -221,52 +229,6 @@ class WatchedState:
         known.captured[mode] = watch.operators
         return result
 
-    def _refuse_state_of_padding(self, made: dict[int, tuple[str, Kept]], again: Watch) -> None:
-        """Raise `PythonStateError` if a forward goes on from what its warm-up has made."""
-        for key, (path, kept) in made.items():
-            use = again.uses.get(key)
-            if use is None or not use.exposed or not (kept.from_inputs or use.is_written):
-                continue
-            self._snapshot.python.restore()
-            raise PythonStateError(
-                "the forward makes state when it runs first, and goes on from it: a warm-up has "
-                "left padding rows in it",
-                got=f"{path}: {use}",
-                expected="state that is there before capture()",
-                advice="keep it in a tensor of a fixed size that is made before the capture, and "
-                "copy_() into that: self.h.copy_(new) in place of self.h = new; of transformers "
-                "use a StaticCache, never a DynamicCache, and run the forward once on a real batch",
-            )
-
-    def _refuse_first_writes(
-        self, reads: ReadSet, watch: Watch, again: Watch, run: Callable[[], tuple[Watch, object]]
-    ) -> None:
-        """Raise `PythonStateError` for memory that a forward writes otherwise when it runs first: a
-        flag in Python says that it did, so no later run would, and a warm-up has only padding."""
-        first, second = watch.written(), again.written()
-        once = {
-            key: use
-            for key, use in first.items()
-            if key not in second or len(use.writes) > len(second[key].writes)
-        }
-        if not once or second.keys() - first.keys() - watch.kept().keys():
-            # All runs write the same, or each writes other memory than the one before.
-            return
-        third = run()[0].written()
-        if any(key in third and third[key].writes == use.writes for key, use in once.items()):
-            # Not only the first run: every second one does.
-            return
-        key, use = next(iter(once.items()))
-        paths = [place.path for place, _, held in reads.walk().keyed if held == key]
-        self._snapshot.python.restore()
-        raise PythonStateError(
-            "the forward fills memory when it runs first, and a warm-up has only padding",
-            got=": ".join([*paths[:1], str(use)]),
-            expected="memory that is filled before capture()",
-            advice="run the forward once on a real batch before the capture; of a table that each "
-            "size fills, once at each size",
-        )
-
     def look(self) -> None:
         """Note what a run that was not watched, a capture, has moved in Python."""
         if self._moves is not None:
@@ -280,24 +242,17 @@ class WatchedState:
         self._snapshot.restore_memory()
 
     @undoing
-    def _without_effects(self, undo: Undo, last_runs: Callable[[], None]) -> None:
-        undo.later(self._snapshot.generators.restore)
-        if self._moves is not None:
-            # These runs have sizes that no step may ever have, so what they move is no step's.
-            python = self._snapshot.python
-            undo.later(partial(python.restore, python.take(), numbers=True))
-        last_runs()
-
-    def settle(self, last_runs: Callable[[], None]) -> None:
+    def settle(self, undo: Undo, last_runs: Callable[[], None]) -> None:
         """After captures, and after `last_runs` of the forward: put back random numbers and what
         still moves in Python, look at memory that only padding protects, find what graphs read, and
         warn of tensors of graphs that are left in Python.
 
         Raises what the runs raise, `StateTooLargeError` and `PythonStateError`."""
         moves, reads = self._moves, self._reads
+        undo.later(self._snapshot.generators.restore)
         if moves is not None:
             moves.is_captured = True
-        self._without_effects(last_runs)
+        last_runs()
         if reads is None:
             return
         if moves is not None:
@@ -307,6 +262,38 @@ class WatchedState:
         if moves is not None:
             moves.note_left(places.keyed)
             moves.warn()
+
+
+def _left_for_good(
+    made: dict[int, tuple[str, Kept]],
+    watch: Watch,
+    again: Watch,
+    run: Callable[[], tuple[Watch, object]],
+    reads: ReadSet,
+) -> str | None:
+    """The memory, in words, that a first run has `made` and from which `again` goes on, or that it
+    has written otherwise: a flag in Python says that it did, so no later `run` would."""
+    uses = again.uses
+    for key, (path, kept) in made.items():
+        use = uses.get(key)
+        if use is not None and use.exposed and (kept.from_inputs or use.is_written):
+            return f"{path}: {use}"
+    first, second = watch.written(), again.written()
+    once = {
+        key: use
+        for key, use in first.items()
+        if key not in second or len(use.writes) > len(second[key].writes)
+    }
+    if not once or second.keys() - first.keys() - watch.kept().keys():
+        # All runs write the same, or each writes other memory than the one before.
+        return None
+    third = run()[0].written()
+    if any(key in third and third[key].writes == use.writes for key, use in once.items()):
+        # Not only the first run: every second one does.
+        return None
+    key, use = next(iter(once.items()))
+    paths = [place.path for place, _, held in reads.walk().keyed if held == key]
+    return ": ".join([*paths[:1], str(use)])
 
 
 class _NotedParts(SideDoors):
@@ -362,7 +349,7 @@ class _Moves:
         self.has_moved = False
         """Whether the last eager run has moved a slot."""
         self.is_captured = False
-        """Whether all is captured, and runs put other tensors in the place of what graphs left."""
+        """Whether all is captured: runs have sizes that no step may ever have from now on."""
         self._counts = [0] * len(python.slots)
         self._last: Sequence[Any] = python.was
         self._before: tuple[Sequence[Any], list[int]] = self._last, self._counts
@@ -377,7 +364,7 @@ class _Moves:
         """Before an eager run: what is there by now no run of the forward has moved."""
         self.has_moved = False
         if self.is_captured:
-            self.is_captured = False
+            # The run puts other tensors in the place of those that graphs left.
             self.note_left(reads.walk().keyed)
         self._last = self.python.take()
 
@@ -386,16 +373,16 @@ class _Moves:
         self._last, self._counts = self._before
         self.python.restore(self._last)
 
-    def note(self, *, captured: bool = False) -> bool:
-        """A run is over; returns whether it has moved a slot. What captures alone move is the
-        platform's, or of a hook around a graph, and not counted."""
+    def note(self, *, captured: bool = False) -> None:
+        """A run is over. What captures alone move is the platform's, or of a hook around a graph,
+        and not counted."""
         last, self._before = self._last, (self._last, [*self._counts])
         self._last = self.python.take()
         moved = self.python.moved_slots(last, self._last)
         for at in moved:
-            self._counts[at] += not captured or self._counts[at] > 0
+            if not captured or self._counts[at]:
+                self._counts[at] += 2 if self.is_captured else 1
         self.has_moved |= bool(moved)
-        return bool(moved)
 
     def note_made(self, watch: Watch, reads: ReadSet) -> dict[int, tuple[str, Kept]]:
         """What a run has computed from its inputs, or written twice, and left in Python."""

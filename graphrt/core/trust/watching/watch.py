@@ -490,18 +490,17 @@ class Trace(list[Op]):
 
     def first_mixed(self, alone: Trace, rounding: float) -> tuple[int, str] | None:
         """The first operator whose live rows are not what they are in a run without padding."""
-        difference = None
-        if self.overloads() != alone.overloads():
-            difference = first_difference(self, alone, same_but_for_size)
-        end = len(self) if difference is None else difference[0]
-        for at, (ours, theirs) in enumerate(zip(self[:end], alone, strict=False)):
+        for at, (ours, theirs) in enumerate(zip_longest(self, alone)):
+            if ours is None:
+                return None
+            if theirs is None or ours.func is not theirs.func:
+                return at, str(ours)
             if ours.total is None or theirs.total is None:
                 continue
             a, b = ours.total.item(), theirs.total.item()
             if abs(a - b) > rounding * max(abs(a), abs(b)) or (a != a) != (b != b):
-                end = at
-                break
-        return (end, str(self[end])) if end < len(self) else None
+                return at, str(ours)
+        return None
 
     def first_other_data(self, then: Trace, *, has_parts: bool) -> tuple[str, str] | None:
         """The first Python data, now and `then`, that a tensor was made of and that differ; `then`

@@ -143,14 +143,8 @@ class SavedWrites:
         region = _Region(tensor, rows or WHOLE, use)
         self.bytes += region.was.nbytes
         if self.bytes > self.limit:
-            raise StateTooLargeError(
-                "saving the state that the forward writes takes too much memory",
-                got=f"{self.bytes} bytes, the last of them {use}",
-                expected=f"at most {self.limit} bytes",
-                advice="pad the index inputs of a KV cache to a dummy page; or declare what "
-                "changes: Host(state=[State(tensor, rows=...)]) or State(save=..., restore=...), "
-                "or raise state_limit_bytes",
-            )
+            got = f"{self.bytes} bytes, the last of them {use}"
+            raise too_large("the state that the forward writes", got, self.limit)
         self._regions.append(region)
         # Known only now: a run after one that had no memory for the copy would not save it.
         saved.append(region.rows.at)
@@ -227,6 +221,18 @@ def still_there(*values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Of what `SavedWrites.take` returned at several times, memory that was there each time."""
     kept = [each for each in zip(*values, strict=True) if len({t.shape for t in each}) == 1]
     return [[each[at] for each in kept] for at in range(len(values))]
+
+
+def too_large(state: str, got: str, limit_bytes: int) -> StateTooLargeError:
+    """The error for state that takes more memory than it may."""
+    return StateTooLargeError(
+        f"saving {state} takes too much memory",
+        got=got,
+        expected=f"at most {limit_bytes} bytes",
+        advice="pad the index inputs of a KV cache to a dummy page; or declare what changes, and "
+        "no cache: Host(state=[State(tensor, rows=...)]) or State(save=..., restore=...); or "
+        "raise state_limit_bytes",
+    )
 
 
 # Memory that is too large to be saved ------------------------------------------------------------
