@@ -322,7 +322,7 @@ FINE = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_state_that_a_warm_up_makes_and_goes_on_from_is_refused(name):
-    with pytest.raises(PythonStateError, match="makes state when it runs first") as raised:
+    with pytest.raises(PythonStateError, match="fills memory when it runs first") as raised:
         captured(state_made_by(*REFUSED[name]))
     assert "model.state" in str(raised.value)
 
@@ -347,7 +347,7 @@ def test_what_a_warm_up_makes_and_every_run_may_have_is_not(name):
     ],
 )
 def test_state_in_memory_that_is_partly_overwritten_is_refused_too(use):
-    with pytest.raises(PythonStateError, match="makes state when it runs first"):
+    with pytest.raises(PythonStateError, match="fills memory when it runs first"):
         captured(state_made_by(zeros, use))
 
 

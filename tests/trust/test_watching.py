@@ -12,7 +12,7 @@ from torch import nn
 from graphrt.core.base import tree
 from graphrt.core.base.thread_mode import dispatch_modes
 from graphrt.core.trust.snapshot import Generators
-from graphrt.core.trust.watching.watch import Use, Values, Watch
+from graphrt.core.trust.watching.watch import Use, Watch
 
 Run = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -247,7 +247,7 @@ def test_constants_of_python_data_are_the_runs_own_and_described_by_their_values
 
     watch = watched(run)
     assert watch.uses == {}
-    assert watch.trace[0].arguments == (Values("[1.5, -0.0]"),)
+    assert watch.trace[0].arguments == ("[1.5, -0.0]",)
     assert str(watch.trace[-1].arguments[0]).startswith("(65,) values, CRC ")
 
 
@@ -272,7 +272,7 @@ def kept_in(run: Callable[[list[torch.Tensor]], Any], x: torch.Tensor) -> list[t
     kept = watch.kept()
     assert set(kept) == {tree.storage_key(each) for each in held}
     found = [kept[tree.storage_key(each)] for each in held]
-    return [(each.from_inputs, each.rewritten) for each in found]
+    return [(each.from_inputs, each.is_written) for each in found]
 
 
 X = torch.ones(4)
@@ -362,7 +362,7 @@ def test_sums_of_live_rows_say_nothing_of_the_others():
     def run(x):
         watch = Watch(frozenset(), rows=(4, 2))
         watch.around(lambda: (x + 1, x.sum(), x[:3] * 2, x.to(torch.complex64)))
-        return [None if each is None else each.item() for each in watch.trace.sums]
+        return [None if op.total is None else op.total.item() for op in watch.trace]
 
     x = torch.arange(8.0).view(4, 2)
     changed = x.clone()

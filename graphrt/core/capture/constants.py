@@ -20,9 +20,9 @@ and no replay would see that. Its copy is an error, unless it is page-locked: th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,35 +45,35 @@ from graphrt.core.replay.pool import GraphPool
 
 _aten = torch.ops.aten
 _READ = _aten._local_scalar_dense.default
+_TO_COPY, _COPY = _aten._to_copy.default, _aten.copy_.default
 
 _kept: WeakKeyDictionary[DeviceGraph, list[torch.Tensor]] = WeakKeyDictionary()
 """The page-locked memory that a graph copies from, as long as there is the graph: it may be running
 when its entry is dropped, and is reset only behind that."""
 
 
-class _Array:
-    """A host tensor whose memory the host may write, such as a NumPy array's, and its bytes at the
-    capture."""
+Check: TypeAlias = Callable[[], None]
 
-    def __init__(self, tensor: torch.Tensor, source: Source | None = None) -> None:
-        self._tensor = tensor
-        self._held = _bytes_of(tensor)
-        self._source = source
 
-    def check(self) -> None:
-        """Raise `BakedScalarError` if it holds something else now."""
-        if _bytes_of(self._tensor) == self._held:
-            return
-        where = "" if self._source is None else f", at {self._source}"
-        raise WRITTEN_CONSTANT(f"{described(self._tensor)}{where}")
+def _unchanged(tensor: torch.Tensor, source: Source | None = None) -> Check:
+    """What raises `BakedScalarError` once the bytes of a host tensor are others than now: the host
+    may write it, such as the memory of a NumPy array."""
+    held = _bytes_of(tensor)
+
+    def check() -> None:
+        if _bytes_of(tensor) != held:
+            where = "" if source is None else f", at {source}"
+            raise WRITTEN_CONSTANT(f"{described(tensor)}{where}")
+
+    return check
 
 
 class _Made(NamedTuple):
-    """A storage on the host that a capture made: of which arrays and, unless it is a constant, of
-    which tensors besides."""
+    """A storage on the host that a capture made: of which arrays, each with its check, and, unless
+    it is a constant, of which tensors besides."""
 
     storage: StorageWeakRef
-    arrays: tuple[_Array, ...]
+    arrays: tuple[Check, ...]
     operands: tuple[torch.Tensor, ...] = ()
 
 
@@ -94,7 +94,7 @@ class Constants:
         self._made: dict[int, _Made] = {}
         self._pinned: list[torch.Tensor] = []
         # Those of the open segment.
-        self._arrays: dict[_Array, None] = {}
+        self._arrays: dict[Check, None] = {}
 
     def begin(self, graph: DeviceGraph) -> None:
         """A segment begins, which `graph` will hold."""
@@ -102,10 +102,10 @@ class Constants:
         self._arrays = {}
         _host_first.enter(self)
 
-    def checks(self) -> list[Callable[[], None]]:
+    def checks(self) -> list[Check]:
         """What replays of the segment that has ended call first: its arrays are compared with their
         bytes at the capture."""
-        return [array.check for array in self._arrays]
+        return [*self._arrays]
 
     def end(self) -> None:
         """The segment ends, or has failed; once more changes nothing."""
@@ -125,15 +125,18 @@ class Constants:
             return False
         known = self._made.get(_name(tensor)) or self._returned.get(_name(tensor))
         if known is not None:
-            arrays = (*known.arrays, _Array(tensor))
+            arrays = (*known.arrays, _unchanged(tensor))
             self._made[_name(tensor)] = known._replace(arrays=arrays)
         return known is not None
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Issue an operator; what it copies from the host is copied from page-locked memory."""
-        lifted = _LIFTED.get(id(func))
-        if lifted is not None:
-            return lifted(self, func, args, kwargs)
+        if func is _TO_COPY:
+            return self._to_copy(func, args, kwargs)
+        if func is _COPY:
+            return self._copy(func, args, kwargs)
+        if func in _MIXED:
+            return self._mixed(func, args, kwargs)
         for value in (*args, *kwargs.values()):
             if (
                 type(value) is torch.Tensor
@@ -145,17 +148,14 @@ class Constants:
                 self._arrays |= dict.fromkeys(self._arrays_behind(value))
         if func is _READ and _is_of_host(args[0]):
             self._arrays |= dict.fromkeys(self._arrays_behind(args[0]))
-        result = func(*args, **kwargs)
-        if result.is_cpu if type(result) is torch.Tensor else isinstance(result, list | tuple):
-            self._note(func, args, kwargs, result)
-        return result
+        return self._as_it_is(func, args, kwargs)
 
-    def _arrays_behind(self, tensor: torch.Tensor) -> Sequence[_Array]:
+    def _arrays_behind(self, tensor: torch.Tensor) -> Sequence[Check]:
         """The memory behind a host tensor, directly or by way of operators, that the host may still
         write."""
         known = self._made.get(_name(tensor))
         if known is None:
-            return [_Array(tensor, user_source())]
+            return [_unchanged(tensor, user_source())]
         behind = (self._arrays_behind(each) for each in known.operands)
         return [*known.arrays, *(array for arrays in behind for array in arrays)]
 
@@ -165,12 +165,12 @@ class Constants:
         results = {_name(each): each for each in tree.tensors(result) if _is_of_host(each)}
         if not results:
             return
-        arrays: Iterable[_Array]
+        arrays: Iterable[Check]
         others: tuple[torch.Tensor, ...] = ()
         if func is LIFT_FRESH:
             # Memory of an array belongs to the host, which may write it.
             shared = [each for each in results.values() if not each.untyped_storage().resizable()]
-            arrays = [_Array(each, user_source()) for each in shared]
+            arrays = [_unchanged(each, user_source()) for each in shared]
         else:
             operands = [each for each in tree.tensors(args, kwargs) if _is_of_host(each)]
             others = tuple(each for each in operands if not self._is_constant(each))
@@ -193,8 +193,8 @@ class Constants:
         if not self._is_constant(tensor):
             raise PAGEABLE_COPY(described(tensor), op=func)
         arrays = self._made[_name(tensor)].arrays
-        for array in arrays:
-            array.check()
+        for check in arrays:
+            check()
         self._arrays |= dict.fromkeys(arrays)
         made = torch.empty_like(tensor, dtype=dtype, device=device)
         if made.numel():
@@ -253,7 +253,8 @@ class Constants:
 
     def _as_it_is(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        self._note(func, args, kwargs, result)
+        if result.is_cpu if type(result) is torch.Tensor else isinstance(result, list | tuple):
+            self._note(func, args, kwargs, result)
         return result
 
 
@@ -271,27 +272,11 @@ def _is_of_host(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.layout is torch.strided and type(tensor) is torch.Tensor
 
 
-_Lifted = Callable[[Constants, Any, tuple[Any, ...], dict[str, Any]], Any]
-
-# By number: an operator's hash is computed in Python. They are never destroyed.
-_LIFTED: Mapping[int, _Lifted] = {
-    id(_aten._to_copy.default): Constants._to_copy,
-    id(_aten.copy_.default): Constants._copy,
-    **dict.fromkeys(
-        map(
-            id,
-            (
-                _aten.index.Tensor,
-                _aten._unsafe_index.Tensor,
-                _aten.index_put_.default,
-                _aten.index_put.default,
-                _aten._index_put_impl_.default,
-                _aten.where.self,
-            ),
-        ),
-        Constants._mixed,
-    ),
-}
+# These move an operand on the host to the device of the others.
+_MIXED = (
+    *(_aten.index.Tensor, _aten._unsafe_index.Tensor, _aten.index_put.default),
+    *(_aten.index_put_.default, _aten._index_put_impl_.default, _aten.where.self),
+)
 
 
 def _make_on_host(undone_by: list[Callable[[], object]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -12,37 +12,28 @@ LIFT_FRESH = torch.ops.aten.lift_fresh.default
 """What every tensor made from Python data, or from a NumPy array, goes through."""
 
 
-class RowAccess(NamedTuple):
-    """How the rows that an operator will write are read and written back, by which indices they are
-    `chosen`, and along which dimension of what is read: -1 for one index an element. `along` says
-    of which dimensions of the tensor the indices are."""
+Index: TypeAlias = tuple[slice | torch.Tensor, ...]
+"""The rows of a tensor that an operator will write, and which `tensor[index]` reads."""
 
-    read: Callable[[], torch.Tensor]
-    write: Callable[[torch.Tensor], object]
-    chosen: tuple[torch.Tensor, ...] = ()
-    dim: int = 0
-    along: tuple[int, ...] = ()
-
-
-Rows = Callable[[Sequence[Any]], RowAccess]
+WHOLE: Index = ()
+"""All of a tensor."""
 
 
 class OperatorFacts(NamedTuple):
     """Of one overload: its name; the arguments that it writes, by place and name; how to save only
     the rows that it writes; whether it is one of torch's own, makes a view and touches no memory,
-    makes no memory, reads nothing of what it writes, says that it draws random numbers, or may be
-    given a generator. A higher-order one, which says nothing of itself, has no name.
+    makes no memory, reads nothing of what it writes, or draws random numbers. A higher-order one,
+    which says nothing of itself, has no name.
     """
 
     name: str
     writes: tuple[tuple[int, str], ...]
-    rows: Rows | None
+    rows: Callable[[Sequence[Any]], Index] | None
     is_aten: bool
     is_view: bool
     makes_nothing: bool
     overwrites: bool
     draws: bool = False
-    may_draw: bool = False
 
 
 @cache
@@ -51,25 +42,22 @@ def facts_of(func: Any) -> OperatorFacts:
     nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return OperatorFacts("", (), None, False, False, False, False, may_draw=True)
-    writes = writes_of(schema)
+        return OperatorFacts("", (), None, False, False, False, False)
+    writes, is_aten = writes_of(schema), schema.name.startswith("aten::")
     aliases = [result.alias_info for result in schema.returns]
     return OperatorFacts(
         schema.name,
         writes,
         _ROWS.get(schema.name),
-        schema.name.startswith("aten::"),
+        is_aten,
         schema.name in _TOUCHING or (not writes and any(each is not None for each in aliases)),
-        schema.name.startswith("aten::")
-        and schema.name not in _MAKING
-        and all(each is not None for each in aliases),
+        is_aten and schema.name not in _MAKING and all(each is not None for each in aliases),
         # Of an operator of the host's own nobody knows whether it reads what it writes; most fill
         # a buffer anew.
         schema.name in _OVERWRITING
         or any(name == "out" for _, name in writes)
-        or (bool(writes) and not schema.name.startswith("aten::")),
+        or (bool(writes) and not is_aten),
         torch.Tag.nondeterministic_seeded in func.tags,
-        any("Generator" in str(argument.type) for argument in schema.arguments),
     )
 
 
@@ -100,60 +88,28 @@ def indices_of(args: Sequence[Any]) -> int:
     return max((i.numel() for i in indices if isinstance(i, torch.Tensor)), default=0)
 
 
-def _by_index(args: Sequence[Any]) -> RowAccess:
-    tensor, indices = args[0].detach(), tuple(slice(None) if i is None else i for i in args[1])
-    kept = tuple(map(_copied_index, indices))
-    chosen = tuple(i for i in kept if isinstance(i, torch.Tensor) and i.dtype is not torch.bool)
-    leading = next((at for at, i in enumerate(kept) if isinstance(i, torch.Tensor)), 0)
-    return RowAccess(
-        lambda: tensor[kept],
-        lambda values: tensor.__setitem__(kept, values),
-        chosen if len(chosen) == sum(isinstance(i, torch.Tensor) for i in kept) else (),
-        leading,
-        tuple(at for at, i in enumerate(kept) if isinstance(i, torch.Tensor)),
-    )
+def _by_index(args: Sequence[Any]) -> Index:
+    return tuple(slice(None) if i is None else _copied(i) for i in args[1])
 
 
-def _copied_index(index: Any) -> Any:
-    if not isinstance(index, torch.Tensor):
-        return index
+def _copied(index: torch.Tensor) -> torch.Tensor:
     # It may itself be written before the rows are put back.
     copy = index.clone()
     # One without dimensions would be taken for a number, which makes a view.
     return copy if copy.dim() or copy.dtype is torch.bool else copy.reshape(1)
 
 
-def _by_dim(args: Sequence[Any]) -> RowAccess:
-    tensor, dim, index = args[0].detach(), args[1], args[2].clone()
-    if tensor.dim() == 0:
-        return RowAccess(tensor.clone, tensor.copy_)
-    return RowAccess(
-        lambda: tensor.index_select(dim, index),
-        lambda values: tensor.index_copy_(dim, index, values),
-        (index,),
-        dim,
-        (dim,),
-    )
+def _by_dim(args: Sequence[Any]) -> Index:
+    tensor, dim = args[0], args[1]
+    return (*[slice(None)] * (dim % tensor.dim()), _copied(args[2])) if tensor.dim() else WHOLE
 
 
-def _by_element(args: Sequence[Any]) -> RowAccess:
-    tensor, dim, index = args[0].detach(), args[1], args[2].clone()
-    return RowAccess(
-        lambda: tensor.gather(dim, index),
-        lambda values: tensor.scatter_(dim, index, values),
-        (index,),
-        -1,
-        (dim,),
-    )
-
-
-_ROWS: dict[str, Rows] = {
+_ROWS: dict[str, Callable[[Sequence[Any]], Index]] = {
     **dict.fromkeys(("aten::index_put_", "aten::_index_put_impl_"), _by_index),
     **dict.fromkeys(
         ("aten::index_copy_", "aten::index_add_", "aten::index_fill_", "aten::index_reduce_"),
         _by_dim,
     ),
-    **dict.fromkeys(("aten::scatter_", "aten::scatter_add_", "aten::scatter_reduce_"), _by_element),
 }
 
 # These put a storage that is no tensor, or Python data, into one.
@@ -167,41 +123,28 @@ _OVERWRITING = {
     for name in ("copy", "fill", "zero", "normal", "uniform", "random", "exponential", "bernoulli")
 }
 
-# Which argument holds indices of which: what a run with other numbers must not do out of bounds.
-INDEXED: dict[str, Callable[[Sequence[Any]], list[tuple[int, Any]]]] = {
-    **dict.fromkeys(
-        ("aten::embedding", "aten::_embedding_bag"), lambda args: [(args[0].shape[0], args[1])]
-    ),
-    **dict.fromkeys(("aten::take", "aten::put_"), lambda args: [(args[0].numel(), args[1])]),
-    **dict.fromkeys(
-        [f"aten::{name}" for name in ("index", "_unsafe_index", "index_put", "index_put_")]
-        + ["aten::_index_put_impl_"],
-        lambda args: _sizes_of(args[0], args[1]),
-    ),
-    **dict.fromkeys(
-        ["aten::index_select", "aten::gather"]
-        + [
-            f"aten::{name}{in_place}"
-            for name in (
-                *("index_copy", "index_add", "index_fill", "index_reduce"),
-                *("scatter", "scatter_add", "scatter_reduce"),
-            )
-            for in_place in ("", "_")
-        ],
-        lambda args: [(args[0].shape[args[1]], args[2])] if args[0].dim() else [],
-    ),
+_BY_DIM = {
+    *("index_select", "gather", "index_copy", "index_add", "index_fill", "index_reduce"),
+    *("scatter", "scatter_add", "scatter_reduce"),
 }
 
 
 def in_bounds(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator of torch's reads and writes only inside of what it is given; waits for
-    the device."""
-    indexed = INDEXED.get(func._schema.name)
-    if indexed is None:
-        return True
+    """Whether an operator of torch's reads and writes only inside of what it is given, which a run
+    with other numbers might not; waits for the device."""
+    name = func._schema.name.partition("::")[2].strip("_")
+    indexed: list[tuple[int, Any]] = []
+    if name in ("embedding", "embedding_bag"):
+        indexed = [(args[0].shape[0], args[1])]
+    elif name in ("take", "put"):
+        indexed = [(args[0].numel(), args[1])]
+    elif name in ("index", "unsafe_index", "index_put", "index_put_impl"):
+        indexed = _sizes_of(args[0], args[1])
+    elif name in _BY_DIM and args[0].dim():
+        indexed = [(args[0].shape[args[1]], args[2])]
     return all(
         index.numel() == 0 or (int(index.min()) >= -size and int(index.max()) < size)
-        for size, index in indexed(args)
+        for size, index in indexed
     )
 
 

@@ -43,34 +43,24 @@ class State:
         check_takes("save", save, "save()", optional=True)
         check_takes("restore", restore, "restore(saved)", optional=True)
         # An index that copies (a list or tensor of rows) must write back into the tensor itself.
-        self._tensor = tensor
-        self._rows = slice(None) if rows is None else rows
+        self.tensor = tensor
+        """The tensor that is saved; None for the host's own functions."""
+        self._rows = ... if rows is None else rows
         self._save = save
         self._restore = restore
 
     @property
-    def tensor(self) -> torch.Tensor | None:
-        """The tensor that is saved; None for the host's own functions."""
-        return self._tensor
-
-    @property
     def bytes(self) -> int:
         """Bytes that saving takes; 0 for the host's own functions."""
-        if self._tensor is None:
-            return 0
-        if self._tensor.dim() == 0:
-            return self._tensor.element_size()
-        part = self._tensor[self._rows]
-        return part.numel() * part.element_size()
+        return 0 if self.tensor is None else self.tensor[self._rows].nbytes
 
     def save(self) -> Callable[[], None]:
         """Save it now; the returned function restores it, any number of times."""
         if self._save is not None and self._restore is not None:
             saved, restore = self._save(), self._restore
             return lambda: restore(saved)
-        tensor = self._tensor
+        tensor, rows = self.tensor, self._rows
         assert tensor is not None
-        rows = ... if tensor.dim() == 0 else self._rows
         copy = without_gradients(lambda: tensor[rows].clone())
 
         original = tensor.detach()

@@ -17,13 +17,14 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from operator import is_, itemgetter
+from functools import partial
+from operator import eq, is_, itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base.errors import StateTooLargeError
+from graphrt.core.base._undo import Undo
 from graphrt.core.base.option_values import told
 from graphrt.core.base.thread_mode import outside_modes, unseen
 from graphrt.core.capture.state import State, as_states
@@ -35,6 +36,7 @@ from graphrt.core.trust.places.slots import (
     LENGTH,
     MISSING,
     Place,
+    Way,
     base_of,
     call,
     entries,
@@ -44,7 +46,7 @@ from graphrt.core.trust.places.slots import (
     same_value,
 )
 from graphrt.core.trust.places.walk import Kind, Places, is_array, shape_of
-from graphrt.core.trust.watching.writes import SavedWrites
+from graphrt.core.trust.watching.writes import SavedWrites, too_large
 
 
 class Left(NamedTuple):
@@ -95,14 +97,7 @@ class StateSnapshot:
     def restore_memory(self) -> None:
         """Put back what tensors held, and what is declared; the first error of the host's own
         functions is raised when all is done."""
-        failed: Exception | None = None
-        for restore in (*self._declared, self.memory.restore):
-            try:
-                restore()
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        Undo([self.memory.restore, *reversed(self._declared)]).now()
 
 
 def _saved(
@@ -112,16 +107,11 @@ def _saved(
     states = as_states(declared)
     total = sum(state.bytes for state in states)
     if total > limit_bytes:
-        raise StateTooLargeError(
-            "saving the declared state takes too much memory",
-            got=f"{total} bytes",
-            expected=f"at most {limit_bytes} bytes",
-            advice="do not declare a KV cache: pad its index inputs to a dummy page. Else "
-            "declare what changes: State(tensor, rows=...) or State(save=..., restore=...), "
-            "or raise state_limit_bytes",
-        )
+        raise too_large("the declared state", f"{total} bytes", limit_bytes)
     return [state.save() for state in states]
 
+
+_FIRST = itemgetter(0)
 
 # Random numbers -----------------------------------------------------------------------------------
 
@@ -131,10 +121,8 @@ class Generators:
     and those that `note` was told of before they were used."""
 
     def __init__(self, device_type: str) -> None:
-        self._gets: list[Callable[[], Any]] = []
-        self._puts: list[Callable[[Any], object]] = []
-        self._was: list[Any] = []
-        self._noted: dict[int, Any] = {}
+        self._kept: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
+        self._noted: list[Any] = []
         self._keep(torch.get_rng_state, torch.set_rng_state)
         if device_type != "cpu":
             device = torch.get_device_module(device_type)
@@ -144,14 +132,13 @@ class Generators:
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
             self._keep(numpy.get_state, numpy.set_state)
-        self._first_noted = len(self._gets)
 
     def note(self, generator: Any) -> None:
         """Keep a generator of the forward's own as it is now, unless it is kept already: one of
         torch's, Python's or NumPy's."""
-        if id(generator) in self._noted:
+        if any(generator is each for each in self._noted):
             return
-        self._noted[id(generator)] = generator
+        self._noted.append(generator)
         if isinstance(generator, random.Random):
             self._keep(generator.getstate, generator.setstate)
         elif hasattr(generator, "bit_generator"):
@@ -168,30 +155,21 @@ class Generators:
 
     def take(self) -> list[Any]:
         """The states now."""
-        return [*map(call, self._gets)]
+        return [*map(call, map(_FIRST, self._kept))]
 
     def have_drawn(self, states: Sequence[Any], since: Sequence[Any] | None = None) -> bool:
         """Whether a run that left these states has drawn other numbers than one that left `since`,
         or any at all."""
-        then = self._was if since is None else since
+        then = [was for *_, was in self._kept] if since is None else since
         return unseen(lambda: not all(map(_same_state, then, states)))
-
-    def torch_has_drawn(self) -> bool:
-        """Whether torch's generator of the host has drawn since, or one that was noted."""
-        places = (0, *range(self._first_noted, len(self._gets)))
-        return unseen(
-            lambda: any(not _same_state(self._was[at], self._gets[at]()) for at in places)
-        )
 
     def restore(self, states: Sequence[Any] | None = None) -> None:
         """Let all of them go on from where they were at first, or from what `take` returned."""
-        for put, state in zip(self._puts, self._was if states is None else states, strict=False):
-            put(state)
+        for at, (_, put, was) in enumerate(self._kept):
+            put(states[at] if states is not None and at < len(states) else was)
 
     def _keep(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        self._gets.append(get)
-        self._puts.append(put)
-        self._was.append(get())
+        self._kept.append((get, put, get()))
 
 
 def _same_state(ours: Any, theirs: Any) -> bool:
@@ -216,7 +194,23 @@ _ROUNDED = 1e-2
 """Tensors count as the same up to this difference, relative to their root mean square."""
 
 
-_PLACE = itemgetter(0)
+def _give_back(held: torch.Tensor, memory: torch.Tensor, address: object) -> None:
+    if address == memory.data_ptr():
+        held.data = memory.detach()
+
+
+MEMORY = Way(lambda held, memory: held.data_ptr(), _give_back, eq)
+"""Where the memory of a tensor is, which `set_` and `.data =` change; and the memory that it had,
+which lives on, so that its address is nobody else's."""
+
+
+def _memory_of(places: Places) -> list[Place]:
+    # A subclass may have no detach() of the ordinary kind.
+    return [
+        Place(place, "", MEMORY, held, held.detach())
+        for place, held, _ in places.keyed
+        if type(held) in tree.BARE
+    ]
 
 
 class PythonState:
@@ -229,8 +223,8 @@ class PythonState:
         containers in place of their contents, which class and `__dict__` objects have, and no
         tensors."""
         # Holders first: `restore` puts an old container back before what was in it.
-        slots, contents = [*map(_PLACE, places.objects)], []
-        slots += map(_PLACE, places.outline if baked else (*places.arrays, *places.tensors))
+        slots, contents = [*map(_FIRST, places.objects)], []
+        slots += map(_FIRST, places.outline if baked else (*places.arrays, *places.tensors))
         for place, held in places.containers:
             if baked or len(held) <= _MOST_ITEMS:
                 way = LENGTH if baked else CONTENTS
@@ -242,19 +236,12 @@ class PythonState:
                 baked or is_put_back
             ):
                 contents.append(Place(place, "", ARRAY, array))
-        self.slots = (*slots, *places.numbers, *contents)
-        self._getters = getters(self.slots)
+        memory = [] if baked else outside_modes(partial(_memory_of, places))
+        self.slots = (*slots, *places.numbers, *contents, *memory)
+        self._getters = getters(self.slots[: len(self.slots) - len(memory)])
+        self._getters += [partial(torch.Tensor.data_ptr, slot.holder) for slot in memory]
         self._numbers = slice(len(slots), len(slots) + len(places.numbers))
         self.was = self.take()
-        # The tensors whose memory is known, and what they had.
-        # A subclass may have no detach() of the ordinary kind.
-        plain = (torch.Tensor, torch.nn.Parameter)
-        tensors = [] if baked else [each for each in places.keyed if type(each[1]) in plain]
-        self._memory = outside_modes(
-            lambda: [(place, held, held.detach(), key) for place, held, key in tensors]
-        )
-        self._tensors = [*map(itemgetter(1), tensors)]
-        self._addresses = [*map(torch.Tensor.data_ptr, self._tensors)]
 
     def take(self) -> list[Any]:
         """What is there now."""
@@ -270,9 +257,6 @@ class PythonState:
             now = get()
             if now is not value and not slot.way.same(value, now):
                 put_back(slot, value)
-        if values is None:
-            for _, held, memory in self.elsewhere():
-                held.data = memory.detach()
 
     def begin(self, values: Sequence[Any], numbers: Mapping[str, Any]) -> None:
         """Put back what `take` has returned, and then other numbers at these paths: where one is in
@@ -297,27 +281,8 @@ class PythonState:
         """The slots of plain values."""
         return self.slots[self._numbers]
 
-    def elsewhere(self) -> list[tuple[Place, torch.Tensor, torch.Tensor]]:
-        """The tensors that were given other memory (`set_`, `.data =`), and what they had."""
-        # Asked of all tensors, several times a graph. What they had lives on, so its addresses are
-        # nobody else's.
-        with contextlib.suppress(RuntimeError):
-            if [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses:
-                return []
-        moved = []
-        for place, held, memory, key in self._memory:
-            try:
-                is_there = held.untyped_storage()._cdata == key
-            except (NotImplementedError, RuntimeError):
-                is_there = False
-            if not is_there and place.get() is held:
-                moved.append((place, held, memory))
-        return moved
-
     def changed(self, was: Sequence[Any], now: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
         """What is another value now, by identity."""
-        if all(map(is_, was, now)):
-            return {}
         return {self.slots[at].path: (was[at], now[at]) for at in self.moved_slots(was, now)}
 
     def are_same(self, was: Sequence[Any], now: Sequence[Any]) -> bool:
@@ -330,8 +295,6 @@ class PythonState:
 
     def moved_slots(self, was: Sequence[Any], now: Sequence[Any]) -> list[int]:
         """The slots in which another value is now."""
-        if all(map(is_, was, now)):
-            return []
         return [
             at
             for at, (before, after) in enumerate(zip(was, now, strict=True))
@@ -342,7 +305,8 @@ class PythonState:
         """Where two runs have left other values, which are compared by what is in them."""
         differing: dict[str, tuple[Any, Any]] = {}
         for slot, mine, other in zip(self.slots, ours, theirs, strict=True):
-            if _alike(mine, other):
+            # Memory that is made anew lies elsewhere in each run.
+            if slot.way is MEMORY or _alike(mine, other):
                 continue
             if slot.way is CONTENTS:
                 mine, other = (entries(slot.holder, items) for items in (mine, other))
@@ -352,23 +316,22 @@ class PythonState:
     def rebound(self, now: Sequence[Any], used: Collection[int | None]) -> list[str]:
         """Where a run that has just ended has put another tensor in the place of one that it had
         `used`, by the keys of storages."""
-        pairs = [*zip(self.slots, self.was, now, strict=True)]
-        replaced = [
-            (slot, was)
-            for slot, was, value in pairs
-            if value is not was and isinstance(was, torch.Tensor)
-        ]
-        replaced += [(place, memory) for place, _, memory in self.elsewhere()]
+        replaced: dict[str, torch.Tensor] = {}
+        for at in self.moved_slots(self.was, now):
+            slot, was = self.slots[at], self.was[at]
+            held = slot.key if slot.way is MEMORY else was
+            if isinstance(held, torch.Tensor):
+                replaced[slot.path] = held
         if not replaced:
             return []
         # A slot may begin with a tensor that another slot holds too, and still holds: a normalized
         # weight with the weight itself. The run has read that one, not the replaced slot.
         stays = {
             tree.storage_key(was)
-            for _, was, value in pairs
+            for was, value in zip(self.was, now, strict=True)
             if value is was and isinstance(was, torch.Tensor)
         }
-        keys = [(slot.path, tree.storage_key(held)) for slot, held in replaced]
+        keys = [(path, tree.storage_key(held)) for path, held in replaced.items()]
         return [path for path, key in keys if key in used and key not in stays]
 
 

@@ -3,13 +3,12 @@ protected without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import PythonStateError, StaleTensorWarning, warn_caller
 from graphrt.core.base.thread_mode import without_kept_casts
@@ -21,6 +20,7 @@ from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import Keyed, with_keys
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import (
+    MEMORY,
     PythonState,
     StateSnapshot,
     is_plain,
@@ -71,16 +71,13 @@ class WatchedState:
         self._warmed_up = warmed_up
         self._pads = pads
         self._has_parts = has_parts
+        self._is_in_graphs = is_in_graphs
         self._moves: _Moves | None = None
+        """Once something has run under watches."""
         # The kinds whose first run was in this session, which watches it if it watches any.
         self._kinds: set[Hashable] = set()
         # The memory that runs after the first one write.
         self._steady: set[int] = set()
-        self._is_settled = self._has_moved = False
-        self._left = _LeftInPython(is_in_graphs)
-        if reads is not None:
-            # Sessions before this one may have watched all that it captures.
-            self._left.of_weights |= reads.remade
         self.inputs_written: dict[int, Use] = {}
         """What the last run wrote of its inputs, by where it begins, if it was watched."""
 
@@ -94,31 +91,34 @@ class WatchedState:
         calls: Callable[[], Callable[[], T]],
     ) -> T:
         """Run a forward of so many tokens eagerly; it is watched if it is the largest of its kind
-        so far, or of no kind. `inputs` are the addresses of the storages of its inputs; `calls`
-        makes the call of each run, outside of what is watched: a run may reshape its arguments.
+        so far, or of no kind, or has written and moved what larger ones did not. `inputs` are the
+        addresses of the storages of its inputs; `calls` makes the call of each run, outside of what
+        is watched: a run may reshape its arguments.
 
         Raises `StateTooLargeError` if it writes what can be neither saved nor left.
         """
         self.inputs_written = {}
-        self._has_moved = False
         if self._reads is None:
             self._kinds.add(kind)
             return calls()()
-        if self._is_settled and self._moves is not None:
-            # This run puts other tensors in the place of those that graphs left in Python, so the
-            # latter are noted first.
-            self._is_settled = False
-            self._left.note(self._reads.walk().keyed)
-        if self._moves is None:
-            self._begin()
-        else:
-            self._moves.begin()
+        moves = self._moves or self._begin(self._reads)
+        moves.begin(self._reads)
+        watched = partial(self._run_watched, moves, inputs, calls)
         # Autocast would keep its cast of a weight, and the run would read that and not the weight.
         without_kept_casts(undo)
-        watched = partial(self._watch, kind, tokens, inputs, calls)
-        return (
-            self._save_writes(tokens, calls, watched) if self.is_known(kind, tokens) else watched()
-        )
+        if not self.is_known(kind, tokens):
+            return self._watch(moves, self._reads, kind, tokens, watched)
+        self._of_size.restore()
+        self._of_size = SavedWrites(self._snapshot.memory.limit)
+        watch = WriteWatch(moves.before, self._of_size, self._snapshot.memory, tokens)
+        result = watch.around(calls())
+        moves.note()
+        if not moves.has_moved or watch.written <= self._steady:
+            return result
+        # It may have filled memory of this size for the first and last time.
+        self.restore()
+        moves.take_back()
+        return self._watch(moves, self._reads, kind, tokens, watched)
 
     def is_known(self, kind: Hashable, tokens: int) -> bool:
         """Whether a run of so many tokens is not to be watched: a larger one of its kind was. Where
@@ -133,51 +133,34 @@ class WatchedState:
 
     @property
     def has_drawn(self) -> bool:
-        """Whether random numbers of torch may have been drawn on the host since the session began:
-        by a forward, or by another thread."""
-        return self._snapshot.generators.torch_has_drawn()
+        """Whether random numbers may have been drawn on the host since the session began: by a
+        forward, or by another thread."""
+        return self._snapshot.generators.have_drawn(self._snapshot.generators.take())
 
-    def _begin(self) -> None:
-        assert self._reads is not None
-        places = self._reads.walk()
+    def _begin(self, reads: ReadSet) -> _Moves:
+        places = reads.walk()
         self._snapshot.reach(places)
-        self._moves = _Moves(self._snapshot.python)
-        self._left.before.update([key for _, _, key in places.keyed])
         note_operators()
-
-    def _save_writes(
-        self, tokens: int, calls: Callable[[], Callable[[], T]], watched: Callable[[], T]
-    ) -> T:
-        """Run what is known from a larger run of its kind: what it writes is saved, and no more. It
-        is `watched` after all if it writes other memory."""
-        assert self._moves is not None
-        self._of_size.restore()
-        self._of_size = SavedWrites(self._snapshot.memory.limit)
-        shown = self._snapshot.memory
-        watch = WriteWatch(self._left.before, self._of_size, shown, tokens)
-        result = watch.around(calls())
-        self._has_moved = self._moves.note()
-        if not self._has_moved or watch.written <= self._steady:
-            return result
-        # It may have filled memory of this size for the first and last time.
-        self.restore()
-        self._moves.take_back()
-        return watched()
+        before = {key for _, _, key in places.keyed}
+        # Sessions before this one may have watched all that it captures.
+        moves = _Moves(self._snapshot.python, before, self._is_in_graphs, {*reads.remade})
+        self._moves = moves
+        return moves
 
     def _watch(
         self,
+        moves: _Moves,
+        reads: ReadSet,
         kind: Hashable,
         tokens: int,
-        inputs: frozenset[int],
-        calls: Callable[[], Callable[[], T]],
+        run: Callable[[], tuple[Watch, T]],
     ) -> T:
-        assert self._moves is not None and self._reads is not None
         self._kinds.add(kind)
-        memory, run = self._snapshot.memory, partial(self._run_watched, inputs, calls)
+        memory = self._snapshot.memory
         watch, result = run()
         note_operators()
         self.inputs_written = watch.inputs_written
-        made = self._made_and_reachable(watch)
+        made = moves.note_made(watch, reads)
         if made or watch.written():
             left = memory.take()
             self.restore()
@@ -185,36 +168,46 @@ class WatchedState:
             # anything before.
             memory.restore(left)
             again, result = run()
-            self._reads.note(again)
-            self._refuse_state_of_padding(made, again)
-            self._refuse_first_writes(watch, again, run)
+            reads.note(again)
+            padding = _left_for_good(made, watch, again, run, reads)
+            if padding is not None:
+                self._snapshot.python.restore()
+                raise PythonStateError(
+                    "the forward makes or fills memory when it runs first, and goes on from it: a "
+                    "warm-up has only padding",
+                    got=padding,
+                    expected="state that is made and filled before capture()",
+                    advice="run the forward once on a real batch before the capture (at each size "
+                    "that fills a table of its own), or make the tensor before, and copy_() into "
+                    "it: self.h.copy_(new) in place of self.h = new; of transformers use a "
+                    "StaticCache, never a DynamicCache",
+                )
             self._steady |= again.written().keys()
-        self._reads.note(watch)
+        reads.note(watch)
+        known = self._warmed_up.get(kind, WarmedUp(0, watch.trace, False, {}))
+        # Sessions come in any order, and each watches what writes.
+        if known.tokens <= tokens:
+            known = WarmedUp(tokens, watch.trace, known.writes, {})
         if kind is not None:
-            self._warmed_up[kind] = self._as_warmed_up(kind, tokens, watch)
+            writes = known.writes or bool(watch.written())
+            self._warmed_up[kind] = known._replace(writes=writes)
         return result
 
     @undoing
     def _run_watched(
-        self, undo: Undo, inputs: frozenset[int], calls: Callable[[], Callable[[], T]]
+        self,
+        undo: Undo,
+        moves: _Moves,
+        inputs: frozenset[int],
+        calls: Callable[[], Callable[[], T]],
     ) -> tuple[Watch, T]:
-        assert self._moves is not None
         doors = side_doors.get()
         if self._has_parts and doors is not None:
-            undo.set(side_doors, _NotedParts(doors, self._snapshot.python, self._moves.of_parts))
+            undo.set(side_doors, _NotedParts(doors, moves))
         watch = Watch(inputs, self._snapshot.memory, generators=self._snapshot.generators)
         result = watch.around(calls())
-        self._has_moved |= self._moves.note()
+        moves.note()
         return watch, result
-
-    def _as_warmed_up(self, kind: Hashable, tokens: int, watch: Watch) -> WarmedUp:
-        writes = bool(watch.written())
-        this, known = WarmedUp(tokens, watch.trace, writes, {}), self._warmed_up.get(kind)
-        if known is None:
-            return this
-        # Sessions come in any order, and each watches what writes.
-        largest = this if known.tokens <= tokens else known
-        return largest._replace(writes=writes or known.writes)
 
     def capture(
         self,
@@ -236,70 +229,6 @@ class WatchedState:
         known.captured[mode] = watch.operators
         return result
 
-    def _made_and_reachable(self, watch: Watch) -> dict[int, tuple[str, Kept]]:
-        """What a run has computed from its inputs, or written twice, and left in Python."""
-        kept = watch.kept()
-        if not kept:
-            return {}
-        assert self._reads is not None
-        made = {}
-        for place, tensor, key in self._reads.walk().keyed:
-            if key in kept:
-                # A table that is built once, say: graphs read it, whatever takes its place.
-                self._reads.keep(tensor)
-                if kept[key].from_inputs or kept[key].rewritten:
-                    made[key] = place.path, kept[key]
-                else:
-                    self._left.of_weights.add(place.path)
-        return made
-
-    def _refuse_state_of_padding(self, made: dict[int, tuple[str, Kept]], again: Watch) -> None:
-        """Raise `PythonStateError` if a forward goes on from what its warm-up has made."""
-        for key, (path, kept) in made.items():
-            use = again.uses.get(key)
-            if use is None or not use.exposed or not (kept.from_inputs or use.is_written):
-                continue
-            self._snapshot.python.restore()
-            raise PythonStateError(
-                "the forward makes state when it runs first, and goes on from it: a warm-up has "
-                "left padding rows in it",
-                got=f"{path}: {use}",
-                expected="state that is there before capture()",
-                advice="keep it in a tensor of a fixed size that is made before the capture, and "
-                "copy_() into that: self.h.copy_(new) in place of self.h = new; of transformers "
-                "use a StaticCache, never a DynamicCache, and run the forward once on a real batch",
-            )
-
-    def _refuse_first_writes(
-        self, watch: Watch, again: Watch, run: Callable[[], tuple[Watch, object]]
-    ) -> None:
-        """Raise `PythonStateError` for memory that a forward writes otherwise when it runs first: a
-        flag in Python says that it did, so no later run would, and a warm-up has only padding."""
-        assert self._reads is not None
-        first, second = watch.written(), again.written()
-        once = {
-            key: use
-            for key, use in first.items()
-            if key not in second or len(use.writes) > len(second[key].writes)
-        }
-        if not once or second.keys() - first.keys() - watch.kept().keys():
-            # All runs write the same, or each writes other memory than the one before.
-            return
-        third = run()[0].written()
-        if any(key in third and third[key].writes == use.writes for key, use in once.items()):
-            # Not only the first run: every second one does.
-            return
-        key, use = next(iter(once.items()))
-        paths = [place.path for place, _, held in self._reads.walk().keyed if held == key]
-        self._snapshot.python.restore()
-        raise PythonStateError(
-            "the forward fills memory when it runs first, and a warm-up has only padding",
-            got=": ".join([*paths[:1], str(use)]),
-            expected="memory that is filled before capture()",
-            advice="run the forward once on a real batch before the capture; of a table that each "
-            "size fills, once at each size",
-        )
-
     def look(self) -> None:
         """Note what a run that was not watched, a capture, has moved in Python."""
         if self._moves is not None:
@@ -313,36 +242,58 @@ class WatchedState:
         self._snapshot.restore_memory()
 
     @undoing
-    def _without_effects(self, undo: Undo, last_runs: Callable[[], None]) -> None:
-        undo.later(self._snapshot.generators.restore)
-        if self._moves is not None:
-            # These runs have sizes that no step may ever have, so what they move is no step's.
-            python = self._snapshot.python
-            undo.later(partial(python.restore, python.take(), numbers=True))
-        last_runs()
-
-    def settle(self, last_runs: Callable[[], None]) -> None:
+    def settle(self, undo: Undo, last_runs: Callable[[], None]) -> None:
         """After captures, and after `last_runs` of the forward: put back random numbers and what
         still moves in Python, look at memory that only padding protects, find what graphs read, and
         warn of tensors of graphs that are left in Python.
 
         Raises what the runs raise, `StateTooLargeError` and `PythonStateError`."""
-        self._is_settled = True
-        self._without_effects(last_runs)
-        if self._reads is None:
+        moves, reads = self._moves, self._reads
+        undo.later(self._snapshot.generators.restore)
+        if moves is not None:
+            moves.is_captured = True
+        last_runs()
+        if reads is None:
             return
-        put_back = set()
-        if self._moves is not None:
-            self._left.note(with_keys(self._moves.anew()))
-            remade = self._reads.remade
-            put_back = self._moves.settle(contents=self._has_parts, remade=remade)
-        self._reads.protected += self._snapshot.memory.check_protected(self._pads)
-        self._reads.remade |= self._left.forget_remade(put_back)
-        places = self._reads.settle()
-        if self._moves is None:
-            return
-        self._left.note(places.keyed)
-        self._left.warn()
+        if moves is not None:
+            moves.settle(reads, contents=self._has_parts)
+        reads.protected += self._snapshot.memory.check_protected(self._pads)
+        places = reads.settle()
+        if moves is not None:
+            moves.note_left(places.keyed)
+            moves.warn()
+
+
+def _left_for_good(
+    made: dict[int, tuple[str, Kept]],
+    watch: Watch,
+    again: Watch,
+    run: Callable[[], tuple[Watch, object]],
+    reads: ReadSet,
+) -> str | None:
+    """The memory, in words, that a first run has `made` and from which `again` goes on, or that it
+    has written otherwise: a flag in Python says that it did, so no later `run` would."""
+    uses = again.uses
+    for key, (path, kept) in made.items():
+        use = uses.get(key)
+        if use is not None and use.exposed and (kept.from_inputs or use.is_written):
+            return f"{path}: {use}"
+    first, second = watch.written(), again.written()
+    once = {
+        key: use
+        for key, use in first.items()
+        if key not in second or len(use.writes) > len(second[key].writes)
+    }
+    if not once or second.keys() - first.keys() - watch.kept().keys():
+        # All runs write the same, or each writes other memory than the one before.
+        return None
+    third = run()[0].written()
+    if any(key in third and third[key].writes == use.writes for key, use in once.items()):
+        # Not only the first run: every second one does.
+        return None
+    key, use = next(iter(once.items()))
+    paths = [place.path for place, _, held in reads.walk().keyed if held == key]
+    return ": ".join([*paths[:1], str(use)])
 
 
 class _NotedParts(SideDoors):
@@ -354,11 +305,10 @@ class _NotedParts(SideDoors):
     too may have a flag that says so: both stay.
     """
 
-    def __init__(self, doors: SideDoors, python: PythonState, slots: set[int]) -> None:
+    def __init__(self, doors: SideDoors, moves: _Moves) -> None:
         super().__init__()
         self._doors = doors
-        self._python = python
-        self._slots = slots
+        self._moves = moves
 
     def watched(
         self,
@@ -367,126 +317,137 @@ class _NotedParts(SideDoors):
         kwargs: dict[str, Any],
         guard: CaptureGuard | None = None,
     ) -> Any:
-        before = self._python.take()
+        python = self._moves.python
+        before = python.take()
         result = self._doors.watched(function, args, kwargs, guard)
-        now = self._python.take()
-        moved = self._python.moved_slots(before, now)
-        if all(is_plain(now[at]) for at in moved):
-            self._slots.update(moved)
+        now = python.take()
+        moved = python.moved_slots(before, now)
+        if all(is_plain(now[at]) and python.slots[at].way is not MEMORY for at in moved):
+            self._moves.of_parts.update(moved)
         return result
 
 
 class _Moves:
-    """How many runs have moved each Python slot, and the memory of each tensor.
+    """How many runs have moved each Python slot, and which tensors of graphs they left there.
 
     Whether there was something else, which no walk finds (the state of an iterator, say), is not
     known.
     """
 
-    def __init__(self, python: PythonState) -> None:
-        self._python = python
+    def __init__(
+        self,
+        python: PythonState,
+        before: set[int],
+        is_in_graphs: Callable[[torch.Tensor], bool],
+        of_weights: set[str],
+    ) -> None:
+        self.python = python
+        self.before = before
+        """The memory that the forward has reached before."""
+        self.of_parts: set[int] = set()
+        """Slots that eager parts have moved, which are put back however often that was."""
+        self.has_moved = False
+        """Whether the last eager run has moved a slot."""
+        self.is_captured = False
+        """Whether all is captured: runs have sizes that no step may ever have from now on."""
         self._counts = [0] * len(python.slots)
         self._last: Sequence[Any] = python.was
         self._before: tuple[Sequence[Any], list[int]] = self._last, self._counts
-        self._memory: dict[str, tuple[int, int | None]] = {}
-        self.of_parts: set[int] = set()
-        """Slots that eager parts have moved, which are put back however often that was."""
+        self._is_in_graphs = is_in_graphs
+        # Where a run has put a tensor that it computed without its inputs, as hooks that normalize
+        # a weight do at every call.
+        self._of_weights = of_weights
+        # Where tensors lie in graph memory that were not there before the session.
+        self._left: list[str] = []
 
-    def begin(self) -> None:
+    def begin(self, reads: ReadSet) -> None:
         """Before an eager run: what is there by now no run of the forward has moved."""
-        self._last = self._python.take()
+        self.has_moved = False
+        if self.is_captured:
+            # The run puts other tensors in the place of those that graphs left.
+            self.note_left(reads.walk().keyed)
+        self._last = self.python.take()
 
     def take_back(self) -> None:
         """Put back what the last run has moved."""
         self._last, self._counts = self._before
-        self._python.restore(self._last)
+        self.python.restore(self._last)
 
-    def note(self, *, captured: bool = False) -> bool:
-        """A run is over; returns whether it has moved a slot. What captures alone move is the
-        platform's, or of a hook around a graph, and not counted."""
+    def note(self, *, captured: bool = False) -> None:
+        """A run is over. What captures alone move is the platform's, or of a hook around a graph,
+        and not counted."""
         last, self._before = self._last, (self._last, [*self._counts])
-        self._last = self._python.take()
-        moved = self._python.moved_slots(last, self._last)
+        self._last = self.python.take()
+        moved = self.python.moved_slots(last, self._last)
         for at in moved:
-            self._counts[at] += not captured or self._counts[at] > 0
-        for place, held, memory in self._python.elsewhere():
-            count, known = self._memory.get(place.path, (0, tree.storage_key(memory)))
-            key = tree.storage_key(held)
-            self._memory[place.path] = count + (key != known), key
-        return bool(moved)
+            if not captured or self._counts[at]:
+                self._counts[at] += 2 if self.is_captured else 1
+        self.has_moved |= bool(moved)
+
+    def note_made(self, watch: Watch, reads: ReadSet) -> dict[int, tuple[str, Kept]]:
+        """What a run has computed from its inputs, or written twice, and left in Python."""
+        kept, made = watch.kept(), {}
+        for place, tensor, key in reads.walk().keyed if kept else ():
+            if key not in kept:
+                continue
+            # A table that is built once, say: graphs read it, whatever takes its place.
+            reads.keep(tensor)
+            if kept[key].from_inputs or kept[key].is_written:
+                made[key] = place.path, kept[key]
+            else:
+                self._of_weights.add(place.path)
+        return made
 
     def restore_memory(self) -> None:
         """Give tensors the memory back that more than one run took from them (`set_`, `.data =`): a
         weight may be converted at the first call."""
-        for place, held, memory in self._python.elsewhere():
-            count, _ = self._memory.get(place.path, (0, None))
-            if count > 1:
-                held.data = memory.detach()
-                self._memory[place.path] = count, tree.storage_key(memory)
+        for slot, was, count in zip(self.python.slots, self.python.was, self._counts, strict=True):
+            if count > 1 and slot.way is MEMORY:
+                put_back(slot, was)
 
-    def anew(self) -> Iterator[tuple[Place, torch.Tensor]]:
-        """The slots in which more than one run has put a tensor of its own, and the last one."""
-        for slot, count in zip(self._python.slots, self._counts, strict=True):
-            now = slot.get() if count > 1 else None
-            if isinstance(now, torch.Tensor):
-                yield slot, now
-
-    def settle(self, *, contents: bool, remade: Collection[str]) -> set[str]:
-        """After several runs: put back what more than one of them has moved, or what is `remade` by
-        every run. Returns the paths at which something was put back.
+    def settle(self, reads: ReadSet, *, contents: bool) -> None:
+        """After several runs: put back what more than one of them has moved, or what every run puts
+        there anew.
 
         What was made once stays, such as a table that the first run builds. So do containers and
         objects with tensors, which graphs may read. Plain values in containers are put back only
         with `contents`: eager parts may depend on them; without eager parts they are the host's.
         """
-        python, back = self._python, set()
+        python, back = self.python, set()
+        tensors: list[tuple[Place, torch.Tensor]] = []
         for at, (slot, was) in enumerate(zip(python.slots, python.was, strict=True)):
             moves = self._counts[at] > 1 or at in self.of_parts
-            now = slot.get() if moves or remade else was
-            if not moves and (now is was or slot.path not in remade):
+            now = slot.get() if moves or reads.remade else was
+            if not moves and (now is was or slot.path not in reads.remade):
                 continue
-            plain = is_plain(now) and (contents or slot.way is not CONTENTS)
-            if plain or isinstance(now, torch.Tensor):
+            if isinstance(now, torch.Tensor):
+                tensors.append((slot, now))
+                put_back(slot, was)
+            elif (contents or slot.way is not CONTENTS) and is_plain(now):
                 put_back(slot, was)
             if slot.get() is was:
                 back.add(slot.path)
-        return back
+        self.note_left(with_keys(tensors))
+        # No tensor of a graph is where each run makes one and that of before is back.
+        remade = back & self._of_weights
+        reads.remade |= remade
+        self._left = [path for path in self._left if path not in remade]
 
-
-class _LeftInPython:
-    """The paths of tensors that lie in graph memory and were not there before the session."""
-
-    def __init__(self, is_in_graphs: Callable[[torch.Tensor], bool]) -> None:
-        self._is_in_graphs = is_in_graphs
-        self.before: set[int] = set()
-        """The memory that the forward has reached before."""
-        self.of_weights: set[str] = set()
-        """Where a run has put a tensor that it computed without its inputs, as hooks that normalize
-        a weight do at every call."""
-        self._paths: list[str] = []
-
-    def note(self, tensors: Keyed) -> None:
+    def note_left(self, tensors: Keyed) -> None:
         """Look at what the forward reaches now."""
         for place, tensor, key in tensors:
             # What was refused once is, though it was taken back.
-            is_news = key not in self.before and place.path not in self._paths
+            is_news = key not in self.before and place.path not in self._left
             if is_news and self._is_in_graphs(tensor):
-                self._paths.append(place.path)
-
-    def forget_remade(self, put_back: set[str]) -> set[str]:
-        """Forget paths at which every eager run makes a new tensor and the one of before is back;
-        returns them. No tensor of a graph is there."""
-        remade = put_back & self.of_weights
-        self._paths = [path for path in self._paths if path not in remade]
-        return remade
+                self._left.append(place.path)
 
     def warn(self) -> None:
-        """Warn of the noted paths."""
-        if self._paths:
+        """Warn of the tensors of graphs."""
+        if self._left:
             error = PythonStateError(
                 "the forward leaves tensors of its graphs in Python: no replay makes new ones, and "
                 "steps write in their memory",
-                got=listed(self._paths),
+                got=listed(self._left),
                 expected="results that are returned, or written in place",
                 advice="return them, copy_() them into a tensor that is there before capture(), or "
                 "leave clones of them in an @eager_break",

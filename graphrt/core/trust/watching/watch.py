@@ -12,9 +12,9 @@ import ctypes
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from operator import eq, itemgetter
+from operator import attrgetter, eq, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,22 +35,35 @@ from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
 
+_FUNC, _KEY = attrgetter("func"), itemgetter(1)
 
-class Use:
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """Memory that a run made. The weak reference also keeps the storage's name from being used
+    again."""
+
+    ref: StorageWeakRef
+    from_inputs: bool = False
+    """Whether what is there by now was computed from the inputs."""
+    is_written: bool = False
+    """Whether the run wrote it, after it was made."""
+    data: Op | None = None
+    """What made it of Python data."""
+
+
+class Use(Kept):
     """Memory from outside of a forward that a run used: one storage."""
 
-    is_written = False
-    from_inputs = False
-    """Whether what is there by now was computed from the inputs."""
     exposed = False
     """Whether the run has read values from before it."""
     overwritten = 0
     """How many elements the run wrote before it read any."""
 
     def __init__(self, tensor: torch.Tensor, op: str, source: Source | None = None) -> None:
+        super().__init__(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
         self.writes: list[str] = []
         """The operators of the run that wrote it, in their order."""
-        self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.shape = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.op = op
@@ -79,22 +92,6 @@ class Use:
         return f"{self.dtype} {self.shape}{line}"
 
 
-@dataclass(slots=True)
-class Kept:
-    """Memory that a run made: whether it was computed from the inputs, whether it was written again
-    after it was made, and where in the trace it was made of Python data.
-
-    The weak reference also keeps the storage's name from being used again."""
-
-    ref: StorageWeakRef
-    from_inputs: bool = False
-    rewritten: bool = False
-    of_data: int | None = None
-
-
-_FUNC, _KEY = itemgetter(0), itemgetter(1)
-
-
 class Deviation(Exception):
     """A run that was told what to do did something else, which was not done; `in_part` says that it
     was in an eager part."""
@@ -102,16 +99,6 @@ class Deviation(Exception):
     def __init__(self, op: str, *, in_part: bool) -> None:
         super().__init__(op)
         self.in_part = in_part
-
-
-class _Call(NamedTuple):
-    """One call of an operator, with the line that issued it, if it is kept."""
-
-    func: Any
-    facts: OperatorFacts
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    source: Source | None
 
 
 class Watch(ThreadMode):
@@ -141,70 +128,73 @@ class Watch(ThreadMode):
         reads_arrays: bool = True,
     ) -> None:
         """`reads_arrays` says that graphs read the memory of NumPy arrays, as they do on the CPU.
-        With `rows`, (all, live), the trace has a sum of the live rows of each operator's result
-        that has so many rows in all.
+        With `keeps_sources` each operator has its line of code. With `rows`, (all, live), each has
+        a sum of the live rows of a result that has so many rows in all.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = Trace(keeps_sources=keeps_sources, rows=rows)
+        self.trace = Trace(rows=rows)
         # Writes to `inputs` memory, by the address of the tensor that was written.
         self.inputs_written: dict[int, Use] = {}
         self.saw_compiled_code = False
-        self.deviation = ""
-        """The first operator that `follows` has not, and where it was issued."""
-        self._deviates_in_part = False
+        self._deviating: Op | None = None
         self._inputs = inputs
         self._saves = saves
         self._follows = follows
         self._generators = generators
         self._reads_arrays = reads_arrays
+        self._keeps_sources = keeps_sources
         self.is_compared = compared
         # What the run has made, and memory from outside: None where its uses are not noted.
-        self._memory: dict[int, Kept | Use | None] = {}
+        self._memory: dict[int, Kept | None] = {}
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        facts, trace, is_data = facts_of(func), self.trace, func is LIFT_FRESH
-        source = user_source() if is_data or trace.keeps_sources else None
-        call = _Call(func, facts, args, kwargs, source)
-        targets = self._before_effects(call) if facts.writes or facts.may_draw else []
-        arguments: tuple[object, ...] = ()
+        facts, is_data = facts_of(func), func is LIFT_FRESH
+        source = user_source() if is_data or self._keeps_sources else None
+        op = Op(func, (), source, in_eager_part.get() is not None)
+        targets: list[torch.Tensor] = []
+        if facts.writes or facts.draws or not facts.is_aten:
+            targets = self._before_effects(op, facts, args, kwargs)
         from_inputs = False
         if is_data:
-            arguments = (unseen(lambda: made_of_data(args[0])),)
+            op.arguments = (unseen(lambda: made_of_data(args[0])),)
         elif self.is_compared:
-            arguments, from_inputs = self._use(call, targets)
+            from_inputs = self._use(op, facts, args, kwargs, targets)
         else:
             for _, key, _ in tree.placed((*args, *kwargs.values()), parts=True):
                 if key is not None:
                     self._memory.setdefault(key, None)
-        op = Op(func, arguments)
         if self._follows is not None:
             self._follow(op, args, self._follows)
-        if in_eager_part.get() is not None:
-            trace.in_parts.add(len(trace))
-        trace.append(op)
-        trace.sources.append(source)
+        self.trace.append(op)
         result = func(*args, **kwargs)
-        if trace.rows is not None:
-            trace.note_sum(None if is_data else result)
-        if targets or not facts.makes_nothing:
-            self._note_made(call, targets, result, from_inputs)
+        if self.trace.rows is not None:
+            op.total = _sum_of_live(result, *self.trace.rows)
+        if targets and self.is_compared:
+            self._note_written(targets, from_inputs)
+        if not facts.makes_nothing:
+            self._note_made(op, result, from_inputs)
         return result
 
-    def _note_made(
-        self, call: _Call, targets: list[torch.Tensor], result: Any, from_inputs: bool
-    ) -> None:
-        """After an operator: note what it has written, and the memory that it has made."""
-        if targets and self.is_compared:
-            self._rewrite(targets, from_inputs)
-        if call.facts.makes_nothing:
-            return
-        memory, inputs, is_data = self._memory, self._inputs, call.func is LIFT_FRESH
-        made = (call.args[0], result) if is_data else (result,)
-        for part, key, address in tree.placed(made, parts=True):
-            if key is not None and key not in memory and address not in inputs:
-                memory[key] = Kept(StorageWeakRef(part.untyped_storage()), from_inputs)  # type: ignore[no-untyped-call]
-        if is_data:
-            self._note_data(result)
+    def _note_written(self, targets: list[torch.Tensor], from_inputs: bool) -> None:
+        for _, key, _ in tree.placed(targets, parts=True):
+            known = None if key is None else self._memory.get(key)
+            if known is not None:
+                known.is_written |= type(known) is Kept
+                known.from_inputs |= from_inputs
+
+    def _note_made(self, op: Op, result: Any, from_inputs: bool) -> None:
+        """Note the memory that an operator has made."""
+        for part, key, address in tree.placed([result], parts=True):
+            if key is None or address in self._inputs:
+                continue
+            storage = part.untyped_storage()
+            if key not in self._memory:
+                self._memory[key] = Kept(StorageWeakRef(storage), from_inputs)  # type: ignore[no-untyped-call]
+            made = self._memory[key]
+            # Memory of an array is read where it is, and a task makes its own anew at every replay.
+            is_baked = storage.resizable() or not self._reads_arrays
+            if op.func is LIFT_FRESH and type(made) is Kept and is_baked and not in_task.get():
+                made.data = op
 
     @property
     def uses(self) -> dict[int, Use]:
@@ -217,111 +207,104 @@ class Watch(ThreadMode):
         tensors: list[torch.Tensor] = []
         for value in (*args, *kwargs.values()):
             for _, leaf in tree.leaves(value):
-                if isinstance(leaf, torch.Tensor):
-                    tensors.append(leaf)
-                else:
-                    self.trace.values_of_parts.append(leaf)
+                is_tensor = isinstance(leaf, torch.Tensor)
+                (tensors if is_tensor else self.trace.values_of_parts).append(leaf)
         return frozenset(map(_KEY, tree.placed(tensors, parts=True)))
+
+    @property
+    def deviation(self) -> str:
+        """The first operator that `follows` has not, and where it was issued."""
+        first = self._deviating
+        return "" if first is None else f"{first} at {first.source or 'an unknown line'}"
 
     def kept(self) -> dict[int, Kept]:
         """What the run made that is still there."""
-        made = [(key, kept) for key, kept in self._memory.items() if isinstance(kept, Kept)]
+        made = [(key, kept) for key, kept in self._memory.items() if type(kept) is Kept]
         return {key: kept for key, kept in made if not kept.ref.expired()}  # type: ignore[no-untyped-call]
 
     def written(self) -> dict[int, Use]:
         """The memory from outside that the run has written."""
         return {key: use for key, use in self.uses.items() if use.is_written}
 
-    def _note_data(self, made: torch.Tensor) -> None:
-        """The last operator has made a tensor of Python data."""
-        key, at = tree.storage_key(made), len(self.trace) - 1
-        kept = None if key is None else self._memory.get(key)
-        # Memory of an array is read where it is, and a task makes its own anew at every replay.
-        is_baked = made.untyped_storage().resizable() or not self._reads_arrays
-        if isinstance(kept, Kept) and is_baked and not in_task.get():
-            kept.of_data = at
-
     def _follow(self, op: Op, args: Sequence[Any], then: Trace) -> None:
         """Raise `Deviation` where this run leaves the way of an earlier one and may do harm."""
         at = len(self.trace)
-        if not self.deviation and (at >= len(then) or then[at] != op):
-            self.deviation = f"{op} at {user_source() or 'an unknown line'}"
-            self._deviates_in_part = in_eager_part.get() is not None
-        if self.deviation and not (
-            facts_of(op.func).is_aten and unseen(lambda: in_bounds(op.func, args))
-        ):
+        first = self._deviating
+        if first is None:
+            if at < len(then) and then[at] == op:
+                return
+            op.source = op.source or user_source()
+            first = self._deviating = op
+        if not (facts_of(op.func).is_aten and unseen(lambda: in_bounds(op.func, args))):
             # A segment may have left the way, of which a collective in a part is the first harm.
-            in_part = self._deviates_in_part and in_eager_part.get() is not None
-            raise Deviation(str(op), in_part=in_part)
+            raise Deviation(str(op), in_part=first.in_part and op.in_part)
 
-    def _before_effects(self, call: _Call) -> list[torch.Tensor]:
+    def _before_effects(
+        self, op: Op, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[torch.Tensor]:
         """Before an operator: keep the generators that it draws from, and save what it writes;
         returns the latter."""
-        if self._generators is not None and call.facts.may_draw:
-            self._generators.note_given((*call.args, *call.kwargs.values()))
-        targets = [*written(call.facts, call.args, call.kwargs)] if call.facts.writes else []
+        if self._generators is not None:
+            self._generators.note_given((*args, *kwargs.values()))
+        targets = [*written(facts, args, kwargs)]
         for tensor, key, address in tree.placed(targets):
             use = None if key is None else self._memory.get(key)
-            if key is None or isinstance(use, Kept):
+            if key is None or type(use) is Kept:
                 continue
             if address in self._inputs:
-                if torch.Tag.inplace_view not in call.func.tags:
-                    use = Use(tensor, str(call.func), call.source)
+                if torch.Tag.inplace_view not in op.func.tags:
+                    use = Use(tensor, str(op.func), op.source)
                     self.inputs_written.setdefault(tensor.data_ptr(), use)
                 continue
-            if use is None:
-                if _from_compiled_code():
-                    # Kernels of compiled code write into memory that no operator has made.
-                    self.saw_compiled_code = True
-                    self._memory[key] = Kept(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
-                    continue
-                use = self._memory[key] = Use(tensor, str(call.func), call.source)
+            if use is None and _from_compiled_code():
+                # Kernels of compiled code write into memory that no operator has made.
+                self.saw_compiled_code = True
+                self._memory[key] = Kept(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+                continue
+            if not isinstance(use, Use):
+                use = self._memory[key] = Use(tensor, str(op.func), op.source)
             use.is_written = True
-            use.writes.append(call.facts.name)
+            use.writes.append(facts.name)
             if self._saves is not None:
-                self._saves.save(tensor, call.facts, call.args, use)
+                self._saves.save(tensor, facts, args, use)
         return targets
 
-    def _use(self, call: _Call, targets: list[torch.Tensor]) -> tuple[tuple[object, ...], bool]:
-        """Note what an operator, which writes `targets`, uses of what it is given; returns its
-        arguments as traces have them, and whether some were computed from the inputs."""
-        operands = tree.placed((*call.args, *call.kwargs.values()))
-        if in_task.get():
-            self.trace.in_tasks.add(len(self.trace))
-        overwritten = _overwritten(targets, operands) if call.facts.overwrites else ()
-        tensors: dict[int, object] = {}
+    def _use(
+        self,
+        op: Op,
+        facts: OperatorFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: list[torch.Tensor],
+    ) -> bool:
+        """Note what an operator, which writes `targets`, uses of what it is given, and describe its
+        arguments; returns whether some were computed from the inputs."""
+        operands, memory = tree.placed((*args, *kwargs.values())), self._memory
+        overwritten = _overwritten(targets, operands) if facts.overwrites else ()
+        tensors: dict[int, Operand] = {}
         from_inputs = False
         for each in operands:
             whole, key, _ = each
-            extent = _extent(whole)
-            if key is None or isinstance(self._memory.get(key), Kept):
-                tensors[id(whole)] = Of(extent[0], whole.dtype)
-            else:
-                tensors[id(whole)] = At(whole.data_ptr(), *extent)
+            is_own = key is None or type(memory.get(key)) is Kept
+            tensors[id(whole)] = _operand(whole, is_own=is_own)
             parts = [each] if type(whole) in tree.BARE else tree.placed([whole], parts=True)
             for part, key, address in parts:
-                known = None if key is None else self._memory.get(key)
                 if key is None:
                     continue
                 if address in self._inputs:
                     from_inputs = True
                     continue
+                known = memory.get(key)
                 if known is None:
-                    known = self._memory[key] = Use(part, str(call.func), call.source)
+                    known = memory[key] = Use(part, str(op.func), op.source)
                 if isinstance(known, Use):
-                    known.note(part, call.facts, fills=id(whole) in overwritten)
-                elif known.of_data is not None:
-                    self.trace.constants.add(known.of_data)
+                    known.note(part, facts, fills=id(whole) in overwritten)
+                elif known.data is not None:
+                    known.data.is_used = True
                 from_inputs |= known.from_inputs
-        return arguments_of(call.args, call.kwargs, tensors), from_inputs
-
-    def _rewrite(self, targets: list[torch.Tensor], from_inputs: bool) -> None:
-        for _, key, _ in tree.placed(targets, parts=True):
-            known = None if key is None else self._memory.get(key)
-            if isinstance(known, Kept):
-                known.rewritten = True
-            if known is not None:
-                known.from_inputs |= from_inputs
+        if not in_task.get():
+            op.arguments = _described((*args, *kwargs.items()), tensors)
+        return from_inputs
 
 
 def _overwritten(targets: list[torch.Tensor], operands: list[tree.Placed]) -> Collection[int]:
@@ -332,6 +315,19 @@ def _overwritten(targets: list[torch.Tensor], operands: list[tree.Placed]) -> Co
     # torch.add(state, x, out=state) reads it too.
     ids = [id(tensor) for tensor, *_ in operands]
     return {each for each in filled if ids.count(each) == 1}
+
+
+def _sum_of_live(result: Any, rows: int, live: int) -> torch.Tensor | None:
+    """The sum over the live rows of a result that has all rows, without waiting for the device."""
+    if (
+        not isinstance(result, torch.Tensor)
+        or result.is_nested
+        or result.shape[:1] != (rows,)
+        or result.layout is not torch.strided
+        or result.is_complex()
+    ):
+        return None
+    return unseen(lambda: result.detach()[:live].to(torch.float64).abs().sum())
 
 
 def _from_compiled_code() -> bool:
@@ -406,79 +402,53 @@ class WorkCount(ThreadMode):
 
 # What a run did, operator by operator, so that two runs can be compared ---------------------------
 
-_COMPARED_AS_IS = (int, bool, str, type(None), torch.dtype)
+_PLAIN = (int, bool, str, type(None), torch.dtype)
 _SHORT = 64
 """A tensor of Python data with at most so many values is described by them, a larger one by a sum
 of its bytes."""
 
 
-class Op(NamedTuple):
-    """One operator: its overload, and what describes its arguments, tensors not by their values."""
+@dataclass(slots=True)
+class Op:
+    """One operator of a run. Two are equal by overload and arguments, tensors not by their values;
+    those of tasks have no arguments, as each step updates them."""
 
     func: Any
-    arguments: tuple[object, ...]
+    arguments: tuple[object, ...] = ()
+    source: Source | None = field(default=None, compare=False)
+    """The line that issued it; always known of Python data."""
+    in_part: bool = field(default=False, compare=False)
+    """Whether it is in an eager part, which every replay runs again."""
+    is_used: bool = field(default=False, compare=False)
+    """Whether the tensor was used that it made of Python data."""
+    total: torch.Tensor | None = field(default=None, compare=False)
+    """The sum over the live rows of its result."""
 
     def __str__(self) -> str:
         return str(self.func)
 
 
-class At(NamedTuple):
-    """A tensor from outside, which a graph finds at this address at every replay."""
+class Operand(NamedTuple):
+    """A tensor among arguments: one from outside, which a graph finds at this address at every
+    replay, with its strides; or, without an address, one that the run made, with its dtype."""
 
-    address: int
+    address: int | None
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    form: object
 
     def __str__(self) -> str:
-        return f"a tensor {self.shape} at {self.address:#x}"
-
-
-class Of(NamedTuple):
-    """A tensor that the run itself made."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"a tensor {self.shape} of {self.dtype}"
-
-
-class Values(NamedTuple):
-    """A tensor that was made of Python data."""
-
-    values: str
-
-    def __str__(self) -> str:
-        return self.values
+        where = f"of {self.form}" if self.address is None else f"at {self.address:#x}"
+        return f"a tensor {self.shape} {where}"
 
 
 class Trace(list[Op]):
-    """The operators of one run, in their order; its attributes go by their places in it.
+    """The operators of one run, in their order; and the plain values that eager parts were given,
+    `values_of_parts`."""
 
-    - `sources`: the line that issued each operator, if `keeps_sources`.
-    - `constants`: the operators that made a tensor of Python data, if that was used.
-    - `in_parts`: the operators in eager parts, which every replay runs again.
-    - `in_tasks`: those of tasks, whose arguments each step updates.
-    - `values_of_parts`: the plain values that eager parts were given.
-    - `sums`: the sum over the live rows of each result, if `rows` are given.
-    """
-
-    def __init__(
-        self,
-        ops: Iterable[Op] = (),
-        *,
-        keeps_sources: bool = False,
-        rows: tuple[int, int] | None = None,
-    ) -> None:
-        """`rows` are all rows and the live ones, where sums are wanted."""
+    def __init__(self, ops: Iterable[Op] = (), rows: tuple[int, int] | None = None) -> None:
+        """`rows` are all rows and the live ones, where sums of these are wanted."""
         super().__init__(ops)
-        self.keeps_sources = keeps_sources
         self.rows = rows
-        self.sources: list[Source | None] = []
-        self.sums: list[torch.Tensor | None] = []
-        self.constants: set[int] = set()
-        self.in_parts: set[int] = set()
-        self.in_tasks: set[int] = set()
         self.values_of_parts: list[Any] = []
 
     def same_captured(self, other: Trace, *, has_parts: bool) -> bool:
@@ -497,67 +467,40 @@ class Trace(list[Op]):
     def captured(self, *, has_parts: bool) -> Trace:
         """The operators that a graph has captured: with `has_parts` not those of eager parts. A
         single graph has captured them too."""
-        left = self.in_parts if has_parts else set()
-        if not left and not self.in_tasks:
-            return self
-        kept = [at for at in range(len(self)) if at not in left]
-        trace = Trace([Op(self[at].func, ()) if at in self.in_tasks else self[at] for at in kept])
-        trace.sources = [self.sources[at] for at in kept]
-        return trace
+        return Trace([op for op in self if not op.in_part]) if has_parts else self
 
     def described(self, *, with_addresses: bool) -> Trace:
         """The operators without the values of Python data, and where memory from outside is by
         choice."""
-        if with_addresses and LIFT_FRESH not in self.overloads():
-            return self
         trace = Trace()
         for op in self:
             arguments = () if op.func is LIFT_FRESH else op.arguments
-            trace.append(
-                Op(op.func, arguments if with_addresses else _without_addresses(arguments))
-            )
-        trace.sources = self.sources
+            if not with_addresses:
+                arguments = _without_addresses(arguments)
+            trace.append(Op(op.func, arguments, op.source))
         return trace
-
-    def note_sum(self, result: Any) -> None:
-        """Note the sum over the live rows of a result that has all rows, without waiting for the
-        device."""
-        assert self.rows is not None
-        rows, live = self.rows
-        if (
-            not isinstance(result, torch.Tensor)
-            or result.is_nested
-            or result.dim() == 0
-            or result.shape[0] != rows
-            or result.layout is not torch.strided
-            or result.is_complex()
-        ):
-            self.sums.append(None)
-        else:
-            self.sums.append(unseen(lambda: result.detach()[:live].to(torch.float64).abs().sum()))
 
     def at_source(self, first: tuple[int, str] | None) -> str:
         """What was first at a place, with the line of code there; "" for None."""
         if first is None:
             return ""
         at, text = first
-        source = self.sources[at] if at < len(self.sources) else None
+        source = self[at].source if at < len(self) else None
         return text if source is None else f"{text} at {source}"
 
     def first_mixed(self, alone: Trace, rounding: float) -> tuple[int, str] | None:
         """The first operator whose live rows are not what they are in a run without padding."""
-        end = len(self)
-        if self.overloads() != alone.overloads():
-            difference = first_difference(self, alone, same_but_for_size)
-            end = end if difference is None else difference[0]
-        for at, (ours, theirs) in enumerate(zip(self.sums[:end], alone.sums, strict=False)):
-            if ours is None or theirs is None:
+        for at, (ours, theirs) in enumerate(zip_longest(self, alone)):
+            if ours is None:
+                return None
+            if theirs is None or ours.func is not theirs.func:
+                return at, str(ours)
+            if ours.total is None or theirs.total is None:
                 continue
-            a, b = ours.item(), theirs.item()
+            a, b = ours.total.item(), theirs.total.item()
             if abs(a - b) > rounding * max(abs(a), abs(b)) or (a != a) != (b != b):
-                end = at
-                break
-        return (end, str(self[end])) if end < len(self) else None
+                return at, str(ours)
+        return None
 
     def first_other_data(self, then: Trace, *, has_parts: bool) -> tuple[str, str] | None:
         """The first Python data, now and `then`, that a tensor was made of and that differ; `then`
@@ -566,56 +509,48 @@ class Trace(list[Op]):
         for at, (ours, theirs) in enumerate(zip(self, then, strict=False)):
             if ours.func is not theirs.func:
                 return None
-            if ours.func is not LIFT_FRESH or ours.arguments == theirs.arguments:
+            if ours.func is not LIFT_FRESH or ours == theirs or (has_parts and ours.in_part):
                 continue
-            is_used = at in self.constants or at in then.constants
-            if is_used and not (has_parts and at in self.in_parts):
-                told = self if self.keeps_sources else then
-                return told.at_source((at, str(ours.arguments[0]))), str(theirs.arguments[0])
+            if ours.is_used or theirs.is_used:
+                return self.at_source((at, str(ours.arguments[0]))), str(theirs.arguments[0])
         return None
 
 
-def arguments_of(
-    args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Mapping[int, object]
-) -> tuple[Any, ...]:
-    """The arguments of one operator as two runs can compare them; `tensors` are those among them,
-    `At` or `Of`, by `id`."""
-    described = []
-    for each in (*args, *kwargs.items()):
-        if type(each) in _COMPARED_AS_IS:
-            described.append(each)
+def _described(values: Iterable[Any], tensors: Mapping[int, Operand]) -> tuple[object, ...]:
+    """Arguments as two runs can compare them."""
+    described: list[object] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            described.append(tensors[id(value)])
+        elif isinstance(value, list | tuple):
+            described.append(_described(value, tensors))
         else:
-            described.append(tensors.get(id(each)) or _described(each, tensors))
+            # Of fractions too: nan is not equal to itself, and 0.0 is equal to -0.0.
+            described.append(value if type(value) in _PLAIN else repr(value))
     return tuple(described)
 
 
-def _described(value: Any, tensors: Mapping[int, object]) -> object:
-    if isinstance(value, torch.Tensor):
-        return tensors[id(value)]
-    if isinstance(value, list | tuple):
-        return tuple(_described(each, tensors) for each in value)
-    if isinstance(value, float | complex):
-        return repr(value)  # nan is not equal to itself, and 0.0 is equal to -0.0
-    return value if isinstance(value, _COMPARED_AS_IS) else repr(value)
-
-
-def _extent(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sizes and strides of a tensor, without strides where it has none; a nested one that is
-    not jagged has neither, and counts by its elements."""
-    if tensor.layout is not torch.strided:
-        return tuple(tensor.shape), ()
-    return ((tensor.numel(),), (1,)) if tensor.is_nested else (tuple(tensor.shape), tensor.stride())
+def _operand(tensor: torch.Tensor, *, is_own: bool) -> Operand:
+    """What describes a tensor; a nested one that is not jagged has no sizes, and counts by its
+    elements."""
+    strides: tuple[int, ...] = ()
+    shape = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
+    if is_own:
+        return Operand(None, shape, tensor.dtype)
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        strides = tensor.stride()
+    return Operand(tensor.data_ptr(), shape, strides)
 
 
 def made_of_data(tensor: torch.Tensor) -> object:
     """What describes a tensor that was made of Python data."""
     if tensor.is_meta or tensor.layout is not torch.strided:
-        return Of(tuple(tensor.shape), tensor.dtype)
+        return _operand(tensor, is_own=True)
     if tensor.numel() <= _SHORT:
-        return Values(repr(tensor.tolist()))
+        return repr(tensor.tolist())
     at_hand = tensor.detach().to("cpu").contiguous()
-    data = ctypes.string_at(at_hand.data_ptr(), at_hand.numel() * at_hand.element_size())
-    return Values(f"{tuple(tensor.shape)} values, CRC {zlib.crc32(data):08x}")
+    data = ctypes.string_at(at_hand.data_ptr(), at_hand.nbytes)
+    return f"{tuple(tensor.shape)} values, CRC {zlib.crc32(data):08x}"
 
 
 def first_difference(
@@ -639,17 +574,18 @@ def differences(
 
 def same_but_for_size(ours: Op, theirs: Op) -> bool:
     """Whether two operators are the same but for what follows from the size of a graph: of tensors
-    their shapes, and whole numbers. Fractions, texts, and where memory from outside is do not."""
-    return ours.func is theirs.func and _alike(ours.arguments, theirs.arguments)
+    their shapes and data, and whole numbers. Fractions, texts, and where memory from outside is do
+    not."""
+    if ours.func is not theirs.func:
+        return False
+    return ours.func is LIFT_FRESH or _alike(ours.arguments, theirs.arguments)
 
 
-def _without_addresses(arguments: tuple[object, ...]) -> tuple[object, ...]:
+def _without_addresses(value: Any) -> Any:
     """Tensors from outside by shape and stride alone."""
-    known: list[object] = []
-    for each in arguments:
-        bare = each[1:] if isinstance(each, At) else each
-        known.append(_without_addresses(bare) if type(bare) is tuple else bare)
-    return tuple(known)
+    if isinstance(value, Operand):
+        return value if value.address is None else value._replace(address=0)
+    return tuple(map(_without_addresses, value)) if type(value) is tuple else value
 
 
 def _text(ours: Any, theirs: Any) -> str:
@@ -663,10 +599,10 @@ def _text(ours: Any, theirs: Any) -> str:
 
 
 def _alike(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, At) and isinstance(theirs, At):
+    if isinstance(ours, Operand) and isinstance(theirs, Operand):
         return ours.address == theirs.address
-    if isinstance(ours, Of | Values) or type(ours) is int:
-        return type(ours) is type(theirs)
-    if isinstance(ours, tuple) and isinstance(theirs, tuple) and not isinstance(ours, At):
+    if type(ours) is int:
+        return type(theirs) is int
+    if type(ours) is tuple and type(theirs) is tuple:
         return len(ours) == len(theirs) and all(map(_alike, ours, theirs))
     return bool(ours == theirs)

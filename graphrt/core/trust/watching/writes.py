@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,15 +18,15 @@ from graphrt.core.base.thread_mode import WATCH_KEY, unseen, watch_key
 from graphrt.core.base.torch_names import (
     in_transform,
     include_key,
-    inference_guard,
     kernel_library,
     operator_names,
     schemas_of_operator,
     storage_of_weak,
 )
 from graphrt.core.capture.operators import (
+    WHOLE,
+    Index,
     OperatorFacts,
-    RowAccess,
     facts_of,
     indices_of,
     writes_of,
@@ -37,50 +37,64 @@ from graphrt.core.trust.compare import difference, listed
 T = TypeVar("T")
 
 
-class _Region(NamedTuple):
-    """What one operator was about to write, as it was, and how to read and write it; `key` names
-    the storage."""
+class _Region:
+    """What one operator was about to write, as it was: a tensor, or rows of it.
 
-    key: int
-    access: RowAccess
-    was: torch.Tensor
-    inference: bool
-    use: object
-    """Of which memory it is, as its watch knows it."""
-    whole: bool
+    Nobody keeps the memory for this: what compiled code allocates is no state, and is gone when the
+    run is over. No operator has made it, so nothing else tells it from state.
+    """
 
-
-class _Whole:
-    """A tensor whose memory nobody keeps for this: what compiled code allocates is no state, and is
-    gone when the run is over. No operator has made it, so nothing else tells it from state."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    def __init__(self, tensor: torch.Tensor, rows: Index, use: object) -> None:
+        self.rows = rows
+        self.use = use
+        """Of which memory it is, as its watch knows it."""
+        # The weak reference also keeps the storage's name from being used again.
+        self._ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self.was = self.read()
 
     def read(self) -> torch.Tensor:
-        """What is there now, cloned; an empty tensor once the memory is gone."""
+        """A copy of what is there now; an empty tensor once the memory is gone."""
         now = self._now()
-        return self._like.clone() if now is None else now.clone()
+        if now is None:
+            return self._like.clone()
+        return now[self.rows] if self.rows else now.clone()
 
     def write(self, value: torch.Tensor) -> None:
         """Write it, unless the memory is gone, or was when the value was read."""
         now = self._now()
-        if now is not None and value.numel() == now.numel():
-            now.copy_(value)
+        if now is not None and value.numel():
+            now[self.rows] = value
 
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether this is memory of that tensor, and of none that lay there before it."""
-        return bool(self.ref.cdata == tensor.untyped_storage()._cdata)
+    def but_padding(self, pads: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Index:
+        """The index of what is read, without the rows that padding names: see `spoilt`."""
+        value = self.was
+        indices = [(at, i) for at, i in enumerate(self.rows) if isinstance(i, torch.Tensor)]
+        # A mask may choose any row.
+        if not pads or not value.dim() or any(i.dtype is torch.bool for _, i in indices):
+            return WHOLE
+        if not indices:
+            dim, named = _dim_of_rows(value), _named(value, pads)
+            others = [row not in named for row in range(value.shape[dim])]
+            return *[slice(None)] * dim, torch.tensor(others, device=value.device)
+        padding = torch.zeros((), dtype=torch.bool, device=value.device)
+        for _, index in indices:
+            for pad in pads:
+                padding = padding | (index == pad)
+            for rows, live in sizes:
+                if index.dim() and index.shape[0] == rows:
+                    beyond = torch.arange(rows, device=index.device) >= live
+                    padding = padding | beyond.view(-1, *[1] * (index.dim() - 1))
+        first, last = indices[0][0], indices[-1][0]
+        # Dimensions of indices with others between them come first.
+        return *[slice(None)] * (first if last - first < len(indices) else 0), ~padding
 
     def _now(self) -> torch.Tensor | None:
-        if self.ref.expired():  # type: ignore[no-untyped-call]
+        if self._ref.expired():  # type: ignore[no-untyped-call]
             return None
-        storage = storage_of_weak(self.ref.cdata)
-        if storage is None:
-            return None
-        return torch.empty_like(self._like).set_(storage, *self._place)
+        storage = storage_of_weak(self._ref.cdata)
+        return None if storage is None else torch.empty_like(self._like).set_(storage, *self._place)
 
 
 class SavedWrites:
@@ -98,87 +112,61 @@ class SavedWrites:
         self._sums = sums
         self.limit = limit_bytes
         self._regions: list[_Region] = []
-        self._whole: dict[tuple[object, ...], _Whole] = {}
-        # Which rows of a tensor are saved, by their indices: every run of a forward writes them.
-        self._rows: dict[tuple[object, ...], list[tuple[torch.Tensor, ...]]] = {}
-        self._protected: dict[tuple[object, ...], Protected] = {}
+        # Of which rows of each tensor nothing more is to be saved: every run of a forward writes
+        # the same ones.
+        self._saved: dict[tuple[object, ...], list[Index]] = {}
+        self._protected: list[Callable[[Sequence[int]], str]] = []
 
     def save(
         self, tensor: torch.Tensor, facts: OperatorFacts, args: Sequence[Any], use: object
     ) -> None:
         """Save what an operator is about to write into `tensor`; `use` is what errors call it."""
-        view_key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        known = self._whole.get(view_key)
-        if (known is not None and known.is_of(tensor)) or tensor.numel() == 0:
+        key, place = tensor.untyped_storage()._cdata, (tensor.storage_offset(), tensor.dtype)
+        saved = self._saved.setdefault((key, *place, tensor.size(), tensor.stride()), [])
+        if tensor.numel() == 0 or WHOLE in saved:
             return
-        if view_key in self._protected:
-            return
-        unseen(lambda: self._save(tensor, facts, args, view_key, use))
+        by_rows = facts.rows is not None and tensor is args[0]
+        if by_rows:
+            self.row_writes.add((key, facts.name))
+        rows = facts.rows if by_rows else None
+        unseen(lambda: self._save(tensor.detach(), rows and rows(args), use, saved))
 
     def _save(
-        self,
-        tensor: torch.Tensor,
-        facts: OperatorFacts,
-        args: Sequence[Any],
-        view_key: tuple[object, ...],
-        use: object,
+        self, tensor: torch.Tensor, rows: Index | None, use: object, saved: list[Index]
     ) -> None:
-        key = tensor.untyped_storage()._cdata
-        whole = facts.rows is None or tensor is not args[0]
-        held, rows = None, None
-        if whole:
-            view = tensor.detach()
-            if self.bytes + view.numel() * view.element_size() > self.limit:
-                if self._sums:
-                    self._protected[view_key] = Protected(view, str(use))
-                return
-            held = _Whole(view)
-            access = RowAccess(held.read, held.write)
-        else:
-            assert facts.rows is not None
-            access = facts.rows(args)
-            self.row_writes.add((key, facts.name))
-            if access.chosen:
-                rows = self._rows.setdefault((*view_key, access.dim, access.along), [])
-                if any(_are_equal(access.chosen, each) for each in rows):
-                    return
-        region = _Region(key, access, access.read(), tensor.is_inference(), use, whole)
-        self.bytes += region.was.numel() * region.was.element_size()
+        if rows is not None and any(_are_equal(rows, each) for each in saved):
+            return
+        if rows is None and self.bytes + tensor.nbytes > self.limit:
+            if self._sums:
+                self._protected.append(protected(tensor, str(use)))
+                saved.append(WHOLE)
+            return
+        region = _Region(tensor, rows or WHOLE, use)
+        self.bytes += region.was.nbytes
         if self.bytes > self.limit:
-            raise StateTooLargeError(
-                "saving the state that the forward writes takes too much memory",
-                got=f"{self.bytes} bytes, the last of them {use}",
-                expected=f"at most {self.limit} bytes",
-                advice="pad the index inputs of a KV cache to a dummy page; or declare what "
-                "changes: Host(state=[State(tensor, rows=...)]) or State(save=..., restore=...), "
-                "or raise state_limit_bytes",
-            )
+            got = f"{self.bytes} bytes, the last of them {use}"
+            raise too_large("the state that the forward writes", got, self.limit)
         self._regions.append(region)
         # Known only now: a run after one that had no memory for the copy would not save it.
-        if held is not None:
-            self._whole[view_key] = held
-        elif rows is not None:
-            rows.append(access.chosen)
+        saved.append(region.rows)
 
     def take(self) -> list[torch.Tensor]:
         """Copies of what is there now."""
-        if not self._regions:
-            return []
-        return unseen(lambda: [region.access.read().clone() for region in self._regions])
+        regions = self._regions
+        return unseen(lambda: [region.read() for region in regions]) if regions else []
 
     def restore(self, values: Sequence[torch.Tensor] | None = None) -> None:
         """Put everything back as it was, the last write first, or write what `take` returned; what
         was saved since then stays as it is then. Called again it does so again."""
         if not self._regions:
             return
-        if values is None:
-            pairs = [(region, region.was) for region in reversed(self._regions)]
-        else:
+        pairs = [(region, region.was) for region in reversed(self._regions)]
+        if values is not None:
             pairs = [*zip(self._regions, values, strict=False)]
 
         def write() -> None:
             for region, value in pairs:
-                _write(region, value)
+                region.write(value)
 
         unseen(write)
 
@@ -201,9 +189,11 @@ class SavedWrites:
 
         def compare() -> tuple[object, str] | None:
             for region, ours, theirs in zip(self._regions, padded, alone, strict=False):
-                if not getattr(region.use, "exposed", True) or ours.shape != theirs.shape:
+                is_there = ours.numel() and ours.shape == theirs.shape
+                if not is_there or not getattr(region.use, "exposed", True):
                     continue
-                apart = difference(*_but_padding(region, ours, theirs, pads, sizes))
+                others = region.but_padding(pads, sizes)
+                apart = difference(ours[others], theirs[others])
                 if apart is not None and apart.relative > rounding:
                     return region.use, apart.text
             return None
@@ -215,22 +205,17 @@ class SavedWrites:
 
         Raises `StateTooLargeError` for rows that no padding of an index input, in `pads`, names.
         """
-        return [unseen(lambda each=each: each.check(pads)) for each in self._protected.values()]  # type: ignore[misc]
+        return [unseen(partial(check, pads)) for check in self._protected]
 
 
-def _are_equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    return all(
+def _are_equal(ours: Index, theirs: Index) -> bool:
+    """Whether two indices are of the same rows."""
+    return len(ours) == len(theirs) and all(
         a.dtype is b.dtype and a.device == b.device and torch.equal(a, b)
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        else type(a) is type(b) and a == b
         for a, b in zip(ours, theirs, strict=True)
     )
-
-
-def _write(region: _Region, value: torch.Tensor) -> None:
-    if not region.inference:
-        region.access.write(value)  # `unseen`, and so outside of inference mode already
-        return
-    with inference_guard(True):
-        region.access.write(value)
 
 
 def still_there(*values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -239,103 +224,66 @@ def still_there(*values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [[each[at] for each in kept] for at in range(len(values))]
 
 
-def _but_padding(
-    region: _Region,
-    ours: torch.Tensor,
-    theirs: torch.Tensor,
-    pads: Sequence[int],
-    sizes: Sequence[tuple[int, int]],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What two runs left, without the rows that padding names."""
-    if not pads:
-        return ours, theirs
-    if region.whole:
-        keep = named_by_none(ours, pads)
-        if keep is None:
-            return ours, theirs
-        dim, rows = keep
-        return ours.index_select(dim, rows), theirs.index_select(dim, rows)
-    dim = region.access.dim
-    padding = torch.zeros((), dtype=torch.bool, device=ours.device)
-    for index in region.access.chosen:
-        for pad in pads:
-            padding = padding | (index == pad)
-        for all_rows, live in sizes:
-            if index.dim() and index.shape[0] == all_rows:
-                beyond = torch.arange(all_rows, device=index.device) >= live
-                padding = padding | beyond.view(-1, *[1] * (index.dim() - 1)).expand_as(index)
-    if padding.dim() == 0:
-        return ours, theirs
-    if dim == -1:
-        return ours[~padding], theirs[~padding]
-    # The rows of an index of several dimensions lie in as many.
-    ours, theirs = (each.flatten(dim, dim + padding.dim() - 1) for each in (ours, theirs))
-    rows = torch.nonzero(~padding.flatten()).flatten()
-    return ours.index_select(dim, rows), theirs.index_select(dim, rows)
+def too_large(state: str, got: str, limit_bytes: int) -> StateTooLargeError:
+    """The error for state that takes more memory than it may."""
+    return StateTooLargeError(
+        f"saving {state} takes too much memory",
+        got=got,
+        expected=f"at most {limit_bytes} bytes",
+        advice="pad the index inputs of a KV cache to a dummy page; or declare what changes, and "
+        "no cache: Host(state=[State(tensor, rows=...)]) or State(save=..., restore=...); or "
+        "raise state_limit_bytes",
+    )
 
 
 # Memory that is too large to be saved ------------------------------------------------------------
 
 
-class Protected:
-    """One tensor that only padding protects, known by a sum of the bits of each row.
+def protected(tensor: torch.Tensor, name: str) -> Callable[[Sequence[int]], str]:
+    """What tells of a tensor that only padding protects which rows were written since, as text,
+    given the values of padding.
 
-    Rows are of the first dimension; of the second where the first has at most two (keys and
-    values). Sums of equal rows are equal; that two changes in one row cancel is not likely.
+    It raises `StateTooLargeError` if one of them is none that padding names: neither a padding
+    value itself nor its page. Rows are known by sums of their bits. Sums of equal rows are equal;
+    that two changes in one row cancel is not likely.
     """
+    tensor = tensor if tensor.dim() else tensor[None]
+    was = _sums(tensor)
 
-    def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        self._tensor = tensor if tensor.dim() else tensor[None]
-        self._name = name
-        self._dim = _dim_of_rows(self._tensor)
-        self._sums = self._sum()
-
-    def check(self, pads: Sequence[int]) -> str:
-        """Which rows were written, as text.
-
-        Raises `StateTooLargeError` if one of them is none that padding names: neither a padding
-        value itself nor its page.
-        """
-        changed = torch.nonzero(self._sum() != self._sums).flatten().tolist()
-        named = _named(self._tensor, pads)
+    def check(pads: Sequence[int]) -> str:
+        changed = torch.nonzero(_sums(tensor) != was).flatten().tolist()
+        named = _named(tensor, pads)
         other = [row for row in changed if row not in named]
         if other:
             raise StateTooLargeError(
-                f"the warm-up wrote rows of {self._name} that no padding names, and they are too "
+                f"the warm-up wrote rows of {name} that no padding names, and they are too "
                 "much to be saved",
                 got=f"rows {listed(other)}",
                 expected=f"rows of the padding of index inputs ({sorted(set(pads)) or 'none'})",
                 advice="give the inputs that address it InputSpec(index=True, pad=a dummy row), or "
                 "declare it: Host(state=[State(tensor, rows=...)]); or raise state_limit_bytes",
             )
-        return f"{self._name}: rows {listed(changed) if changed else 'none'} written by padding"
+        return f"{name}: rows {listed(changed) if changed else 'none'} written by padding"
 
-    def _sum(self) -> torch.Tensor:
-        rows = self._tensor.transpose(0, self._dim)
-        flat = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
-        for each in range(rows.shape[1] if self._dim else 1):
-            part = rows[:, each] if self._dim else rows
-            part = part.flatten(1) if part.dim() > 1 else part[:, None]
-            bits = part.contiguous().view(torch.uint8)
-            whole = bits.shape[1] - bits.shape[1] % 8
-            if whole and bits.stride(0) % 8 == 0 and bits.data_ptr() % 8 == 0:
-                flat += bits[:, :whole].view(torch.int64).sum(1) * (each + 1)
-                bits = bits[:, whole:]
-            flat += bits.sum(1, dtype=torch.int64) * (each + 1)
-        return flat
+    return check
 
 
-def named_by_none(tensor: torch.Tensor, pads: Sequence[int]) -> tuple[int, torch.Tensor] | None:
-    """The dimension of a tensor's rows, and those of them that no padding names; None for a tensor
-    without rows."""
-    if tensor.dim() == 0:
-        return None
-    dim, named = _dim_of_rows(tensor), _named(tensor, pads)
-    rows = [row for row in range(tensor.shape[dim]) if row not in named]
-    return dim, torch.tensor(rows, dtype=torch.int64, device=tensor.device)
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum of the bits of each row; those of keys and of values weigh differently."""
+    dim = _dim_of_rows(tensor)
+    sums = torch.zeros(tensor.shape[dim], dtype=torch.int64, device=tensor.device)
+    for weight, part in enumerate(tensor if dim else [tensor], 1):
+        bits = part.reshape(len(part), -1).contiguous().view(torch.uint8)
+        whole = bits.shape[1] - bits.shape[1] % 8
+        if whole and bits.stride(0) % 8 == 0 and bits.data_ptr() % 8 == 0:
+            sums += bits[:, :whole].view(torch.int64).sum(1) * weight
+            bits = bits[:, whole:]
+        sums += bits.sum(1, dtype=torch.int64) * weight
+    return sums
 
 
 def _dim_of_rows(tensor: torch.Tensor) -> int:
+    """The first, or the second where the first has at most two rows (keys and values)."""
     return 1 if tensor.dim() > 1 and tensor.shape[0] <= 2 else 0
 
 
@@ -365,7 +313,7 @@ class WriteWatch:
 
     It is no dispatch mode, under which every operator takes several times as long. It includes a
     dispatch key of this thread that torch itself leaves free; there the operators that write have a
-    kernel, `_Writer`, and all others are passed by in C++. `note_operators` gives it to them.
+    kernel, and all others are passed by in C++. `note_operators` gives it to them.
     """
 
     def __init__(
@@ -393,70 +341,53 @@ class WriteWatch:
             if key is None or key not in self._known:
                 continue
             self.written.add(key)
-            if not self._is_shown(key, facts, args):
+            is_shown = facts.rows is not None and (key, facts.name) in self._shown
+            if not is_shown or indices_of(args) != self._tokens:
                 use = f"{tensor.dtype} {tuple(tensor.shape)}"
                 self._saves.save(tensor, facts, args, use)
-
-    def _is_shown(self, key: int | None, facts: OperatorFacts, args: Sequence[Any]) -> bool:
-        if facts.rows is None or (key, facts.name) not in self._shown:
-            return False
-        return indices_of(args) == self._tokens
 
 
 _watch: ContextVar[WriteWatch | None] = ContextVar("graphrt_write_watch", default=None)
 
 _libraries: dict[str, Any] = {}
 """By namespace; a kernel goes with its library."""
-_judged: set[tuple[str, str]] = set()
 _settled: set[str] = set()
-"""Operators of torch's own: nobody defines these again, by the same name, so that they write."""
+"""Operators of torch's own, and those that have a kernel, which goes by the name: nobody needs to
+look at them again."""
 
 
 def note_operators() -> None:
     """Give the operators that write their kernel. To be called whenever new ones may have been
     defined: one that a run is the first to define is not seen by the watch of that run."""
     names = {*operator_names()} - _settled
-    _settled.update(name for name in names if name.startswith(("aten::", "prims::", "quantized::")))
     # To ask for the schemas of all of torch's operators takes a capture 10 ms, twice a size.
-    overloaded = {name.partition(".")[0] for name in names}
-    for schema in chain.from_iterable(map(schemas_of_operator, overloaded)):
-        if not (schema.is_mutable or "batch_norm" in schema.name):
+    for schema in chain.from_iterable(
+        map(schemas_of_operator, {name.split(".")[0] for name in names})
+    ):
+        name = ".".join(filter(None, (schema.name, schema.overload_name)))
+        if name in _settled or not (schema.is_mutable or "batch_norm" in name):
             continue
-        name = schema.name, schema.overload_name
-        if name in _judged:
-            continue
-        _judged.add(name)
+        _settled.add(name)
         if not writes_of(schema):
             continue
-        namespace, _, short = schema.name.partition("::")
+        namespace, _, short = name.partition("::")
         library = _libraries.get(namespace)
         if library is None:
             library = _libraries[namespace] = kernel_library("IMPL", namespace, WATCH_KEY)
-        full = f"{short}.{schema.overload_name}" if schema.overload_name else short
-        writer = _Writer(namespace, short, schema.overload_name or "default")
-        library.impl(full, WATCH_KEY, writer, True)
+        kernel = _kernel(namespace, short.partition(".")[0], schema.overload_name or "default")
+        library.impl(short, WATCH_KEY, kernel, True)
+    _settled.update(name for name in names if name.startswith(("aten::", "prims::", "quantized::")))
 
 
-class _Writer:
+def _kernel(namespace: str, name: str, overload: str) -> Callable[..., Any]:
     """The kernel of an operator that writes, which shows its arguments to the watch of the thread.
 
     It goes by the name: what is defined again later is another operator.
     """
 
-    def __init__(self, *path: str) -> None:
-        self._path = path
-        self._func: Any = None
-        self._facts = facts_of(None)
-        self._of_tensors: tuple[int, ...] = ()
-
-    def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        namespace, name, overload = self._path
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        if func is not self._func:
-            self._facts, kinds = facts_of(func), [str(a.type) for a in func._schema.arguments]
-            self._of_tensors = tuple(at for at, kind in enumerate(kinds) if kind == "Tensor")
-            self._func = func
-        for at in self._of_tensors:
+        for at in _tensors_of(func):
             if at < len(args) and not isinstance(args[at], torch.Tensor):
                 # Torch shows a tensor that it made of a number as the number, and takes none here.
                 number = torch.tensor(args[at], device="cpu")
@@ -469,7 +400,16 @@ class _Writer:
         include_key(key, False)
         try:
             if watch is not None:
-                watch.look(self._facts, args, kwargs)
+                watch.look(facts_of(func), args, kwargs)
             return func(*args, **kwargs)
         finally:
             include_key(key, True)
+
+    return kernel
+
+
+@cache
+def _tensors_of(func: Any) -> tuple[int, ...]:
+    """The places of single tensors among the arguments of an operator."""
+    kinds = [str(argument.type) for argument in func._schema.arguments]
+    return tuple(at for at, kind in enumerate(kinds) if kind == "Tensor")
