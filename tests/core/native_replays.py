@@ -110,7 +110,7 @@ class Counted:
 
     def _left(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def left(*arguments: Any) -> Any:
-            self.left[run.__name__] += 1
+            self.left[getattr(run, "func", run).__name__] += 1
             return run(*arguments)
 
         return left

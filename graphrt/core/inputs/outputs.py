@@ -100,6 +100,15 @@ class OutputLayout:
             for path, shape in shapes.items()
         }
         self._seen.add((tokens, reqs))
+        self._check_axes(possible, shapes, size)
+
+    def _check_axes(
+        self,
+        possible: dict[str, list[list[OneAxis]]],
+        shapes: dict[str, tuple[int, ...]],
+        size: str,
+    ) -> None:
+        """Raise `OutputError` for a dimension that has none of its `possible` axes any more."""
         for path, axes in self._axes.items():
             if not all(axes):
                 names = (" or ".join(map(str, each)) for each in possible[path])

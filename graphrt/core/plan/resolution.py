@@ -110,10 +110,7 @@ def resolve_mode(
 
     resolution = ModeResolution(requested, requested)
     who = "attention" if backend is None else f"attention backend {backend!r}"
-    full_decode = support >= AttentionSupport.UNIFORM_BATCH or (
-        support is AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE and query_len == 1
-    )
-    if requested.has_full and not full_decode:
+    if requested.has_full and not _has_full_decode(support, query_len):
         why = f"{who} supports {support.name}, decode has query length {query_len}"
         resolution = resolution.stepped("attention-decode", GraphMode.PIECEWISE, why, backend)
     elif requested is GraphMode.FULL and support is not AttentionSupport.ALWAYS:
@@ -131,6 +128,12 @@ def resolve_mode(
     if provider is None:
         return resolution.stepped("no-pieces", mode.without_pieces(), "nothing provides pieces")
     return resolution
+
+
+def _has_full_decode(support: AttentionSupport, query_len: int) -> bool:
+    """Whether decode batches with so many tokens a request can be whole graphs."""
+    single = support is AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE and query_len == 1
+    return single or support >= AttentionSupport.UNIFORM_BATCH
 
 
 def levels_of(attention: Attention) -> dict[str, AttentionSupport]:

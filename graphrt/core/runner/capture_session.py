@@ -415,7 +415,9 @@ class CaptureSession:
         undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
         undo.set(warming_up, not captures)
-        undo.set(side_doors, self._doors)
+        # In the warm-up of a whole graph nobody asks.
+        is_asked = captures or graph.mode is GraphMode.PIECEWISE
+        undo.set(side_doors, self._doors if is_asked else None)
         enter_under_way(undo, context)
         undo.later(context.leave)
 
