@@ -100,7 +100,7 @@ class Counted:
         self._made = made
 
     def __call__(self, **parts: Any) -> Any:
-        compiled = self._made(**(parts | {name: self._left(parts[name]) for name in PYTHON}))
+        compiled = self._made(**(parts | {name: self._left(name, parts[name]) for name in PYTHON}))
 
         def given(*arguments: Any) -> Any:
             self.given += 1
@@ -108,9 +108,9 @@ class Counted:
 
         return given
 
-    def _left(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _left(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def left(*arguments: Any) -> Any:
-            self.left[getattr(run, "func", run).__name__] += 1
+            self.left[name] += 1
             return run(*arguments)
 
         return left

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from graphrt.compile.private_torch.guards import Guards, function_modes, hooks_o
 from graphrt.compile.trace._side_effects import Rewritten, readable_name
 from graphrt.compile.trace.parameters import NO_DEFAULT, Parameters
 from graphrt.compile.trace.subject import Method, kind_of, kind_text
+from graphrt.core.base.thread_mode import without_free_keys
 from graphrt.core.runner.checks import Ambient
 
 _AS_TRACED = "what the trace has baked in"
@@ -84,7 +86,9 @@ class Outside:
 
         `arguments` are those of a call by the names of parameters, `args` and `kwargs` the same.
         """
-        if not self._guards.hold(arguments):
+        hold = partial(self._guards.hold, arguments)
+        # A guard on a tensor's dispatch keys sees those that a capture has included.
+        if not hold() and not without_free_keys(hold):
             broken = _explained(
                 self._guards.broken(arguments), lambda source: self._text_of(source, arguments)
             )

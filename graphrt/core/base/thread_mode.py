@@ -265,6 +265,7 @@ def outside_modes(function: Callable[[], T]) -> T:
 FREE_KEYS = "TESTING_ONLY_"
 """How the dispatch keys begin that torch leaves free. They are above autograd, autocast and
 transforms, so that none of them is disturbed."""
+_free_keys: list[Any] = []
 WATCH_KEY = f"{FREE_KEYS}GenericMode"
 """The key by which writes are watched in place of a mode."""
 
@@ -280,7 +281,18 @@ def free_key(name: str) -> Any:
     fallthrough_of_new_ones.append(key)
     for operator in higher_order_operators.values():
         operator.fallthrough(key)
+    _free_keys.append(key)
     return key
+
+
+def without_free_keys(function: Callable[[], T]) -> T:
+    """Call `function` where no key of `free_key` is included: what asks for the dispatch keys of a
+    tensor, as guards of Dynamo do, sees those of a thread that captures nothing."""
+    included = included_keys()
+    for key in _free_keys:
+        included = included.remove(key)
+    with dispatch_keys(included, excluded_keys()):
+        return function()
 
 
 def watch_key() -> Any:

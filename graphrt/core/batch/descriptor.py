@@ -216,7 +216,9 @@ def checked_batch(batch: object) -> Batch:
             "a batch needs at least one token",
             got=batch.num_tokens,
             expected="num_tokens >= 1",
-            advice="skip the step when nothing is scheduled" if batch.num_tokens == 0 else None,
+            advice="skip the step when nothing is scheduled"
+            if batch.num_tokens == 0
+            else "Batch(num_tokens) with the live tokens of the step",
         )
     return batch
 
