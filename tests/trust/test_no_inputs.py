@@ -104,6 +104,5 @@ def test_reports_findings_and_warnings_hold_no_prompt_and_no_value_of_an_input(m
     assert not re.search(r"tensor\(", said)
 
 
-def test_a_string_is_told_by_its_length():
-    said = said_of(GivesPrompts(), "capture")
-    assert re.search(r"str of \d+ with", said)
+def test_a_string_is_told_by_where_it_is():
+    assert "others with 4 tokens of 4 requests, at [1]" in said_of(GivesPrompts(), "capture")
