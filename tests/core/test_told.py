@@ -1,0 +1,54 @@
+"""What a step that failed is counted as, and what its dispatch says of the graph."""
+
+import pytest
+import torch
+from test_runner import rows, runner
+
+from graphrt import Host, Reason
+from graphrt.errors import GraphRTError
+
+
+def test_a_step_that_raises_is_counted_as_failed_at_its_graph() -> None:
+    raised = [False]
+
+    def bind(*_: object) -> None:
+        if raised[0]:
+            raise ValueError("no room")
+
+    run = runner(lambda x: x * 2, host=Host(bind=bind))
+    run.capture()
+    assert torch.equal(run(x=rows(2)), rows(2, 2.0))
+    raised[0] = True
+    with pytest.raises(ValueError, match="no room"):
+        run(x=rows(2))
+    raised[0] = False
+    assert run.report().reasons[Reason.FAILED] == 1
+    run(x=rows(2))
+    assert run.report().reasons[Reason.FAILED] == 1
+
+
+def test_a_dispatch_says_its_slot_only_where_a_graph_serves() -> None:
+    run = runner(lambda x: x * 2)
+    run.capture()
+    run(x=rows(2))
+    assert f"slot {run.last_dispatch.slot}" in repr(run.last_dispatch)
+    run(x=rows(9))
+    assert "slot" not in repr(run.last_dispatch)
+
+
+@pytest.mark.parametrize("call", ["verify", "run_padded_eagerly", "capture_next"])
+def test_what_steps_or_captures_is_refused_inside_of_a_capture(call: str) -> None:
+    others = runner(lambda x: x * 2)
+    others.capture()
+    told = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        try:
+            getattr(others, call)(**({} if call == "capture_next" else {"x": rows(1)}))
+        except GraphRTError as error:
+            told.append(str(error))
+        return x * 2
+
+    run = runner(forward)
+    run.capture()
+    assert any(f"{call}()" in each for each in told)
