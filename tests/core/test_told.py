@@ -36,7 +36,7 @@ def test_a_dispatch_says_its_slot_only_where_a_graph_serves() -> None:
     assert "slot" not in repr(run.last_dispatch)
 
 
-@pytest.mark.parametrize("call", ["verify", "run_padded_eagerly", "capture_next"])
+@pytest.mark.parametrize("call", ["verify", "capture_next"])
 def test_what_steps_or_captures_is_refused_inside_of_a_capture(call: str) -> None:
     others = runner(lambda x: x * 2)
     others.capture()
