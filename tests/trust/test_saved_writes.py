@@ -208,6 +208,7 @@ def test_inference_tensors_and_gradients_do_not_stand_in_the_way(inference, arou
         (lambda t: t.index_put_((index(1, 2),), torch.tensor(1.0)), 2 * 8),
         (lambda t: t.index_copy_(0, index(3), torch.ones(1, 8)), 8),
         (lambda t: t.index_fill_(1, index(3, 4, 5), 1.0), 3 * 100),
+        (lambda t: t.scatter_(0, torch.ones(1, 4, dtype=torch.int64), 1.0), 4),
         (lambda t: t[7].add_(1), 8),
         (lambda t: t.add_(1), 800),
         (lambda t: (t.add_(1), t.mul_(2), t.index_fill_(0, index(1), 0.0)), 800),
@@ -439,6 +440,10 @@ PARTS: dict[str, Callable[[torch.Tensor], object]] = {
     "two indices": lambda s: s.__setitem__((AT - 3, slice(None), AT), 7.0),
     "index behind a slice": lambda s: s[:, 1:3].__setitem__((slice(None), 0, AT), 7.0),
     "list": lambda s: s.__setitem__((slice(None), slice(None), [3, 5]), 7.0),
+    "scatter_": lambda s: s.scatter_(3, AT.expand(4, 8, 64, 2).clone(), 2.0),
+    "scatter_add_": lambda s: s.scatter_add_(
+        2, AT.view(2, 1).expand(4, 8, 2, 16).clone(), torch.ones(4, 8, 2, 16)
+    ),
     "slice": lambda s: s.__setitem__((slice(None), slice(None), slice(3, 5)), 7.0),
     "copy to a slice": lambda s: s[..., 2:4].copy_(torch.ones(4, 8, 64, 2)),
     "select": lambda s: s[:, :, 3].add_(1),

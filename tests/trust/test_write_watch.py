@@ -71,6 +71,7 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "index_put_": lambda state, at: state.index_put_((at,), torch.full((len(at),), 7.0)),
     "index_copy_": lambda state, at: state.index_copy_(0, at, torch.full((len(at),), 7.0)),
     "index_add_": lambda state, at: state.index_add_(0, at, torch.full((len(at),), 7.0)),
+    "scatter_": lambda state, at: state.scatter_(0, at, torch.full((len(at),), 7.0)),
     "several": lambda state, at: state.view(4, 4).index_put_((at // 4, at % 4), torch.ones(())),
 }
 

@@ -13,27 +13,43 @@ LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 Index: TypeAlias = tuple[slice | torch.Tensor, ...]
-"""The rows of a tensor that an operator will write, and which `tensor[index]` reads."""
 
-WHOLE: Index = ()
+
+class Rows(NamedTuple):
+    """The rows of a tensor that an operator will write: their index, and which of its tensors the
+    caller has `chosen`."""
+
+    at: Index
+    chosen: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def dim(self) -> int:
+        """The first dimension of an indexed tensor that comes of the index."""
+        places = [at for at, each in enumerate(self.at) if isinstance(each, torch.Tensor)]
+        # Dimensions of indices with others between them come first.
+        return places[0] if places[-1] - places[0] < len(places) else 0
+
+
+WHOLE = Rows(())
 """All of a tensor."""
 
 
 class OperatorFacts(NamedTuple):
     """Of one overload: its name; the arguments that it writes, by place and name; how to save only
     the rows that it writes; whether it is one of torch's own, makes a view and touches no memory,
-    makes no memory, reads nothing of what it writes, or draws random numbers. A higher-order one,
-    which says nothing of itself, has no name.
+    makes no memory, reads nothing of what it writes, says that it draws random numbers, or may be
+    given a generator. A higher-order one, which says nothing of itself, has no name.
     """
 
     name: str
     writes: tuple[tuple[int, str], ...]
-    rows: Callable[[Sequence[Any]], Index] | None
+    rows: Callable[[Sequence[Any]], Rows] | None
     is_aten: bool
     is_view: bool
     makes_nothing: bool
     overwrites: bool
     draws: bool = False
+    may_draw: bool = False
 
 
 @cache
@@ -42,7 +58,7 @@ def facts_of(func: Any) -> OperatorFacts:
     nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return OperatorFacts("", (), None, False, False, False, False)
+        return OperatorFacts("", (), None, False, False, False, False, may_draw=True)
     writes, is_aten = writes_of(schema), schema.name.startswith("aten::")
     aliases = [result.alias_info for result in schema.returns]
     return OperatorFacts(
@@ -58,6 +74,7 @@ def facts_of(func: Any) -> OperatorFacts:
         or any(name == "out" for _, name in writes)
         or (bool(writes) and not is_aten),
         torch.Tag.nondeterministic_seeded in func.tags,
+        any("Generator" in str(argument.type) for argument in schema.arguments),
     )
 
 
@@ -88,8 +105,11 @@ def indices_of(args: Sequence[Any]) -> int:
     return max((i.numel() for i in indices if isinstance(i, torch.Tensor)), default=0)
 
 
-def _by_index(args: Sequence[Any]) -> Index:
-    return tuple(slice(None) if i is None else _copied(i) for i in args[1])
+def _by_index(args: Sequence[Any]) -> Rows:
+    at = tuple(slice(None) if i is None else _copied(i) for i in args[1])
+    chosen = tuple(i for i in at if isinstance(i, torch.Tensor))
+    # How many rows a mask chooses is read on the host.
+    return Rows(at, () if any(i.dtype is torch.bool for i in chosen) else chosen)
 
 
 def _copied(index: torch.Tensor) -> torch.Tensor:
@@ -99,17 +119,30 @@ def _copied(index: torch.Tensor) -> torch.Tensor:
     return copy if copy.dim() or copy.dtype is torch.bool else copy.reshape(1)
 
 
-def _by_dim(args: Sequence[Any]) -> Index:
-    tensor, dim = args[0], args[1]
-    return (*[slice(None)] * (dim % tensor.dim()), _copied(args[2])) if tensor.dim() else WHOLE
+def _by_dim(args: Sequence[Any]) -> Rows:
+    tensor, dim, index = args[0], args[1], _copied(args[2])
+    if tensor.dim() == 0:
+        return WHOLE
+    return Rows((*[slice(None)] * (dim % tensor.dim()), index), (index,))
 
 
-_ROWS: dict[str, Callable[[Sequence[Any]], Index]] = {
+def _by_element(args: Sequence[Any]) -> Rows:
+    tensor, dim, index = args[0], args[1], args[2].clone()
+    if tensor.dim() == 0:
+        return WHOLE
+    counts = [torch.arange(size, device=index.device) for size in index.shape]
+    at = [*torch.meshgrid(counts, indexing="ij")]
+    at[dim] = index
+    return Rows(tuple(at), (index,))
+
+
+_ROWS: dict[str, Callable[[Sequence[Any]], Rows]] = {
     **dict.fromkeys(("aten::index_put_", "aten::_index_put_impl_"), _by_index),
     **dict.fromkeys(
         ("aten::index_copy_", "aten::index_add_", "aten::index_fill_", "aten::index_reduce_"),
         _by_dim,
     ),
+    **dict.fromkeys(("aten::scatter_", "aten::scatter_add_", "aten::scatter_reduce_"), _by_element),
 }
 
 # These put a storage that is no tensor, or Python data, into one.

@@ -167,6 +167,9 @@ class Recorder:
         self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None
         self._bridges = bridges
         self._hooks = hooks
+        # By the id of a tensor, how entries hold it: a part that is given one tensor twice, or by
+        # two names, is given one at its replays too.
+        self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         # Tensors of the caller, and what eager parts were given that lies outside of the pool, as
         # they were before the forward, or the part.
@@ -333,11 +336,17 @@ class Recorder:
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
+        known = self._aliases.get(id(tensor))
+        # An eager part may have given it another shape, or other memory.
+        if known and known[0]() is tensor and tree.identity(known[1]) == tree.identity(tensor):
+            return known[1]
         # An alias of memory would lose a conjugation that torch has put off.
         if not self.pool._owns(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor
         # The alias itself must not be recorded, and replays outside of inference mode write it too.
-        return unseen(partial(self.pool.platform.weak_ref, self.pool.memory, tensor))
+        alias = unseen(partial(self.pool.platform.weak_ref, self.pool.memory, tensor))
+        self._aliases[id(tensor)] = weakref.ref(tensor), alias
+        return alias
 
     def _kept_apart(self, tensor: torch.Tensor) -> torch.Tensor:
         """`captured_ref`, but never the forward's own tensor, which may yet become another view."""

@@ -262,6 +262,20 @@ def is_array(kind: type) -> bool:
     return kind is getattr(sys.modules.get("numpy"), "ndarray", None)
 
 
+def hashes_plainly(key: object) -> bool:
+    """Whether a dict can look `key` up without running a user's `__hash__` or `__eq__`."""
+    of = type(key)
+    if _EXACT.get(of) is Kind.PLAIN:
+        return True
+    if of is tuple:
+        return all(map(hashes_plainly, key))  # type: ignore[call-overload]
+    for name in ("__hash__", "__eq__"):
+        home = next(base for base in bases_of(of) if name in namespace_of(base))
+        if home is not object and not (home is enum.Enum or home is type):
+            return False
+    return True
+
+
 # The walk -----------------------------------------------------------------------------------------
 
 _MOST_PLAIN = 4096
@@ -269,8 +283,8 @@ _MOST_PLAIN = 4096
 _SAMPLE = 64
 """Values of a long container that are looked at to see whether all are plain."""
 _MOST_ODD = 64
-"""Items that are read of a dict with other keys than numbers and text, which may run a user's
-`__hash__` or `__eq__`: each look at one is a search of all."""
+"""Items that are read of a dict whose keys may run a user's `__hash__` or `__eq__`: each look at
+one is a search of all."""
 
 _MOST_HOPS = 3
 """Code is read that is so many calls away from the forward, or from a method of what it holds; a
@@ -532,7 +546,7 @@ class Walk:
         if not _is_long(dict, value, dict.values(value)):
             items, way = list(islice(dict.items(value), max(self._left, 0))), slots.ITEM
             # One odd key is enough: a look-up of any other may compare with it.
-            if any(_EXACT.get(type(key)) is not Kind.PLAIN for key, _ in items):
+            if not all(hashes_plainly(key) for key, _ in items):
                 # Every look at one is a search.
                 way, items = slots.ODD_ITEM, items[:_MOST_ODD]
             for key, each in items:

@@ -152,7 +152,7 @@ class Watch(ThreadMode):
         source = user_source() if is_data or self._keeps_sources else None
         op = Op(func, (), source, in_eager_part.get() is not None)
         targets: list[torch.Tensor] = []
-        if facts.writes or facts.draws or not facts.is_aten:
+        if facts.writes or facts.may_draw:
             targets = self._before_effects(op, facts, args, kwargs)
         from_inputs = False
         if is_data:
@@ -167,7 +167,7 @@ class Watch(ThreadMode):
             self._follow(op, args, self._follows)
         self.trace.append(op)
         result = func(*args, **kwargs)
-        if self.trace.rows is not None:
+        if self.trace.rows is not None and not is_data:
             op.total = _sum_of_live(result, *self.trace.rows)
         if targets and self.is_compared:
             self._note_written(targets, from_inputs)
@@ -244,7 +244,7 @@ class Watch(ThreadMode):
     ) -> list[torch.Tensor]:
         """Before an operator: keep the generators that it draws from, and save what it writes;
         returns the latter."""
-        if self._generators is not None:
+        if self._generators is not None and facts.may_draw:
             self._generators.note_given((*args, *kwargs.values()))
         targets = [*written(facts, args, kwargs)]
         for tensor, key, address in tree.placed(targets):

@@ -27,6 +27,7 @@ from graphrt.core.capture.operators import (
     WHOLE,
     Index,
     OperatorFacts,
+    Rows,
     facts_of,
     indices_of,
     writes_of,
@@ -44,7 +45,7 @@ class _Region:
     run is over. No operator has made it, so nothing else tells it from state.
     """
 
-    def __init__(self, tensor: torch.Tensor, rows: Index, use: object) -> None:
+    def __init__(self, tensor: torch.Tensor, rows: Rows, use: object) -> None:
         self.rows = rows
         self.use = use
         """Of which memory it is, as its watch knows it."""
@@ -59,36 +60,34 @@ class _Region:
         now = self._now()
         if now is None:
             return self._like.clone()
-        return now[self.rows] if self.rows else now.clone()
+        return now[self.rows.at] if self.rows.at else now.clone()
 
     def write(self, value: torch.Tensor) -> None:
         """Write it, unless the memory is gone, or was when the value was read."""
         now = self._now()
         if now is not None and value.numel():
-            now[self.rows] = value
+            now[self.rows.at] = value
 
-    def but_padding(self, pads: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Index:
+    def but_padding(
+        self, pads: Sequence[int], sizes: Sequence[tuple[int, int]]
+    ) -> tuple[slice | torch.Tensor, ...]:
         """The index of what is read, without the rows that padding names: see `spoilt`."""
-        value = self.was
-        indices = [(at, i) for at, i in enumerate(self.rows) if isinstance(i, torch.Tensor)]
-        # A mask may choose any row.
-        if not pads or not value.dim() or any(i.dtype is torch.bool for _, i in indices):
-            return WHOLE
-        if not indices:
+        value, indices = self.was, self.rows.chosen
+        if not pads or not value.dim() or (self.rows.at and not indices):
+            return ()
+        if not self.rows.at:
             dim, named = _dim_of_rows(value), _named(value, pads)
             others = [row not in named for row in range(value.shape[dim])]
             return *[slice(None)] * dim, torch.tensor(others, device=value.device)
         padding = torch.zeros((), dtype=torch.bool, device=value.device)
-        for _, index in indices:
+        for index in indices:
             for pad in pads:
                 padding = padding | (index == pad)
             for rows, live in sizes:
                 if index.dim() and index.shape[0] == rows:
                     beyond = torch.arange(rows, device=index.device) >= live
                     padding = padding | beyond.view(-1, *[1] * (index.dim() - 1))
-        first, last = indices[0][0], indices[-1][0]
-        # Dimensions of indices with others between them come first.
-        return *[slice(None)] * (first if last - first < len(indices) else 0), ~padding
+        return *[slice(None)] * self.rows.dim, ~padding
 
     def _now(self) -> torch.Tensor | None:
         if self._ref.expired():  # type: ignore[no-untyped-call]
@@ -123,7 +122,7 @@ class SavedWrites:
         """Save what an operator is about to write into `tensor`; `use` is what errors call it."""
         key, place = tensor.untyped_storage()._cdata, (tensor.storage_offset(), tensor.dtype)
         saved = self._saved.setdefault((key, *place, tensor.size(), tensor.stride()), [])
-        if tensor.numel() == 0 or WHOLE in saved:
+        if tensor.numel() == 0 or WHOLE.at in saved:
             return
         by_rows = facts.rows is not None and tensor is args[0]
         if by_rows:
@@ -132,14 +131,14 @@ class SavedWrites:
         unseen(lambda: self._save(tensor.detach(), rows and rows(args), use, saved))
 
     def _save(
-        self, tensor: torch.Tensor, rows: Index | None, use: object, saved: list[Index]
+        self, tensor: torch.Tensor, rows: Rows | None, use: object, saved: list[Index]
     ) -> None:
-        if rows is not None and any(_are_equal(rows, each) for each in saved):
+        if rows is not None and any(_are_equal(rows.at, each) for each in saved):
             return
         if rows is None and self.bytes + tensor.nbytes > self.limit:
             if self._sums:
                 self._protected.append(protected(tensor, str(use)))
-                saved.append(WHOLE)
+                saved.append(WHOLE.at)
             return
         region = _Region(tensor, rows or WHOLE, use)
         self.bytes += region.was.nbytes
@@ -148,7 +147,7 @@ class SavedWrites:
             raise too_large("the state that the forward writes", got, self.limit)
         self._regions.append(region)
         # Known only now: a run after one that had no memory for the copy would not save it.
-        saved.append(region.rows)
+        saved.append(region.rows.at)
 
     def take(self) -> list[torch.Tensor]:
         """Copies of what is there now."""
