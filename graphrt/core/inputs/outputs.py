@@ -194,11 +194,12 @@ class OutputLayout:
         return [*sizes, (tokens, reqs - 1)] if reqs > 1 else sizes
 
     def _may_bend(self) -> bool:
-        """Whether what looks right may be otherwise in a small batch: nothing declares it, or it is
-        a constant that is no larger than the batches seen."""
+        """Whether what looks right may be otherwise in a small batch: not all is declared, or
+        it is a constant that is no larger than the batches seen."""
         least = min(tokens for tokens, _ in self._seen)
         return any(
-            self._of(path) is None
+            len(self._of(path) or ()) < len(dims)
+            or None in (self._of(path) or ())
             or any(type(axis) is int and 1 < axis <= least for axes in dims for axis in axes)
             for path, dims in self._axes.items()
         )

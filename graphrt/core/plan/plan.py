@@ -196,6 +196,8 @@ class Plan:
         **arguments: Unpack[PlanArguments],
     ) -> None:
         """Raises the named errors of bad modes, sizes, options and platforms."""
+        if mode is not None and "mode" in arguments:
+            raise TypeError("Plan() got two values for its argument 'mode'")
         check_plan_arguments(arguments)
         self.arguments = checked_arguments({"mode": mode, **arguments})
         self.platform = given_platform(platform)

@@ -377,6 +377,8 @@ class TaskTable:
             check_names(updates, self.known)
         # Values that layers share are fitted, and compared, only once.
         fitted: dict[object, HostValues] = {}
+        # Held, as a mapping may make them when it is asked, and ids are used again.
+        held = []
         changes: dict[tuple[int, int], bool] = {}
         values = []
         for task in self.tasks:
@@ -384,6 +386,7 @@ class TaskTable:
             new = fitted.get(key)
             if new is None:
                 host_values = task.spec.values_for(task.name, updates)
+                held.append(host_values)
                 shared = id(task.spec), id(host_values)
                 new = fitted.get(shared) or task.spec.fitted(host_values, context)
                 fitted[key] = fitted[shared] = new

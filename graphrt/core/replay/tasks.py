@@ -121,7 +121,7 @@ class HostArg:
         needed = 0 if live is None else (live.num_tokens if is_of_tokens else live.num_reqs) or 0
         fault = self._fault(axis, values, missing, needed)
         if fault is None and self.pad == "cumulative":
-            fault = _uneven(values, missing, tokens, query_len, live)
+            fault = _uneven(values, missing, tokens, query_len, needed, live)
         if fault is not None:
             raise InvalidUpdateError(
                 f"host argument {key!r} {fault[0]}",
@@ -157,7 +157,12 @@ class HostArg:
 
 
 def _uneven(
-    values: list[int], missing: int, tokens: int, query_len: int | None, live: Batch | None
+    values: list[int],
+    missing: int,
+    tokens: int,
+    query_len: int | None,
+    needed: int,
+    live: Batch | None,
 ) -> tuple[str, str] | None:
     """The same of cumulative lengths."""
     steps, rest = [b - a for a, b in pairwise([0, *values])], tokens - values[-1]
@@ -168,8 +173,8 @@ def _uneven(
     if rest > most * missing:
         expected = f"the last one to be at least {tokens - most * missing}"
         return "does not add up", f'{expected}, or axis "reqs+1" with a request of padding'
-    if live and live.num_reqs and values[live.num_reqs - 1] != live.num_tokens:
-        return "does not add up to the batch", f"{live.num_tokens} at request {live.num_reqs}"
+    if live and needed and values[needed - 1] != live.num_tokens:
+        return "does not add up to the batch", f"{live.num_tokens} at request {needed}"
     return None
 
 
