@@ -187,8 +187,8 @@ def _symbols_at(sources: Sequence[_SizeSource], sizes: Sequence[int]) -> dict[st
 
 
 def _with(expression: Any, values: Mapping[str, Any]) -> Any:
-    """`expression` with `values` for its symbols, which are found by name: those of a piece from
-    the cache belong to another process and are other objects."""
+    """`expression` with `values` put in for its symbols. A symbol is found by its name, as a piece
+    from the cache has symbols of another process."""
     return expression.subs({s: values[s.name] for s in expression.free_symbols if s.name in values})
 
 

@@ -87,7 +87,8 @@ class Outside:
         `arguments` are those of a call by the names of parameters, `args` and `kwargs` the same.
         """
         hold = partial(self._guards.hold, arguments)
-        # A guard on a tensor's dispatch keys sees those that a capture has included.
+        # A capture on the CPU includes a dispatch key. A guard on a tensor's keys (Whisper's cache)
+        # would take it for a change of the tensor.
         if not hold() and not without_free_keys(hold):
             broken = _explained(
                 self._guards.broken(arguments), lambda source: self._text_of(source, arguments)

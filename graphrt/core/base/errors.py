@@ -74,8 +74,8 @@ class PlanFileError(GraphRTError, ValueError):
 
 
 class StaleInputError(GraphRTError):
-    """A graph would read an address that no longer holds what it was captured with, or did not find
-    its step's inputs in the ring from which it fetches them."""
+    """A graph would read memory that was given up, or did not find its step's inputs in the
+    ring."""
 
 
 class OverwrittenOutputError(GraphRTError, RuntimeError):

@@ -286,8 +286,8 @@ def free_key(name: str) -> Any:
 
 
 def without_free_keys(function: Callable[[], T]) -> T:
-    """Call `function` where no key of `free_key` is included: what asks for the dispatch keys of a
-    tensor, as guards of Dynamo do, sees those of a thread that captures nothing."""
+    """Call `function` with the dispatch keys of a thread that captures nothing: those that
+    `free_key` has taken for graphrt are left out."""
     included = included_keys()
     for key in _free_keys:
         included = included.remove(key)

@@ -308,8 +308,8 @@ class SideDoors:
         # is a weak reference.
         self.made: dict[int, tuple[StorageWeakRef, _Made]] = {}
         self._capture = 0
-        # The errors of reads of what an earlier run made, should the same line make it again: by
-        # part and line.
+        # A graph has read a tensor that an earlier run made. By part and line of its making, the
+        # error to raise if the same line makes another one.
         self._remade: dict[tuple[str, Source | None], GraphRTError] = {}
 
     def begin_capture(self) -> None:

@@ -163,8 +163,8 @@ _BY_DIM = {
 
 
 def in_bounds(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator of torch's reads and writes only inside of what it is given, which a run
-    with other numbers might not; waits for the device."""
+    """Whether all indices that an operator of torch is given are inside of their tensor. A run
+    with other numbers may have wrong ones. Waits for the device."""
     name = func._schema.name.partition("::")[2].strip("_")
     indexed: list[tuple[int, Any]] = []
     if name in ("embedding", "embedding_bag"):

@@ -171,8 +171,8 @@ class Recorder:
         # two names, is given one at its replays too.
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
-        # Tensors of the caller, and what eager parts were given that lies outside of the pool, as
-        # they were before the forward, or the part.
+        # Tensors outside of the pool with their shapes and addresses: the caller's before the
+        # forward, an eager part's arguments before the part. They must be the same at the end.
         self._places = [] if owned else _places_of(tree.tensors(*call))
         self._around: Mapping[str, Any] = {}
         listed = frozenset(breaks if self.must_break else ())
@@ -405,8 +405,8 @@ class Recorder:
             outside_modes(segment.replay)
 
     def discard(self, depth: int | None = None) -> None:
-        """Take back what is captured, what is open, and the dispatch modes that a failed forward
-        has left on top of `depth`; once more changes nothing."""
+        """Discard the captured parts and the open segment, and leave the dispatch modes above
+        `depth` that a failed forward has left. May be called again."""
         self._guard.remove()
         captured = graphs_of(self.parts)
         if self._open is not None:
