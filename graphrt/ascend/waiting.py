@@ -67,19 +67,20 @@ class WaitingStep(PoolOwner):
 
     def end_by(self, pool: GraphPool, update: Callable[[Segment], object]) -> None:
         """The same, by a function that brings the segment to its end."""
-        if pool.owner is self:
-            pool.owner = None
         self._is_over = self._table.mixed = True
-        update(self._segment)
+        try:
+            update(self._segment)
+        finally:
+            # Not before: another thread's step would replay the graph while its tasks change.
+            if pool.owner is self:
+                pool.owner = None
         self._table.mixed = False
 
     def refusal(self, pool: GraphPool) -> GraphRTError | None:
         """In its own thread, bring the step to its end with the arguments that it has."""
         if self._thread != get_ident():
             return None
-        pool.owner = None
-        self._is_over = self._table.mixed = True
-        self._update(None)
+        self.end_by(pool, lambda _: self._update(None))
         self._table.mixed = self._was_mixed
         return MissingUpdateError(
             "the step before was launched with updates=DEFERRED and got none; it was ended with "
