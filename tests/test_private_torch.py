@@ -165,6 +165,6 @@ except errors.MissingTorchNameError as error:
 def test_no_import_fails_without_any_of_them() -> None:
     done = starts.run("-c", _WITHOUT_ANY, str(ROOT), check=True)
     assert done.stdout.splitlines() == [
-        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch._C._dispatch_library",
         "torch._C._cuda_getDevice",
     ]

@@ -17,7 +17,7 @@ from typing import Any
 
 from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.errors import IN_PIECES, CaptureError
-from graphrt.core.base.thread_mode import dispatch_modes
+from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.capture.refusals import Refusal, user_source
 from graphrt.cpu.private_torch import hook_compiled_calls, hook_compiled_code, inductor_loaded
 from graphrt.cpu.tape.recorder import Tape

@@ -10,7 +10,8 @@ import torch
 
 from graphrt.core.base._undo import Undo
 from graphrt.core.base.errors import CaptureError, NestedCaptureError, TaskContractError
-from graphrt.core.base.thread_mode import dispatch_modes, remove_dispatch_mode
+from graphrt.core.base.thread_mode import remove_dispatch_mode
+from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.compiled import CompiledCalls
 from graphrt.cpu.private_torch import count_function_modes, no_torch_function, set_grad_enabled

@@ -32,12 +32,8 @@ from graphrt import (
 )
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureSyncError
-from graphrt.core.base.thread_mode import (
-    autocast_depth,
-    dispatch_modes,
-    is_watched,
-    set_for_capture,
-)
+from graphrt.core.base.thread_mode import autocast_depth, is_watched, set_for_capture
+from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.replay.recording import current_capture, under_way, warming_up
 from graphrt.cpu import compiled

@@ -22,7 +22,8 @@ from graphrt import (
     eager_break,
     forward_context,
 )
-from graphrt.core.base.thread_mode import dispatch_modes, unseen
+from graphrt.core.base.thread_mode import unseen
+from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext, current_context
 from graphrt.core.capture.guard import SideDoors, hand_back, in_eager_part, withhold
 from graphrt.core.capture.recorder import can_change

@@ -19,7 +19,7 @@ from graphrt import (
     UpdatableTask,
     eager_break,
 )
-from graphrt.core.base.thread_mode import dispatch_modes
+from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.batch.context import current_context
 from graphrt.core.replay.recording import current_capture, under_way, warming_up
 from tests.faults.inject import Faults

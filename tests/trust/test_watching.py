@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphrt.core.base import tree
-from graphrt.core.base.thread_mode import dispatch_modes
+from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.trust.snapshot import Generators
 from graphrt.core.trust.watching.watch import Use, Watch
 

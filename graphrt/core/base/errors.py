@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from types import FrameType
@@ -10,7 +11,6 @@ from typing import Any, ClassVar, NoReturn
 from graphrt.core.base.homes import public
 
 
-@public("graphrt.errors")
 class GraphRTError(Exception):
     """Root of all graphrt errors.
 
@@ -40,11 +40,6 @@ class GraphRTError(Exception):
         parts = {**more, "got": self.got, "expected": self.expected, "try": self.advice}
         known = (f"{name}: {part}" for name, part in parts.items() if part is not None)
         return "\n  ".join((self.what, *known))
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if cls.__module__ == __name__:
-            public("graphrt.errors")(cls)
 
 
 IN_PIECES = 'mark the function around it @eager_break and capture in pieces (mode="PIECEWISE")'
@@ -137,14 +132,10 @@ class CaptureError(GraphRTError):
         """
         if self.source is not None or source is None:
             return self
-        return type(self)(
-            self.what,
-            op=self.op,
-            source=str(source),
-            got=self.got,
-            expected=self.expected,
-            advice=self.advice,
-        )
+        located = copy.copy(self)
+        located.source = str(source)
+        located.args = (located._message(),)
+        return located
 
 
 class CaptureSyncError(CaptureError):
@@ -267,34 +258,34 @@ class CheckpointError(GraphRTError):
 # Warnings -----------------------------------------------------------------------------------------
 
 
-@public("graphrt.errors")
 class InputRingWarning(UserWarning):
     """A device that could fetch inputs does not: they are copied before each launch."""
 
 
-@public("graphrt.errors")
 class PlanChangedWarning(UserWarning):
     """A saved plan comes out differently where it is loaded."""
 
 
-@public("graphrt.errors")
 class GraphsDroppedWarning(UserWarning):
     """Graphs of a plan did not fit on the device; their sizes run eagerly."""
 
 
-@public("graphrt.errors")
 class GraphMemoryWarning(UserWarning):
     """The graphs of a plan will take more memory than there is, or than they may."""
 
 
-@public("graphrt.errors")
 class StaleTensorWarning(UserWarning):
     """A forward leaves tensors of its graphs in Python, where no replay makes new ones."""
 
 
-@public("graphrt.errors")
 class GraphQuarantinedWarning(UserWarning):
     """Graphs that failed a check; their batches run eagerly from now on."""
+
+
+for _class in [*vars().values()]:
+    if isinstance(_class, type) and issubclass(_class, GraphRTError | Warning):
+        public("graphrt.errors")(_class)
+del _class
 
 
 def warn_caller(text: str, category: type[Warning]) -> None:

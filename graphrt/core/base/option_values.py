@@ -45,12 +45,8 @@ def check_keys(
     for key, value in options.items():
         name = f"{prefix}{key}"
         if name not in known[len(like) :]:
-            raise InvalidOptionError(
-                f"unknown option {name!r}",
-                got=f"{name}={shown(value)}",
-                expected=", ".join(known),
-                advice=nearest(name, known) or "see `GraphOptions` for what each option does",
-            )
+            advice = nearest(name, known) or "see `GraphOptions` for what each option does"
+            raise refused(f"unknown option {name!r}", value, ", ".join(known), advice)
 
 
 def check_fields(options: Any, checks: Mapping[str, Check], prefix: str = "") -> None:
@@ -91,16 +87,17 @@ def told(value: object) -> str:
 
 
 def wrong_type(key: str, value: object, expected: str, example: str) -> GraphRTError:
-    return _refused(f"option {key!r} has a wrong value", value, expected, example)
+    return refused(f"option {key!r} has a wrong value", value, expected, example)
 
 
-def _refused(
+def refused(
     what: str,
     value: object,
     expected: str,
     advice: str,
     error: type[GraphRTError] = InvalidOptionError,
 ) -> GraphRTError:
+    """The error of a value that cannot be used."""
     return error(what, got=shown(value), expected=expected, advice=advice)
 
 
@@ -112,7 +109,7 @@ def check_kind(
     if not isinstance(value, kind) and not (optional and value is None):
         expected = kind.__name__ + (" or None" if optional else "")
         right = f"{name}={example or _EXAMPLES.get(kind, f'{kind.__name__}()')}"
-        raise _refused(f"the argument {name!r} has a wrong type", value, expected, right)
+        raise refused(f"the argument {name!r} has a wrong type", value, expected, right)
 
 
 def check_callable(name: str, value: object, advice: str | None = None) -> None:
@@ -120,7 +117,7 @@ def check_callable(name: str, value: object, advice: str | None = None) -> None:
     if not callable(value):
         expected = "a function, a module or another callable"
         advice = advice or f"{name}=lambda **inputs: ..."
-        raise _refused(f"the argument {name!r} cannot be called", value, expected, advice)
+        raise refused(f"the argument {name!r} cannot be called", value, expected, advice)
 
 
 def check_takes(name: str, value: object, signature: str, *, optional: bool = False) -> None:
@@ -139,7 +136,7 @@ def check_hashable(
     except Exception as cause:
         expected = "a string, an int, or a tuple of them"
         advice = "a string that names it"
-        raise _refused(f"{name} must be hashable", value, expected, advice, error) from cause
+        raise refused(f"{name} must be hashable", value, expected, advice, error) from cause
 
 
 def flag(key: str, value: object) -> object:
@@ -177,16 +174,14 @@ def count_of(
     """
     number: int | None = None
     if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
-        try:
+        with suppress(TypeError, ValueError, RuntimeError):
             number = operator.index(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError, RuntimeError):
-            number = None
     low = -most if least is None else least
     if number is None or not low <= number <= most:
         right = max(low, 1) if example is None else example
         what = f"{name} must be an integer" + ("" if least is None else f" >= {least}")
         advice = f"{name}={right}" if name.isidentifier() else str(right)
-        raise _refused(what, value, f"an integer from {low} to {most}", advice, error)
+        raise refused(what, value, f"an integer from {low} to {most}", advice, error)
     return number
 
 
@@ -208,7 +203,7 @@ def items_of(
     if items is None or len(items) > MOST_ITEMS or (empty and not items):
         what = f"{name} must be a list" + (" that is not empty" if items == () else "")
         expected = f"a list of no more than {MOST_ITEMS} items, such as {example}"
-        raise _refused(what, value, expected, empty if items == () else f"{name}={example}", error)
+        raise refused(what, value, expected, empty if items == () else f"{name}={example}", error)
     return items
 
 
@@ -224,12 +219,8 @@ def number_of(
         most = min(most, MOST)
     number = isinstance(plain, (int, float)) and not isinstance(plain, bool)
     if not number or not least <= plain <= most:
-        raise InvalidOptionError(
-            f"{what} must be a number >= {least}",
-            got=f"{name}={shown(value)}",
-            expected=f"a number from {least} to {most}",
-            advice=f"{name}={max(least, 1)}",
-        )
+        expected, advice = f"a number from {least} to {most}", f"{name}={max(least, 1)}"
+        raise refused(f"{what} must be a number >= {least}", value, expected, advice)
     return plain  # type: ignore[no-any-return]
 
 

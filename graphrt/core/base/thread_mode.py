@@ -9,35 +9,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from graphrt.core.base import torch_names as private
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import RefusedOpError
-from graphrt.core.base.torch_names import (
-    TorchDispatchMode,
-    as_it_was_called,
-    below_autograd,
-    conjugation_resolved,
-    count_dispatch_modes,
-    dispatch_keys,
-    dispatch_mode_stack,
-    excluded_keys,
-    fallthrough_of_new_ones,
-    has_kernel,
-    higher_order_operators,
-    included_keys,
-    inference_guard,
-    is_included,
-    kernel_library,
-    key_named,
-    pop_dispatch_mode,
-    push_dispatch_mode,
-    run_composite,
-    without_dispatch_modes,
-)
+from graphrt.core.base.torch_names import count_dispatch_modes, dispatch_modes, has_kernel
 
 T = TypeVar("T")
 
 
-class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ThreadMode(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that is nothing but an entry on the stack of its thread.
 
     Entering a mode the ordinary way also sets flags of the whole process, which two threads that
@@ -53,7 +33,7 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Call `handle` where operators compute what they compute outside of a mode."""
         cast = _cast_inside(func)
         if cast:
-            with as_it_was_called():
+            with private.as_it_was_called():
                 cast = [*filter(torch.is_autocast_enabled, cast)]
         if cast and func.name() in _UNKNOWN:
             raise RefusedOpError(
@@ -61,7 +41,8 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 op=str(func),
                 advice="call it inside of torch.autocast(..., enabled=False)",
             )
-        with dispatch_keys(included_keys(), conjugation_resolved(excluded_keys().raw_repr())):
+        excluded = private.conjugation_resolved(private.excluded_keys().raw_repr())
+        with private.dispatch_keys(private.included_keys(), excluded):
             for kind in cast:  # until the guard ends
                 torch.set_autocast_enabled(kind, True)
             if self.takes_apart and is_taken_apart(func):
@@ -88,23 +69,23 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # True would import all of Dynamo at the first operator
 
     def __enter__(self) -> Any:
-        push_dispatch_mode(self)
+        private.push_dispatch_mode(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        pop_dispatch_mode()
+        private.pop_dispatch_mode()
 
     def around(self, function: Callable[[], T]) -> T:
         """Call `function` with this mode innermost; whatever interrupts it, the mode is left."""
         depth = count_dispatch_modes()
         try:
-            push_dispatch_mode(self)
+            private.push_dispatch_mode(self)
             result = function()
-            pop_dispatch_mode()
+            private.pop_dispatch_mode()
             return result
         except BaseException:  # `undoing`, written out: a trial enters many
             while count_dispatch_modes() > depth:
-                pop_dispatch_mode()
+                private.pop_dispatch_mode()
             raise
 
     def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,14 +98,14 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Torch itself notes that the whole is a view; it must not note so of the parts.
         if has_kernel(name, "ADInplaceOrView"):
             with self:
-                return run_composite(func, args, kwargs)
-        with as_it_was_called():
+                return private.run_composite(func, args, kwargs)
+        with private.as_it_was_called():
             # What autocast has a kernel for it has cast, and has left the parts alone.
             for key, kind in _AUTOCAST.items():
                 if has_kernel(name, key) and torch.is_autocast_enabled(kind):
                     torch.set_autocast_enabled(kind, False)
             with self:
-                return run_composite(func, args, kwargs)
+                return private.run_composite(func, args, kwargs)
 
 
 _AUTOCAST = {
@@ -189,8 +170,8 @@ def where_asked(function: Callable[[], T], undo: Undo, gradients: bool, inferenc
     graph of gradients is made either way."""
     undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
     if inference is not torch.is_inference_mode_enabled():
-        undo.enter(inference_guard(inference))
-    undo.enter(below_autograd())
+        undo.enter(private.inference_guard(inference))
+    undo.enter(private.below_autograd())
     torch.set_grad_enabled(gradients)
     return function()
 
@@ -200,17 +181,13 @@ def without_kept_casts(undo: Undo) -> None:
     as long as it is on: what reads that one never sees a weight that is written later, and one that
     a capture has made lies in memory of its graph. Nothing is changed where autocast is not on: one
     that is entered inside gives its casts up at its end."""
-    if not _keeps_casts():
+    # It can be turned on without being entered.
+    if not autocast_depth() and not any(map(torch.is_autocast_enabled, _AUTOCAST.values())):
         return
     undo.later(partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()))
     torch.set_autocast_cache_enabled(False)
     undo.later(torch.clear_autocast_cache)
     torch.clear_autocast_cache()
-
-
-def _keeps_casts() -> bool:
-    # It can be turned on without being entered.
-    return autocast_depth() > 0 or any(map(torch.is_autocast_enabled, _AUTOCAST.values()))
 
 
 def autocast_depth() -> int:
@@ -246,10 +223,10 @@ def unseen(function: Callable[[], T]) -> T:
 
 @undoing
 def _without_modes(function: Callable[[], T], undo: Undo, *, everything: bool = False) -> T:
-    undo.enter(without_dispatch_modes())
+    undo.enter(private.without_dispatch_modes())
     if not everything:
         return function()
-    with inference_guard(False):
+    with private.inference_guard(False):
         torch.set_grad_enabled(False)  # until the guard ends, which restores that too
         return function()
 
@@ -265,7 +242,8 @@ def outside_modes(function: Callable[[], T]) -> T:
 FREE_KEYS = "TESTING_ONLY_"
 """How the dispatch keys begin that torch leaves free. They are above autograd, autocast and
 transforms, so that none of them is disturbed."""
-_free_keys: list[Any] = []
+_free_keys: dict[Any, Any] = {}
+"""By dispatch key that graphrt has taken, the library that its fallback goes with."""
 WATCH_KEY = f"{FREE_KEYS}GenericMode"
 """The key by which writes are watched in place of a mode."""
 
@@ -274,52 +252,41 @@ WATCH_KEY = f"{FREE_KEYS}GenericMode"
 def free_key(name: str) -> Any:
     """A dispatch key that torch leaves free; operators that are given no kernel of it are passed by
     in C++."""
-    key, library = key_named(name), kernel_library("IMPL", "_", name)
+    key = private.key_named(name)
+    library = _free_keys[key] = private.kernel_library("IMPL", "_", name)
     library.fallback(name, torch.library.fallthrough_kernel, False)
-    _libraries.append(library)
     # Those of Python know nothing of the fallback.
-    fallthrough_of_new_ones.append(key)
-    for operator in higher_order_operators.values():
+    private.fallthrough_of_new_ones.append(key)
+    for operator in private.higher_order_operators.values():
         operator.fallthrough(key)
-    _free_keys.append(key)
     return key
 
 
 def without_free_keys(function: Callable[[], T]) -> T:
     """Call `function` with the dispatch keys of a thread that captures nothing: those that
     `free_key` has taken for graphrt are left out."""
-    included = included_keys()
+    included = private.included_keys()
     for key in _free_keys:
         included = included.remove(key)
-    with dispatch_keys(included, excluded_keys()):
+    with private.dispatch_keys(included, private.excluded_keys()):
         return function()
 
 
-def watch_key() -> Any:
-    """The key of `WATCH_KEY`."""
-    return free_key(WATCH_KEY)
-
-
-_libraries: list[Any] = []
-"""A fallback goes with its library."""
+watch_key = partial(free_key, WATCH_KEY)
 
 
 def is_watched() -> bool:
     """Whether somebody sees the operators of this thread: a dispatch mode, or by `watch_key`."""
-    return count_dispatch_modes() > 0 or is_included(watch_key())
-
-
-dispatch_modes = dispatch_mode_stack
-"""The dispatch modes of this thread, innermost last: another list at each call."""
+    return count_dispatch_modes() > 0 or private.is_included(watch_key())
 
 
 def remove_dispatch_mode(mode: ThreadMode) -> None:
     """Leave `mode`; modes that were entered after it stay as they are."""
-    stack = dispatch_mode_stack()
+    stack = dispatch_modes()
     if mode not in stack:
         return
     above = stack[stack.index(mode) + 1 :]
     for _ in range(len(above) + 1):
-        pop_dispatch_mode()
+        private.pop_dispatch_mode()
     for other in above:
-        push_dispatch_mode(other)
+        private.push_dispatch_mode(other)

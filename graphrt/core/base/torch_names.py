@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -16,6 +16,10 @@ from graphrt.core.base.private_torch import PrivateNames
 
 NAMES = PrivateNames()
 
+Manager: TypeAlias = AbstractContextManager[object]
+_SEEN = "2.11", "2.13"
+
+_capture = partial(NAMES.take, without="nothing can be captured")
 _mode = partial(NAMES.take, without="captures on the CPU, and captures with breaks, fail")
 _break = partial(
     NAMES.take, without="GraphOptions.breaks cannot be checked, so a capture with some fails"
@@ -23,7 +27,7 @@ _break = partial(
 _attention = partial(
     NAMES.take,
     without="sdpa_kernel() entered around an eager part is not on in it at replay",
-    seen=("2.11", "2.13"),
+    seen=_SEEN,
 )
 _lifting = partial(
     NAMES.take, without="a forward that makes tensors of Python data cannot be captured on a GPU"
@@ -34,25 +38,17 @@ _lifting = partial(
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
-    TorchDispatchMode = _mode("torch.utils._python_dispatch.TorchDispatchMode")
-    if not TorchDispatchMode:
-
-        class TorchDispatchMode:
-            """Stands for the base of dispatch modes, so that they can be defined."""
-
-            _missing = NAMES.declared["torch.utils._python_dispatch.TorchDispatchMode"]
-
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                self._missing.find()
-
+    # Modes can be defined without it; what enters them is missing too.
+    TorchDispatchMode = _mode("torch.utils._python_dispatch.TorchDispatchMode") or object
 
 count_dispatch_modes: Callable[[], int] = _mode("torch._C._len_torch_dispatch_stack")
-without_dispatch_modes: Callable[[], AbstractContextManager[object]] = _mode(
+without_dispatch_modes: Callable[[], Manager] = _mode(
     "torch.utils._python_dispatch._disable_current_modes"
 )
-dispatch_mode_stack: Callable[[], list[TorchDispatchMode]] = _mode(
+dispatch_modes: Callable[[], list[TorchDispatchMode]] = _mode(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
 )
+"""The dispatch modes of this thread, innermost last: another list at each call."""
 push_dispatch_mode: Callable[[TorchDispatchMode], None] = _mode(
     "torch.utils._python_dispatch._push_mode"
 )
@@ -60,13 +56,10 @@ pop_dispatch_mode: Callable[[], TorchDispatchMode] = _mode("torch.utils._python_
 
 # Left in C, which no interrupt prevents; what `torch.inference_mode` leaves undone comes back
 # when the traceback that holds it is dropped.
-inference_guard: Callable[[bool], AbstractContextManager[object]] = NAMES.take(
-    "torch._C._InferenceMode", without="nothing can be captured"
-)
+inference_guard: Callable[[bool], Manager] = _capture("torch._C._InferenceMode")
 
-below_autograd: Callable[[], AbstractContextManager[object]] = NAMES.take(
-    "torch._C._AutoDispatchBelowAutograd",
-    without="no trial shows that a forward asks for them",
+below_autograd: Callable[[], Manager] = NAMES.take(
+    "torch._C._AutoDispatchBelowAutograd", without="no trial shows that a forward asks for them"
 )
 """No graph of gradients is made, whatever the grad mode is, as under inference mode."""
 
@@ -81,22 +74,9 @@ delayed_error: Callable[[str, int], Callable[..., Any]] = NAMES.take(
 
 included_keys: Callable[[], Any] = _mode("torch._C._dispatch_tls_local_include_set")
 excluded_keys: Callable[[], Any] = _mode("torch._C._dispatch_tls_local_exclude_set")
-_python_keys, _put_off_keys = (
-    [_mode(f"torch._C.DispatchKey.{key}") for key in keys]
-    for keys in (("Python", "PythonTLSSnapshot"), ("Conjugate", "Negative"))
-)
-dispatch_keys: Callable[[Any, Any], AbstractContextManager[object]] = _mode(
-    "torch._C._ForceDispatchKeyGuard"
-)
-"""Dispatches by these sets of keys, as `dispatch_keys_now` gives them."""
-
-
-def dispatch_keys_now() -> tuple[Any, Any]:
-    """The dispatch keys that are included and excluded in this thread, without dispatch modes."""
-    included = included_keys()
-    for key in _python_keys:
-        included = included.remove(key)
-    return included, excluded_keys()
+_put_off_keys = [_mode(f"torch._C.DispatchKey.{key}") for key in ("Conjugate", "Negative")]
+dispatch_keys: Callable[[Any, Any], Manager] = _mode("torch._C._ForceDispatchKeyGuard")
+"""Dispatches by these sets of keys, as `included_keys` and `excluded_keys` give them."""
 
 
 @cache
@@ -150,7 +130,7 @@ attention_order: Any = _attention("torch._C._get_sdp_priority_order")
 set_attention_order: Any = _attention("torch._C._set_sdp_priority_order")
 _FUNCTION_MODES: Any = {
     "without": "a torch function mode around an eager part is not on in it at replay",
-    "seen": ("2.11", "2.13"),
+    "seen": _SEEN,
 }
 all_function_modes: Callable[[], list[Any]] = (
     NAMES.take("torch.overrides._get_current_function_mode_stack", **_FUNCTION_MODES) or list
@@ -159,7 +139,7 @@ all_function_modes: Callable[[], list[Any]] = (
 function_mode_is_on: Any = NAMES.take(
     "torch._C._is_torch_function_mode_enabled",
     without="a torch function mode around a step is not on in it",
-    seen=("2.11", "2.13"),
+    seen=_SEEN,
 )
 _DEFAULT_DEVICE = NAMES.declare("torch.utils._device.DeviceContext", **_FUNCTION_MODES)
 
@@ -177,7 +157,7 @@ def function_modes() -> list[Any]:
 _innermost_transform: Any = NAMES.take(
     "torch._C._functorch.peek_interpreter_stack",
     without="an eager part inside of torch.func's transforms fails with an error of torch's",
-    seen=("2.11", "2.13"),
+    seen=_SEEN,
 )
 
 
@@ -192,8 +172,8 @@ has_kernel: Callable[[str, str], bool] = _break("torch._C._dispatch_has_kernel_f
 _composite = NAMES.declare(
     "torch._C.DispatchKey.CompositeImplicitAutograd", without="nothing can be captured"
 )
-NAMES.declare("torch.ops.aten.add.Tensor._op_dk", without="nothing can be captured")
-as_it_was_called: Callable[[], AbstractContextManager[object]] = NAMES.take(
+_capture("torch.ops.aten.add.Tensor._op_dk")
+as_it_was_called: Callable[[], Manager] = NAMES.take(
     "torch._C._RestorePythonTLSSnapshot", without="nothing can be captured under inference mode"
 )
 """Inside the handler of a dispatch mode: what is switched on (autocast, say) where it came from."""
@@ -241,11 +221,9 @@ state_guard: Any = NAMES.take(
     without="settings such as autocast are compared one by one at every step, which takes longer",
 )
 storage_use_count: Callable[[int], int] = NAMES.take(
-    "torch._C._storage_Use_Count",
-    without="nothing says which memory only graphs keep alive",
+    "torch._C._storage_Use_Count", without="nothing says which memory only graphs keep alive"
 )
 
 storage_of_weak: Callable[[int], torch.UntypedStorage | None] = NAMES.take(
-    "torch.UntypedStorage._new_with_weak_ptr",
-    without="what graphs read is not kept alive",
+    "torch.UntypedStorage._new_with_weak_ptr", without="what graphs read is not kept alive"
 )

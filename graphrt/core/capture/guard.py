@@ -26,12 +26,13 @@ from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, GraphRTError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, shown
-from graphrt.core.base.thread_mode import (
-    ThreadMode,
+from graphrt.core.base.thread_mode import ThreadMode, remove_dispatch_mode
+from graphrt.core.base.torch_names import (
     dispatch_modes,
-    remove_dispatch_mode,
+    has_kernel,
+    in_transform,
+    schemas_of_operator,
 )
-from graphrt.core.base.torch_names import has_kernel, in_transform, schemas_of_operator
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written

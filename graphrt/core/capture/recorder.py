@@ -21,7 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undo_after, undoing
 from graphrt.core.base.errors import GraphRTError, PageableCopyError, RefusedOpError
-from graphrt.core.base.thread_mode import dispatch_modes, outside_modes, set_for_capture, unseen
+from graphrt.core.base.thread_mode import outside_modes, set_for_capture, unseen
+from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.constants import Constants

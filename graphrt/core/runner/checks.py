@@ -18,10 +18,11 @@ from graphrt.core.base.errors import (
     warn_caller,
 )
 from graphrt.core.base.log import logger
-from graphrt.core.base.thread_mode import ThreadMode, dispatch_modes
+from graphrt.core.base.thread_mode import ThreadMode
 from graphrt.core.base.torch_names import (
     all_function_modes,
     count_dispatch_modes,
+    dispatch_modes,
     function_mode_is_on,
     function_modes,
     state_guard,

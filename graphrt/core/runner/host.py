@@ -9,15 +9,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import (
-    check_kind,
-    check_takes,
-    flag,
-    items_of,
-    shown,
-)
+from graphrt.core.base.option_values import check_kind, check_takes, flag, items_of, refused
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
 from graphrt.core.capture.state import State
 from graphrt.core.replay.entry import SegmentHooks
@@ -106,7 +99,8 @@ class Host:
         check_takes("example", self.example, "example(batch, generator)", optional=True)
         check_takes("metadata", self.metadata, "metadata(descriptor)", optional=True)
         if self.ranks is not None and not hasattr(type(self.ranks), "entrance"):
-            raise _wrong_hook("ranks", self.ranks, "an Agreement", "graphrt.ranks.Agreement()")
+            advice = "graphrt.ranks.Agreement()"
+            raise refused("Host(ranks=) cannot be used", self.ranks, "an Agreement", advice)
         check_takes("around_capture", self.around_capture, "around_capture()")
         check_kind("around_graph", self.around_graph, SegmentHooks)
         flag("mixes_rows", self.mixes_rows)
@@ -116,14 +110,6 @@ class Host:
         strange = [each for each in state if not isinstance(each, known)]
         if strange:
             expected = "State and tensors in a list"
-            raise _wrong_hook("state", strange[0], expected, "Host(state=[tensor])")
+            advice = "Host(state=[tensor])"
+            raise refused("Host(state=) cannot be used", strange[0], expected, advice)
         object.__setattr__(self, "state", state)
-
-
-def _wrong_hook(name: str, value: object, expected: str, advice: str) -> InvalidOptionError:
-    return InvalidOptionError(
-        f"Host({name}=) cannot be used",
-        got=shown(value),
-        expected=expected,
-        advice=advice,
-    )
