@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from graphrt.core.base.option_values import (
     items_of,
     operators,
     optional,
-    text,
+    shown,
     wrong_type,
 )
 
@@ -76,13 +77,19 @@ def _sizes(key: str, value: object) -> object:
     return sizes
 
 
+def _text(key: str, value: object) -> object:
+    if not isinstance(value, str) or not value:
+        raise wrong_type(key, value, "a string", f"quote it: {key}={json.dumps(shown(value))}")
+    return value
+
+
 CHECKS: dict[str, Check] = {
-    "backend": text,
+    "backend": _text,
     "compile_sizes": _sizes,
     "dynamic_shapes": choice("backed", "unbacked", "backed_size_oblivious"),
     "splitting_ops": optional(operators),
     "use_inductor_graph_partition": flag,
-    "cache_dir": optional(text),
+    "cache_dir": optional(_text),
     "save_format": optional(choice("binary", "unpacked")),
     "autotune": flag,
 }

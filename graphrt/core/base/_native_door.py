@@ -39,15 +39,13 @@ def _found() -> tuple[Any, str]:
 
 
 _native, native_state = _found()
-NativeWriter: Callable[..., Callable[[Any, Any, bool], bool]] | None = (
-    None if _native is None else _native.Writer
-)
+NativeWriter: Callable[..., Callable[..., bool]] | None = getattr(_native, "Writer", None)
 """Writes the slot of a step whose inputs are like those of an earlier one."""
-NativeReplay: Callable[..., Any] | None = None if _native is None else _native.Replay
+NativeReplay: Callable[..., Any] | None = getattr(_native, "Replay", None)
 """Runs a step that is one graph, with such inputs and one tensor as its output."""
-NativePath: Callable[..., Callable[..., Any]] | None = None if _native is None else _native.Path
+NativePath: Callable[..., Callable[..., Any]] | None = getattr(_native, "Path", None)
 """Takes a step whose batch was dispatched before to its graph: `StepEngine.step` in C."""
-NativeGlances: Callable[..., Iterator[bool]] | None = None if _native is None else _native.Glances
+NativeGlances: Callable[..., Iterator[bool]] | None = getattr(_native, "Glances", None)
 """Looks at a few slots and tensors at each step."""
 NativeWatch: Any = getattr(_native, "Watch", None)
 """Notes who changes a dict; CPython tells from 3.12 on, and it was tried with 3.12 and 3.13."""

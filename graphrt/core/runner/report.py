@@ -134,10 +134,8 @@ class RunnerReport:
         trials = {(each.mode, each.descriptor): each for each in self.trust.trials}
         reached = {(each.mode, each.descriptor) for each in self.graphs}
         reached |= {(each.mode, each.descriptor) for each in self.dropped}
-        figures = {name: getattr(self, name) for name in _FIGURES}
-        reasons = [(reason, count) for reason, count in self.reasons.items() if count]
         return {
-            **figures,
+            **{name: getattr(self, name) for name in _FIGURES},
             "graphrt_report": FORMAT,
             "versions": {"graphrt": __version__, "torch": torch.__version__},
             "mode": self.mode.name,
@@ -152,9 +150,10 @@ class RunnerReport:
                     "reason": reason.name,
                     "meaning": reason.value,
                     "steps": count,
-                    "sizes": _pairs(self.sizes.get(reason, {})),
+                    "sizes": [*map(list, self.sizes.get(reason, {}).items())],
                 }
-                for reason, count in reasons
+                for reason, count in self.reasons.items()
+                if count
             ],
             "trust": _plain_trust(self.trust),
         }
@@ -232,7 +231,7 @@ def _graph(
         "began_s": record.began_s - min(each.began_s for each in report.graphs),
         "steps": report.steps.get(key, 0),
         "not_served": {why.name: n for why, n in report.not_served.get(key, {}).items()},
-        "sizes": _pairs(sizes),
+        "sizes": [*map(list, sizes.items())],  # keys of JSON are strings
         "live_tokens": sum(tokens * count for tokens, count in sizes.items()),
         "padded_tokens": record.descriptor.num_tokens * sum(sizes.values()),
         "trial": trial.status if key in trials else "unchecked",
@@ -271,11 +270,6 @@ def _named(mode: GraphMode, descriptor: BatchDescriptor) -> dict[str, Any]:
         "tokens": descriptor.num_tokens,
         "reqs": descriptor.num_reqs,
     }
-
-
-def _pairs(sizes: dict[int, int]) -> list[list[int]]:
-    # Keys of JSON are strings.
-    return [[tokens, count] for tokens, count in sizes.items()]
 
 
 # Text ---------------------------------------------------------------------------------------------
