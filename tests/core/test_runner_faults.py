@@ -557,6 +557,15 @@ def test_after_a_failed_update_the_old_arguments_cannot_be_repeated():
     assert torch.equal(tasked(x=rows(2), updates={"attention": {"lengths": [1]}}), rows(2, 4.0))
 
 
+def test_a_closed_runner_says_so_whatever_updates_it_is_given():
+    closed = runner(sizes=[2])
+    closed.capture()
+    closed.close()
+    for updates in (None, UNCHANGED, {}, UNCHANGED):  # the last after a step that failed
+        with pytest.raises(PoolClosedError, match="the runner is closed"):
+            closed(x=rows(2), updates=updates)
+
+
 def test_segment_hooks_run_before_segments_with_tasks_too():
     events: list[str] = []
 

@@ -131,7 +131,8 @@ class _Run:
         if setup.chain and last is not None:
             fed = next((t for t in last[1] if _like(t, values["x"])), None)
             if fed is not None:
-                values["x"], inputs["x"] = fed.clone(), fed
+                # What a step is fed may require a gradient, but the steps of a runner have none.
+                values["x"], inputs["x"] = fed.detach().clone(), fed
         batch = Batch(step.tokens, step.reqs, 1 if step.decode else None)
         random = random_state(self.device)
         with self._modes(setup.gradients):

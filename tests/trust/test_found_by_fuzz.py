@@ -315,3 +315,24 @@ def test_a_forward_that_reshapes_an_input_starts_each_run_from_the_inputs_own_sh
         assert torch.equal(runner(x=x.clone()), x.t() + 1)
         assert torch.equal(cache, x)
         assert runner.last_dispatch.reason.name == "HIT"
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("check", ["off", "capture", "always"])
+def test_a_step_whose_input_requires_a_gradient_may_write_a_view_of_unbind(check, mode):
+    """A forward with gradients may not: replays and eager steps have none."""
+
+    def forward(x):
+        _, second = x[:, :2].unbind(1)
+        second.mul_(2)
+        return second.clone()
+
+    runner = runner_of(forward, check=check, mode=mode)
+    runner.capture()
+    for rows, reason in ((4, "HIT"), (3, "HIT"), (6, "TOO_LARGE"), (4, "HIT")):
+        x = torch.randn(rows, 8)
+        with pytest.raises(RuntimeError, match="Output 1 of Unbind"):
+            forward(x.clone().requires_grad_() * 1)
+        expected = forward(x.clone())
+        assert torch.equal(runner(x=x.requires_grad_() * 1), expected)
+        assert runner.last_dispatch.reason.name == reason

@@ -91,6 +91,7 @@ class StepExecutor:
             )
         if updates is UNCHANGED:
             if self._last_updates is WORST_CASE:
+                self.graphs.check_open()  # new updates would not help
                 raise failed_half_way()
             updates = self._last_updates
         elif updates is not None:
