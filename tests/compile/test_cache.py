@@ -273,12 +273,17 @@ def test_debug_shows_stores_and_loads(
     assert "stored piece_0 (" in told and "loaded piece_0 (" in told
 
 
-def test_the_log_is_set_up_only_if_asked_for(own_logger: logging.Logger):
+def test_the_log_is_set_up_only_if_asked_for(
+    own_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+):
     before = own_logger.handlers[:]
-    set_up_logging({})
+    monkeypatch.delenv("GRAPHRT_LOG", raising=False)
+    set_up_logging()
     assert own_logger.handlers == before
-    set_up_logging({"GRAPHRT_LOG": "debug"})
+    monkeypatch.setenv("GRAPHRT_LOG", "debug")
+    set_up_logging()
     assert own_logger.level == logging.DEBUG and len(own_logger.handlers) == len(before) + 1
+    monkeypatch.setenv("GRAPHRT_LOG", "loud")
     with pytest.warns(UserWarning, match="GRAPHRT_LOG='LOUD' .* DEBUG, INFO"):
-        set_up_logging({"GRAPHRT_LOG": "loud"})
+        set_up_logging()
     assert own_logger.level == logging.DEBUG

@@ -22,12 +22,7 @@ class GraphRTError(Exception):
     """What to try, of a class whose errors all ask for the same."""
 
     def __init__(
-        self,
-        what: str,
-        *,
-        got: object = None,
-        expected: object = None,
-        advice: str | None = None,
+        self, what: str, *, got: object = None, expected: object = None, advice: str | None = None
     ) -> None:
         self.what = what
         self.got = got

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
 
 LOG_VARIABLE = "GRAPHRT_LOG"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -13,9 +12,9 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 logger = logging.getLogger("graphrt")
 
 
-def set_up_logging(environ: Mapping[str, str] | None = None) -> None:
+def set_up_logging() -> None:
     """Print the library's log at the level of `GRAPHRT_LOG`; unset, the host's logging decides."""
-    level = (os.environ if environ is None else environ).get(LOG_VARIABLE, "").strip().upper()
+    level = os.environ.get(LOG_VARIABLE, "").strip().upper()
     if not level:
         return
     if level not in LEVELS:

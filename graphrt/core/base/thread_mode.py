@@ -108,11 +108,7 @@ class ThreadMode(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return private.run_composite(func, args, kwargs)
 
 
-_AUTOCAST = {
-    "AutocastCPU": "cpu",
-    "AutocastCUDA": "cuda",
-    "AutocastPrivateUse1": "privateuseone",
-}
+_AUTOCAST = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastPrivateUse1": "privateuseone"}
 _BUILT_IN = frozenset({"aten", "prim", "prims"})
 _CALLED_BY = {"aten::_trilinear": "aten::bilinear"}
 """Built-in operators whose kernels call others, and what calls them: where autocast has a kernel
