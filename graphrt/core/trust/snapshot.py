@@ -12,6 +12,7 @@ It does not see state of iterators and of C extensions, nor arrays above 1 MiB.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import pickle
 import random
@@ -399,7 +400,7 @@ def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
     """Whether it holds plain values alone: no tensor, and nothing that is not known."""
     if shape_of(type(value)).kind is Kind.PLAIN or is_array(type(value)):
         return True
-    is_set = shape_of(type(value)).kind in (Kind.SET, Kind.FROZENSET)
+    is_set = shape_of(type(value)).base in (set, frozenset)
     members = ([*value] if is_set else _members(value)) if depth else None
     return members is not None and all(is_plain(each, depth - 1) for each in members)
 
@@ -424,13 +425,13 @@ def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST) -> bool:
 def _same_leaf(ours: Any, theirs: Any) -> bool:
     if type(ours) is not type(theirs):
         return False
-    kind = shape_of(type(ours)).kind
-    if kind is Kind.PLAIN:
+    shape = shape_of(type(ours))
+    if shape.kind is Kind.PLAIN:
         return same_value(ours, theirs)
-    if kind is Kind.TENSOR:
+    if shape.kind is Kind.TENSOR:
         apart = unseen(lambda: difference(ours, theirs, rounded=True))
         return apart is None or apart.relative <= _ROUNDED
-    if kind in (Kind.SET, Kind.FROZENSET):
+    if shape.base in (set, frozenset):
         return len(ours) == len(theirs) and bool(ours == theirs)
     return not is_array(type(ours)) or same_array(ours, theirs)
 
@@ -445,6 +446,6 @@ def _members(value: Any) -> list[Any] | None:
             with contextlib.suppress(AttributeError):
                 held[name] = slot.__get__(value)
         return [*held.items()]
-    if shape.kind in (Kind.LIST, Kind.DEQUE, Kind.DICT):
+    if shape.base in (list, collections.deque, dict):
         return entries(value, items_of(value, base_of(value)))
-    return [*value] if shape.kind is Kind.TUPLE else None
+    return [*value] if shape.base is tuple else None

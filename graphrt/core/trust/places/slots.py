@@ -236,7 +236,7 @@ def _odd_item(holder: dict[Any, Any], key: object) -> object:
 
 def _element(holder: Any, index: int) -> object:
     try:
-        return _sequence(holder).__getitem__(holder, index)
+        return base_of(holder).__getitem__(holder, index)
     except IndexError:
         return MISSING
 
@@ -244,11 +244,7 @@ def _element(holder: Any, index: int) -> object:
 def _set_element(holder: Any, index: int, value: object) -> None:
     if value is MISSING:
         raise TypeError("an item of a list always has a value")
-    _sequence(holder).__setitem__(holder, index, value)
-
-
-def _sequence(holder: Any) -> Any:
-    return list if issubclass(type(holder), list) else deque
+    base_of(holder).__setitem__(holder, index, value)
 
 
 def _tuple_item(holder: Place, index: int) -> object:
@@ -337,10 +333,10 @@ def _set_context_value(variable: Any, key: None, value: object) -> None:
 
 def base_of(container: Any) -> Any:
     """Python's own type of a container that can be changed."""
-    for base in (OrderedDict, dict, set, deque):
+    for base in (list, OrderedDict, dict, set):
         if issubclass(type(container), base):
             return base
-    return list
+    return deque
 
 
 def items_of(container: Any, base: Any) -> list[Any]:

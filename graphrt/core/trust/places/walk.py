@@ -23,7 +23,6 @@ import sys
 import threading
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from operator import itemgetter
@@ -33,52 +32,26 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.trust.places import slots
-from graphrt.core.trust.places.slots import (
-    FIXED,
-    PLAIN_BY_TEXT,
-    Place,
-    bases_of,
-    module_globals,
-    module_of,
-    name_of,
-    namespace_of,
-)
+from graphrt.core.trust.places.slots import FIXED, Place, bases_of, name_of, namespace_of
 
 # Types -------------------------------------------------------------------------------------------
 
 
-class Kind(enum.Enum):
-    """What an object is to a walk."""
-
-    PLAIN = enum.auto()
-    TENSOR = enum.auto()
-    MODULE = enum.auto()
-    OBJECT = enum.auto()
-    DICT = enum.auto()
-    LIST = enum.auto()
-    DEQUE = enum.auto()
-    TUPLE = enum.auto()
-    SET = enum.auto()
-    FROZENSET = enum.auto()
-    FUNCTION = enum.auto()
-    BOUND = enum.auto()
-    PARTIAL = enum.auto()
-    CLASS = enum.auto()
-    DESCRIPTOR = enum.auto()
-    PROXY = enum.auto()
-    REF = enum.auto()
-    CONTEXT_VARIABLE = enum.auto()
-    CACHED = enum.auto()
-    WRAPPER = enum.auto()
-    PACKED = enum.auto()
-    ARRAY = enum.auto()
-    SKIPPED = enum.auto()
+Kind = enum.Enum(
+    "Kind",
+    "PLAIN TENSOR MODULE OBJECT CONTAINER FUNCTION BOUND PARTIAL CLASS DESCRIPTOR PROXY REFERENCE "
+    "CACHED WRAPPER PACKED ARRAY SKIPPED",
+)
+"""What an object is to a walk."""
 
 
 class Shape(NamedTuple):
     """What a walk knows of a type."""
 
     kind: Kind
+    base: Any = None
+    """The type that decides this: of a container Python's own, by whose methods it is read, as a
+    subclass may have its own."""
     dict_of: Callable[[Any], dict[str, Any]] | None = None
     """Returns an object's `__dict__`; None if it has none."""
     slots: tuple[tuple[str, Any], ...] = ()
@@ -91,26 +64,31 @@ class Shape(NamedTuple):
     """The class attributes of `users` that are numbers: defaults of an object's attributes."""
 
 
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_CHANGING = (dict, list, set, collections.deque)
 _BY_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _CACHED = type(functools.lru_cache(len))
 _EXACT: dict[type, Kind] = {
     **dict.fromkeys((int, float, complex, bool, str, bytes, type(None), type(...)), Kind.PLAIN),
     **dict.fromkeys((torch.dtype, torch.device, torch.Size, torch.layout), Kind.PLAIN),
     **dict.fromkeys((torch.memory_format, range, slice), Kind.PLAIN),
-    **dict.fromkeys(PLAIN_BY_TEXT, Kind.PLAIN),
+    **dict.fromkeys(slots.PLAIN_BY_TEXT, Kind.PLAIN),
     types.FunctionType: Kind.FUNCTION,
     types.MethodType: Kind.BOUND,
     types.BuiltinMethodType: Kind.BOUND,
     types.MethodWrapperType: Kind.BOUND,
     types.MappingProxyType: Kind.PROXY,
-    contextvars.ContextVar: Kind.CONTEXT_VARIABLE,
+    contextvars.ContextVar: Kind.REFERENCE,
     functools.cached_property: Kind.DESCRIPTOR,
     # Of C++: quantized weights, packed for their operators, are such.
     torch.ScriptObject: Kind.PACKED,
 }
+_local_dict = threading.local.__getattribute__
 # The first that is a base decides. Without one, objects of users' classes are entered, and others
 # are skipped.
 _KINDS: tuple[tuple[type, Kind], ...] = (
+    # A subclass may run its `__init__` where a thread looks at it first.
+    (threading.local, Kind.SKIPPED),
     (torch.Tensor, Kind.TENSOR),
     (enum.EnumMeta, Kind.SKIPPED),
     (enum.Enum, Kind.PLAIN),
@@ -119,16 +97,11 @@ _KINDS: tuple[tuple[type, Kind], ...] = (
     (functools.partial, Kind.PARTIAL),
     # Only read where code names what is in it.
     (types.ModuleType, Kind.SKIPPED),
-    (weakref.ref, Kind.REF),
+    (weakref.ref, Kind.REFERENCE),
     (staticmethod, Kind.DESCRIPTOR),
     (classmethod, Kind.DESCRIPTOR),
     (property, Kind.DESCRIPTOR),
-    (dict, Kind.DICT),
-    (list, Kind.LIST),
-    (tuple, Kind.TUPLE),
-    (set, Kind.SET),
-    (frozenset, Kind.FROZENSET),
-    (collections.deque, Kind.DEQUE),
+    *((base, Kind.CONTAINER) for base in _CONTAINERS),
     *((base, Kind.PLAIN) for base in (int, float, complex, str, bytes)),
 )
 _ENTERED: frozenset[type] = frozenset({
@@ -162,12 +135,9 @@ def is_library(module: str) -> bool:
 # would keep what it holds alive, tensors included.
 _known: dict[type, Shape] = {
     **{of: Shape(kind) for of, kind in _EXACT.items()},
-    types.FunctionType: Shape(Kind.FUNCTION, types.FunctionType.__dict__["__dict__"].__get__),
-    _CACHED: Shape(Kind.CACHED, _CACHED.__dict__["__dict__"].__get__),
-    # A subclass may run its `__init__` where a thread looks at it first.
-    threading.local: Shape(
-        Kind.OBJECT, lambda held: threading.local.__getattribute__(held, "__dict__")
-    ),
+    types.FunctionType: Shape(Kind.FUNCTION, dict_of=vars(types.FunctionType)["__dict__"].__get__),
+    _CACHED: Shape(Kind.CACHED, dict_of=vars(_CACHED)["__dict__"].__get__),
+    threading.local: Shape(Kind.OBJECT, dict_of=lambda held: _local_dict(held, "__dict__")),
 }
 
 
@@ -186,15 +156,15 @@ def shape_of(of: type) -> Shape:
     """What a walk does with objects of the type `of`."""
     shape = _known.get(of)
     if shape is None:
-        shape, module = _shape_of(of), module_of(of)
+        shape, module = _shape_of(of), slots.module_of(of)
         home = sys.modules.get(module) if is_library(module) else None
-        if isinstance(home, types.ModuleType) and module_globals(home).get(name_of(of)) is of:
+        if isinstance(home, types.ModuleType) and slots.module_globals(home).get(name_of(of)) is of:
             _known[of] = shape
     return shape
 
 
 def _shape_of(of: type) -> Shape:
-    kind = _kind_by_base(of)
+    decides, kind = _kind_by_base(of)
     if kind is Kind.PLAIN or kind is Kind.SKIPPED:
         return Shape(kind)
     dict_of, slots, users = None, [], []
@@ -211,17 +181,15 @@ def _shape_of(of: type) -> Shape:
     if kind is None:
         kind = _kind_of_object(of, users, bool(dict_of or slots))
     defaults = () if dict_of is None else _defaults(users)
-    return Shape(kind, dict_of, tuple(slots), tuple(users), _draws(of), defaults)
+    return Shape(kind, decides, dict_of, tuple(slots), tuple(users), _draws(of), defaults)
 
 
-def _kind_by_base(of: type) -> Kind | None:
-    if issubclass(of, threading.local):
-        return Kind.SKIPPED
+def _kind_by_base(of: type) -> tuple[type | None, Kind | None]:
     for base, kind in _KINDS:
         if issubclass(of, base):
-            return kind
+            return base, kind
     numbers = getattr(sys.modules.get("numpy"), "generic", ())
-    return Kind.PLAIN if issubclass(of, numbers) else None
+    return None, Kind.PLAIN if issubclass(of, numbers) else None
 
 
 def _defaults(users: list[type]) -> tuple[str, ...]:
@@ -237,14 +205,14 @@ def _defaults(users: list[type]) -> tuple[str, ...]:
 def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> Kind:
     for base in bases_of(of):
         if "unwrap" in namespace_of(base):
-            if base not in users and module_of(base).partition(".")[0] == "graphrt":
+            if base not in users and slots.module_of(base).partition(".")[0] == "graphrt":
                 return Kind.WRAPPER
             break
     if is_array(of):
         return Kind.ARRAY
     # Of torch only masks of attention and what is like them: streams, graphs and what the compiler
     # keeps are no state of a model.
-    entered = of in users or module_of(of).startswith("torch.nn.")
+    entered = of in users or slots.module_of(of).startswith("torch.nn.")
     return Kind.OBJECT if of in _ENTERED or (entered and has_attributes) else Kind.SKIPPED
 
 
@@ -295,16 +263,8 @@ INNER = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_
 # The attributes that torch gives to every module: no state of a forward but for `INNER`.
 _OWN_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 
-_BASES: dict[Kind, Any] = {
-    Kind.DICT: dict, Kind.LIST: list, Kind.DEQUE: deque, Kind.SET: set,
-    Kind.TUPLE: tuple, Kind.FROZENSET: frozenset,
-}  # fmt: skip
-"""By whose methods a container is read: a subclass may have its own."""
-
-_BARE = (torch.Tensor, torch.nn.Parameter)
 _PLAINLY: Any = torch.Tensor.__torch_function__
 _PLAIN_KEYS = {str, int}
-_CHANGES = (Kind.DICT, Kind.LIST, Kind.DEQUE, Kind.SET)
 _LEAVES = (Kind.ARRAY, Kind.PACKED)
 _CODE = (Kind.FUNCTION, Kind.CLASS, Kind.BOUND, Kind.DESCRIPTOR, Kind.CACHED)
 _OFTEN_SKIPPED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND)
@@ -324,14 +284,12 @@ def where_is(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """What a graph bakes in about a tensor, see `tree.identity`; None if it has no memory that may
     be read. Runs no `__torch_function__`."""
     try:
-        return tree.identity(tensor) if type(tensor) in _BARE else _identity(tensor)
+        if type(tensor) in tree.BARE:
+            return tree.identity(tensor)
+        identity: tuple[object, ...] = _PLAINLY(tree.identity, (), (tensor,))
+        return identity
     except RuntimeError:
         return None
-
-
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    identity: tuple[object, ...] = _PLAINLY(tree.identity, (), (tensor,))
-    return identity
 
 
 Keyed = list[tuple[Place, torch.Tensor, int]]
@@ -433,7 +391,7 @@ class Walk:
         self.places = Places()
         self._left = limit
         self._hops = 0
-        self._queue: deque[tuple[Any, Place, Shape, int]] = deque()
+        self._queue: collections.deque[tuple[Any, Place, Shape, int]] = collections.deque()
         self._shapes = self.places.shapes
         self._lists = {
             Kind.TENSOR: self.places.tensors,
@@ -443,7 +401,7 @@ class Walk:
         # The ids of objects that were read, or are in the queue.
         self._read: set[int] = set()
         # Names in code that was read; and by name, methods that wait until one of these is theirs.
-        self._named: set[str] = set()
+        self._named = {"forward"}
         self._unnamed: dict[str, Slots] = {}
         # Names that were looked up in globals, and of modules all names of one function.
         self._looked_up: set[tuple[int, object]] = set()
@@ -454,7 +412,7 @@ class Walk:
         queue = self._queue
         while queue and self._left > 0:
             value, place, shape, self._hops = queue.popleft()
-            if shape.kind in _CHANGES:
+            if shape.base in _CHANGING:
                 self.places.containers.append((place, value))
             for _ in range(4):
                 try:
@@ -469,10 +427,10 @@ class Walk:
         for place, value in entries:
             self._left -= 1
             shape = shapes[type(value)]
-            kind = shape.kind
+            kind, base = shape.kind, shape.base
             if shape.draws:
                 places.generators.append(value)
-            if kind is Kind.PLAIN or (kind in (Kind.TUPLE, Kind.FROZENSET) and _is_plain(value)):
+            if kind is Kind.PLAIN or (base in (tuple, frozenset) and _is_plain(value, base)):
                 places.numbers.append(place)
             elif kind in _OFTEN_SKIPPED and _is_skipped(kind, value):
                 if kind is not Kind.SKIPPED and place.way is not FIXED:
@@ -481,7 +439,7 @@ class Walk:
                 self._lists.get(kind, places.slots).append((place, value))
                 # Hardly any tensor has attributes.
                 is_entered = kind not in _LEAVES and id(value) not in self._read
-                if is_entered and (type(value) not in _BARE or value.__dict__):
+                if is_entered and (type(value) not in tree.BARE or value.__dict__):
                     self._read.add(id(value))
                     self._queue.append((value, place, shape, self._hops))
 
@@ -541,33 +499,37 @@ class Walk:
                 registered.append((Place(place, before + where, slots.ITEM, inner, key), each))
         return registered
 
-    def _items(self, value: Any, place: Place, shape: Shape) -> Slots:
-        entries: Slots = []
-        if not _is_long(dict, value, dict.values(value)):
-            items, way = list(islice(dict.items(value), max(self._left, 0))), slots.ITEM
-            # One odd key is enough: a look-up of any other may compare with it.
-            if not all(hashes_plainly(key) for key, _ in items):
-                # Every look at one is a search.
-                way, items = slots.ODD_ITEM, items[:_MOST_ODD]
-            for key, each in items:
-                text = repr(key) if type(key) in _PLAIN_KEYS else f"<{name_of(type(key))}>"
-                entries.append((Place(place, f"[{text}]", way, value, key), each))
-        return entries + (self._attributes(value, place, shape) if shape.users else [])
+    def _contents(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """What is in a container; and of one of a user's class its attributes."""
+        base, contents = shape.base, Slots()
+        if base.__len__(value) <= _MOST_PLAIN or not _looks_plain(value, base):
+            read = self._items if base is dict else self._elements
+            contents = read(value, place, base)
+        return contents + (self._attributes(value, place, shape) if shape.users else [])
 
-    def _elements(self, value: Any, place: Place, shape: Shape) -> Slots:
-        """A list, deque, tuple or set."""
-        base = _BASES[shape.kind]
-        held = []
-        if not _is_long(base, value, base.__iter__(value)):
-            held = list(islice(base.__iter__(value), max(self._left, 0)))
-            if base is set and all(self._shapes[type(each)].kind is Kind.PLAIN for each in held):
-                self.places.numbers.append(Place(place, "", slots.MEMBERS, value))
-                held = []
+    def _items(self, value: Any, place: Place, base: Any) -> Slots:
+        items, way = list(islice(dict.items(value), max(self._left, 0))), slots.ITEM
+        # One odd key is enough: a look-up of any other may compare with it.
+        if not all(hashes_plainly(key) for key, _ in items):
+            # Every look at one is a search.
+            way, items = slots.ODD_ITEM, items[:_MOST_ODD]
+        entries: Slots = []
+        for key, each in items:
+            text = repr(key) if type(key) in _PLAIN_KEYS else f"<{name_of(type(key))}>"
+            entries.append((Place(place, f"[{text}]", way, value, key), each))
+        return entries
+
+    def _elements(self, value: Any, place: Place, base: Any) -> Slots:
+        """Those of a list, deque, tuple or set."""
+        held = list(islice(base.__iter__(value), max(self._left, 0)))
+        if base is set and all(self._shapes[type(each)].kind is Kind.PLAIN for each in held):
+            self.places.numbers.append(Place(place, "", slots.MEMBERS, value))
+            return []
         fields = namespace_of(type(value)).get("_fields") if base is tuple else ()
         elements: Slots = []
         for index, each in enumerate(held):
             label = f"[{index}]"
-            if base is list or base is deque:
+            if base is list or base is collections.deque:
                 slot = Place(place, label, slots.ELEMENT, value, index)
             elif base is tuple:
                 if type(fields) is tuple and index < len(fields):
@@ -576,14 +538,13 @@ class Walk:
             else:
                 slot = Place(place, f"{{{index}}}", slots.MEMBER, value, each)
             elements.append((slot, each))
-        return elements + (self._attributes(value, place, shape) if shape.users else [])
+        return elements
 
     def _referred(self, value: Any, place: Place, shape: Shape) -> Slots:
         """What a weak reference or a context variable refers to now."""
-        if shape.kind is Kind.REF:
-            slot = Place(place, "()", slots.TARGET, value)
-        else:
-            slot = Place(place, ".get()", slots.CONTEXT_VALUE, value)
+        is_weak = shape.base is weakref.ref
+        label, way = ("()", slots.TARGET) if is_weak else (".get()", slots.CONTEXT_VALUE)
+        slot = Place(place, label, way, value)
         return [(slot, slot.get())]
 
     def _seen_through(self, value: Any, place: Place, shape: Shape) -> Slots:
@@ -620,9 +581,8 @@ class Walk:
             slot = Place(place, ".__kwdefaults__", slots.FIELD, value, _FUNCTION["__kwdefaults__"])
             self.places.code.append((slot, named))
         for name, each in dict.items(named):
-            variables.append(
-                (Place(place, f"{before}default {name}", slots.ITEM, named, name), each)
-            )
+            slot = Place(place, f"{before}default {name}", slots.ITEM, named, name)
+            variables.append((slot, each))
         self.take(variables)
         names = _names_in(code)
         self._read_named(names)
@@ -654,7 +614,7 @@ class Walk:
             # A module may also be imported in the function itself.
             module_named = held.get(name, sys.modules.get(name))
             if issubclass(type(module_named), types.ModuleType):
-                inner = module_globals(module_named)
+                inner = slots.module_globals(module_named)
                 entry = (id(inner), frozenset(names))
                 if not is_library(str(inner.get("__name__"))) and entry not in self._looked_up:
                     self._looked_up.add(entry)
@@ -671,11 +631,9 @@ class Walk:
         return parts
 
     def _partial(self, value: Any, place: Place, shape: Shape) -> Slots:
-        fields = vars(functools.partial)
-        func, args, keywords = (fields[n].__get__(value) for n in ("func", "args", "keywords"))
-        parts = _fixed(place, [func], ".func") + _fixed(place, [keywords], ".keywords")
-        for index, each in enumerate(args):
-            parts += _fixed(place, [each], f".args[{index}]")
+        parts: Slots = []
+        for name in ("func", "args", "keywords"):
+            parts += _fixed(place, [vars(functools.partial)[name].__get__(value)], f".{name}")
         return parts + self._attributes(value, place, shape)
 
     def _class(self, value: Any, place: Place, shape: Shape) -> Slots:
@@ -688,9 +646,7 @@ class Walk:
             if kind is not Kind.FUNCTION and kind is not Kind.DESCRIPTOR and kind is not Kind.CLASS:
                 if not dunder:
                     values.append((slot, each))
-            elif (
-                name in self._named or (dunder and name not in _ONLY_IF_NAMED) or name == "forward"
-            ):
+            elif name in self._named or (dunder and name not in _ONLY_IF_NAMED):
                 self._method(slot, each)
             else:
                 self._unnamed.setdefault(name, []).append((slot, each))
@@ -701,24 +657,20 @@ class Walk:
         self._by_name(Place(place.owner, place.label, FIXED, value), value)
 
     def _descriptor(self, value: Any, place: Place, shape: Shape) -> Slots:
-        """The function in a property, a static or a class method."""
-        inner = [
-            namespace_of(base)[name].__get__(value)
-            for base in bases_of(type(value))
-            for name in ("fget", "func", "__func__")
-            if is_library(module_of(base)) and name in namespace_of(base)
-        ]
+        """The functions in a property, a static or a class method."""
+        held = gc.get_referents(value)
         if type(value) is functools.cached_property:
-            inner.append(vars(value)["func"])
-        return _fixed(place, inner)
+            held.append(vars(value)["func"])
+        # Beside the functions it has a text and, since it was asked for, a `__dict__`.
+        others = (Kind.PLAIN, Kind.CONTAINER)
+        return _fixed(place, [each for each in held if self._shapes[type(each)].kind not in others])
 
     def _cached(self, value: Any, place: Place, shape: Shape) -> Slots:
         """A function with an `lru_cache`: what is in the cache now, and the function."""
         held = gc.get_referents(value)
         # Without a size the results are in a dict, else they are held one by one.
         held += [each for table in held if type(table) is dict for each in dict.values(table)]
-        kinds = (Kind.TENSOR, Kind.TUPLE)
-        results = [each for each in held if self._shapes[type(each)].kind in kinds]
+        results = [each for each in held if self._shapes[type(each)].base in (torch.Tensor, tuple)]
         return _fixed(place, results, ", cached") + _fixed(place, [value.__wrapped__])
 
 
@@ -732,30 +684,28 @@ def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
 def _is_skipped(kind: Kind, value: Any) -> bool:
     """Whether an object of these kinds is not entered: a class of a library, a function of C."""
     if kind is Kind.CLASS:
-        return is_library(module_of(value))
+        return is_library(slots.module_of(value))
     if kind is Kind.BOUND:
         return value.__self__ is None or type(value.__self__) is types.ModuleType
     return True
 
 
-def _is_plain(value: Any, depth: int = 4) -> bool:
+def _is_plain(value: Any, base: Any, depth: int = 4) -> bool:
     """Whether a tuple or frozenset holds nothing but plain values, and not too many."""
-    base = tuple if issubclass(type(value), tuple) else frozenset
     if base.__len__(value) > _MOST_PLAIN or depth == 0:
         return False
     for member in base.__iter__(value):
-        kind = shape_of(type(member)).kind
-        nested = kind is Kind.TUPLE and _is_plain(member, depth - 1)
-        if kind is not Kind.PLAIN and not nested:
+        shape = shape_of(type(member))
+        nested = shape.base is tuple and _is_plain(member, tuple, depth - 1)
+        if shape.kind is not Kind.PLAIN and not nested:
             return False
     return True
 
 
-def _is_long(base: Any, value: Any, values: Iterable[Any]) -> bool:
-    """Whether a container is not worth reading: long and of plain values, by a sample."""
-    if base.__len__(value) <= _MOST_PLAIN:
-        return False
-    return all(shape_of(type(each)).kind is Kind.PLAIN for each in islice(values, _SAMPLE))
+def _looks_plain(value: Any, base: Any) -> bool:
+    """Whether a long container is not worth reading: of plain values, by a sample."""
+    sample = islice(dict.values(value) if base is dict else base.__iter__(value), _SAMPLE)
+    return all(shape_of(type(each)).kind is Kind.PLAIN for each in sample)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -769,9 +719,8 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 _READERS: dict[Kind, Callable[[Walk, Any, Place, Shape], Slots]] = {
     **dict.fromkeys((Kind.OBJECT, Kind.MODULE, Kind.TENSOR), Walk._attributes),
-    Kind.DICT: Walk._items,
-    **dict.fromkeys(_BASES.keys() - {Kind.DICT}, Walk._elements),
-    **dict.fromkeys((Kind.REF, Kind.CONTEXT_VARIABLE), Walk._referred),
+    Kind.CONTAINER: Walk._contents,
+    Kind.REFERENCE: Walk._referred,
     **dict.fromkeys((Kind.WRAPPER, Kind.PROXY), Walk._seen_through),
     Kind.FUNCTION: Walk._function,
     Kind.BOUND: Walk._bound,
