@@ -396,6 +396,21 @@ def test_slots_that_are_empty_and_other_defaults_are_seen() -> None:
         assert steps.said and steps.reason is Reason.QUARANTINED
 
 
+def test_an_attribute_of_a_class_that_goes_is_seen() -> None:
+    class Scaler:
+        scale = 2.0
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x * getattr(self, "scale", 3.0)
+
+    forward = Scaler()
+    steps = Steps(runner_of(forward), forward)
+    del Scaler.scale
+    steps.run(steps.runner.report().trust.glance_steps + 4)
+    assert "Scaler.scale = 2.0, then nothing" in steps.said[0]
+    assert steps.reason is Reason.QUARANTINED
+
+
 def test_a_set_whose_members_are_the_same_is_no_change() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -34,24 +34,11 @@ from graphrt.core.base.option_values import told
 from graphrt.core.base.torch_names import global_hooks
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.places import slots
-from graphrt.core.trust.places.slots import (
-    ARRAY,
-    CLASS_ATTRIBUTE,
-    DEFAULT,
-    ELEMENT,
-    FIXED,
-    ITEM,
-    LENGTH,
-    MISSING,
-    ODD_ITEM,
-    TUPLE_ITEM,
-    Look,
-    Place,
-)
+from graphrt.core.trust.places.slots import ITEM, LENGTH, MISSING, Look, Place
 from graphrt.core.trust.places.walk import INNER, Kind, Places, Shape, shape_of
 from graphrt.core.trust.snapshot import PythonState
 
-_IN_DICTS = (ITEM, DEFAULT, ODD_ITEM, CLASS_ATTRIBUTE)
+_IN_DICTS = (ITEM, slots.DEFAULT, slots.ODD_ITEM, slots.CLASS_ATTRIBUTE)
 _LONGEST_TEXT = 60
 """Longer texts are told by their length: they may be prompts."""
 
@@ -65,6 +52,9 @@ class Told(NamedTuple):
     """Stands for a value that is not kept: a tensor takes memory, and an object may lead to one."""
 
     text: str
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 Changes = dict[str, tuple[Any, Any]]
@@ -81,11 +71,10 @@ class HostChanges:
     slots: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
     """By path, the holders and keys that have changed, of what can be left out."""
 
-    def note(self, path: str, was: Any, now: Any, *slot: Any) -> None:
-        """Note a change at a path, and in which `slot` it was: a holder and a key."""
+    def note(self, path: str, was: Any, now: Any, holder: Any, key: Any) -> None:
+        """Note a change at a path, and in which slot it was."""
         self.changes[path] = was, now
-        if slot:
-            self.slots.setdefault(path, []).append((slot[0], slot[1]))
+        self.slots.setdefault(path, []).append((holder, key))
 
 
 class _Dict(NamedTuple):
@@ -104,10 +93,6 @@ class _Dict(NamedTuple):
             return f"{before} (keys)"
         return f"{before}{'(any)' if key is None else key}"
 
-    def counting(self, keys: list[Any]) -> list[Any]:
-        """Those of the keys that count."""
-        return keys if self.counted is None else sorted(self.counted.intersection(keys))
-
 
 def _dicts_in(place: Place, value: Any, shape: Shape) -> list[_Dict]:
     """The dicts of which one object consists: itself, defaults of a function, its attributes, and
@@ -115,7 +100,7 @@ def _dicts_in(place: Place, value: Any, shape: Shape) -> list[_Dict]:
     if shape.kind is Kind.CLASS:
         return [_Dict(value, None, None, f"{slots.name_of(value)}.")]
     dicts: list[_Dict] = []
-    if shape.kind is Kind.DICT:
+    if shape.base is dict:
         dicts.append(_Dict(value, None, place, "", True))
     elif shape.kind is Kind.FUNCTION and type(value.__kwdefaults__) is dict:
         dicts.append(_Dict(value.__kwdefaults__, None, place, ", default "))
@@ -206,23 +191,13 @@ class HostWatch:
                 # Somebody else took the last watcher since it was asked for.
                 self.why_not, self._native = str(error), None
         self._keys = {}
-        if not self.is_told:
-            # The lengths of dicts are compared, and their keys where one is another.
-            lists = {id(held) for _, held in places.containers}
-            for at, each in self._watched.items():
-                if not issubclass(type(each.held), dict):
-                    continue
-                self._keys[at] = [*dict.keys(each.held)]
-                if at not in lists:
-                    label = each.label.rstrip(". ") or ".__dict__"
-                    places.containers.append(
-                        (Place(each.place, label, FIXED, each.held), each.held)
-                    )
+        if self._native is None:
+            self._list_keys(places)
         self.values = PythonState(places, baked=True)
         self._lengths = {
-            at: dict.__len__(slot.holder)
-            for at, slot in enumerate(() if self.is_told else self.values.slots)
-            if slot.way is LENGTH and issubclass(slot.key, dict)
+            at: len(self._keys[id(slot.holder)])
+            for at, slot in enumerate(self.values.slots)
+            if slot.way is LENGTH and id(slot.holder) in self._keys
         }
 
     def _list_dicts(self, places: Places) -> None:
@@ -238,11 +213,21 @@ class HostWatch:
                 closed = self._closed.get(at)
                 self._watched[at] = each if closed is None else each._replace(counted=closed[1])
 
+    def _list_keys(self, places: Places) -> None:
+        """The lengths of dicts are compared, and their keys where one is another."""
+        listed = {id(held) for _, held in places.containers}
+        for at, (held, _, place, label, _) in self._watched.items():
+            if issubclass(type(held), dict):
+                self._keys[at] = [*dict.keys(held)]
+                if at not in listed:
+                    label = label.rstrip(". ") or ".__dict__"
+                    places.containers.append((Place(place, label, slots.FIXED, held), held))
+
     def _is_new(self, place: Place | None) -> bool:
         """Whether a slot is a new item of a container in which these are left out, or below one."""
         while place is not None:
             _, known = self._closed.get(id(place.holder), (None, None))
-            if known is not None and place.way in (ITEM, ELEMENT) and place.key not in known:
+            if known is not None and place.way in (ITEM, slots.ELEMENT) and place.key not in known:
                 return True
             place = place.owner
         return False
@@ -257,13 +242,13 @@ class HostWatch:
         for at, length in self._lengths.items():
             known[at] = known[at][0], length
         for slot, value in chain(read, known):
-            if slot.way is TUPLE_ITEM and isinstance(slot.holder, Place):
+            if slot.way is slots.TUPLE_ITEM and isinstance(slot.holder, Place):
                 # A tuple stays what it is: what may change is where it lies.
                 slot, value = slot.holder, slot.holder.get()
             is_told = slot.way in (*_IN_DICTS, LENGTH) and id(slot.holder) in watched
-            if slot.way in (FIXED, ARRAY) or is_told or (skips and self._is_left_out(slot)):
-                continue
-            untold[id(slot)] = slot, value
+            is_fixed = slot.way in (slots.FIXED, slots.ARRAY)
+            if not (is_fixed or is_told or (skips and self._is_left_out(slot))):
+                untold[id(slot)] = slot, value
         return slots.looks(untold.values(), in_c=NativeGlances is not None)
 
     def _is_left_out(self, slot: Place) -> bool:
@@ -299,21 +284,22 @@ class HostWatch:
     def _note_moved(self, changes: HostChanges, slot: Place, was: Any, now: Any) -> None:
         if self._is_left_out(slot):
             return
-        known = self._watched.get(id(slot.holder)) if self._native is None else None
+        keys = self._keys.get(id(slot.holder))
         # A key that went may have made room for another.
-        if known is not None and (slot.way is LENGTH or now is MISSING):
-            self._note_new_keys(changes, known)
+        if keys is not None and (slot.way is LENGTH or now is MISSING):
+            known = self._watched[id(slot.holder)]
+            self._note_new_keys(changes, known, keys)
             if slot.way is LENGTH and not known.has_items:
                 return
         changes.is_structural |= slot.way is LENGTH or not (_is_scalar(was) and _is_scalar(now))
         changes.note(slot.path, _told(was), _told(now), slot.holder, slot.key)
 
-    def _note_new_keys(self, changes: HostChanges, known: _Dict) -> None:
-        """Note the keys that nobody tells of, and that were not there at the last walk."""
+    def _note_new_keys(self, changes: HostChanges, known: _Dict, keys: list[Any]) -> None:
+        """Note the keys that nobody tells of, and that are not those of the last walk."""
         # By identity: to compare keys may run a user's `__eq__`.
-        before = {*map(id, self._keys[id(known.held)])}
-        for key in known.counting([*dict.keys(known.held)]):
-            if id(key) not in before:
+        before = {*map(id, keys)}
+        for key in [*dict.keys(known.held)]:
+            if id(key) not in before and (known.counted is None or key in known.counted):
                 changes.is_structural = True
                 now = _told(_value_of(known.held, key))
                 key = None if known.has_items else key
@@ -326,8 +312,8 @@ class HostWatch:
         for holder, key in self._without_slot(events or (), read):
             changes.is_structural = True
             path, now = self._watched[id(holder)].path(key), _told(_value_of(holder, key))
-            known = changes.changes.get(path, (Told("nothing, or a tensor"), now))
-            changes.note(path, *known, holder, key)
+            was, now = changes.changes.get(path, (Told("nothing, or a tensor"), now))
+            changes.note(path, was, now, holder, key)
 
     def _without_slot(
         self, events: Sequence[tuple[Any, Any]], read: Iterable[Place]
@@ -374,7 +360,7 @@ class HostWatch:
             # A length, or what CPython tells of a container: all that is new in it is left out.
             are_items = known is not None and known.has_items and path == known.path(key)
             if are_items or isinstance(key, type):
-                ways = (ITEM, ELEMENT)
+                ways = (ITEM, slots.ELEMENT)
                 keys = {s.key for s in values.slots if s.holder is holder and s.way in ways}
                 self._closed.setdefault(id(holder), (holder, frozenset(keys)))
             if not are_items:
@@ -412,13 +398,7 @@ def watch_state() -> str:
 
 def described_changes(changes: Changes) -> str:
     """Changes in words; empty where there are none."""
-    return listed(
-        [f"{path} = {_text(was)}, then {_text(now)}" for path, (was, now) in changes.items()]
-    )
-
-
-def _text(value: object) -> str:
-    return value.text if isinstance(value, Told) else repr(value)
+    return listed([f"{path} = {was!r}, then {now!r}" for path, (was, now) in changes.items()])
 
 
 def _where(holder: object, key: object) -> tuple[int, object]:
