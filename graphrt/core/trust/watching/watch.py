@@ -23,7 +23,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphrt.core.base import tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.thread_mode import ThreadMode, unseen
-from graphrt.core.base.torch_names import storage_of_weak
 from graphrt.core.capture.guard import in_eager_part, is_listed
 from graphrt.core.capture.operators import LIFT_FRESH, OperatorFacts, facts_of, in_bounds, written
 from graphrt.core.capture.refusals import Source, user_source
@@ -31,7 +30,7 @@ from graphrt.core.device.contract import GraphWork
 from graphrt.core.replay.recording import active, counted, in_task, issued
 from graphrt.core.trust.places.slots import same_value
 from graphrt.core.trust.snapshot import Generators
-from graphrt.core.trust.watching.writes import SavedWrites
+from graphrt.core.trust.watching.writes import SavedWrites, storage_of
 
 T = TypeVar("T")
 
@@ -83,9 +82,7 @@ class Use(Kept):
 
     def storage(self) -> torch.UntypedStorage | None:
         """The memory, if it is still there."""
-        if self.ref.expired():  # type: ignore[no-untyped-call]
-            return None
-        return storage_of_weak(self.ref.cdata)
+        return storage_of(self.ref)
 
     def __str__(self) -> str:
         line = "" if self.source is None else f", used at {self.source}"
@@ -132,7 +129,8 @@ class Watch(ThreadMode):
         a sum of the live rows of a result that has so many rows in all.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = Trace(rows=rows)
+        self.trace = Trace()
+        self._rows = rows
         # Writes to `inputs` memory, by the address of the tensor that was written.
         self.inputs_written: dict[int, Use] = {}
         self.saw_compiled_code = False
@@ -151,24 +149,27 @@ class Watch(ThreadMode):
         facts, is_data = facts_of(func), func is LIFT_FRESH
         source = user_source() if is_data or self._keeps_sources else None
         op = Op(func, (), source, in_eager_part.get() is not None)
-        targets: list[torch.Tensor] = []
-        if facts.writes or facts.may_draw:
-            targets = self._before_effects(op, facts, args, kwargs)
+        if facts.may_draw and self._generators is not None:
+            self._generators.note_given((*args, *kwargs.values()))
+        targets = [*written(facts, args, kwargs)] if facts.writes else []
+        if targets:
+            self._before_writes(op, facts, args, targets)
         from_inputs = False
+        values = (*args, *kwargs.items())
         if is_data:
             op.arguments = (unseen(lambda: made_of_data(args[0])),)
         elif self.is_compared:
-            from_inputs = self._use(op, facts, args, kwargs, targets)
+            from_inputs = self._use(op, facts, values, targets)
         else:
-            for _, key, _ in tree.placed((*args, *kwargs.values()), parts=True):
+            for _, key, _ in tree.placed(values, parts=True):
                 if key is not None:
                     self._memory.setdefault(key, None)
         if self._follows is not None:
             self._follow(op, args, self._follows)
         self.trace.append(op)
         result = func(*args, **kwargs)
-        if self.trace.rows is not None and not is_data:
-            op.total = _sum_of_live(result, *self.trace.rows)
+        if self._rows is not None and not is_data:
+            op.total = _sum_of_live(result, *self._rows)
         if targets and self.is_compared:
             self._note_written(targets, from_inputs)
         if not facts.makes_nothing:
@@ -239,14 +240,10 @@ class Watch(ThreadMode):
             # A segment may have left the way, of which a collective in a part is the first harm.
             raise Deviation(str(op), in_part=first.in_part and op.in_part)
 
-    def _before_effects(
-        self, op: Op, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[torch.Tensor]:
-        """Before an operator: keep the generators that it draws from, and save what it writes;
-        returns the latter."""
-        if self._generators is not None and facts.may_draw:
-            self._generators.note_given((*args, *kwargs.values()))
-        targets = [*written(facts, args, kwargs)]
+    def _before_writes(
+        self, op: Op, facts: OperatorFacts, args: Sequence[Any], targets: list[torch.Tensor]
+    ) -> None:
+        """Save what an operator is about to write."""
         for tensor, key, address in tree.placed(targets):
             use = None if key is None else self._memory.get(key)
             if key is None or type(use) is Kept:
@@ -267,19 +264,13 @@ class Watch(ThreadMode):
             use.writes.append(facts.name)
             if self._saves is not None:
                 self._saves.save(tensor, facts, args, use)
-        return targets
 
     def _use(
-        self,
-        op: Op,
-        facts: OperatorFacts,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        targets: list[torch.Tensor],
+        self, op: Op, facts: OperatorFacts, values: Sequence[Any], targets: list[torch.Tensor]
     ) -> bool:
-        """Note what an operator, which writes `targets`, uses of what it is given, and describe its
-        arguments; returns whether some were computed from the inputs."""
-        operands, memory = tree.placed((*args, *kwargs.values())), self._memory
+        """Note what an operator, which writes `targets`, uses of the `values` that it is given, and
+        describe these; returns whether some were computed from the inputs."""
+        operands, memory = tree.placed(values), self._memory
         overwritten = _overwritten(targets, operands) if facts.overwrites else ()
         tensors: dict[int, Operand] = {}
         from_inputs = False
@@ -303,7 +294,7 @@ class Watch(ThreadMode):
                     known.data.is_used = True
                 from_inputs |= known.from_inputs
         if not in_task.get():
-            op.arguments = _described((*args, *kwargs.items()), tensors)
+            op.arguments = _described(values, tensors)
         return from_inputs
 
 
@@ -445,10 +436,8 @@ class Trace(list[Op]):
     """The operators of one run, in their order; and the plain values that eager parts were given,
     `values_of_parts`."""
 
-    def __init__(self, ops: Iterable[Op] = (), rows: tuple[int, int] | None = None) -> None:
-        """`rows` are all rows and the live ones, where sums of these are wanted."""
+    def __init__(self, ops: Iterable[Op] = ()) -> None:
         super().__init__(ops)
-        self.rows = rows
         self.values_of_parts: list[Any] = []
 
     def same_captured(self, other: Trace, *, has_parts: bool) -> bool:

@@ -11,31 +11,23 @@ from typing import Any, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import tree
+from graphrt.core.base import torch_names, tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.base.thread_mode import WATCH_KEY, unseen, watch_key
-from graphrt.core.base.torch_names import (
-    in_transform,
-    include_key,
-    kernel_library,
-    operator_names,
-    schemas_of_operator,
-    storage_of_weak,
-)
-from graphrt.core.capture.operators import (
-    WHOLE,
-    Index,
-    OperatorFacts,
-    Rows,
-    facts_of,
-    indices_of,
-    writes_of,
-    written,
-)
+from graphrt.core.base.torch_names import include_key
+from graphrt.core.capture import operators
+from graphrt.core.capture.operators import WHOLE, Index, OperatorFacts, Rows, facts_of
 from graphrt.core.trust.compare import difference, listed
 
 T = TypeVar("T")
+
+
+def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The memory, if it is still there."""
+    if ref.expired():  # type: ignore[no-untyped-call]
+        return None
+    return torch_names.storage_of_weak(ref.cdata)
 
 
 class _Region:
@@ -90,9 +82,7 @@ class _Region:
         return *[slice(None)] * self.rows.dim, ~padding
 
     def _now(self) -> torch.Tensor | None:
-        if self._ref.expired():  # type: ignore[no-untyped-call]
-            return None
-        storage = storage_of_weak(self._ref.cdata)
+        storage = storage_of(self._ref)
         return None if storage is None else torch.empty_like(self._like).set_(storage, *self._place)
 
 
@@ -124,10 +114,9 @@ class SavedWrites:
         saved = self._saved.setdefault((key, *place, tensor.size(), tensor.stride()), [])
         if tensor.numel() == 0 or WHOLE.at in saved:
             return
-        by_rows = facts.rows is not None and tensor is args[0]
-        if by_rows:
+        rows = facts.rows if facts.rows and tensor is args[0] else None
+        if rows is not None:
             self.row_writes.add((key, facts.name))
-        rows = facts.rows if by_rows else None
         unseen(lambda: self._save(tensor.detach(), rows and rows(args), use, saved))
 
     def _save(
@@ -308,7 +297,8 @@ class WriteWatch:
 
     Not the rows that each token of it writes where those of the largest run of the kind did: that
     run was of padding alone too, so its rows, which are in `shown`, are these. An index of another
-    length, and one of a single token, may name any row.
+    length, and one of a single token, may name any row. To save them too takes a capture 1.15 times
+    as long (19 sizes, 16 layers with keys and values, H200).
 
     It is no dispatch mode, under which every operator takes several times as long. It includes a
     dispatch key of this thread that torch itself leaves free; there the operators that write have a
@@ -335,21 +325,18 @@ class WriteWatch:
 
     def look(self, facts: OperatorFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """An operator is about to write."""
-        for tensor in written(facts, args, kwargs):
-            key = tree.storage_key(tensor)
+        for tensor, key, _ in tree.placed(operators.written(facts, args, kwargs)):
             if key is None or key not in self._known:
                 continue
             self.written.add(key)
             is_shown = facts.rows is not None and (key, facts.name) in self._shown
-            if not is_shown or indices_of(args) != self._tokens:
+            if not is_shown or operators.indices_of(args) != self._tokens:
                 use = f"{tensor.dtype} {tuple(tensor.shape)}"
                 self._saves.save(tensor, facts, args, use)
 
 
 _watch: ContextVar[WriteWatch | None] = ContextVar("graphrt_write_watch", default=None)
 
-_libraries: dict[str, Any] = {}
-"""By namespace; a kernel goes with its library."""
 _settled: set[str] = set()
 """Operators of torch's own, and those that have a kernel, which goes by the name: nobody needs to
 look at them again."""
@@ -358,24 +345,26 @@ look at them again."""
 def note_operators() -> None:
     """Give the operators that write their kernel. To be called whenever new ones may have been
     defined: one that a run is the first to define is not seen by the watch of that run."""
-    names = {*operator_names()} - _settled
+    names = {*torch_names.operator_names()} - _settled
     # To ask for the schemas of all of torch's operators takes a capture 10 ms, twice a size.
-    for schema in chain.from_iterable(
-        map(schemas_of_operator, {name.split(".")[0] for name in names})
-    ):
+    bases = {name.split(".")[0] for name in names}
+    for schema in chain.from_iterable(map(torch_names.schemas_of_operator, bases)):
         name = ".".join(filter(None, (schema.name, schema.overload_name)))
         if name in _settled or not (schema.is_mutable or "batch_norm" in name):
             continue
         _settled.add(name)
-        if not writes_of(schema):
+        if not operators.writes_of(schema):
             continue
         namespace, _, short = name.partition("::")
-        library = _libraries.get(namespace)
-        if library is None:
-            library = _libraries[namespace] = kernel_library("IMPL", namespace, WATCH_KEY)
         kernel = _kernel(namespace, short.partition(".")[0], schema.overload_name or "default")
-        library.impl(short, WATCH_KEY, kernel, True)
+        _library(namespace).impl(short, WATCH_KEY, kernel, True)
     _settled.update(name for name in names if name.startswith(("aten::", "prims::", "quantized::")))
+
+
+@cache
+def _library(namespace: str) -> Any:
+    """That of our kernels, which go with it."""
+    return torch_names.kernel_library("IMPL", namespace, WATCH_KEY)
 
 
 def _kernel(namespace: str, name: str, overload: str) -> Callable[..., Any]:
@@ -391,7 +380,7 @@ def _kernel(namespace: str, name: str, overload: str) -> Callable[..., Any]:
                 # Torch shows a tensor that it made of a number as the number, and takes none here.
                 number = torch.tensor(args[at], device="cpu")
                 args = (*args[:at], number, *args[at + 1 :])
-        if in_transform():
+        if torch_names.in_transform():
             # These are no tensors with memory. The transform issues the operator again on such.
             return func.redispatch(keys.remove(watch_key()), *args, **kwargs)
         watch, key = _watch.get(), watch_key()
