@@ -13,6 +13,7 @@ from graphrt.core.base import tree
 from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.trust.snapshot import Generators
 from graphrt.core.trust.watching.watch import Use, Watch
+from graphrt.core.trust.watching.writes import storage_of
 
 Run = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -142,16 +143,16 @@ def test_a_use_says_what_it_was_and_which_line():
     assert (use.dtype, use.shape) == (torch.float64, (6,))
     assert use.op == "aten.slice.Tensor"
     assert "test_watching.py" in str(use) and "torch.float64 (6,)" in str(use)
-    assert use.storage().data_ptr() == weight.data_ptr()
+    assert storage_of(use.ref).data_ptr() == weight.data_ptr()
 
 
 def test_memory_that_is_gone_says_so():
     held = [torch.ones(6)]
     watch = watched(lambda: held[0] * 2)
     [use] = watch.uses.values()
-    assert use.storage() is not None
+    assert storage_of(use.ref) is not None
     held.clear()
-    assert use.storage() is None
+    assert storage_of(use.ref) is None
 
 
 def test_views_of_one_storage_are_one_use():

@@ -38,6 +38,7 @@ from graphrt.core.trust.places.slots import MISSING, Place, call, getters
 from graphrt.core.trust.places.walk import Places, places_of, where_is
 from graphrt.core.trust.watching.pointers import UnknownMemory, address_of, unknown_memory
 from graphrt.core.trust.watching.watch import Use, Watch
+from graphrt.core.trust.watching.writes import storage_of
 
 T = TypeVar("T")
 
@@ -152,7 +153,7 @@ class ReadSet:
                 if known is not None:
                     known.is_written |= use.is_written
                 continue
-            storage = use.storage()
+            storage = storage_of(use.ref)
             if storage is not None and storage_use_count(storage._cdata) > 1:
                 self._held[key] = storage, use
 

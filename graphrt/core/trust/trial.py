@@ -55,7 +55,7 @@ from graphrt.core.trust.watching.watch import (
     first_difference,
     same_but_for_size,
 )
-from graphrt.core.trust.watching.writes import still_there
+from graphrt.core.trust.watching.writes import still_there, storage_of
 
 T = TypeVar("T")
 
@@ -623,7 +623,7 @@ def _writes_elsewhere(watch: Watch, eager: Run) -> bool:
     """Whether a run has written memory that `eager` has not, and that is still there. Compiled code
     allocates past all operators, somewhere else in each run: that is gone."""
     elsewhere = watch.written().keys() - eager.watch.written().keys()
-    return any(watch.uses[key].storage() is not None for key in elsewhere)
+    return any(storage_of(watch.uses[key].ref) is not None for key in elsewhere)
 
 
 def _apart(ours: Run, theirs: Run, *, rounded: bool = False) -> Difference | None:

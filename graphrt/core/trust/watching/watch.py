@@ -30,7 +30,7 @@ from graphrt.core.device.contract import GraphWork
 from graphrt.core.replay.recording import active, counted, in_task, issued
 from graphrt.core.trust.places.slots import same_value
 from graphrt.core.trust.snapshot import Generators
-from graphrt.core.trust.watching.writes import SavedWrites, storage_of
+from graphrt.core.trust.watching.writes import SavedWrites
 
 T = TypeVar("T")
 
@@ -79,10 +79,6 @@ class Use(Kept):
             self.overwritten = max(self.overwritten, part.numel())
         elif not facts.is_view and part.numel() > self.overwritten:
             self.exposed = True
-
-    def storage(self) -> torch.UntypedStorage | None:
-        """The memory, if it is still there."""
-        return storage_of(self.ref)
 
     def __str__(self) -> str:
         line = "" if self.source is None else f", used at {self.source}"
