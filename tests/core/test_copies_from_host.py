@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from graphrt.errors import PageableCopyError
 
 FULL, TO = torch.ops.aten.full.default, torch.ops.aten._to_copy.default
 COPY = torch.ops.aten.copy_.default
+Copy = Callable[[Constants, torch.Tensor, str], torch.Tensor]
 
 
 class Device(CpuPlatform):
@@ -44,7 +46,9 @@ def copied(constants: Constants, tensor: torch.Tensor, device: str) -> Any:
 
 @pytest.mark.parametrize("copy", [to, copied])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_constant_is_copied_from_page_locked_memory_to_the_device_alone(copy, device):
+def test_a_constant_is_copied_from_page_locked_memory_to_the_device_alone(
+    copy: Copy, device: str
+) -> None:
     pool: Any = Pool()
     constants = Constants(pool)
     constant = constants.run(FULL, ([2], 7.0), {})
@@ -53,7 +57,7 @@ def test_a_constant_is_copied_from_page_locked_memory_to_the_device_alone(copy, 
 
 
 @pytest.mark.parametrize("copy", [to, copied])
-def test_a_tensor_of_the_hosts_is_copied_on_the_host_and_to_no_device(copy):
+def test_a_tensor_of_the_hosts_is_copied_on_the_host_and_to_no_device(copy: Copy) -> None:
     pool: Any = Pool()
     constants, tensor = Constants(pool), torch.ones(2)
     assert torch.equal(copy(constants, tensor, "cpu"), tensor)
