@@ -269,6 +269,13 @@ def test_every_packed_input_has_a_storage_of_its_own():
     assert kept.eq(3).all()
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 300])
+def test_inputs_take_their_bytes_in_whole_vectors(tokens):
+    slab = static(SPECS, tokens, tokens).transport.slab
+    assert slab.nbytes <= slab.buffer.nbytes < slab.nbytes + 256
+    assert slab.buffer.nbytes % 256 == 0
+
+
 def test_a_forward_may_view_an_input_from_its_start():
     def forward(first, second):
         return second.as_strided(second.shape, (1,), 0) + first

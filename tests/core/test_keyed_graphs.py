@@ -201,6 +201,7 @@ def test_a_handle_of_a_dropped_graph_replays_no_other_one_of_its_key():
     graphs = KeyedGraphs(GraphPool("cpu"))
     for end in (lambda: graphs.drop("key"), graphs.clear_graphs, graphs.pool.clear_graphs):
         old = graphs.capture("key", made(1))
+        assert old.alive and repr(old) == "KeyedGraph('key')"
         end()
         assert not old.alive
         graphs.capture("key", made(2))

@@ -699,11 +699,22 @@ def _plain(value):
         lambda x: iter([x]),
         lambda x: {x},
         lambda x: x.to_sparse(),
+        lambda x: torch.nested.nested_tensor([x[0], x[1]]),
         lambda x: lambda: x,
         lambda x: Attributed(a=x * 2),
     ],
-    ids=["object", "in a dict", "iterator", "set", "sparse", "function", "attributes beside"],
+    ids=[
+        "object",
+        "in a dict",
+        "iterator",
+        "set",
+        "sparse",
+        "nested",
+        "function",
+        "attributes beside",
+    ],
 )
+@pytest.mark.filterwarnings("ignore:.*nested")
 def test_containers_that_are_not_known_are_refused_by_name(make):
     run = GraphRunner(make, mode="FULL", sizes=[2, 4], inputs=X)
     with pytest.raises(OutputError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,6 +106,7 @@ def test_nothing_fills_the_buffers_between_a_steps_own_fill_and_its_replay():
     captured.capture()
     assert torch.equal(captured(x=rows(2)), rows(2, 2.0))
     assert isinstance(results[0], PoolBusyError)
+    assert "while a step, or a capture, of a runner is under way" in str(results[0])
 
 
 def test_a_carried_function_can_run_in_several_threads_at_once():
@@ -632,6 +634,18 @@ def test_an_eager_part_that_returns_a_sparse_tensor_later_is_named():
     run.capture()
     sparse.append(True)
     with pytest.raises(BreakError, match="sparse"):
+        run(x=rows(2))
+
+
+def test_an_eager_part_without_a_name_is_named_as_python_prints_it():
+    changed: list[bool] = []
+    part = eager_break(partial(lambda changed, x: (x,) if changed else x, changed))
+    run = runner(
+        lambda x: part(x) * 2, mode="PIECEWISE", sizes=[2], options=GraphOptions(check="off")
+    )
+    run.capture()
+    changed.append(True)
+    with pytest.raises(BreakError, match=r"functools\.partial"):
         run(x=rows(2))
 
 

@@ -24,7 +24,10 @@ def test_a_step_that_raises_is_counted_as_failed_at_its_graph() -> None:
     raised[0] = False
     assert run.report().reasons[Reason.FAILED] == 1
     run(x=rows(2))
-    assert run.report().reasons[Reason.FAILED] == 1
+    report = run.report()
+    assert report.reasons[Reason.FAILED] == 1
+    # The two that the graph served.
+    assert (report.live_tokens, report.padded_tokens) == (4, 4)
 
 
 def test_a_dispatch_says_its_slot_only_where_a_graph_serves() -> None:

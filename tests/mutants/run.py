@@ -24,9 +24,48 @@ NO_END = "no end"
 CONFORMANCE = "tests/test_conformance.py"
 # The tests of what a folder is for first: most mutants end there.
 TESTS: dict[str, tuple[str, ...]] = {
+    "graphrt/core/base/": (
+        "tests/core/test_tree.py",
+        "tests/core/test_undo.py",
+        "tests/core/test_options.py",
+        "tests/core/test_plan.py",
+        "tests/core/test_named_errors.py",
+        "tests/core/test_host_mistakes.py",
+        "tests/core/test_side_doors.py",
+        "tests/trust/test_write_watch.py",
+        "tests/trust/test_watching.py",
+        "tests/trust/test_gradients.py",
+        "tests/test_private_torch.py",
+        "tests/test_surface.py",
+        "tests/observe/test_progress.py",
+    ),
+    "graphrt/core/batch/": (
+        "tests/core/test_descriptor.py",
+        "tests/core/test_modes.py",
+        "tests/core/test_dispatcher.py",
+        "tests/core/test_dispatch_odd.py",
+        "tests/core/test_missing_graph.py",
+        "tests/core/test_inputs.py",
+        "tests/core/test_following.py",
+        "tests/core/test_output*.py",
+    ),
+    "graphrt/core/device/": (
+        "tests/core/test_devices.py",
+        "tests/core/test_plugins.py",
+        "tests/core/test_error_chain.py",
+        "tests/core/test_lent_streams.py",
+        "tests/core/test_open_captures.py",
+        "tests/core/test_pool_memory.py",
+        "tests/cuda/test_captures_logic.py",
+        "tests/cpu/test_cpu_memory.py",
+        "tests/accelerator",
+        "tests/test_least_platform.py",
+        CONFORMANCE,
+    ),
     "graphrt/core/dispatch/": (
         "tests/core/test_dispatch*.py",
         "tests/core/test_missing_graph.py",
+        "tests/core/test_told.py",
         CONFORMANCE,
     ),
     "graphrt/core/inputs/": (
@@ -64,9 +103,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/core/test_named_errors.py",
         "tests/core/test_side_doors.py",
         "tests/core/test_caller_tensors.py",
+        "tests/core/test_copies_from_host.py",
         "tests/core/test_keyed_graphs.py",
         "tests/trust/test_*constants.py",
         "tests/trust/test_host_scalars.py",
+        "tests/trust/test_saved_writes.py",
         CONFORMANCE,
         "tests/cpu/test_cpu_refusals.py",
         "tests/accelerator",
@@ -80,6 +121,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "graphrt/core/runner/": (
         "tests/core/test_runner.py",
+        "tests/core/test_told.py",
         "tests/core/test_lazy.py",
         "tests/core/test_capture_next.py",
         "tests/core/test_slots.py",
@@ -94,6 +136,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/trust/test_levels.py",
         "tests/trust/test_report.py",
         "tests/trust/test_trial.py",
+        "tests/trust/test_modes.py",
+        "tests/trust/test_gradients.py",
+        "tests/trust/test_wrapper_trials.py",
+        "tests/observe/test_progress.py",
         CONFORMANCE,
     ),
     "graphrt/core/trust/": (
@@ -135,8 +181,13 @@ ASCEND_TESTS: dict[str, tuple[str, ...]] = {
         "tests/ascend/test_dropped.py",
     ),
 }
-ELSEWHERE = ("graphrt/ascend/budget/", "graphrt/ascend/driver/")
-"""Tables of figures and of error texts, with tests of their own."""
+ELSEWHERE = (
+    "graphrt/ascend/budget/",
+    "graphrt/ascend/driver/",
+    "graphrt/core/base/_native_door.py",
+    "graphrt/core/base/native_sources.py",
+)
+"""Tables of figures and of error texts, and the build of the C part: with tests of their own."""
 CHANGED = ASCEND_TESTS if SIMULATED else TESTS
 """The folders that are changed, and what is asked first: by where the tests run."""
 REST = (

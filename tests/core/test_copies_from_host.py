@@ -1,0 +1,66 @@
+"""What a capture copies from the host, without a device: which copies read page-locked memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphrt.core.capture.constants import Constants
+from graphrt.cpu import CpuPlatform
+from graphrt.errors import PageableCopyError
+
+FULL, TO = torch.ops.aten.full.default, torch.ops.aten._to_copy.default
+COPY = torch.ops.aten.copy_.default
+Copy = Callable[[Constants, torch.Tensor, str], torch.Tensor]
+
+
+class Device(CpuPlatform):
+    """A device whose tensors have no memory."""
+
+    device_type = "meta"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers = 0
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        self.buffers += 1
+        return super().host_buffer(nbytes)
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.platform = Device()
+
+
+def to(constants: Constants, tensor: torch.Tensor, device: str) -> Any:
+    return constants.run(TO, (tensor,), {"device": torch.device(device)})
+
+
+def copied(constants: Constants, tensor: torch.Tensor, device: str) -> Any:
+    return constants.run(COPY, (torch.empty(2, device=device), tensor), {})
+
+
+@pytest.mark.parametrize("copy", [to, copied])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_constant_is_copied_from_page_locked_memory_to_the_device_alone(
+    copy: Copy, device: str
+) -> None:
+    pool: Any = Pool()
+    constants = Constants(pool)
+    constant = constants.run(FULL, ([2], 7.0), {})
+    assert copy(constants, constant, device).device.type == device
+    assert pool.platform.buffers == (1 if device == "meta" else 0)
+
+
+@pytest.mark.parametrize("copy", [to, copied])
+def test_a_tensor_of_the_hosts_is_copied_on_the_host_and_to_no_device(copy: Copy) -> None:
+    pool: Any = Pool()
+    constants, tensor = Constants(pool), torch.ones(2)
+    assert torch.equal(copy(constants, tensor, "cpu"), tensor)
+    with pytest.raises(PageableCopyError, match="the host writes"):
+        copy(constants, tensor, "meta")
+    assert pool.platform.buffers == 0

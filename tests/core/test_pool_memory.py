@@ -1,0 +1,75 @@
+"""Which memory of an allocator is a pool's: read again only when the allocator has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graphrt.platforms import Allocator, PoolMemory
+
+
+class Memory:
+    """Segments of an allocator, by hand."""
+
+    def __init__(self) -> None:
+        self.segments: list[Mapping[str, Any]] = []
+        self.handles = self.changes = self.looks = 0
+        self.memory = PoolMemory(
+            Allocator(
+                current_device=lambda: 0,
+                new_handle=self._new_handle,
+                empty_cache=lambda: None,
+                stats=self._stats,
+                snapshot=self._snapshot,
+                route_thread=lambda device, handle: None,
+                stop_routing=lambda device, handle: None,
+                release_share=lambda device, handle: None,
+                hold=lambda device, handle: None,
+            )
+        )
+
+    def has(self, *segments: tuple[int, int, tuple[int, int]], device: int = 0) -> None:
+        """From now on there are these segments: from an address on, so many bytes, of a pool."""
+        self.changes += 1
+        self.segments = [
+            {"address": at, "total_size": size, "segment_pool_id": pool, "device": device}
+            for at, size, pool in segments
+        ]
+
+    def _new_handle(self) -> tuple[int, int]:
+        self.handles += 1
+        return (0, self.handles)
+
+    def _stats(self, device: int) -> Mapping[str, Any]:
+        return {"reserved_bytes": {"all": {"allocated": self.changes, "freed": 0}}}
+
+    def _snapshot(self) -> Sequence[Mapping[str, Any]]:
+        self.looks += 1
+        return self.segments
+
+
+def test_a_pool_owns_the_segments_of_its_handle_on_its_device():
+    device = Memory()
+    memory, handle = device.memory, device.memory.handle()
+    device.has((100, 50, handle), (300, 50, (0, 99)))
+    assert [memory.owns(at) for at in (99, 100, 149, 150, 300)] == [0, 1, 1, 0, 0]
+    assert (memory.bytes(), device.looks) == (50, 1)
+    device.has((100, 50, handle), device=1)
+    assert memory.bytes() == 0
+
+
+def test_segments_of_a_pool_before_are_its_own_until_they_are_gone():
+    device = Memory()
+    memory, first = device.memory, device.memory.handle()
+    device.has((100, 50, first))
+    assert memory.owns(100)
+    # No graph holds the first one any more.
+    second = memory.handle()
+    assert second != first
+    device.has((100, 50, first), (200, 50, second))
+    assert memory.owns(100) and memory.owns(200)
+    device.has((200, 50, second))
+    assert memory.bytes() == 50
+    # Of a pool that was given the same numbers.
+    device.has((100, 50, first), (200, 50, second))
+    assert memory.bytes() == 50 and not memory.owns(100)
