@@ -43,7 +43,7 @@ from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.entry import SegmentHooks
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.recording import current_capture
+from graphrt.core.replay.recording import current_capture, warming_up
 
 
 @public("graphrt.compile")
@@ -328,7 +328,8 @@ class CompiledModule:
         A trial also runs the batch without padding, whose size may take another branch. And a
         sealed runner runs steps eagerly that its graphs no longer stand for.
         """
-        if error.of_sizes and context.compared:
+        # A warm-up that serves a batch is the run of a trial.
+        if error.of_sizes and context.live is not None and warming_up.get():
             return True
         if not (error.of_module and self._sealed) or context.capture is not None:
             return False

@@ -88,7 +88,6 @@ class ForwardContext:
     - `dispatcher`: told by wrappers that have no graph for the step.
     - `capture`: allows wrappers to capture.
     - `enlist`: called by a compiled module that runs in a warm-up or capture, to be known.
-    - `compared`: the step is run on its live rows for a trial, which compares a padded one with it.
     - `token`: unique to one step, None outside of one.
 
     `mode` is NONE, PIECEWISE or FULL, or its name; others raise `InvalidModeError`.
@@ -108,9 +107,7 @@ class ForwardContext:
     dispatcher: Announcer | None = None
     live: Batch | None = None
     capture: CaptureTransaction | None = None
-    compared: bool = False
     enlist: Callable[[Any], None] | None = field(default=None, init=False)
-    numbered: bool = field(default=False, init=False)
     token: object = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -138,13 +135,12 @@ class ForwardContext:
         if self.token is not None and self.slot < 0:
             # It is kept and begun again: its graphs are found without hashing its descriptor.
             self.slot = next(_numbers)
-            self.numbered = True
         self.token = object()
 
     @property
     def announced(self) -> bool:
         """Whether someone said that there is a graph: a slot that is more than a number."""
-        return self.slot >= 0 and not self.numbered
+        return 0 <= self.slot < _FIRST_NUMBER
 
     def __enter__(self) -> ForwardContext:
         try:
@@ -174,7 +170,9 @@ class ForwardContext:
         return f"ForwardContext({self.mode.name}, {self.descriptor})"
 
 
-_numbers = itertools.count()
+_FIRST_NUMBER = 1 << 62
+"""More than any slot: contexts that are kept have numbers from here on."""
+_numbers = itertools.count(_FIRST_NUMBER)
 
 _current: ContextVar[ForwardContext | None] = ContextVar("graphrt_forward_context", default=None)
 

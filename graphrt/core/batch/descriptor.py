@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from graphrt.core.base.errors import InvalidBatchError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_hashable, count_of, items_of, shown
 from graphrt.core.batch.modes import GraphMode
+
+NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
+"""Errors of comparing, hashing or looking up a batch with wrong fields: a tensor as variant."""
+NO_MODES: frozenset[GraphMode] = frozenset()
+_NO_BOUNDS: tuple[int, ...] = ()
+_INTS = frozenset({int})
+_new_tuple = tuple.__new__
+_count = partial(count_of, error=InvalidBatchError)
+
+
+def _call_of(fields: BatchDescriptor | Batch) -> str:
+    """The call that makes a descriptor or a batch, without the arguments that are defaults."""
+    defaults: Any = type(fields).__new__.__defaults__
+    named = zip(fields._fields[1:], fields[1:], defaults, strict=True)
+    more = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
+    return f"{type(fields).__name__}({fields.num_tokens}{more})"
 
 
 class _Named(NamedTuple):
@@ -20,12 +37,6 @@ class _Named(NamedTuple):
     query_len: int | None
     bounds: tuple[int, ...]
     variant: Hashable
-
-
-NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
-"""Errors of comparing, hashing or looking up a batch with wrong fields: a tensor as variant."""
-_new_tuple = tuple.__new__
-_INTS = frozenset({int})
 
 
 @public("graphrt")
@@ -56,12 +67,10 @@ class BatchDescriptor(_Named):
         bounds: tuple[int, ...] = (),
         variant: Hashable = None,
     ) -> BatchDescriptor:
-        num_tokens = count_of("num_tokens", num_tokens, least=1, error=InvalidBatchError)
-        num_reqs = checked_count("num_reqs", num_reqs, 1)
-        query_len = checked_count("query_len", query_len, 1)
-        num_active_loras = count_of(
-            "num_active_loras", num_active_loras, least=0, error=InvalidBatchError
-        )
+        num_tokens = _count("num_tokens", num_tokens, least=1)
+        num_reqs = None if num_reqs is None else _count("num_reqs", num_reqs, least=1)
+        query_len = None if query_len is None else _count("query_len", query_len, least=1)
+        num_active_loras = _count("num_active_loras", num_active_loras, least=0)
         bounds, variant = checked_bounds(bounds), checked_variant(variant)
         uniform = _checked_flag("uniform", uniform)
         has_lora = _checked_flag("has_lora", has_lora) or num_active_loras > 0
@@ -95,8 +104,7 @@ class BatchDescriptor(_Named):
             return self.num_active_loras
         return float("inf") if self.has_lora else 0
 
-    def __repr__(self) -> str:
-        return _call_of(self, (None, False, False, 0, None, (), None))
+    __repr__ = _call_of
 
     def __str__(self) -> str:
         parts = [f"{self.num_tokens} tokens"]
@@ -121,10 +129,6 @@ class _Fields(NamedTuple):
     num_active_loras: int
     variant: Hashable
     exclude: frozenset[GraphMode]
-
-
-_NO_BOUNDS: tuple[int, ...] = ()
-NO_MODES: frozenset[GraphMode] = frozenset()
 
 
 @public("graphrt")
@@ -160,30 +164,20 @@ class Batch(_Fields):
             or (query_len is not None and type(query_len) is not int)
             or type(num_active_loras) is not int
         ):
-            num_tokens = count_of("num_tokens", num_tokens, error=InvalidBatchError)
-            num_reqs = checked_count("num_reqs", num_reqs)
-            query_len = checked_count("query_len", query_len)
-            num_active_loras = count_of(
-                "num_active_loras", num_active_loras, error=InvalidBatchError
-            )
+            num_tokens = _count("num_tokens", num_tokens)
+            num_reqs = None if num_reqs is None else _count("num_reqs", num_reqs)
+            query_len = None if query_len is None else _count("query_len", query_len)
+            num_active_loras = _count("num_active_loras", num_active_loras)
         return _new_tuple(
             cls, (num_tokens, num_reqs, query_len, bounds, num_active_loras, variant, exclude)
         )
 
-    def __repr__(self) -> str:
-        return _call_of(self, (None, None, (), 0, None, NO_MODES))
+    __repr__ = _call_of
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Batch:  # type: ignore[override]
         # As above: a batch of 9.0 tokens equals one of 9, and would have its answer.
         return cls(*iterable)
-
-
-def _call_of(fields: BatchDescriptor | Batch, defaults: tuple[Any, ...]) -> str:
-    """The call that makes a descriptor or a batch, without the arguments that are defaults."""
-    named = zip(fields._fields[1:], fields[1:], defaults, strict=True)
-    more = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
-    return f"{type(fields).__name__}({fields.num_tokens}{more})"
 
 
 # All code that has to know every field of a batch is from here on. A new one comes last, with a
@@ -207,8 +201,8 @@ def checked_batch(batch: object) -> Batch:
         type(tokens) is int
         and (reqs is None or type(reqs) is int)
         and (query_len is None or type(query_len) is int)
-        and (bounds is _NO_BOUNDS or _are_ints(bounds))
         and type(loras) is int
+        and checked_bounds(bounds) is bounds
     ):
         batch = batch._replace(bounds=checked_bounds(bounds))
     if batch.num_tokens < 1:
@@ -228,9 +222,8 @@ def live_query_len(batch: Batch) -> int | None:
     query_len, reqs = batch.query_len, batch.num_reqs
     if query_len is None or query_len < 1:
         return None
-    if batch.num_tokens % query_len if reqs is None else reqs * query_len != batch.num_tokens:
-        return None
-    return query_len
+    whole = batch.num_tokens // query_len if reqs is None else reqs
+    return query_len if whole * query_len == batch.num_tokens else None
 
 
 def settled(batch: Batch) -> Batch:
@@ -284,21 +277,12 @@ def unpadded(batch: Batch) -> BatchDescriptor:
     return descriptor_of(settled(checked_batch(batch)))
 
 
-def checked_count(name: str, value: object, least: int | None = None) -> int | None:
-    """A count as an int, or None; raises `InvalidBatchError` for anything else."""
-    return None if value is None else count_of(name, value, least=least, error=InvalidBatchError)
-
-
 def checked_bounds(bounds: object) -> tuple[int, ...]:
     """Bounds as a tuple of ints; raises `InvalidBatchError` for anything else."""
-    if _are_ints(bounds):
+    if bounds is _NO_BOUNDS or (type(bounds) is tuple and _INTS.issuperset(map(type, bounds))):
         return bounds  # type: ignore[return-value]
     listed = items_of("bounds", bounds, "(4096,)", InvalidBatchError)
-    return tuple(count_of("a bound", bound, error=InvalidBatchError) for bound in listed)
-
-
-def _are_ints(bounds: object) -> bool:
-    return type(bounds) is tuple and _INTS.issuperset(map(type, bounds))
+    return tuple(_count("a bound", bound) for bound in listed)
 
 
 def checked_variant(variant: Hashable) -> Hashable:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping
 from typing import Literal, TypeAlias, TypeVar
 
 from graphrt.core.base.errors import GraphRTError, InvalidModeError, InvalidOptionError
@@ -172,12 +171,12 @@ def _member(
     return member
 
 
-def graphs_off(environ: Mapping[str, str] | None = None) -> bool:
+def graphs_off() -> bool:
     """Whether `GRAPHRT_MODE=NONE` turns all graphs of this process off.
 
     Raises `InvalidModeError` for another value: the mode of a model is its host's to choose.
     """
-    text = (os.environ if environ is None else environ).get(MODE_VARIABLE, "").strip()
+    text = os.environ.get(MODE_VARIABLE, "").strip()
     if text and text.upper() != GraphMode.NONE.name:
         raise InvalidModeError(
             f"{MODE_VARIABLE} can only turn graphs off",

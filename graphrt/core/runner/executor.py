@@ -182,7 +182,6 @@ class StepExecutor:
             step.updates,
             step.metadata,
             num_reqs=reqs,
-            compared=around is not None,
             live=batch,
         )
         pool.streams.follow()
