@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import cmp_to_key
 from typing import NamedTuple
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.batch.descriptor import Batch
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
-from graphrt.core.dispatch.ladders import preferred
+from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 
 BYTES = 512
@@ -84,7 +83,7 @@ class Ballot:
             Dispatch(mode, descriptor, Reason.HIT, slot)
             for slot, (mode, descriptor) in enumerate(self.dispatcher.hits())
         ]
-        self.graphs = sorted(graphs, key=cmp_to_key(_order))
+        self.graphs = sorted(graphs, key=preference)
         if len(self.graphs) > MOST_GRAPHS:
             raise InvalidOptionError(
                 "ranks can vote on so many graphs",
@@ -117,12 +116,6 @@ class Ballot:
             return MISSING if planned else UNUSABLE
         serves = batch is None or self.dispatcher.peek(batch, agreed=graph).slot >= 0
         return USABLE if serves else UNUSABLE
-
-
-def _order(first: Dispatch, second: Dispatch) -> int:
-    if preferred(first, second):
-        return -1
-    return 1 if preferred(second, first) else 0
 
 
 def digest_of(facts: Facts) -> bytes:

@@ -20,7 +20,6 @@ from graphrt import (
     InputSpec,
     Reason,
 )
-from graphrt.core.dispatch.ladders import preferred
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 
@@ -110,7 +109,8 @@ def test_what_is_planned_for_a_batch_is_what_dispatch_would_find_were_it_capture
     if wanted is None:
         assert dispatch.reason is not Reason.NOT_CAPTURED
         return
-    better = dispatch.reason is not Reason.HIT or preferred(wanted, dispatch)
+    is_hit = dispatch.reason is Reason.HIT
+    better = not is_hit or preference(*wanted[:2]) < preference(*dispatch[:2])
     dispatcher.publish(wanted.mode, wanted.descriptor)
     again = dispatcher.dispatch(batch, agreed=agreed)
     assert (again.slot == wanted.slot) is better or preference(*again[:2]) == best

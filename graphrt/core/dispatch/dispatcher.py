@@ -10,10 +10,9 @@ from typing import Any
 
 from graphrt.core.base.errors import InvalidBatchError, InvalidModeError, Uncopied
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import items_of, optional, padding_ratio, shown
+from graphrt.core.base.option_values import items_of, padding_ratio, shown
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import (
-    NO_MODES,
     NOT_FOUND,
     Batch,
     BatchDescriptor,
@@ -34,14 +33,12 @@ COUNTED = 768
 AGREED_ON = 32
 """So many graphs that ranks agreed on are kept ready for batches never seen."""
 _OF_DISPATCH = tuple(reason for reason in Reason if reason not in OF_CALLS)
-_MAX_PADDING: Any = optional(padding_ratio)
 _INF = float("inf")
 _new_tuple = tuple.__new__
 _RUNTIME_MODES = frozenset(mode for mode in GraphMode if mode.is_runtime_mode)
 _AGREED = frozenset({BatchDescriptor, Dispatch, type(None)})
 # Constants: CPython 3.11 takes 0.07 us to load the member of an enum.
 _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
-_NO_GRAPHS = Ladders(())
 
 _Choice = tuple[Ladders, Ladders, float]
 """The graphs that are published, those that are only planned, and the largest ratio of their tokens
@@ -52,7 +49,9 @@ class Count:
     """How many batches had the same answer. C knows where in an object `batches` is."""
 
     __slots__ = ("batches",)
-    batches: int
+
+    def __init__(self) -> None:
+        self.batches = 0
 
 
 class _Version:
@@ -100,7 +99,9 @@ class GraphDispatcher(Uncopied):
         self._last_missed: object = None
         # How many steps were not replayed, of all graphs and for all reasons.
         self.not_served = 0
-        self._max_padding = _MAX_PADDING("max_padding", max_padding) or _INF
+        self._max_padding = _INF
+        if max_padding is not None:
+            self._max_padding = padding_ratio("max_padding", max_padding)
         # Another one whenever the answer to a batch may change. It is made before the change, under
         # the lock: whatever interrupts that, no answer outlives its version.
         self.version = _Version()
@@ -111,13 +112,21 @@ class GraphDispatcher(Uncopied):
         Raises `InvalidModeError` unless the mode is PIECEWISE or FULL, and `InvalidBatchError` for
         what is no descriptor.
         """
-        key = mode, descriptor = _checked_key(mode, descriptor)
+        mode = GraphMode.parse(mode)
+        if mode not in GRAPH_MODES:
+            raise InvalidModeError(
+                "a graph is captured and served in one runtime mode",
+                got=mode.name,
+                expected="PIECEWISE or FULL",
+                advice="pass the mode that the graph was captured in",
+            )
+        key = mode, _checked_descriptor(descriptor)
         with self._lock:
             slot = self._slots.get(key)
             if slot is None:
                 slot = len(self._graphs)
-                self._renew()
-                self._graphs.append(Dispatch(mode, descriptor, Reason.HIT, slot))
+                self.version = _Version()
+                self._graphs.append(Dispatch(*key, Reason.HIT, slot))
                 self._slots[key] = slot
             return slot
 
@@ -129,7 +138,7 @@ class GraphDispatcher(Uncopied):
         with self._lock:
             slot = self.reserve(mode, descriptor)
             if not self._off:
-                self._renew()
+                self.version = _Version()
                 self._published.add(slot)
             return self._graphs[slot]
 
@@ -137,13 +146,13 @@ class GraphDispatcher(Uncopied):
         """Stop serving batches with this graph; it stays reserved. Raises what `reserve` does."""
         with self._lock:
             slot = self.reserve(mode, descriptor)
-            self._renew()
+            self.version = _Version()
             self._published.discard(slot)
 
     def withdraw_all(self) -> None:
         """Stop serving; every graph stays reserved."""
         with self._lock:
-            self._renew()
+            self.version = _Version()
             self._published.clear()
 
     @property
@@ -219,27 +228,22 @@ class GraphDispatcher(Uncopied):
         ones are rounded up to four binary digits, at most to the graph's size."""
         _, descriptor, reason, slot = dispatch
         where = slot if slot >= 0 else reason
-        try:
-            return self._counts[where, tokens]
-        except KeyError:
-            count = Count()
-        count.batches = 0
-        if len(self._counts) >= COUNTED:
+        if len(self._counts) >= COUNTED and (where, tokens) not in self._counts:
             step = 1 << max(tokens.bit_length() - 4, 0)
             tokens = -(-tokens // step) * step
             if slot >= 0:
                 tokens = min(tokens, descriptor.num_tokens)
+        count = self._counts.get((where, tokens))
         # Another thread may have been here first.
-        return self._counts.setdefault((where, tokens), count)
+        return count or self._counts.setdefault((where, tokens), Count())
 
     def sizes(self) -> dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]]:
         """Batches by live size, for each graph (its key) and each reason why there was none. A
         batch counts for its graph also where the wrapper then ran it eagerly."""
         with self._lock:
             keys = list(self._slots)
-            sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = {}
-            sizes.update((key, {}) for key in keys)
-            sizes.update((reason, {}) for reason in _OF_DISPATCH)
+            sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]]
+            sizes = {where: {} for where in (*keys, *_OF_DISPATCH)}
             for where, tokens in sorted(self._counts, key=itemgetter(1)):
                 batches = self._counts[where, tokens].batches
                 if batches:
@@ -312,7 +316,7 @@ class GraphDispatcher(Uncopied):
         self, version: _Version, batch: Batch, agreed: Agreed | None
     ) -> tuple[Dispatch | None, Reason]:
         """The best graph, or why there is none: the first of these that is true."""
-        excluded = NO_MODES if batch.exclude is NO_MODES else _checked_modes(batch.exclude)
+        excluded = _checked_modes(batch.exclude)
         published, planned, padding = self._ladders(version, agreed)
         max_tokens = batch.num_tokens * padding
         graph, pads, left_out, largest = published.find(batch, excluded, max_tokens)
@@ -346,18 +350,11 @@ class GraphDispatcher(Uncopied):
                 padding = _INF
             published = [graph for graph in graphs if graph.slot in self._published]
             planned = [graph for graph in graphs if graph.slot not in self._published]
-            choice = (
-                Ladders(published) if published else _NO_GRAPHS,
-                Ladders(planned) if planned else _NO_GRAPHS,
-                padding,
-            )
+            choice = Ladders(published), Ladders(planned), padding
             # There may be any number of graphs that ranks agreed on and nobody here knows.
             if agreed is None or (graphs and len(version.ladders) < AGREED_ON):
                 version.ladders[agreed] = choice
             return choice
-
-    def _renew(self) -> None:
-        self.version = _Version()
 
 
 def _checked_modes(modes: Collection[GraphMode | str]) -> frozenset[GraphMode]:
@@ -369,25 +366,6 @@ def _checked_modes(modes: Collection[GraphMode | str]) -> frozenset[GraphMode]:
     listed = modes if isinstance(modes, Collection) else None
     each = items_of("exclude", listed, "{GraphMode.FULL}", InvalidModeError)
     return frozenset([GraphMode.parse_runtime(mode, what) for mode in each])
-
-
-def _checked_key(
-    mode: GraphMode | str, descriptor: BatchDescriptor
-) -> tuple[GraphMode, BatchDescriptor]:
-    """The key of a graph.
-
-    Raises `InvalidModeError` unless the mode is PIECEWISE or FULL, and `InvalidBatchError` for what
-    is no descriptor.
-    """
-    mode = GraphMode.parse(mode)
-    if mode not in GRAPH_MODES:
-        raise InvalidModeError(
-            "a graph is captured and served in one runtime mode",
-            got=mode.name,
-            expected="PIECEWISE or FULL",
-            advice="pass the mode that the graph was captured in",
-        )
-    return mode, _checked_descriptor(descriptor)
 
 
 def _checked_descriptor(descriptor: object) -> BatchDescriptor:

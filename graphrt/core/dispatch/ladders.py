@@ -15,13 +15,8 @@ GRAPH_MODES = (GraphMode.FULL, GraphMode.PIECEWISE)
 _INF = float("inf")
 
 
-def preferred(first: Dispatch, second: Dispatch) -> bool:
-    """Whether `first` is the better of two graphs that can both serve a batch."""
-    return _preference(first) < _preference(second)
-
-
-def _preference(graph: Dispatch) -> tuple[object, ...]:
-    """The least of the compatible graphs is the best."""
+def preference(graph: Dispatch) -> tuple[object, ...]:
+    """The least of the graphs that can serve a batch is the best."""
     descriptor = graph.descriptor
     return (
         GRAPH_MODES.index(graph.mode),
@@ -50,7 +45,7 @@ class Ladders:
     __slots__ = ("_ladders", "_ranked")
 
     def __init__(self, graphs: Collection[Dispatch]) -> None:
-        self._ranked = sorted(graphs, key=_preference)
+        self._ranked = sorted(graphs, key=preference)
         # Those of a query length, and those of none after them: these serve any.
         self._ladders: dict[tuple[Hashable, int | None], list[_Ladder]] = {}
         of_kind: dict[Hashable, _Ladder] = {}

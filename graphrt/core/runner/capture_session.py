@@ -34,7 +34,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.device.contract import GraphWork, StreamRoom
 from graphrt.core.device.platform import Platform
-from graphrt.core.dispatch.ladders import preferred
+from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.inputs.declared import flat_of
 from graphrt.core.plan.sizes import CaptureKey
@@ -147,7 +147,7 @@ def capture_for_step(
     its dispatch says; a failing one only once. Returns how the step is dispatched then, and its
     inputs, out of the reach of the capture."""
     wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
-    if wanted is None or (dispatch.slot >= 0 and not preferred(wanted, dispatch)):
+    if wanted is None or (dispatch.slot >= 0 and preference(wanted) >= preference(dispatch)):
         return dispatch, values
     if wanted.slot in graphs.left_out or graphs.checks.glances.changed_settings():
         return dispatch, values
