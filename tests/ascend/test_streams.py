@@ -35,10 +35,10 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.device.contract import GraphWork
 from graphrt.core.plan.budget import Budget, Captured, LeftOut, fit, total_of
 from graphrt.core.plan.resolution import ModeResolution
-from graphrt.core.plan.sizes import capture_sizes, descriptors_for, mixed_sizes
+from graphrt.core.plan.sizes import capture_sizes, descriptors_for
 
 A2, A5 = DEVICES["A2"], DEVICES["950"]
-SIZES = mixed_sizes(512, max_num_reqs=256, max_num_tokens=8192)
+SIZES = capture_sizes(max_num_reqs=256, max_num_tokens=8192).mixed
 
 
 def model(layers: int, *domains: str, **others: Any) -> Deployment:

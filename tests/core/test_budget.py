@@ -25,12 +25,12 @@ from graphrt.core.plan.budget import (
 )
 from graphrt.core.plan.plan import Plan
 from graphrt.core.plan.resolution import ModeResolution, resolve_mode
-from graphrt.core.plan.sizes import CaptureKey, capture_sizes, descriptors_for, mixed_sizes
+from graphrt.core.plan.sizes import CaptureKey, capture_sizes, descriptors_for
 from graphrt.core.plan.traffic import by_worth, check_traffic, fitted_sizes
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 BOTH = GraphMode.FULL_AND_PIECEWISE
-SIZES = mixed_sizes(512, max_num_reqs=256, max_num_tokens=8192)
+SIZES = capture_sizes(max_num_reqs=256, max_num_tokens=8192).mixed
 MIB = 1 << 20
 
 

@@ -41,7 +41,7 @@ from graphrt.core.base.errors import (
     ResourceExhaustedError,
 )
 from graphrt.core.plan import saved
-from graphrt.core.plan.sizes import decode_sizes
+from graphrt.core.plan.sizes import capture_sizes
 from graphrt.core.plan.traffic import by_worth
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
@@ -276,7 +276,8 @@ def test_more_sizes_than_anybody_captures_are_refused() -> None:
         plan(max_num_tokens=10**12, max_size=10**12)
     with pytest.raises(InvalidOptionError, match="no more than"):
         plan(sizes=itertools.count(1))
-    assert decode_sizes([1, 9], 4, max_num_reqs=10**12, limit=16) == (4, 12)
+    few = capture_sizes(max_num_reqs=10**12, max_num_tokens=10**12, query_lens=(4,), max_size=9)
+    assert few.decode == {4: (4, 8)}
     assert plan(max_num_tokens=10**12, max_num_reqs=10**12).keys
 
 

@@ -14,12 +14,10 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.sizes import (
     CaptureSizes,
-    capture_limit,
     capture_sizes,
     check_sizes,
     descriptors_for,
     eager_range,
-    mixed_sizes,
 )
 
 REQS = st.integers(1, 2048)
@@ -96,11 +94,11 @@ def test_token_budget_is_a_size() -> None:
 
 @given(REQS, TOKENS, st.integers(1, 9), st.sampled_from([512, 1024]))
 def test_mixed_list_is_the_definition(reqs: int, tokens: int, q: int, cap: int) -> None:
-    limit = capture_limit(reqs, tokens, q, cap)
-    assert limit == min(reqs * q * 2, cap, tokens)
-    got = mixed_sizes(limit, max_num_reqs=reqs, max_num_tokens=tokens, query_len=q)
-    extra = {size for size in (reqs * q, tokens) if size <= limit}
-    assert list(got) == sorted({*ref_steps(limit), *extra})
+    tokens = max(tokens, q)
+    got = plan(reqs, tokens, q, cap)
+    assert got.limit == min(reqs * q * 2, cap, tokens)
+    extra = {size for size in (reqs * q, tokens) if size <= got.limit}
+    assert list(got.mixed) == sorted({*ref_steps(got.limit), *extra})
 
 
 @given(REQS, TOKENS, st.lists(st.integers(1, 9), min_size=1, max_size=3))

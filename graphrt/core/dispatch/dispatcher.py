@@ -13,6 +13,7 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import items_of, padding_ratio, shown
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import (
+    NO_MODES,
     NOT_FOUND,
     Batch,
     BatchDescriptor,
@@ -49,9 +50,7 @@ class Count:
     """How many batches had the same answer. C knows where in an object `batches` is."""
 
     __slots__ = ("batches",)
-
-    def __init__(self) -> None:
-        self.batches = 0
+    batches: int
 
 
 class _Version:
@@ -228,14 +227,18 @@ class GraphDispatcher(Uncopied):
         ones are rounded up to four binary digits, at most to the graph's size."""
         _, descriptor, reason, slot = dispatch
         where = slot if slot >= 0 else reason
-        if len(self._counts) >= COUNTED and (where, tokens) not in self._counts:
+        try:
+            return self._counts[where, tokens]
+        except KeyError:
+            count = Count()
+        count.batches = 0
+        if len(self._counts) >= COUNTED:
             step = 1 << max(tokens.bit_length() - 4, 0)
             tokens = -(-tokens // step) * step
             if slot >= 0:
                 tokens = min(tokens, descriptor.num_tokens)
-        count = self._counts.get((where, tokens))
         # Another thread may have been here first.
-        return count or self._counts.setdefault((where, tokens), Count())
+        return self._counts.setdefault((where, tokens), count)
 
     def sizes(self) -> dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]]:
         """Batches by live size, for each graph (its key) and each reason why there was none. A
@@ -316,7 +319,7 @@ class GraphDispatcher(Uncopied):
         self, version: _Version, batch: Batch, agreed: Agreed | None
     ) -> tuple[Dispatch | None, Reason]:
         """The best graph, or why there is none: the first of these that is true."""
-        excluded = _checked_modes(batch.exclude)
+        excluded = NO_MODES if batch.exclude is NO_MODES else _checked_modes(batch.exclude)
         published, planned, padding = self._ladders(version, agreed)
         max_tokens = batch.num_tokens * padding
         graph, pads, left_out, largest = published.find(batch, excluded, max_tokens)

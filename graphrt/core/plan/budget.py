@@ -8,12 +8,7 @@ from typing import NamedTuple
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import (
-    count_of,
-    items_of,
-    number_of,
-    shown,
-)
+from graphrt.core.base.option_values import count_of, items_of, number_of, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.resolution import ModeResolution

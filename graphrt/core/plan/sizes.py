@@ -49,47 +49,15 @@ class CaptureSizes:
         lines = [f"Sizes, at most {self.limit} tokens:"]
         for name, listed in lists.items():
             head = f"  {name:{width}} {len(listed):4}: "
-            numbers = " ".join(map(str, listed)) or "none"
-            lines.append(
-                textwrap.fill(
-                    numbers, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)
-                )
-            )
+            text = head + (" ".join(map(str, listed)) or "none")
+            lines.append(textwrap.fill(text, _WIDTH, subsequent_indent=" " * len(head)))
         return lines
-
-
-def capture_limit(
-    max_num_reqs: int, max_num_tokens: int, query_len: int = 1, cap: int = _CAP
-) -> int:
-    """M, the largest default size: two full decode batches, within cap and token budget."""
-    return min(max_num_reqs * query_len * 2, cap, max_num_tokens)
-
-
-def mixed_sizes(
-    limit: int, *, max_num_reqs: int, max_num_tokens: int, query_len: int = 1
-) -> tuple[int, ...]:
-    """The default list for any batch: the steps up to `limit`, a full decode batch, all tokens."""
-    landmarks = (max_num_reqs * query_len, max_num_tokens)
-    return tuple(sorted({*_steps(limit), *(size for size in landmarks if size <= limit)}))
-
-
-def decode_sizes(
-    mixed: Iterable[int], query_len: int, *, max_num_reqs: int, limit: int
-) -> tuple[int, ...]:
-    """The default ladder, in tokens, of uniform batches whose requests have `query_len` tokens: the
-    sizes of `mixed` in whole requests, and a full decode batch.
-
-    Empty where not even one request fits under `limit`.
-    """
-    full = max_num_reqs * query_len
-    whole = {-(-size // query_len) * query_len for size in mixed}
-    return tuple(sorted(size for size in {*whole, full} if size <= min(full, limit)))
 
 
 def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     """`sizes` as a tuple if they ascend and are positive; raises `InvalidOptionError` otherwise."""
     nothing = 'mode="NONE" to capture nothing, or sizes=None for the default list'
-    listed = items_of("sizes", sizes, "[1, 2, 4, 8]", InvalidOptionError, empty=nothing)
+    listed = items_of("sizes", sizes, "[1, 2, 4, 8]", empty=nothing)
     checked = tuple(positive("a capture size", size) for size in listed)
     if list(checked) != sorted(set(checked)):
         raise InvalidOptionError(
@@ -103,8 +71,7 @@ def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
 
 def check_query_lens(query_lens: Iterable[int]) -> tuple[int, ...]:
     """`query_lens`, each once and ascending; raises `InvalidOptionError` for what none can be."""
-    default = "query_lens=(1,)"
-    listed = items_of("query_lens", query_lens, "(1,)", InvalidOptionError, empty=default)
+    listed = items_of("query_lens", query_lens, "(1,)", empty="query_lens=(1,)")
     return tuple(sorted({positive("a query length", each) for each in listed}))
 
 
@@ -125,6 +92,10 @@ def capture_sizes(
     the largest size to capture: it takes the place of the default limit (not of
     the token budget) and cuts the host's own list. With `traffic` the default lists have as many
     sizes as without, and those that pad its batches least.
+
+    By default any batch has the steps up to M (docs/concepts/sizes.md), a full decode batch and
+    all tokens; uniform decode has these in whole requests, and a full decode batch, up to which it
+    goes. It has none where not one request fits under M.
     """
     max_num_reqs, max_num_tokens = _largest_batch(max_num_reqs, max_num_tokens, sizes)
     longest = max(query_lens)
@@ -135,30 +106,33 @@ def capture_sizes(
             expected="query_lens of at most max_num_tokens",
             advice=f"max_num_tokens={max(max_num_reqs * longest, max_num_tokens)}",
         )
-    limit = capture_limit(max_num_reqs, max_num_tokens, longest, cap)
+    limit = min(max_num_reqs * longest * 2, cap, max_num_tokens)
     if max_size is not None:
         limit = min(max_size, max_num_tokens)
     listed = None if sizes is None else _cut(tuple(sizes), max_size)
-    ladder = limit // 16 if listed is None else len(listed)
-    _refuse_many(len(query_lens) * ladder)
-    if listed is None:
-        mixed = mixed_sizes(
-            limit, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=longest
-        )
-        ladders = {
-            q: decode_sizes(mixed, q, max_num_reqs=max_num_reqs, limit=limit) for q in query_lens
-        }
+    _refuse_many(len(query_lens) * (limit // 16 if listed is None else len(listed)))
+    ladders: dict[int, tuple[int, ...]] = {}
+    if listed is not None:
+        tokens = max_num_tokens if max_size is None else limit
+        for q in query_lens:
+            full = max_num_reqs * q
+            # In whole requests, and no larger than a batch can be.
+            largest = min(full, tokens) // q * q
+            rounded = {min(-(-size // q) * q, largest) for size in listed}
+            ladders[q] = tuple(sorted((rounded | ({full} if full <= limit else set())) - {0}))
+        return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, listed, ladders)
+    mixed = _up_to(limit, [*_steps(limit), max_num_reqs * longest, max_num_tokens])
+    whole: list[int] = []
+    for q in query_lens:
+        full = max_num_reqs * q
         # A graph for any batch serves decode as well: there are steps of whole requests too.
-        steps = {n * q for q in query_lens for n in _steps(min(max_num_reqs, limit // q))}
-        full = {max_num_reqs * q for q in query_lens if max_num_reqs * q <= limit}
-        general = tuple(sorted({*mixed, *steps, *full}))
-        if traffic is not None:
-            mixed, general = fitted_sizes(mixed, traffic), fitted_sizes(general, traffic)
-            ladders = {q: fitted_sizes(ladder, traffic, q) for q, ladder in ladders.items()}
-        return CaptureSizes(max_num_reqs, max_num_tokens, limit, mixed, general, ladders)
-    tokens = max_num_tokens if max_size is None else limit
-    ladders = {q: _rounded(listed, q, max_num_reqs * q, tokens, limit) for q in query_lens}
-    return CaptureSizes(max_num_reqs, max_num_tokens, limit, listed, listed, ladders)
+        whole += [full, *(n * q for n in _steps(min(max_num_reqs, limit // q)))]
+        ladders[q] = _up_to(min(full, limit), [full, *(-(-size // q) * q for size in mixed)])
+    general = _up_to(limit, [*mixed, *whole])
+    if traffic is not None:
+        mixed, general = fitted_sizes(mixed, traffic), fitted_sizes(general, traffic)
+        ladders = {q: fitted_sizes(ladder, traffic, q) for q, ladder in ladders.items()}
+    return CaptureSizes(max_num_reqs, max_num_tokens, limit, mixed, general, ladders)
 
 
 def _largest_batch(
@@ -239,15 +213,8 @@ def _steps(limit: int) -> list[int]:
     return [*few, *range(8, min(limit + 1, 256), 8), *range(256, limit + 1, 16)]
 
 
-def _rounded(
-    sizes: tuple[int, ...], query_len: int, widest: int, max_num_tokens: int, limit: int
-) -> tuple[int, ...]:
-    """A host's sizes as whole requests of `query_len`, no larger than a batch can be."""
-    largest = min(widest, max_num_tokens) // query_len * query_len
-    rounded = {min(-(-size // query_len) * query_len, largest) for size in sizes}
-    if widest <= limit:
-        rounded.add(widest)
-    return tuple(sorted(rounded - {0}))
+def _up_to(limit: int, sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted({size for size in sizes if size <= limit}))
 
 
 def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
@@ -315,4 +282,4 @@ def _cut(sizes: tuple[int, ...], max_size: int | None) -> tuple[int, ...]:
 
 def positive(name: str, number: object) -> int:
     """A count of at least 1; raises `InvalidOptionError` for anything else."""
-    return count_of(name, number, least=1, error=InvalidOptionError)
+    return count_of(name, number, least=1)
