@@ -80,7 +80,8 @@ def test_strict_refuses_exactly_where_there_would_be_a_step(
     ],
 )
 def test_a_pass_that_sees_the_whole_graph_turns_pieces_off(requested, support, expected):
-    resolution = resolve_mode(requested, attention=AttentionSupport[support], whole_graph_pass=True)
+    whole = SimpleNamespace(graphs=True, provides=None, whole_graph=True)
+    resolution = resolve_mode(requested, attention=AttentionSupport[support], compiled=[whole])
     assert resolution.mode.name == expected
 
 
@@ -117,6 +118,6 @@ def test_only_none_piecewise_and_full_are_runtime_modes():
 )
 def test_pieces_that_a_module_brings_are_what_auto_stands_for(asked, provider):
     brings = SimpleNamespace(graphs=True, provides=PieceProvider.FX, whole_graph=False)
-    assert provider_of([brings], asked) == (provider, False)
+    assert provider_of([brings], asked) is provider
     with pytest.raises(InvalidOptionError, match="one by one"):
         provider_of([brings], "breakable")

@@ -202,7 +202,7 @@ def checked_batch(batch: object) -> Batch:
         and (reqs is None or type(reqs) is int)
         and (query_len is None or type(query_len) is int)
         and type(loras) is int
-        and checked_bounds(bounds) is bounds
+        and (bounds is _NO_BOUNDS or checked_bounds(bounds) is bounds)
     ):
         batch = batch._replace(bounds=checked_bounds(bounds))
     if batch.num_tokens < 1:
@@ -279,8 +279,8 @@ def unpadded(batch: Batch) -> BatchDescriptor:
 
 def checked_bounds(bounds: object) -> tuple[int, ...]:
     """Bounds as a tuple of ints; raises `InvalidBatchError` for anything else."""
-    if bounds is _NO_BOUNDS or (type(bounds) is tuple and _INTS.issuperset(map(type, bounds))):
-        return bounds  # type: ignore[return-value]
+    if type(bounds) is tuple and _INTS.issuperset(map(type, bounds)):
+        return bounds
     listed = items_of("bounds", bounds, "(4096,)", InvalidBatchError)
     return tuple(_count("a bound", bound) for bound in listed)
 

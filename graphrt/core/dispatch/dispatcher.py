@@ -37,6 +37,7 @@ _OF_DISPATCH = tuple(reason for reason in Reason if reason not in OF_CALLS)
 _INF = float("inf")
 _new_tuple = tuple.__new__
 _RUNTIME_MODES = frozenset(mode for mode in GraphMode if mode.is_runtime_mode)
+_NO_GRAPHS = Ladders(())
 _AGREED = frozenset({BatchDescriptor, Dispatch, type(None)})
 # Constants: CPython 3.11 takes 0.07 us to load the member of an enum.
 _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
@@ -245,8 +246,9 @@ class GraphDispatcher(Uncopied):
         batch counts for its graph also where the wrapper then ran it eagerly."""
         with self._lock:
             keys = list(self._slots)
+            rows: list[tuple[GraphMode, BatchDescriptor] | Reason] = [*keys, *_OF_DISPATCH]
             sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]]
-            sizes = {where: {} for where in (*keys, *_OF_DISPATCH)}
+            sizes = {row: {} for row in rows}
             for where, tokens in sorted(self._counts, key=itemgetter(1)):
                 batches = self._counts[where, tokens].batches
                 if batches:
@@ -353,7 +355,11 @@ class GraphDispatcher(Uncopied):
                 padding = _INF
             published = [graph for graph in graphs if graph.slot in self._published]
             planned = [graph for graph in graphs if graph.slot not in self._published]
-            choice = Ladders(published), Ladders(planned), padding
+            choice = (
+                Ladders(published) if published else _NO_GRAPHS,
+                Ladders(planned) if planned else _NO_GRAPHS,
+                padding,
+            )
             # There may be any number of graphs that ranks agreed on and nobody here knows.
             if agreed is None or (graphs and len(version.ladders) < AGREED_ON):
                 version.ladders[agreed] = choice

@@ -16,74 +16,46 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from graphrt.core.base.errors import InvalidOptionError, ResourceExhaustedError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind, count_of, items_of
-from graphrt.core.batch.descriptor import BatchDescriptor, checked_variant
+from graphrt.core.batch.descriptor import checked_variant
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import given_platform
-from graphrt.core.plan import saved
-from graphrt.core.plan.budget import (
-    Budget,
-    Captured,
-    GraphCost,
-    LeftOut,
-    PlannedCapture,
-    budget_lines,
-    by_priority,
-    fit,
-    total_of,
-)
-from graphrt.core.plan.resolution import (
-    AUTO,
-    SWITCHED_OFF,
-    UNNAMED,
-    Attention,
-    ModeResolution,
-    all_compiled,
-    levels_of,
-    provider_of,
-    resolve_mode,
-    with_switches,
-)
-from graphrt.core.plan.sizes import (
-    CaptureKey,
-    CaptureSizes,
-    capture_sizes,
-    check_decode,
-    check_query_lens,
-    check_sizes,
-    descriptors_for,
-    eager_decode,
-    positive,
-)
+from graphrt.core.plan import resolution, saved, sizes
+from graphrt.core.plan.budget import Budget, GraphCost, budget_lines, by_priority, fit, total_of
 from graphrt.core.plan.traffic import Traffic, check_traffic
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 
-@public("graphrt.types")
-class PlanArguments(TypedDict, total=False):
-    """The arguments of `Plan`, which `GraphRunner` takes too."""
+class SizeArguments(TypedDict, total=False):
+    """Those of a plan that say how large its graphs are."""
 
-    mode: Mode | None
     sizes: Sequence[int] | None
     max_size: int | None
     max_num_tokens: int | None
     max_num_reqs: int | None
     query_lens: Sequence[int]
-    attention: Attention
+    traffic: Traffic | None
+
+
+@public("graphrt.types")
+class PlanArguments(SizeArguments, total=False):
+    """The arguments of `Plan`, which `GraphRunner` takes too."""
+
+    mode: Mode | None
+    attention: resolution.Attention
     pieces: PieceProvider | str | None
     compiled: Sequence[Any]
     loras: Sequence[int | None]
     bounds: Sequence[tuple[int, ...]]
     variants: Sequence[Hashable]
     budget: Budget | None
-    traffic: Traffic | None
 
 
 def _pieces(value: Any) -> PieceProvider | str | None:
-    auto = isinstance(value, str) and value.strip().lower() == AUTO
-    return AUTO if auto else PieceProvider.parse(value)
+    auto = isinstance(value, str) and value.strip().lower() == resolution.AUTO
+    return resolution.AUTO if auto else PieceProvider.parse(value)
 
 
 def _budget(value: Budget) -> Budget:
@@ -108,14 +80,14 @@ def _bounds(case: Any) -> tuple[int, ...]:
 
 _ARGUMENTS: Mapping[str, tuple[Any, Callable[[Any], Any]]] = {
     "mode": (None, GraphMode.parse),
-    "sizes": (None, check_sizes),
-    "max_size": (None, partial(positive, "max_size")),
-    "max_num_tokens": (None, partial(positive, "max_num_tokens")),
-    "max_num_reqs": (None, partial(positive, "max_num_reqs")),
-    "query_lens": ((1,), check_query_lens),
-    "attention": (AttentionSupport.ALWAYS, levels_of),
-    "pieces": (AUTO, _pieces),
-    "compiled": ((), all_compiled),
+    "sizes": (None, sizes.check_sizes),
+    "max_size": (None, partial(sizes.positive, "max_size")),
+    "max_num_tokens": (None, partial(sizes.positive, "max_num_tokens")),
+    "max_num_reqs": (None, partial(sizes.positive, "max_num_reqs")),
+    "query_lens": ((1,), sizes.check_query_lens),
+    "attention": (AttentionSupport.ALWAYS, resolution.levels_of),
+    "pieces": (resolution.AUTO, _pieces),
+    "compiled": ((), resolution.all_compiled),
     "loras": ((0,), _cases("loras", "(0, 4)", _loras)),
     "bounds": (((),), _cases("bounds", "[(4096,)]", _bounds)),
     "variants": ((None,), _cases("variants", '["draft"]', checked_variant)),
@@ -202,42 +174,30 @@ class Plan:
         self.arguments = checked_arguments({"mode": mode, **arguments})
         self.platform = given_platform(platform)
         self.compiled = self.arguments["compiled"]
-        self.attention: Mapping[str, AttentionSupport] = levels_of(self.arguments["attention"])
+        self.attention = resolution.levels_of(self.arguments["attention"])
         """What each attention backend supports, by name."""
-        self.pieces, whole_graph = provider_of(self.compiled, self.arguments["pieces"])
-        resolution = resolve_mode(
-            self.arguments["mode"],
-            attention=self.attention,
-            query_lens=self.arguments["query_lens"],
-            pieces=self.pieces,
-            whole_graph_pass=whole_graph,
-        )
-        resolution = with_switches(self.compiled, resolution)
+        resolved = resolution.resolve_mode(**self.arguments)
+        self.pieces = resolved.pieces
         cap = self.platform.default_max_size()
-        self.sizes: CaptureSizes = capture_sizes(**self.arguments, cap=cap)
-        check_decode(resolution.mode, self.sizes)
-        self.resolution: ModeResolution
-        self.captured: Captured
-        self.left_out: tuple[LeftOut, ...]
+        self.sizes = sizes.capture_sizes(**self.arguments, cap=cap)
+        sizes.check_decode(resolved.mode, self.sizes)
         self.resolution, self.captured, self.left_out = fit(
-            descriptors_for(resolution.mode, self.sizes, **self.arguments),
+            sizes.descriptors_for(resolved.mode, self.sizes, **self.arguments),
             self.arguments["budget"] or Budget(),
-            mode=resolution,
+            mode=resolved,
             traffic=self.arguments["traffic"],
             landmarks=self._landmarks,
         )
         self.resolution.log_steps()
-        self.mode: GraphMode = self.resolution.mode
-        self.keys: tuple[CaptureKey, ...] = tuple(
-            (each.mode, each.descriptor) for each in self.captured
-        )
+        self.mode = self.resolution.mode
+        self.keys = tuple((each.mode, each.descriptor) for each in self.captured)
 
     @property
     def total(self) -> GraphCost:
         """What all graphs take together."""
         return total_of(each.cost for each in self.captured)
 
-    def capture_order(self) -> tuple[tuple[GraphMode, BatchDescriptor], ...]:
+    def capture_order(self) -> tuple[sizes.CaptureKey, ...]:
         """`keys` in the order in which they are captured: as they are, or, where the device tells
         how many streams are free for graphs, those first that are worth most if it runs out."""
         if self.platform.stream_room() is None:
@@ -276,7 +236,7 @@ class Plan:
         platform = given_platform(platform)
         compiled = items_of("compiled", compiled, "[module]")
         same_modules = list(map(id, self.compiled)) == list(map(id, compiled))
-        off = any(step.rule == SWITCHED_OFF for step in self.resolution.steps)
+        off = any(step.rule == resolution.SWITCHED_OFF for step in self.resolution.steps)
         # Of a plan that has no graphs anyway there is no step that says so.
         same_switch = off == graphs_off() or self.mode is GraphMode.NONE
         if platform.name == self.platform.name and same_modules and same_switch:
@@ -296,14 +256,13 @@ class Plan:
         """The plan for people."""
         lines = self.resolution.lines()
         for name, support in self.attention.items():
-            lines.append(
-                f"Attention: {'' if name == UNNAMED else f'{name} supports '}{support.name}"
-            )
+            whose = "" if name == resolution.UNNAMED else f"{name} supports "
+            lines.append(f"Attention: {whose}{support.name}")
         lines += self.sizes.lines(self.mode)
         counts = Counter(mode.name for mode, _ in self.keys)
         total = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
         lines.append(f"Graphs to capture, largest first: {len(self.keys)} ({total})")
-        lines += eager_decode(self.sizes, self.keys)
+        lines += sizes.eager_decode(self.sizes, self.keys)
         budget = self.arguments["budget"]
         if budget is not None:
             lines += budget_lines(budget, self.captured, self.left_out)
@@ -327,8 +286,8 @@ class Plan:
             "steps": [vars(step) for step in self.resolution.steps],
             "sizes": vars(self.sizes),
             "total": self.total,
-            "graphs": list(map(_as_dict, self.captured)),
-            "left_out": list(map(_as_dict, self.left_out)),
+            "graphs": self.captured,
+            "left_out": self.left_out,
         }
         return {"arguments": self._content()["arguments"], **saved.in_json(results)}
 
@@ -366,8 +325,3 @@ class Plan:
         changed = saved.differences(printed, plan._content()["printed"])
         saved.warn_changed(f"{os.fspath(path)}, made with {made_with},", changed)
         return plan
-
-
-def _as_dict(graph: PlannedCapture | LeftOut) -> dict[str, Any]:
-    more = dict(zip(graph._fields[3:], graph[3:], strict=True))
-    return {"mode": graph.mode, **graph.descriptor._asdict(), **vars(graph.cost), **more}

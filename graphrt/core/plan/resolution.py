@@ -22,6 +22,8 @@ Attention = AttentionSupport | str | Mapping[str, AttentionSupport | str]
 """What the attention of a model supports, or each backend of it by name."""
 UNNAMED = "attention"
 """The name of an attention backend that nobody named."""
+AUTO = "auto"
+"""Of pieces: those that a compiled module brings along, else breakable capture."""
 SWITCHED_OFF = "environment"
 """The rule of the step that `GRAPHRT_MODE=NONE` takes."""
 
@@ -41,11 +43,12 @@ class ResolutionStep:
 @public("graphrt.types")
 @dataclass(frozen=True)
 class ModeResolution:
-    """The mode that runs and the ordered steps that led to it."""
+    """The mode that runs, the ordered steps that led to it, and what cuts a forward into pieces."""
 
     requested: GraphMode
     mode: GraphMode
     steps: tuple[ResolutionStep, ...] = ()
+    pieces: PieceProvider | None = None
 
     def stepped(
         self, rule: str, after: GraphMode, why: str, backend: str | None = None
@@ -85,55 +88,66 @@ class ModeResolution:
 
 
 def resolve_mode(
-    requested: Mode | None,
+    mode: Mode | None = None,
     *,
     attention: Attention = AttentionSupport.ALWAYS,
     query_lens: Sequence[int] = (1,),
-    pieces: PieceProvider | str | None = PieceProvider.BREAKABLE,
-    whole_graph_pass: bool = False,
+    pieces: PieceProvider | str | None = AUTO,
+    compiled: Sequence[Any] = (),
+    **_: object,
 ) -> ModeResolution:
-    """The mode that a model can run in, by the table of docs/concepts/modes.md. Without a
-    `requested` mode it is FULL_AND_PIECEWISE with pieces, else NONE.
+    """The mode that a model can run in, by the table of docs/concepts/modes.md; takes the checked
+    arguments of a plan. Without a `mode` it is FULL_AND_PIECEWISE with pieces, else NONE.
 
     `attention` is the model's support, or the support of each of its backends by name, of which
-    the lowest decides. `query_lens` are the decode query lengths (the largest matters).
-    `whole_graph_pass` says that pieces are off because a compiler pass must see the whole graph.
+    the lowest decides. `query_lens` are the decode query lengths (the largest matters). `compiled`
+    are the compiled modules of the forward: of one that must see the whole graph there are no
+    pieces.
     """
+    whole = any(module.whole_graph for module in compiled)
+    provider = None if whole else provider_of(compiled, pieces)
+    if mode is None:
+        mode = GraphMode.NONE if provider is None else GraphMode.FULL_AND_PIECEWISE
+    requested = GraphMode.parse(mode)
     levels = levels_of(attention) or {UNNAMED: AttentionSupport.ALWAYS}
-    lowest = min(levels, key=lambda name: levels[name])
-    backend, support = None if lowest == UNNAMED else lowest, levels[lowest]
-    provider = None if whole_graph_pass else PieceProvider.parse(pieces)
-    query_len = max(query_lens, default=1)
-    if requested is None:
-        requested = GraphMode.NONE if provider is None else GraphMode.FULL_AND_PIECEWISE
-    requested = GraphMode.parse(requested)
-
-    resolution = ModeResolution(requested, requested)
-    who = "attention" if backend is None else f"attention backend {backend!r}"
-    if requested.has_full and not _has_full_decode(support, query_len):
-        why = f"{who} supports {support.name}, decode has query length {query_len}"
-        resolution = resolution.stepped("attention-decode", GraphMode.PIECEWISE, why, backend)
-    elif requested is GraphMode.FULL and support is not AttentionSupport.ALWAYS:
-        why = f"{who} supports {support.name}, so mixed batches cannot be one graph"
-        resolution = resolution.stepped(
-            "attention-mixed", GraphMode.FULL_AND_PIECEWISE, why, backend
-        )
+    resolution = ModeResolution(requested, requested, pieces=provider)
+    resolution = _with_attention(resolution, levels, max(query_lens))
     mode = resolution.mode
-    if whole_graph_pass:
+    if whole:
         why = "a pass must see the whole graph, so nothing provides pieces"
-        whole = mode is GraphMode.FULL_AND_PIECEWISE and support is AttentionSupport.ALWAYS
-        return resolution.stepped(
-            "whole-graph", GraphMode.FULL if whole else mode.without_pieces(), why
-        )
-    if provider is None:
-        return resolution.stepped("no-pieces", mode.without_pieces(), "nothing provides pieces")
+        always = min(levels.values()) is AttentionSupport.ALWAYS
+        whole_mode = mode.without_pieces()
+        if mode is GraphMode.FULL_AND_PIECEWISE and always:
+            whole_mode = GraphMode.FULL
+        resolution = resolution.stepped("whole-graph", whole_mode, why)
+    elif provider is None:
+        why = "nothing provides pieces"
+        resolution = resolution.stepped("no-pieces", mode.without_pieces(), why)
+    if not all(module.graphs for module in compiled):
+        why = "a module of the forward was compiled with graphs=False"
+        resolution = resolution.stepped("graphs-off", GraphMode.NONE, why)
+    if graphs_off():
+        return resolution.stepped(SWITCHED_OFF, GraphMode.NONE, "GRAPHRT_MODE=NONE is set")
     return resolution
 
 
-def _has_full_decode(support: AttentionSupport, query_len: int) -> bool:
-    """Whether decode batches with so many tokens a request can be whole graphs."""
+def _with_attention(
+    resolution: ModeResolution, levels: Mapping[str, AttentionSupport], query_len: int
+) -> ModeResolution:
+    """The mode that attention allows, where decode has so many tokens a request."""
+    lowest = min(levels, key=lambda name: levels[name])
+    support, requested = levels[lowest], resolution.mode
+    backend = None if lowest == UNNAMED else lowest
+    who = "attention" if backend is None else f"attention backend {backend!r}"
     single = support is AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE and query_len == 1
-    return single or support >= AttentionSupport.UNIFORM_BATCH
+    if requested.has_full and not (single or support >= AttentionSupport.UNIFORM_BATCH):
+        why = f"{who} supports {support.name}, decode has query length {query_len}"
+        return resolution.stepped("attention-decode", GraphMode.PIECEWISE, why, backend)
+    if requested is GraphMode.FULL and support is not AttentionSupport.ALWAYS:
+        why = f"{who} supports {support.name}, so mixed batches cannot be one graph"
+        both = GraphMode.FULL_AND_PIECEWISE
+        return resolution.stepped("attention-mixed", both, why, backend)
+    return resolution
 
 
 def levels_of(attention: Attention) -> dict[str, AttentionSupport]:
@@ -150,20 +164,7 @@ def levels_of(attention: Attention) -> dict[str, AttentionSupport]:
     return {name: AttentionSupport.parse(level) for name, level in named.items()}
 
 
-def with_switches(modules: Sequence[Any], resolution: ModeResolution) -> ModeResolution:
-    """NONE instead, if a module was compiled with `graphs=False` or the process has no graphs."""
-    if not all(module.graphs for module in modules):
-        why = "a module of the forward was compiled with graphs=False"
-        resolution = resolution.stepped("graphs-off", GraphMode.NONE, why)
-    if graphs_off():
-        return resolution.stepped(SWITCHED_OFF, GraphMode.NONE, "GRAPHRT_MODE=NONE is set")
-    return resolution
-
-
 # Compiled modules of a forward, as far as a plan must know them before anything is captured ------
-
-AUTO = "auto"
-
 
 _FACTS = ("graphs", "provides", "whole_graph")
 """The attributes of a compiled module: whether its steps may be replayed from graphs at all; what
@@ -201,19 +202,12 @@ def all_compiled(announced: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(compiled.values())
 
 
-def provider_of(
-    modules: Sequence[Any], asked: PieceProvider | str | None
-) -> tuple[PieceProvider | None, bool]:
-    """What cuts a forward with these modules into pieces, and whether it must stay whole.
-
-    "auto" stands for what the modules bring along, else for breakable capture. Raises
-    `InvalidOptionError` for breakable capture of modules whose pieces are captured one by one.
-    """
-    if any(module.whole_graph for module in modules):
-        return None, True
+def provider_of(modules: Sequence[Any], asked: PieceProvider | str | None) -> PieceProvider | None:
+    """What cuts a forward with these modules into pieces. Raises `InvalidOptionError` for breakable
+    capture of modules whose pieces are captured one by one."""
     brought = next((module.provides for module in modules if module.provides is not None), None)
     if asked == AUTO:
-        return brought or PieceProvider.BREAKABLE, False
+        return brought or PieceProvider.BREAKABLE
     provider = PieceProvider.parse(asked)
     if brought is not None and provider is PieceProvider.BREAKABLE:
         raise InvalidOptionError(
@@ -222,7 +216,7 @@ def provider_of(
             expected=f'pieces="{brought.value}"',
             advice='pieces="auto", or compile without pool= for breakable capture',
         )
-    return provider, False
+    return provider
 
 
 def _is_compiled(value: Any) -> bool:

@@ -20,15 +20,10 @@ from typing import Any, TypeVar
 import torch
 
 from graphrt._version import __version__
-from graphrt.core.base.errors import (
-    InvalidOptionError,
-    PlanChangedWarning,
-    PlanFileError,
-    warn_caller,
-)
+from graphrt.core.base import errors
 from graphrt.core.base.files import read_bounded
 from graphrt.core.base.option_values import shown
-from graphrt.core.plan.budget import Budget, GraphCost
+from graphrt.core.plan.budget import Budget, GraphCost, LeftOut, PlannedCapture
 
 T = TypeVar("T")
 
@@ -55,6 +50,10 @@ def in_json(value: Any) -> Any:
         return value.name
     if isinstance(value, (Budget, GraphCost)):
         value = vars(value)
+    if isinstance(value, (PlannedCapture, LeftOut)):
+        more = value._asdict()
+        of_graph, cost = more.pop("descriptor")._asdict(), vars(more.pop("cost"))
+        value = {"mode": value.mode, **of_graph, **cost, **more}
     if isinstance(value, Mapping):
         return {str(in_json(key)): in_json(each) for key, each in value.items()}
     return [in_json(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -81,7 +80,7 @@ def _literal(variant: Hashable) -> str:
         text = repr(variant)
         if ast.literal_eval(text) == variant:
             return text
-    raise InvalidOptionError(
+    raise errors.InvalidOptionError(
         "a plan with this variant cannot be saved",
         got=shown(variant),
         expected="a string, an int, or a tuple of them, not nested deeply",
@@ -100,7 +99,7 @@ def warn_changed(what: object, changed: Sequence[str]) -> None:
     if changed:
         lines = "\n  ".join(changed)
         text = f"the plan of {what} comes out differently here:\n  {lines}"
-        warn_caller(text, PlanChangedWarning)
+        errors.warn_caller(text, errors.PlanChangedWarning)
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
@@ -117,7 +116,7 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         finally:
             beside.unlink(missing_ok=True)
     except (OSError, TypeError, ValueError) as error:
-        raise PlanFileError(
+        raise errors.PlanFileError(
             "the plan cannot be written",
             got=f"{shown(path)} ({error})"[:500],
             expected="a path in a folder that may be written",
@@ -143,7 +142,7 @@ def read(
         return plan, list(map(str, content["printed"])), str(content["made_with"])[:200]
     except Exception as error:
         # What somebody wrote by hand may fail anywhere in a plan.
-        raise PlanFileError(
+        raise errors.PlanFileError(
             f"{shown(path)} is no plan that can be used",
             got=f"{type(error).__name__}: {error}"[:500],
             expected="what Plan.save wrote",
