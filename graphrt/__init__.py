@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from graphrt.core.device.registry import current_platform, get_platform
     from graphrt.core.dispatch.dispatcher import GraphDispatcher
     from graphrt.core.dispatch.reasons import Dispatch, Reason
-    from graphrt.core.inputs.slot import InputSlot
+    from graphrt.core.inputs.buffers import InputSlot
     from graphrt.core.inputs.spec import InputSpec
     from graphrt.core.plan.budget import Budget, GraphCost
     from graphrt.core.plan.plan import Plan

@@ -274,6 +274,22 @@ def test_the_sizes_of_many_batches_are_found_in_no_time() -> None:
     assert time.process_time() - started < 5
 
 
+@pytest.mark.parametrize(
+    ("default", "traffic", "multiple", "expected"),
+    [
+        ((8, 16, 32), {5: 1.0, 32: 1.0, 33: 9.0}, 1, (5, 16, 32)),
+        # A size of no steps is no candidate, though an even traffic would need it.
+        ((1, 2, 32), {20: 0.0, 32: 1.0}, 1, (1, 2, 32)),
+        # Live sizes in whole requests, up to the largest of the list.
+        ((4, 32), {5: 1.0}, 4, (8, 32)),
+        ((4, 30), {29: 1.0}, 4, (4, 30)),
+        ((), {5: 1.0}, 1, ()),
+    ],
+)
+def test_sizes_of_traffic_replace_the_least_worth(default, traffic, multiple, expected) -> None:
+    assert fitted_sizes(default, traffic, multiple) == expected
+
+
 BIMODAL = {9: 0.5, 33: 0.3, 70: 0.15, 200: 0.05}
 
 

@@ -80,9 +80,43 @@ def test_strict_refuses_exactly_where_there_would_be_a_step(
     ],
 )
 def test_a_pass_that_sees_the_whole_graph_turns_pieces_off(requested, support, expected):
-    whole = SimpleNamespace(graphs=True, provides=None, whole_graph=True)
-    resolution = resolve_mode(requested, attention=AttentionSupport[support], compiled=[whole])
+    resolution = resolve_mode(
+        requested, attention=AttentionSupport[support], compiled=[module(whole=True)]
+    )
     assert resolution.mode.name == expected
+
+
+def module(graphs: bool = True, whole: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(graphs=graphs, provides=None, whole_graph=whole)
+
+
+@pytest.mark.parametrize(
+    ("modules", "requested", "expected", "rules"),
+    [
+        ([module(), module(graphs=False)], FAP, N, ["graphs-off"]),
+        ([module(graphs=False)], N, N, []),
+        ([module(), module(whole=True)], FAP, F, ["whole-graph"]),
+        ([module(), module(whole=True)], None, N, []),
+        ([module(), module()], FAP, FAP, []),
+    ],
+)
+def test_one_module_decides_for_the_whole_forward(modules, requested, expected, rules):
+    resolution = resolve_mode(requested, compiled=modules)
+    assert resolution.mode.name == expected
+    assert [step.rule for step in resolution.steps] == rules
+    whole = any(each.whole_graph for each in modules)
+    assert resolution.pieces is (None if whole else PieceProvider.BREAKABLE)
+
+
+def test_graphs_that_are_switched_off_are_the_last_step(monkeypatch):
+    monkeypatch.setenv("GRAPHRT_MODE", "NONE")
+    resolution = resolve_mode("FULL", attention="UNIFORM_BATCH")
+    assert [step.rule for step in resolution.steps] == ["attention-mixed", "environment"]
+    assert resolution.mode is GraphMode.NONE
+
+
+def test_without_levels_attention_can_be_in_any_graph():
+    assert resolve_mode("FULL", attention={}).steps == ()
 
 
 @pytest.mark.parametrize(("pieces", "expected"), [("breakable", FAP), (None, N), ("fx", FAP)])

@@ -336,3 +336,44 @@ def test_sizes_of_a_plan_are_those_of_its_mode():
     assert "decode" not in str(Plan(mode="FULL", sizes=[1, 2]))
     assert "any batch    2: 1 2" in str(Plan(mode="FULL", sizes=[1, 2]))
     assert "decode, query length 1" in str(Plan(mode="FULL_DECODE_ONLY", sizes=[1, 2]))
+
+
+# Another place ----------------------------------------------------------------------------------
+
+
+class Compiled:
+    """A compiled module, as far as a plan looks."""
+
+    graphs, provides, whole_graph = True, None, False
+
+
+def test_a_plan_fits_the_platform_and_the_modules_that_it_was_made_for() -> None:
+    first, second = Compiled(), Compiled()
+    plan = Plan("FULL", sizes=[2], platform="cpu", compiled=[first, second])
+    assert plan.fitted_to(plan.platform, [first, second]) is plan
+    for modules in ([second, first], [first], []):
+        other = plan.fitted_to(plan.platform, modules)
+        assert other is not plan and list(other.compiled) == modules
+    small = SmallPlatform()
+    moved = plan.fitted_to(small, [first, second])
+    assert moved is not plan and moved.platform is small
+
+
+@pytest.mark.parametrize("made", [None, "NONE"])
+@pytest.mark.parametrize("fitted", [None, "NONE"])
+@pytest.mark.parametrize("mode", ["FULL", "NONE"])
+def test_a_plan_fits_until_graphs_are_switched(monkeypatch, made, fitted, mode) -> None:
+    def switch(value: str | None) -> None:
+        if value is None:
+            monkeypatch.delenv("GRAPHRT_MODE", raising=False)
+        else:
+            monkeypatch.setenv("GRAPHRT_MODE", value)
+
+    switch(made)
+    plan = Plan(mode, sizes=[2], platform="cpu")
+    switch(fitted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanChangedWarning)
+        again = plan.fitted_to(plan.platform, [])
+    assert again.mode.name == ("NONE" if fitted else mode)
+    assert (again is plan) == (made == fitted or mode == "NONE")

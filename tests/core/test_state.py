@@ -84,3 +84,11 @@ def test_who_captures_is_told_which_memory_stays_where_it_is():
     run = GraphRunner(forward, mode="FULL", sizes=[2], inputs={"x": spec}, platform="cpu")
     run.capture()
     assert True in told and False not in told
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rows"), [(torch.tensor(3), slice(0, 1)), (torch.ones(2), [2]), (torch.ones(2), 0.5)]
+)
+def test_rows_that_a_tensor_has_not_are_a_named_error(tensor, rows):
+    with pytest.raises(InvalidOptionError, match="has no such rows"):
+        State(tensor, rows=rows)

@@ -21,7 +21,8 @@ class State:
 
     `State(tensor, rows=slice(0, 4))` or `State(save=..., restore=...)`, where `restore` is called
     with what `save` returned, as often as needed. `rows` is an index of the tensor's first
-    dimension, by default all of it. Raises `InvalidOptionError` for neither or both.
+    dimension, by default all of it. Raises `InvalidOptionError` for neither or both, and for rows
+    that the tensor has not.
     """
 
     def __init__(
@@ -42,6 +43,16 @@ class State:
         check_kind("tensor", tensor, torch.Tensor)
         check_takes("save", save, "save()", optional=True)
         check_takes("restore", restore, "restore(saved)", optional=True)
+        if tensor is not None and rows is not None:
+            try:
+                tensor[rows]
+            except (IndexError, RuntimeError, TypeError, ValueError) as error:
+                raise InvalidOptionError(
+                    "the tensor of a state has no such rows",
+                    got=f"rows={shown(rows)} of shape {tuple(tensor.shape)} ({error})"[:500],
+                    expected="an index of its first dimension",
+                    advice="State(tensor) for all of it, or rows=slice(0, 4)",
+                ) from None
         # An index that copies (a list or tensor of rows) must write back into the tensor itself.
         self.tensor = tensor
         """The tensor that is saved; None for the host's own functions."""

@@ -9,20 +9,35 @@ Values are looked at where they are used. What is wrong with them is found out w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from graphrt.core.base.errors import InvalidBatchError
+from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
-from graphrt.core.inputs.layout import InputLayout, remember
-from graphrt.core.inputs.slot import InputSlot
+from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.transport import HostCopy, InputTransport, Slab, StagedCopy
 
 _CACHED_LAYOUTS = 1024
+
+
+@final
+@public("graphrt")
+class InputSlot(dict[str, torch.Tensor]):
+    """Host memory for the inputs of `batch`: `slot[name]` is the live rows of an input, by its
+    (dotted) name, as a CPU tensor, which holds padding until it is written.
+
+    `runner(slot)` runs the step of what is written there. The host may keep the slot, and write and
+    run it again; padding is graphrt's.
+    """
+
+    def __init__(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.batch = batch
 
 
 class StaticInputs:
@@ -73,12 +88,8 @@ class StaticInputs:
     def with_gradients(self, values: Mapping[str, Any]) -> list[torch.Tensor]:
         """Those of a step's inputs that require a gradient."""
         flat = dict(flat_of(values)) if self.declared.nested else values
-        required = []
-        for name in self.graded:
-            value = flat.get(name)
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                required.append(value)
-        return required
+        given = map(flat.get, self.graded)
+        return [each for each in given if isinstance(each, torch.Tensor) and each.requires_grad]
 
     @property
     def ring(self) -> Any:
@@ -92,7 +103,9 @@ class StaticInputs:
             layout = InputLayout(self.declared.specs, tokens, reqs)
             layout.place(self.transport.slab.buffer)
             layout.fetch = self.transport.fetch_of(layout.nbytes)
-            remember(self._layouts, (tokens, reqs), layout, _CACHED_LAYOUTS)
+            if len(self._layouts) >= _CACHED_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[tokens, reqs] = layout
         return layout
 
     def fill(

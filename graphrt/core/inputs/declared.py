@@ -163,12 +163,10 @@ class DeclaredInputs:
     def disturb(self, layout: InputLayout, tokens: int, reqs: int) -> None:
         """Let padding rows hold what the first live row holds, but for indices: what they address
         would be written."""
-        for name, spec in self.specs.items():
-            axis, dim = spec.batch_axis()
-            view, live = layout.views[name], 0 if axis is None else axis.size(tokens, reqs)
-            if not spec.index and 0 < live < view.shape[dim]:
-                tail = view.narrow(dim, live, view.shape[dim] - live)
-                tail.copy_(view.narrow(dim, 0, 1).expand_as(tail))
+        for move in layout.moves(tokens, reqs).padded:
+            spec = move.field.spec
+            if not spec.index and move.rows:
+                move.padding.copy_(move.live.narrow(spec.batch_axis()[1], 0, 1))
 
 
 def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from ctypes import PYFUNCTYPE, c_size_t, c_void_p, cast, memmove, memset
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
@@ -29,19 +29,9 @@ _CACHED_MOVES = 128
 """Per layout: pairs of live tokens and requests."""
 
 Span = tuple[int, int]
-K = TypeVar("K")
-V = TypeVar("V")
 
 # `ctypes.memmove` gives the interpreter away and takes it back, which costs more than few bytes.
 copy_few = PYFUNCTYPE(None, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
-
-
-def remember(cache: dict[K, V], key: K, value: V, most: int) -> V:
-    """Keep `value` in a cache, which is emptied when it has so many."""
-    if len(cache) >= most:
-        cache.clear()
-    cache[key] = value
-    return value
 
 
 class Field:
@@ -62,7 +52,6 @@ class Field:
         self.rows = sizes[dim] if axis is not None else 1
         inner = sizes[dim + 1 :] if axis is not None else sizes
         self.row_bytes = math.prod(inner) * spec.dtype.itemsize
-        self.end = offset + self.blocks * self.rows * self.row_bytes
         self.view: torch.Tensor
         # Says of a tensor whether its bits are not its values; None for dtypes that have no such.
         self.lazy: Callable[[torch.Tensor], bool] | None = None
@@ -77,6 +66,11 @@ class Field:
         repeats = word * 2 == (octets * 16)[:16]
         self.word = int.from_bytes(word, "little") if repeats else None
         """Eight bytes of padding as a number; None where no eight bytes are all of it."""
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.blocks * self.rows * self.row_bytes
 
 
 class FieldMove:
@@ -243,7 +237,9 @@ class InputLayout:
         if moves is None:
             with inference_guard(False):
                 moves = StepMoves(self, tokens, reqs)
-            remember(self.known, (tokens, reqs), moves, _CACHED_MOVES)
+            if len(self.known) >= _CACHED_MOVES:
+                self.known.clear()
+            self.known[tokens, reqs] = moves
         return moves
 
 

@@ -56,6 +56,8 @@ class InputTransport:
 
     slab: Slab
     """Where inputs are packed."""
+    device_memory: Sequence[torch.Tensor] = ()
+    """What it has on the device beside the slab: nodes of graphs that fetch point to it."""
     ring: Any = None
     """What graphs fetch from, with the methods of `SlotRing` (graphrt/cuda/ring/slots.py) and its
     `pending`: what fetches the slot of a step whose graph has not done so. None where all inputs
@@ -65,11 +67,6 @@ class InputTransport:
     def waits(self) -> int:
         """How often the host had to wait until its memory was free."""
         return 0
-
-    @property
-    def device_memory(self) -> Sequence[torch.Tensor]:
-        """What it has on the device beside the slab: nodes of graphs that fetch point to it."""
-        return ()
 
     def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
         """What fetches inputs of so many bytes, in a graph that captures it or by itself; None
@@ -182,16 +179,13 @@ class StagedCopy(InputTransport):
     then the host waits.
     """
 
+    waits = 0
+
     def __init__(self, slab: Slab, platform: Platform, max_slots: int = MAX_SLOTS) -> None:
         self.slab = slab
         self._platform = platform
-        self._waits = 0
         self._max_slots = max(2, min(max_slots, MAX_BYTES // max(1, slab.nbytes)))
         self._slots: deque[tuple[Slab, DeviceEvent | None]] = deque()
-
-    @property
-    def waits(self) -> int:
-        return self._waits
 
     def fill(
         self, values: Mapping[str, Any], moves: StepMoves, stream: Any, in_graph: bool
@@ -227,7 +221,7 @@ class StagedCopy(InputTransport):
                 host = Slab(buffer, self.slab.nbytes, self.slab.fields)
                 slots.appendleft((host, self._platform.new_event()))
             elif event is not None:
-                self._waits += 1
+                self.waits += 1
                 event.synchronize()
         slots.rotate(-1)
         return slots[-1]

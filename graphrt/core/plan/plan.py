@@ -238,7 +238,7 @@ class Plan:
         same_modules = list(map(id, self.compiled)) == list(map(id, compiled))
         off = any(step.rule == resolution.SWITCHED_OFF for step in self.resolution.steps)
         # Of a plan that has no graphs anyway there is no step that says so.
-        same_switch = off == graphs_off() or self.mode is GraphMode.NONE
+        same_switch = off == graphs_off() or (not off and self.mode is GraphMode.NONE)
         if platform.name == self.platform.name and same_modules and same_switch:
             return self
         plan = self.replace(platform=platform, compiled=compiled)

@@ -11,7 +11,7 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_kind
 from graphrt.core.capture.refusals import NESTED_CAPTURE
 from graphrt.core.dispatch.reasons import Dispatch
-from graphrt.core.inputs.slot import InputSlot
+from graphrt.core.inputs.buffers import InputSlot
 from graphrt.core.replay.pool import in_turn
 from graphrt.core.replay.recording import current_capture, refuse_inside_capture
 

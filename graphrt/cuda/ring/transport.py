@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class RingTransport(InputTransport):
         self.ring: SlotRing = ring
         self.staged = staged
         self.slab = staged.slab
+        self.device_memory = ring.device.device_memory
         memory = ring.device.memory
         self._memory = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         # What was copied on the device and has yet to be fetched.
@@ -51,10 +52,6 @@ class RingTransport(InputTransport):
     @property
     def waits(self) -> int:
         return self.staged.waits + self.ring.waits
-
-    @property
-    def device_memory(self) -> Sequence[torch.Tensor]:
-        return self.ring.device.device_memory
 
     def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
         return self.ring.fetch_of(nbytes)
