@@ -88,8 +88,12 @@ class StaticInputs:
     def with_gradients(self, values: Mapping[str, Any]) -> list[torch.Tensor]:
         """Those of a step's inputs that require a gradient."""
         flat = dict(flat_of(values)) if self.declared.nested else values
-        given = map(flat.get, self.graded)
-        return [each for each in given if isinstance(each, torch.Tensor) and each.requires_grad]
+        required = []
+        for name in self.graded:
+            value = flat.get(name)
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                required.append(value)
+        return required
 
     @property
     def ring(self) -> Any:

@@ -91,7 +91,7 @@ class FieldMove:
         starts = [field.offset + index * block for index in range(field.blocks)]
         tails = [start + size for start in starts] if rest else []
         if not rest:
-            starts, size = [field.offset], field.end - field.offset
+            starts, size = [field.offset], field.blocks * block
         self.copies = [(start, index * size, size) for index, start in enumerate(starts) if size]
         repeated = spec.pad == "repeat"
         self.pads: list[Span] = [] if repeated else [(tail, rest) for tail in tails]
