@@ -129,7 +129,7 @@ _DEFINED_IN = {
     "GraphWrapper": "core.capture.wrapper",
     "Host": "core.runner.host",
     "HostArg": "core.replay.tasks",
-    "InputSlot": "core.inputs.slot",
+    "InputSlot": "core.inputs.buffers",
     "InputSpec": "core.inputs.spec",
     "KeyedGraph": "core.capture.keyed",
     "KeyedGraphs": "core.capture.keyed",
