@@ -1,8 +1,10 @@
-"""Dotted names of a host's package, which an adapter checks before it relies on them."""
+"""Versions and dotted names of a host's package: an adapter checks them before it uses them."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 MISSING: Any = object()
@@ -19,3 +21,26 @@ def find(module: str, path: str) -> Any:
         if value is MISSING:
             break
     return value
+
+
+def is_known(version: str, known: Iterable[str]) -> bool:
+    """Whether a version is one of those that are `known`, or a patch of one."""
+    return any(version == each or version.startswith(f"{each}.") for each in known)
+
+
+def missing_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """Of dotted names by their module, those that are not there."""
+    for module, paths in names.items():
+        yield from (f"{module}.{path}" for path in paths if find(module, path) is MISSING)
+
+
+def missing_arguments(arguments: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:
+    """Of arguments by the module and the dotted name of their function, those that it does not
+    take; the function, if it is not there."""
+    for (module, path), expected in arguments.items():
+        function = find(module, path)
+        if function is MISSING:
+            yield f"{module}.{path}"
+            continue
+        has = inspect.signature(inspect.unwrap(function)).parameters
+        yield from (f"argument {each!r} of {module}.{path}" for each in expected if each not in has)

@@ -23,8 +23,6 @@ from graphrt.ascend.budget.streams import (
     device_named,
     device_of,
     graph_streams,
-    probe_streams,
-    sizes_that_fit,
     stream_figures,
     stream_room,
     streams_needed,
@@ -298,47 +296,6 @@ def test_devices_by_the_name_they_report(reported: str, name: str, streams: int)
 
 def test_a5_is_the_950() -> None:
     assert device_named("a5") is device_named("950") is A5
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "fit"), [(1950, 1913, 51), (1950, 1950, None), (100, 60, 1), (90, 10, 1)]
-)
-def test_measured_capacity(before: int, after: int, fit: int | None) -> None:
-    assert sizes_that_fit(before, after) == fit
-
-
-def test_the_probe_counts_what_is_free_and_gives_it_back() -> None:
-    free = [object() for _ in range(7)]
-    taken: list[object] = []
-
-    def create() -> object:
-        if not free:
-            raise RuntimeError("error code is 207008")
-        taken.append(free.pop())
-        return taken[-1]
-
-    def destroy(stream: object) -> None:
-        taken.remove(stream)
-        free.append(stream)
-
-    assert probe_streams(create, destroy) == 7
-    assert probe_streams(create, destroy, most=3) == 3
-    assert (len(free), taken) == (7, [])
-
-
-def test_a_probe_that_is_broken_gives_back_what_it_took() -> None:
-    made: list[int] = []
-
-    def create() -> int:
-        if len(made) == 2:
-            raise TypeError("not a matter of streams")
-        made.append(len(made))
-        return made[-1]
-
-    left = []
-    with pytest.raises(TypeError):
-        probe_streams(create, left.append)
-    assert left == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from graphrt.errors import UnsupportedHostError
+from graphrt.hosts.names import is_known
 from graphrt.hosts.transformers import with_graphs
-from graphrt.hosts.transformers.versions import KNOWN, is_known
+from graphrt.hosts.transformers.versions import KNOWN
 
 
 def call() -> None:
@@ -55,4 +56,4 @@ def test_without_transformers_the_error_says_so(monkeypatch):
     [("5.17", True), ("5.17.0", True), ("5.170.0", False), ("5.16.9", False), ("5.24.1", True)],
 )
 def test_patches_of_known_versions_are_known(version, known):
-    assert is_known(version) is known
+    assert is_known(version, KNOWN) is known

@@ -336,3 +336,24 @@ def test_a_step_whose_input_requires_a_gradient_may_write_a_view_of_unbind(check
         expected = forward(x.clone())
         assert torch.equal(runner(x=x.requires_grad_() * 1), expected)
         assert runner.last_dispatch.reason.name == reason
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("check", ["off", "capture", "always"])
+def test_an_input_that_is_written_may_lose_an_expanded_view_to_set_(check, mode):
+    """What `set_` takes counts as written: its elements overlap, and are put back all the same."""
+
+    def forward(x):
+        x.index_add_(1, torch.tensor([1]), x[:, :1].clone())
+        wide = x.unsqueeze(1).expand(x.shape[0], 2, 8)
+        wide.set_(wide.clone())
+        return wide + 1, x
+
+    runner = runner_of(forward, check=check, mode=mode)
+    with torch.inference_mode():
+        runner.capture()
+        for rows in (4, 3, 4):
+            x = torch.randn(rows, 8)
+            expected, own = forward(x.clone()), x.clone()
+            assert all(map(torch.equal, runner(x=own), expected))
+            assert runner.last_dispatch.reason.name == "HIT"

@@ -1,14 +1,13 @@
 """How many streams of an NPU graphs hold: by structure, by measurement, or by the old formula.
 
 The structural model follows the rules of the CANN runtime; no NPU was at hand to confirm it. What
-a device has left can be asked or probed at run time, which goes before any model.
+a device has left can be asked at run time, which goes before any model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from graphrt.ascend.budget.profiles import Deployment, StreamFigures, profile_named
 from graphrt.core.base.errors import InvalidOptionError
@@ -29,8 +28,6 @@ DOMAIN_STREAMS = 2
 """Side streams of a communication domain whose collectives are not on vector cores."""
 
 _QUEUE_HEADROOM = 32
-
-_Stream = TypeVar("_Stream")
 
 
 @dataclass(frozen=True)
@@ -184,36 +181,6 @@ def stream_figures(
     if profile == STRUCTURAL:
         return structural_figures(model, device, available=available)
     return profile_named(profile).figures(model)
-
-
-def sizes_that_fit(before: int, after: int, *, reserve: int = RESERVED_STREAMS) -> int | None:
-    """How many sizes of one mode fit, from the free streams around the capture of the first.
-
-    The first one counts. None if it took none: then streams are not what limits graphs here.
-    """
-    taken = before - after
-    return None if taken <= 0 else 1 + max(0, after - reserve) // taken
-
-
-def probe_streams(
-    create: Callable[[], _Stream], destroy: Callable[[_Stream], object], *, most: int = 1984
-) -> int:
-    """Count the streams that are free now by creating them until that fails; destroys them all.
-
-    `create` makes one stream of the device (not one of torch_npu's pool, which hands out the same
-    32 again and again) and raises `RuntimeError` or `OSError` where there is none left. Meanwhile
-    other processes on the device find none: for devices that cannot be asked.
-    """
-    streams: list[_Stream] = []
-    try:
-        while len(streams) < most:
-            streams.append(create())
-    except (RuntimeError, OSError):
-        pass
-    finally:
-        for stream in streams:
-            destroy(stream)
-    return len(streams)
 
 
 def _layers(model: Deployment, layers: int, device: Device) -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Iterator
 
 from graphrt.errors import UnsupportedHostError
-from graphrt.hosts.names import MISSING, find
+from graphrt.hosts.names import is_known, missing_arguments, missing_names
 
 KNOWN = tuple(f"5.{minor}" for minor in range(17, 25))
 """With which the tests of this host were run."""
@@ -79,34 +77,14 @@ def check_transformers() -> None:
         version = importlib.import_module("transformers").__version__
     except ModuleNotFoundError as error:
         raise _error("transformers is not installed", "no module transformers") from error
-    if not is_known(version):
+    if not is_known(version, KNOWN):
         raise _error("graphrt does not know this version of transformers", version)
-    missing = [*_missing_names(), *_missing_arguments()]
+    missing = [*missing_names(_NAMES), *missing_arguments(_ARGUMENTS)]
     if missing:
         got = "no " + ", no ".join(missing)
         raise _error(f"transformers {version} is not as graphrt knows it", got)
 
 
-def is_known(version: str) -> bool:
-    """Whether a version is one of `KNOWN`, or a patch of one."""
-    return any(version == known or version.startswith(f"{known}.") for known in KNOWN)
-
-
 def _error(what: str, got: str) -> UnsupportedHostError:
     expected = "transformers " + ", ".join(f"{known}.*" for known in KNOWN)
     return UnsupportedHostError(what, got=got, expected=expected, advice=_ADVICE)
-
-
-def _missing_names() -> Iterator[str]:
-    for module, names in _NAMES.items():
-        yield from (f"{module}.{name}" for name in names if find(module, name) is MISSING)
-
-
-def _missing_arguments() -> Iterator[str]:
-    for (module, name), expected in _ARGUMENTS.items():
-        function = find(module, name)
-        if function is MISSING:
-            yield f"{module}.{name}"
-            continue
-        has = inspect.signature(inspect.unwrap(function)).parameters
-        yield from (f"argument {each!r} of {module}.{name}" for each in expected if each not in has)

@@ -6,9 +6,10 @@ import functools
 from typing import Any
 
 from graphrt.core.batch.modes import graphs_off
+from graphrt.hosts.names import is_known
 from graphrt.hosts.vllm._state import state
 from graphrt.hosts.vllm.steps import KEY
-from graphrt.hosts.vllm.versions import is_known
+from graphrt.hosts.vllm.versions import KNOWN
 
 
 def serves() -> bool:
@@ -17,7 +18,7 @@ def serves() -> bool:
     import vllm
     from vllm.platforms import cuda_platform_plugin
 
-    return is_known(vllm.__version__) and cuda_platform_plugin() is not None
+    return is_known(vllm.__version__, KNOWN) and cuda_platform_plugin() is not None
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import CodeType
 
 from graphrt.errors import UnsupportedHostError
-from graphrt.hosts.names import MISSING, find
+from graphrt.hosts.names import MISSING, find, is_known, missing_arguments, missing_names
 
 KNOWN = ("0.24", "0.33")
 """Whose source was read, and whose own tests were run with graphrt."""
@@ -65,7 +65,7 @@ _USES = {
 
 def check_version(version: str) -> None:
     """Raise `UnsupportedHostError` for a vLLM that graphrt does not know."""
-    if not is_known(version):
+    if not is_known(version, KNOWN):
         raise UnsupportedHostError(
             "graphrt does not know this version of vLLM",
             got=version,
@@ -74,15 +74,10 @@ def check_version(version: str) -> None:
         )
 
 
-def is_known(version: str) -> bool:
-    """Whether a version is one of `KNOWN`, or a patch of one."""
-    return any(version == known or version.startswith(f"{known}.") for known in KNOWN)
-
-
 def check_names(version: str) -> None:
     """Raise `UnsupportedHostError` where vLLM lacks a name, an argument or a call that graphrt
     relies on, which names all of them."""
-    missing = [*_missing_names(), *_missing_arguments(), *_missing_uses()]
+    missing = [*missing_names(_NAMES), *missing_arguments(_ARGUMENTS), *_missing_uses()]
     if missing:
         raise UnsupportedHostError(
             f"vLLM {version} is not as graphrt knows it",
@@ -90,21 +85,6 @@ def check_names(version: str) -> None:
             expected=f"vLLM {', '.join(f'{known}.*' for known in KNOWN)} as it was published",
             advice="install one of these, or leave GRAPHRT_VLLM unset for vLLM's own graphs",
         )
-
-
-def _missing_names() -> Iterator[str]:
-    for module, names in _NAMES.items():
-        yield from (f"{module}.{name}" for name in names if find(module, name) is MISSING)
-
-
-def _missing_arguments() -> Iterator[str]:
-    for (module, name), expected in _ARGUMENTS.items():
-        function = find(module, name)
-        if function is MISSING:
-            yield f"{module}.{name}"
-            continue
-        has = inspect.signature(inspect.unwrap(function)).parameters
-        yield from (f"argument {each!r} of {module}.{name}" for each in expected if each not in has)
 
 
 def _missing_uses() -> Iterator[str]:
