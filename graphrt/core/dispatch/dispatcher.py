@@ -207,20 +207,19 @@ class GraphDispatcher(Uncopied):
     def run_eagerly(self, dispatch: Dispatch, batch: Batch, reason: Reason) -> Dispatch:
         """Count a batch that was dispatched to a graph but is not replayed; returns its dispatch
         without one."""
-        with self._lock:
-            self._count(dispatch.slot, reason)
+        self._count(dispatch.slot, reason)
         return Dispatch(_NONE, unpadded(batch), reason)
 
     def failed(self, dispatch: Dispatch) -> Dispatch:
         """Count a batch whose step by a graph raised, so that no graph has served it; returns the
         dispatch with this reason."""
-        with self._lock:
-            self._count(dispatch.slot, Reason.FAILED)
+        self._count(dispatch.slot, Reason.FAILED)
         return dispatch._replace(reason=Reason.FAILED)
 
     def _count(self, slot: int, reason: Reason) -> None:
-        self._not_replayed[slot, reason] += 1
-        self.not_served += 1
+        with self._lock:
+            self._not_replayed[slot, reason] += 1
+            self.not_served += 1
 
     def _counter(self, dispatch: Dispatch, tokens: int) -> Count:
         """The counter of batches with this answer and token count. A remembered answer keeps its

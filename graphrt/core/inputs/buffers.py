@@ -20,7 +20,7 @@ from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
 from graphrt.core.inputs.layout import InputLayout
-from graphrt.core.inputs.transport import HostCopy, InputTransport, Slab, StagedCopy
+from graphrt.core.inputs.transport import InputTransport, Slab, StagedCopy
 
 _CACHED_LAYOUTS = 1024
 
@@ -66,19 +66,15 @@ class StaticInputs:
         # Inputs of a dtype that has gradients.
         self.graded = [n for n, of in dtypes.items() if of.is_floating_point or of.is_complex]
         self._layouts: dict[tuple[int, int], InputLayout] = {}
-        self.transport = self._transport(platform, device, fetched)
-        self.reset()
-
-    def _transport(self, platform: Platform, device: Any, fetched: bool) -> InputTransport:
-        nbytes = InputLayout(self.declared.specs, self.tokens, self.reqs).nbytes
+        nbytes = InputLayout(self.declared.specs, tokens, reqs).nbytes
         with torch.inference_mode(False):
             # Whole vectors: a device may move more of them than there are bytes.
             buffer = torch.zeros(-(-nbytes // 256) * 256, dtype=torch.uint8, device=device)
         slab = Slab(buffer, nbytes, len(self.declared.specs))
-        transport: InputTransport | None = None
-        if nbytes:
-            transport = platform.new_input_transport(slab, fetched)
-        return transport or (HostCopy(slab) if buffer.is_cpu else StagedCopy(slab, platform))
+        self.transport: InputTransport = (
+            platform.new_input_transport(slab, fetched) if nbytes else None
+        ) or (InputTransport(slab) if buffer.is_cpu else StagedCopy(slab, platform))
+        self.reset()
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:

@@ -226,7 +226,9 @@ class InputLayout:
             for field in self.fields:
                 part = slab[field.offset : field.end]
                 if part.is_cpu and part.numel():
-                    part = _own_storage(part)
+                    # A storage of their own, as those of a tensor alone: a forward may ask for
+                    # `untyped_storage()`, or for `as_strided` from its start. The memory stays.
+                    part = from_dlpack(to_dlpack(part))
                 flat = part.view(field.spec.dtype)
                 field.view = flat.view(field.spec.sizes(self.tokens, self.reqs))
         self.views = {field.name: field.view for field in self.fields}
@@ -241,12 +243,6 @@ class InputLayout:
                 self.known.clear()
             self.known[tokens, reqs] = moves
         return moves
-
-
-def _own_storage(part: torch.Tensor) -> torch.Tensor:
-    """The bytes of `part` as a storage of their own, as those of a tensor alone: a forward may ask
-    for `untyped_storage()`, or for `as_strided` from its start. It keeps the memory alive."""
-    return from_dlpack(to_dlpack(part))
 
 
 def _repeat(row: int, to: int, row_bytes: int, size: int) -> None:

@@ -1,9 +1,9 @@
 """How the packed inputs of a step get into their slab.
 
-`InputTransport` is the interface. `HostCopy` writes a slab in the host's own memory. `StagedCopy`
-is for a device: the host writes live rows and padding into page-locked memory, which one copy
-brings over before the launch, and what is on the device already is copied there. A platform that
-moves inputs in another way returns its own from `Platform.new_input_transport`.
+`InputTransport` is the interface, and writes a slab in the host's own memory. `StagedCopy` is for a
+device: the host writes live rows and padding into page-locked memory, which one copy brings over
+before the launch, and what is on the device already is copied there. A platform that moves inputs
+in another way returns its own from `Platform.new_input_transport`.
 """
 
 from __future__ import annotations
@@ -52,16 +52,18 @@ class Slab:
 
 
 class InputTransport:
-    """Brings the packed inputs of steps into their slab."""
+    """Brings the packed inputs of steps into their slab: this one, one in the host's memory."""
 
-    slab: Slab
-    """Where inputs are packed."""
     device_memory: Sequence[torch.Tensor] = ()
     """What it has on the device beside the slab: nodes of graphs that fetch point to it."""
     ring: Any = None
     """What graphs fetch from, with the methods of `SlotRing` (graphrt/cuda/ring/slots.py) and its
     `pending`: what fetches the slot of a step whose graph has not done so. None where all inputs
     are copied before the launch."""
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab = slab
+        """Where inputs are packed."""
 
     @property
     def waits(self) -> int:
@@ -79,7 +81,13 @@ class InputTransport:
         """Bring a step's live rows and its padding. `stream` is the current one. With `in_graph`
         the graph that is launched next fetches them. Everything is looked at before anything is
         written; raises `InvalidInputError`, or what using a value raises."""
-        raise NotImplementedError
+        sources = sources_of(values, moves, self.slab)
+        # First, as padding may repeat a live row.
+        if "d" in sources.kinds:
+            copy_on_device(moves, sources)
+        copy_rows(moves, sources, self.slab.low)
+        if moves.padded:
+            moves.pad_at(self.slab.low)
 
 
 class Sources(NamedTuple):
@@ -152,24 +160,6 @@ def copy_rows(moves: StepMoves, sources: Sources, base: int) -> None:
                 move.copy_at(base, address)
 
 
-class HostCopy(InputTransport):
-    """Writes live rows and padding to a slab in the host's memory."""
-
-    def __init__(self, slab: Slab) -> None:
-        self.slab = slab
-
-    def fill(
-        self, values: Mapping[str, Any], moves: StepMoves, stream: Any, in_graph: bool
-    ) -> None:
-        sources = sources_of(values, moves, self.slab)
-        # First, as padding may repeat a live row.
-        if "d" in sources.kinds:
-            copy_on_device(moves, sources)
-        copy_rows(moves, sources, self.slab.low)
-        if moves.padded:
-            moves.pad_at(self.slab.low)
-
-
 class StagedCopy(InputTransport):
     """Copies live rows into the slab of a device, and pads them: all that comes from the host in
     one copy, and what is there already in another.
@@ -182,7 +172,7 @@ class StagedCopy(InputTransport):
     waits = 0
 
     def __init__(self, slab: Slab, platform: Platform, max_slots: int = MAX_SLOTS) -> None:
-        self.slab = slab
+        super().__init__(slab)
         self._platform = platform
         self._max_slots = max(2, min(max_slots, MAX_BYTES // max(1, slab.nbytes)))
         self._slots: deque[tuple[Slab, DeviceEvent | None]] = deque()

@@ -42,7 +42,7 @@ class RingTransport(InputTransport):
     def __init__(self, ring: SlotRing, staged: StagedCopy) -> None:
         self.ring: SlotRing = ring
         self.staged = staged
-        self.slab = staged.slab
+        super().__init__(staged.slab)
         self.device_memory = ring.device.device_memory
         memory = ring.device.memory
         self._memory = memory.data_ptr(), memory.data_ptr() + memory.nbytes
