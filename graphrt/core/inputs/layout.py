@@ -52,6 +52,7 @@ class Field:
         self.rows = sizes[dim] if axis is not None else 1
         inner = sizes[dim + 1 :] if axis is not None else sizes
         self.row_bytes = math.prod(inner) * spec.dtype.itemsize
+        self.end = offset + self.blocks * self.rows * self.row_bytes
         self.view: torch.Tensor
         # Says of a tensor whether its bits are not its values; None for dtypes that have no such.
         self.lazy: Callable[[torch.Tensor], bool] | None = None
@@ -60,17 +61,8 @@ class Field:
         self.pad = spec.pad_value
         self.element = torch.full((1,), self.pad, dtype=spec.dtype, device="cpu")
         octets = bytes(self.element.view(torch.uint8).tolist())
-        self.octet = octets[0] if len(set(octets)) == 1 else None
-        """The byte that padding is made of; None where it is of several."""
-        word = (octets * 8)[:8]
-        repeats = word * 2 == (octets * 16)[:16]
-        self.word = int.from_bytes(word, "little") if repeats else None
-        """Eight bytes of padding as a number; None where no eight bytes are all of it."""
-
-    @property
-    def end(self) -> int:
-        """The first byte behind it."""
-        return self.offset + self.blocks * self.rows * self.row_bytes
+        self.octets = octets[:1] if len(set(octets)) == 1 else octets
+        """The bytes that padding is made of: one, or those of an element."""
 
 
 class FieldMove:
@@ -91,7 +83,7 @@ class FieldMove:
         starts = [field.offset + index * block for index in range(field.blocks)]
         tails = [start + size for start in starts] if rest else []
         if not rest:
-            starts, size = [field.offset], field.blocks * block
+            starts, size = [field.offset], field.end - field.offset
         self.copies = [(start, index * size, size) for index, start in enumerate(starts) if size]
         repeated = spec.pad == "repeat"
         self.pads: list[Span] = [] if repeated else [(tail, rest) for tail in tails]
@@ -136,8 +128,8 @@ class FieldMove:
         """Write the padding rows in the host's packed memory at `base`."""
         field = self.field
         for to, size in self.pads:
-            if field.octet is not None:
-                memset(base + to, field.octet, size)
+            if len(field.octets) == 1:
+                memset(base + to, field.octets[0], size)
             else:
                 _repeat(field.element.data_ptr(), base + to, field.spec.dtype.itemsize, size)
         for start, to, size in self.repeats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from graphrt.core.inputs.layout import FieldMove
+from graphrt.core.inputs.layout import Field, FieldMove
 from graphrt.cuda.ring.format import RingFormat
 
 _COPY, _PAYLOAD, _FILL = RingFormat.COPY, RingFormat.PAYLOAD, RingFormat.FILL
@@ -45,7 +45,7 @@ class MoveTable:
                 self._fill(move, words, most)
         else:
             whole = 0
-            patterns = [m.field.word for m, kind in zip(moves, kinds, strict=True)
+            patterns = [_word_of(m.field) for m, kind in zip(moves, kinds, strict=True)
                         if kind != "h" and m.pads]  # fmt: skip
             self.by_host = [move for move, kind in zip(moves, kinds, strict=True) if kind == "h"]
             self.fits = None not in patterns
@@ -61,7 +61,7 @@ class MoveTable:
     def _fill(self, move: FieldMove, words: array[int], most: int) -> None:
         """Have the padding of an input filled that is in the payload, if that can be."""
         size_of_row = move.field.row_bytes
-        pattern = move.field.word
+        pattern = _word_of(move.field)
         if move.repeats:
             pattern = 0 if size_of_row in _ONE_OF_EACH else None
         spans = move.pads or [(to, size) for _, to, size in move.repeats]
@@ -93,6 +93,12 @@ class MoveTable:
         return self.count, self._words.tobytes(), packed(self._addresses or self._rows)
 
 
+def _word_of(field: Field) -> int | None:
+    """Eight bytes of an input's padding as a number; None where no eight bytes are all of it."""
+    word = (field.octets * 8)[:8]
+    return int.from_bytes(word, "little") if word * 2 == (field.octets * 16)[:16] else None
+
+
 def packed(rows: Iterable[Sequence[int]]) -> bytes:
     """Numbers as words of 8 bytes, for `NativeWriter`."""
     words = array("Q")
@@ -121,7 +127,7 @@ def _moves(moves: Sequence[FieldMove], kinds: str, slab: int) -> Iterator[tuple[
                     if part:
                         yield number, (to + begin, 0, part, _COPY | part << 8), at + begin
         for to, size in move.pads:
-            yield -1, (to, field.word or 0, size, _FILL), 0
+            yield -1, (to, _word_of(field) or 0, size, _FILL), 0
         # Of each block, if its last row is repeated.
         for (row, to, size), (first, at, _) in zip(move.repeats, move.copies, strict=False):
             how = _COPY | field.row_bytes << 8
