@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import items_of, nearest, shown
+from graphrt.core.base.option_values import items_of, nearest, refused
 
 AXES = ("tokens", "rows", "reqs")
 """The names that users write."""
@@ -40,14 +40,10 @@ class Axis(NamedTuple):
         if match is None or (known is not None and match[1] not in known):
             meant = nearest(match[1] if match else text, known or AXES)
             extra = f"+{match[2]}" if match and match[2] else ""
-            raise InvalidInputError(
-                "unknown batch axis in a shape",
-                got=shown(text),
-                expected='"tokens", "rows", "reqs", "reqs+1" or an int',
-                advice=f'"{meant}{extra}"'
-                if meant
-                else '("tokens",), or ("reqs", 64) for rows of 64',
-            )
+            right = f'"{meant}{extra}"' if meant else '("tokens",), or ("reqs", 64) for rows of 64'
+            what = "unknown batch axis in a shape"
+            expected = '"tokens", "rows", "reqs", "reqs+1" or an int'
+            raise refused(what, text, expected, right, InvalidInputError)
         return cls(match[1], int(match[2] or 0))
 
     @property

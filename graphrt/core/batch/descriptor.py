@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from graphrt.core.base.errors import InvalidBatchError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import check_hashable, count_of, items_of, shown
+from graphrt.core.base.option_values import check_hashable, count_of, items_of, refused
 from graphrt.core.batch.modes import GraphMode
 
 NOT_FOUND = (IndexError, KeyError, TypeError, ValueError, RuntimeError)
@@ -206,14 +206,11 @@ def checked_batch(batch: object) -> Batch:
     ):
         batch = batch._replace(bounds=checked_bounds(bounds))
     if batch.num_tokens < 1:
-        raise InvalidBatchError(
-            "a batch needs at least one token",
-            got=batch.num_tokens,
-            expected="num_tokens >= 1",
-            advice="skip the step when nothing is scheduled"
-            if batch.num_tokens == 0
-            else "Batch(num_tokens) with the live tokens of the step",
-        )
+        advice = "Batch(num_tokens) with the live tokens of the step"
+        if batch.num_tokens == 0:
+            advice = "skip the step when nothing is scheduled"
+        what, expected = "a batch needs at least one token", "num_tokens >= 1"
+        raise refused(what, batch.num_tokens, expected, advice, InvalidBatchError)
     return batch
 
 
@@ -295,7 +292,6 @@ def _checked_flag(name: str, value: object) -> bool:
     if str(getattr(value, "dtype", "")).endswith("bool"):
         return bool(value)
     if not isinstance(value, bool):
-        raise InvalidBatchError(
-            f"{name} is a flag", got=shown(value), expected="True or False", advice=f"{name}=False"
-        )
+        what, advice = f"{name} is a flag", f"{name}=False"
+        raise refused(what, value, "True or False", advice, InvalidBatchError)
     return value

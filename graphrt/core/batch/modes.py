@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from graphrt.core.base.errors import GraphRTError, InvalidModeError, InvalidOptionError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import nearest, shown
+from graphrt.core.base.option_values import nearest, refused
 
 MODE_VARIABLE = "GRAPHRT_MODE"
 E = TypeVar("E", bound=enum.Enum)
@@ -162,12 +162,8 @@ def _member(
     names = [each.value if isinstance(each.value, str) else each.name for each in kind]
     member = kind.__members__.get(value.strip().upper()) if isinstance(value, str) else None
     if member is None:
-        raise error(
-            f"unknown {what}",
-            got=shown(value),
-            expected=", ".join(names),
-            advice=f"{argument}={nearest(value, names) or usual!r}",
-        )
+        advice = f"{argument}={nearest(value, names) or usual!r}"
+        raise refused(f"unknown {what}", value, ", ".join(names), advice, error)
     return member
 
 
@@ -178,10 +174,6 @@ def graphs_off() -> bool:
     """
     text = os.environ.get(MODE_VARIABLE, "").strip()
     if text and text.upper() != GraphMode.NONE.name:
-        raise InvalidModeError(
-            f"{MODE_VARIABLE} can only turn graphs off",
-            got=shown(text),
-            expected="NONE",
-            advice="pass mode= to the plan or the runner",
-        )
+        what, advice = "can only turn graphs off", "pass mode= to the plan or the runner"
+        raise refused(f"{MODE_VARIABLE} {what}", text, "NONE", advice, InvalidModeError)
     return bool(text)

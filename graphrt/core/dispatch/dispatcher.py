@@ -10,7 +10,7 @@ from typing import Any
 
 from graphrt.core.base.errors import InvalidBatchError, InvalidModeError, Uncopied
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import items_of, padding_ratio, shown
+from graphrt.core.base.option_values import items_of, padding_ratio, refused
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import (
     NO_MODES,
@@ -379,9 +379,5 @@ def _checked_modes(modes: Collection[GraphMode | str]) -> frozenset[GraphMode]:
 def _checked_descriptor(descriptor: object) -> BatchDescriptor:
     if isinstance(descriptor, BatchDescriptor):
         return descriptor
-    raise InvalidBatchError(
-        "a graph is named by its descriptor",
-        got=shown(descriptor),
-        expected="BatchDescriptor(num_tokens, num_reqs, ...)",
-        advice="BatchDescriptor(num_tokens=4)",
-    )
+    what, expected = "a graph is named by its descriptor", "BatchDescriptor(num_tokens, ...)"
+    raise refused(what, descriptor, expected, "BatchDescriptor(num_tokens=4)", InvalidBatchError)

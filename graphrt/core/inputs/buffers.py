@@ -13,9 +13,9 @@ from typing import Any, final
 
 import torch
 
-from graphrt.core.base.errors import InvalidBatchError
+from graphrt.core.base.errors import GraphRTError, InvalidBatchError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import shown
+from graphrt.core.base.option_values import refused
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.declared import DeclaredInputs, flat_of
@@ -198,24 +198,17 @@ def reqs_of(inputs: StaticInputs, batch: Batch, values: Mapping[str, Any] | None
     if batch.query_len:
         return batch.num_tokens // batch.query_len
     if values is None and "reqs" in inputs.declared.by_axis:
-        raise InvalidBatchError(
-            "a slot is made before there are inputs, whose shapes would say how many requests "
-            "the batch has",
-            got=shown(batch),
-            expected="num_reqs, or query_len",
-            advice="Batch(num_tokens, num_reqs)",
-        )
+        what = "a slot is made before there are inputs that say how many requests the batch has"
+        advice = "Batch(num_tokens, num_reqs)"
+        raise refused(what, batch, "num_reqs, or query_len", advice, InvalidBatchError)
     reqs = None if values is None else inputs.declared.infer(values)[1]
     return min(batch.num_tokens, inputs.reqs) if reqs is None else reqs
 
 
-def wrong_requests(reqs: int, most: int) -> InvalidBatchError:
+def wrong_requests(reqs: int, most: int) -> GraphRTError:
     """The error for a batch of no requests, or of more than the `most` rows of its graph."""
-    return InvalidBatchError(
-        "the batch has more requests than the runner has rows for, or none",
-        got=reqs,
-        expected=f"1 to {most}",
-        advice="Batch(num_tokens, num_reqs) with the live requests of the step"
-        if reqs < 1
-        else f"max_num_reqs={reqs}, if each of the requests has a token",
-    )
+    advice = f"max_num_reqs={reqs}, if each of the requests has a token"
+    if reqs < 1:
+        advice = "Batch(num_tokens, num_reqs) with the live requests of the step"
+    what = "the batch has more requests than the runner has rows for, or none"
+    return refused(what, reqs, f"1 to {most}", advice, InvalidBatchError)

@@ -13,7 +13,7 @@ import torch
 
 from graphrt.core.base import tree
 from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidInputError
-from graphrt.core.base.option_values import MOST, check_kind, shown
+from graphrt.core.base.option_values import MOST, check_kind, refused, shown
 from graphrt.core.device.platform import Platform
 from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.spec import InputSpec, check_value
@@ -181,10 +181,8 @@ def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:
 
 
 def _specs(specs: object, prefix: str, where: str) -> Iterator[tuple[str, InputSpec]]:
-    if not isinstance(specs, Mapping):
-        raise _wrong_inputs(where, specs, "a mapping of names to InputSpecs")
-    if not specs:
-        raise _wrong_inputs(where, specs, "at least one input")
+    if not isinstance(specs, Mapping) or not specs:
+        raise _wrong_inputs(where, specs, "a mapping of at least one name to an InputSpec")
     for name, spec in specs.items():
         if not isinstance(name, str) or not name or "." in name:
             raise _wrong_inputs(where, name, "names of arguments, without a dot")
@@ -241,11 +239,7 @@ def flat_of(specs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}" if prefix else name, spec
 
 
-def _wrong_inputs(where: str, value: object, expected: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"{where} describes no inputs",
-        got=shown(value),
-        expected=expected,
-        advice='inputs={"input_ids": InputSpec(torch.int64, ("tokens",))}; a mapping in it is an '
-        "argument that is a dict",
-    )
+def _wrong_inputs(where: str, value: object, expected: str) -> GraphRTError:
+    example = 'inputs={"input_ids": InputSpec(torch.int64, ("tokens",))}'
+    advice = f"{example}; a mapping in it is an argument that is a dict"
+    return refused(f"{where} describes no inputs", value, expected, advice, InvalidInputError)

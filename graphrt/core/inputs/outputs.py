@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from graphrt.core.base import tree
-from graphrt.core.base.errors import InvalidOptionError, OutputError
-from graphrt.core.base.option_values import shown
+from graphrt.core.base.errors import GraphRTError, OutputError
+from graphrt.core.base.option_values import refused
 from graphrt.core.batch.axes import Axis
 
 OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
@@ -309,14 +309,14 @@ def _axis(axis: Any) -> OneAxis:
     return size
 
 
-def _no_axes(prefix: str, axes: object) -> InvalidOptionError:
-    return InvalidOptionError(
+def _no_axes(prefix: str, axes: object) -> GraphRTError:
+    each = '"tokens", "rows", "reqs", "reqs+1", a size, or None for any size'
+    advice = 'outputs=("tokens", 4096), or outputs={"logits": ("tokens", vocab)}'
+    what, expected = (
         f"outputs= gives no axes{at_path(prefix)}",
-        got=shown(axes),
-        expected='"tokens", "rows", "reqs", "reqs+1", a size, or None for any size, in a tuple for '
-        "every tensor",
-        advice='outputs=("tokens", 4096), or outputs={"logits": ("tokens", vocab)}',
+        f"{each}, in a tuple for every tensor",
     )
+    return refused(what, axes, expected, advice)
 
 
 def check_tensor(path: str, tensor: torch.Tensor) -> None:

@@ -11,9 +11,9 @@ from typing import Any, TypeGuard
 
 import torch
 
-from graphrt.core.base.errors import InvalidInputError, OverwrittenOutputError
+from graphrt.core.base.errors import GraphRTError, InvalidInputError, OverwrittenOutputError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import shown
+from graphrt.core.base.option_values import refused
 from graphrt.core.batch.axes import Axis
 
 _MOST_BLOCKS = 1 << 16
@@ -182,13 +182,9 @@ def _holds(dtype: torch.dtype, value: complex) -> bool:
     return not value or not cmath.isfinite(value) or abs(value) <= torch.finfo(dtype).max
 
 
-def _wrong_spec(field: str, value: object, expected: str, example: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"an InputSpec has a wrong {field}",
-        got=shown(value),
-        expected=expected,
-        advice=f'InputSpec(torch.int64, ("tokens",)), with {example}',
-    )
+def _wrong_spec(field: str, value: object, expected: str, example: str) -> GraphRTError:
+    what, advice = f"an InputSpec has a wrong {field}", 'InputSpec(torch.int64, ("tokens",)), with'
+    return refused(what, value, expected, f"{advice} {example}", InvalidInputError)
 
 
 def _is_int(value: object) -> TypeGuard[int]:

@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import count_of, items_of, number_of, shown
+from graphrt.core.base.option_values import count_of, items_of, number_of, refused, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.resolution import ModeResolution
@@ -70,15 +69,11 @@ class Budget:
         object.__setattr__(self, "min_piecewise", least)
         object.__setattr__(self, "notes", notes)
         cost = {} if self.cost is None else self.cost
-        if not isinstance(cost, Mapping) or not all(
-            isinstance(each, GraphCost) for each in cost.values()
-        ):
-            raise InvalidOptionError(
-                "the cost of graphs has a wrong type",
-                got=shown(cost),
-                expected="a GraphCost for each runtime mode",
-                advice="cost={GraphMode.FULL: GraphCost(streams=1)}",
-            )
+        of_graphs = cost.values() if isinstance(cost, Mapping) else [None]
+        if not all(isinstance(each, GraphCost) for each in of_graphs):
+            expected = "a GraphCost for each runtime mode"
+            advice = "cost={GraphMode.FULL: GraphCost(streams=1)}"
+            raise refused("the cost of graphs has a wrong type", cost, expected, advice)
         # Looked up by mode, whose name may be given.
         by_mode = {GraphMode.parse(mode): each for mode, each in cost.items()}
         object.__setattr__(self, "cost", by_mode or None)

@@ -15,7 +15,7 @@ import torch
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
-from graphrt.core.base.option_values import items_of, shown
+from graphrt.core.base.option_values import items_of, refused
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 
 Attention = AttentionSupport | str | Mapping[str, AttentionSupport | str]
@@ -155,12 +155,9 @@ def levels_of(attention: Attention) -> dict[str, AttentionSupport]:
     named = attention if isinstance(attention, Mapping) else {UNNAMED: attention}
     for name in named:
         if not isinstance(name, str):
-            raise InvalidOptionError(
-                "attention backends are named by strings",
-                got=shown(name),
-                expected="a dict of names and levels",
-                advice='attention={"flash": AttentionSupport.UNIFORM_BATCH}',
-            )
+            expected = "a dict of names and levels"
+            advice = 'attention={"flash": AttentionSupport.UNIFORM_BATCH}'
+            raise refused("attention backends are named by strings", name, expected, advice)
     return {name: AttentionSupport.parse(level) for name, level in named.items()}
 
 
@@ -192,12 +189,9 @@ def all_compiled(announced: Iterable[Any]) -> tuple[Any, ...]:
     for value in items_of("compiled", announced, "[graphrt.compile(module, ...)]"):
         modules = compiled_in(value)
         if not modules:
-            raise InvalidOptionError(
-                "a value in compiled= is no compiled module and has none",
-                got=shown(value),
-                expected="what graphrt.compile returned, or a module that was compiled in place",
-                advice="compiled=[graphrt.compile(module, ...)]",
-            )
+            what = "a value in compiled= is no compiled module and has none"
+            expected = "what graphrt.compile returned, or a module that was compiled in place"
+            raise refused(what, value, expected, "compiled=[graphrt.compile(module, ...)]")
         compiled.update((id(module), module) for module in modules)
     return tuple(compiled.values())
 

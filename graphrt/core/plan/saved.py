@@ -22,7 +22,7 @@ import torch
 from graphrt._version import __version__
 from graphrt.core.base import errors
 from graphrt.core.base.files import read_bounded
-from graphrt.core.base.option_values import shown
+from graphrt.core.base.option_values import refused, shown
 from graphrt.core.plan.budget import Budget, GraphCost, LeftOut, PlannedCapture
 
 T = TypeVar("T")
@@ -80,12 +80,9 @@ def _literal(variant: Hashable) -> str:
         text = repr(variant)
         if ast.literal_eval(text) == variant:
             return text
-    raise errors.InvalidOptionError(
-        "a plan with this variant cannot be saved",
-        got=shown(variant),
-        expected="a string, an int, or a tuple of them, not nested deeply",
-        advice="name the variant with a string",
-    )
+    expected = "a string, an int, or a tuple of them, not nested deeply"
+    advice = "name the variant with a string"
+    raise refused("a plan with this variant cannot be saved", variant, expected, advice)
 
 
 def differences(before: Sequence[str], now: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import count_of, items_of, shown
+from graphrt.core.base.option_values import count_of, items_of, refused, shown
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, Mode
 from graphrt.core.plan.traffic import Traffic, fitted_sizes
@@ -60,12 +60,9 @@ def check_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     listed = items_of("sizes", sizes, "[1, 2, 4, 8]", empty=nothing)
     checked = tuple(positive("a capture size", size) for size in listed)
     if list(checked) != sorted(set(checked)):
-        raise InvalidOptionError(
-            "capture sizes are not sorted, or one of them is repeated",
-            got=shown(list(listed)),
-            expected="ascending positive integers, each once",
-            advice=f"sizes={shown(sorted(set(checked)))}",
-        )
+        what = "capture sizes are not sorted, or one of them is repeated"
+        advice = f"sizes={shown(sorted(set(checked)))}"
+        raise refused(what, list(listed), "ascending positive integers, each once", advice)
     return checked
 
 

@@ -8,8 +8,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from graphrt.core.base.errors import InvalidOptionError
-from graphrt.core.base.option_values import count_of, number_of, shown
+from graphrt.core.base.option_values import count_of, number_of, refused
 
 Traffic = Mapping[int, float]
 """Shares of the steps by their live batch size in tokens; they need not add up to 1."""
@@ -61,12 +60,9 @@ def check_traffic(traffic: Traffic) -> dict[int, float]:
             return shares
     except (TypeError, ValueError) as error:
         cause = error
-    raise InvalidOptionError(
-        "traffic does not say how often batches of a size occur",
-        got=shown(traffic),
-        expected="positive sizes in tokens, shares >= 0, one of them above 0",
-        advice="traffic={1: 0.5, 64: 0.5}",
-    ) from cause
+    what = "traffic does not say how often batches of a size occur"
+    expected = "positive sizes in tokens, shares >= 0, one of them above 0"
+    raise refused(what, traffic, expected, "traffic={1: 0.5, 64: 0.5}") from cause
 
 
 def _by_savings(kept: list[int], fixed: Collection[int], shares: list[Share]) -> list[int]:
