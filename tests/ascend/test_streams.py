@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from graphrt.core.device.contract import GraphWork
 from graphrt.core.plan.budget import Budget, Captured, LeftOut, fit, total_of
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import capture_sizes, descriptors_for
+from graphrt.core.plan.traffic import by_worth
 
 A2, A5 = DEVICES["A2"], DEVICES["950"]
 SIZES = capture_sizes(max_num_reqs=256, max_num_tokens=8192).mixed
@@ -349,8 +351,8 @@ def planned(
     return streams, *fit(
         descriptors_for(mode, sizes),
         Budget(streams=streams, cost=figures.cost),
-        mode=ModeResolution(mode, mode),
-        landmarks=[reqs * query_len],
+        ModeResolution(mode, mode),
+        partial(by_worth, landmarks=[reqs * query_len]),
     )
 
 

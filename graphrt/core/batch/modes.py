@@ -47,13 +47,9 @@ class GraphMode(enum.Enum):
         """
         mode = cls.parse(value)
         if not mode.is_runtime_mode:
-            raise InvalidModeError(
-                what,
-                got=mode.name,
-                expected="NONE, PIECEWISE or FULL",
-                advice=f"{mode.name} is for hosts: its steps run in "
-                + " or ".join(each.name for each in mode.runtime_modes),
-            )
+            runs = " or ".join(each.name for each in mode.runtime_modes)
+            advice = f"{mode.name} is for hosts: its steps run in {runs}"
+            raise refused(what, mode, "NONE, PIECEWISE or FULL", advice, InvalidModeError)
         return mode
 
     @property

@@ -114,12 +114,9 @@ class GraphDispatcher(Uncopied):
         """
         mode = GraphMode.parse(mode)
         if mode not in GRAPH_MODES:
-            raise InvalidModeError(
-                "a graph is captured and served in one runtime mode",
-                got=mode.name,
-                expected="PIECEWISE or FULL",
-                advice="pass the mode that the graph was captured in",
-            )
+            what = "a graph is captured and served in one runtime mode"
+            advice = "pass the mode that the graph was captured in"
+            raise refused(what, mode, "PIECEWISE or FULL", advice, InvalidModeError)
         key = mode, _checked_descriptor(descriptor)
         with self._lock:
             slot = self._slots.get(key)

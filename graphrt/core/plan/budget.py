@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.plan.resolution import ModeResolution
 from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.plan.traffic import Traffic, by_worth
+from graphrt.core.plan.traffic import by_worth
 
 RESOURCES = ("streams", "graphs", "device_bytes", "capture_s")
 
@@ -144,32 +144,28 @@ def budget_lines(budget: Budget, captured: Captured, left_out: Sequence[LeftOut]
 
 
 BUDGET_RULE = "budget"
+Worth = Callable[[Iterable[int]], Iterable[int]]
+"""Sizes of one kind, the most valuable first: see `by_worth`."""
 Costs = dict[CaptureKey, GraphCost]
 
 
 def fit(
-    keys: Sequence[CaptureKey],
-    budget: Budget,
-    *,
-    mode: ModeResolution,
-    traffic: Traffic | None = None,
-    landmarks: Collection[int] = (),
+    keys: Sequence[CaptureKey], budget: Budget, mode: ModeResolution, worth: Worth = by_worth
 ) -> tuple[ModeResolution, Captured, tuple[LeftOut, ...]]:
     """Choose which of `keys` (in capture order) to capture within `budget`; returns the mode that
     this leaves, what is captured, and what is not.
 
     FULL graphs come first, because pieces take many times as much, but for `budget.min_piecewise`
     pieces, where they take no more than half of the budget. Within a mode the largest size of each
-    kind is kept before the smallest, then those of `landmarks` (a full decode batch), then the most
-    valuable (see `by_worth`); what does not fit is left out, and smaller graphs after it may still
-    fit.
+    kind is kept before the others, which follow by their `worth`; what does not fit is left out,
+    and smaller graphs after it may still fit.
 
     Fewer than `budget.min_piecewise` PIECEWISE sizes (or than were asked for) turn
     FULL_AND_PIECEWISE into FULL_DECODE_ONLY, no FULL graph turns it into PIECEWISE; where no graph
     fits at all, the mode becomes NONE.
     """
     costs = {key: budget.cost_of(key[0]) for key in keys}
-    order = by_priority(keys, traffic, landmarks)
+    order = by_priority(keys, worth)
     full = [key for key in order if key[0] is GraphMode.FULL]
     pieces = [key for key in order if key[0] is GraphMode.PIECEWISE]
     fewest = min(budget.min_piecewise, len(pieces))
@@ -191,9 +187,7 @@ def fit(
     return mode, captured, tuple(_left_out(keys, kept, costs, budget, mode.mode))
 
 
-def by_priority(
-    keys: Iterable[CaptureKey], traffic: Traffic | None, landmarks: Collection[int]
-) -> list[CaptureKey]:
+def by_priority(keys: Iterable[CaptureKey], worth: Worth) -> list[CaptureKey]:
     """The keys in the order in which a budget takes them: FULL before PIECEWISE, the best size of
     each kind, then the second best of each. Else one query length could take all the room."""
     # Graphs of one kind can serve each other's batches.
@@ -202,8 +196,7 @@ def by_priority(
         kinds.setdefault((mode, descriptor.kind), []).append((mode, descriptor))
     order: list[tuple[bool, int, int, CaptureKey]] = []
     for alike in kinds.values():
-        worth = by_worth((each.num_tokens for _, each in alike), traffic, landmarks)
-        rank = {size: at for at, size in enumerate(worth)}
+        rank = {size: at for at, size in enumerate(worth(each.num_tokens for _, each in alike))}
         for key in alike:
             tokens = key[1].num_tokens
             order.append((key[0] is GraphMode.PIECEWISE, rank[tokens], -tokens, key))

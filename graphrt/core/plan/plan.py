@@ -1,7 +1,8 @@
 """`Plan`: from what a host may run to the graphs that are captured for it.
 
-A new argument is a type in `PlanArguments`, a row of `_ARGUMENTS` and a sentence of `Plan`. All
-arguments are handed to `capture_sizes` and `descriptors_for`, which take those that they name.
+A new argument is a type in `PlanArguments` (of sizes, in `SizeArguments`), a row of `_ARGUMENTS` and
+a sentence of `Plan`. All arguments are handed to `resolve_mode`, `capture_sizes` and
+`descriptors_for`, which take those that they name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import given_platform
 from graphrt.core.plan import resolution, saved, sizes
 from graphrt.core.plan.budget import Budget, GraphCost, budget_lines, by_priority, fit, total_of
-from graphrt.core.plan.traffic import Traffic, check_traffic
+from graphrt.core.plan.traffic import Traffic, by_worth, check_traffic
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
@@ -181,13 +182,11 @@ class Plan:
         cap = self.platform.default_max_size()
         self.sizes = sizes.capture_sizes(**self.arguments, cap=cap)
         sizes.check_decode(resolved.mode, self.sizes)
-        self.resolution, self.captured, self.left_out = fit(
-            sizes.descriptors_for(resolved.mode, self.sizes, **self.arguments),
-            self.arguments["budget"] or Budget(),
-            mode=resolved,
-            traffic=self.arguments["traffic"],
-            landmarks=self._landmarks,
-        )
+        fulls = [self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode]
+        self._worth = partial(by_worth, traffic=self.arguments["traffic"], landmarks=fulls)
+        keys = sizes.descriptors_for(resolved.mode, self.sizes, **self.arguments)
+        fitted = fit(keys, self.arguments["budget"] or Budget(), resolved, self._worth)
+        self.resolution, self.captured, self.left_out = fitted
         self.resolution.log_steps()
         self.mode = self.resolution.mode
         self.keys = tuple((each.mode, each.descriptor) for each in self.captured)
@@ -202,12 +201,7 @@ class Plan:
         how many streams are free for graphs, those first that are worth most if it runs out."""
         if self.platform.stream_room() is None:
             return self.keys
-        return tuple(by_priority(self.keys, self.arguments["traffic"], self._landmarks))
-
-    @property
-    def _landmarks(self) -> list[int]:
-        """The sizes of full decode batches, in tokens."""
-        return [self.sizes.max_num_reqs * query_len for query_len in self.sizes.decode]
+        return tuple(by_priority(self.keys, self._worth))
 
     def replace(self, *, platform: Platform | str | None = None, **changes: Any) -> Plan:
         """The plan with other arguments, resolved again; on the same platform by default."""

@@ -181,12 +181,9 @@ def descriptors_for(
     for runtime_mode, named in keys:
         of_mode = bounds if runtime_mode is GraphMode.FULL else ((),)
         for variant, lora, bound in itertools.product(variants, loras, of_mode):
-            key = named._replace(
-                has_lora=lora is None or lora > 0,
-                num_active_loras=lora or 0,
-                bounds=bound,
-                variant=variant,
-            )
+            key = named._replace(bounds=bound, variant=variant)
+            if lora != 0:
+                key = key._replace(has_lora=True, num_active_loras=lora or 0)
             cases[runtime_mode, key] = None
     return tuple(sorted(cases, key=capture_order))
 
