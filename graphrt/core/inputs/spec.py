@@ -77,9 +77,7 @@ LOWEST_ADDRESS = 1 << 24
 as address. Memory rarely lies so low."""
 
 
-@lru_cache(maxsize=64)
-def _axis_of(text: str) -> Axis:
-    return Axis.parse(text)
+_axis_of = lru_cache(maxsize=64)(Axis.parse)
 
 
 def check_value(

@@ -1,7 +1,7 @@
 """`Plan`: from what a host may run to the graphs that are captured for it.
 
-A new argument is a type in `PlanArguments` (of sizes, in `SizeArguments`), a row of `_ARGUMENTS` and
-a sentence of `Plan`. All arguments are handed to `resolve_mode`, `capture_sizes` and
+A new argument is a type in `PlanArguments` (of sizes: `SizeArguments`), a row of `_ARGUMENTS` and a
+sentence of `Plan`. All arguments are handed to `resolve_mode`, `capture_sizes` and
 `descriptors_for`, which take those that they name.
 """
 
