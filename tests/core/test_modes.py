@@ -26,6 +26,7 @@ TABLE = {
         FDO: (FDO, FDO),
         FAP: (FAP, FDO),
     },
+    ("UNIFORM_SINGLE_TOKEN_DECODE", 2): {P: (P, N), F: (P, N), FDO: (P, N), FAP: (P, N)},
     ("UNIFORM_SINGLE_TOKEN_DECODE", 4): {P: (P, N), F: (P, N), FDO: (P, N), FAP: (P, N)},
     ("NEVER", 1): {P: (P, N), F: (P, N), FDO: (P, N), FAP: (P, N)},
     ("NEVER", 4): {P: (P, N), F: (P, N), FDO: (P, N), FAP: (P, N)},
