@@ -8,6 +8,7 @@ moves inputs in another way returns its own from `Platform.new_input_transport`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -28,6 +29,7 @@ MAX_BYTES = 32 << 20
 
 _CACHED_VIEWS = 1024
 _Tensor = torch.Tensor
+_address_of = torch.Tensor.data_ptr
 
 
 class Slab:
@@ -96,11 +98,20 @@ class Sources(NamedTuple):
 
 
 def sources_of(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sources:
-    """Look at all packed inputs of a step before any is written. An input may be a view of the
-    slab. Raises `InvalidInputError`."""
+    """Look at all packed inputs of a step before any is written: at once where they are like
+    earlier ones, else one by one. An input may be a view of the slab. Raises `InvalidInputError`.
+    """
     low, high = slab.low, slab.high
-    tensors: list[torch.Tensor] = []
-    addresses: list[int] = []
+    if moves.like is not None:
+        are_alike, kinds = moves.like
+        tensors = [values[name] for name in moves.names]
+        if are_alike(*tensors):
+            addresses = [*map(_address_of, tensors)]
+            ordered = sorted(addresses)
+            none_in_slab = bisect_left(ordered, low) == bisect_left(ordered, high)
+            if none_in_slab and ordered[0] >= LOWEST_ADDRESS:
+                return Sources(tensors, addresses, kinds, True)
+    tensors, addresses = [], []
     kinds, plain = moves.from_host, True
     for number, (name, dtype, shape, lazy, move) in enumerate(moves.rows):
         value = values[name]
@@ -126,6 +137,8 @@ def sources_of(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sourc
             address, plain = value.data_ptr(), False
         tensors.append(value)
         addresses.append(address)
+    if plain and "k" not in kinds:
+        moves.expect_like(tensors, kinds)
     return Sources(tensors, addresses, kinds, plain)
 
 

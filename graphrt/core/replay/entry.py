@@ -319,13 +319,8 @@ class Segment:
 @public("graphrt.lowlevel")
 def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
     """The device graphs among the parts of a step, in order."""
-    graphs: list[DeviceGraph] = []
-    for part in parts:
-        if isinstance(part, Segment):
-            graphs.append(part.graph)
-        elif not isinstance(part, EagerPart):
-            graphs.append(cast(DeviceGraph, part))
-    return graphs
+    captured = [part for part in parts if not isinstance(part, EagerPart)]
+    return [part.graph if isinstance(part, Segment) else cast(Any, part) for part in captured]
 
 
 class TaskTable:
@@ -458,11 +453,9 @@ class Entry:
         return None
 
     def _replay_with(self, values: Sequence[HostValues] | None) -> None:
-        taken = 0
+        rest = iter(values or ())
         for part in self.parts:
             if values is not None and isinstance(part, Segment):
-                count = len(part.tasks)
-                part.replay_with(values[taken : taken + count])
-                taken += count
+                part.replay_with([next(rest) for _ in part.tasks])
             else:
                 part.replay()
