@@ -104,7 +104,7 @@ def sources_of(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sourc
     low, high = slab.low, slab.high
     if moves.like is not None:
         are_alike, kinds = moves.like
-        tensors = [values[name] for name in moves.names]
+        tensors = [*map(values.__getitem__, moves.names)]
         if are_alike(*tensors):
             addresses = [*map(_address_of, tensors)]
             ordered = sorted(addresses)
