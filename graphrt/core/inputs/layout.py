@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from ctypes import PYFUNCTYPE, c_size_t, c_void_p, cast, memmove, memset
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ class StepMoves:
             (each.field.name, each.field.spec.dtype, each.shape, each.field.lazy, each)
             for each in self.fields
         ]
-        self.names = [each.field.name for each in self.fields]
+        self.names = [*map(itemgetter(0), self.rows)]
         self.from_host = "h" * len(self.fields)
         # Says of inputs at once whether they are like the last that were looked at one by one and
         # had nothing special; and the kinds of places of those. How often it may be made yet:

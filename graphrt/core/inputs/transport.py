@@ -101,17 +101,25 @@ def sources_of(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sourc
     """Look at all packed inputs of a step before any is written: at once where they are like
     earlier ones, else one by one. An input may be a view of the slab. Raises `InvalidInputError`.
     """
-    low, high = slab.low, slab.high
     if moves.like is not None:
         are_alike, kinds = moves.like
         tensors = [*map(values.__getitem__, moves.names)]
         if are_alike(*tensors):
             addresses = [*map(_address_of, tensors)]
             ordered = sorted(addresses)
-            none_in_slab = bisect_left(ordered, low) == bisect_left(ordered, high)
+            none_in_slab = bisect_left(ordered, slab.low) == bisect_left(ordered, slab.high)
             if none_in_slab and ordered[0] >= LOWEST_ADDRESS:
                 return Sources(tensors, addresses, kinds, True)
-    tensors, addresses = [], []
+    sources = _one_by_one(values, moves, slab)
+    if sources.plain and "k" not in sources.kinds:
+        moves.expect_like(sources.tensors, sources.kinds)
+    return sources
+
+
+def _one_by_one(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sources:
+    low, high = slab.low, slab.high
+    tensors: list[torch.Tensor] = []
+    addresses: list[int] = []
     kinds, plain = moves.from_host, True
     for number, (name, dtype, shape, lazy, move) in enumerate(moves.rows):
         value = values[name]
@@ -137,8 +145,6 @@ def sources_of(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sourc
             address, plain = value.data_ptr(), False
         tensors.append(value)
         addresses.append(address)
-    if plain and "k" not in kinds:
-        moves.expect_like(tensors, kinds)
     return Sources(tensors, addresses, kinds, plain)
 
 

@@ -319,8 +319,11 @@ class Segment:
 @public("graphrt.lowlevel")
 def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
     """The device graphs among the parts of a step, in order."""
-    captured = [part for part in parts if not isinstance(part, EagerPart)]
-    return [part.graph if isinstance(part, Segment) else cast(Any, part) for part in captured]
+    graphs: list[DeviceGraph] = []
+    for part in parts:
+        if not isinstance(part, EagerPart):
+            graphs.append(part.graph if isinstance(part, Segment) else cast(Any, part))
+    return graphs
 
 
 class TaskTable:

@@ -286,11 +286,11 @@ class LiveOutputs:
                 shapes = _live_shapes(prepared, tokens, reqs)
                 if len(self.shapes) < _CACHED_SHAPES:
                     self.shapes[tokens, reqs] = shapes
-            if type(outputs) is torch.Tensor:
-                return prepared[0][0](shapes[0], self.handed_out)
         else:
             prepared = self._prepare_again(outputs)
             shapes = _live_shapes(prepared, tokens, reqs)
+        if type(outputs) is torch.Tensor:
+            return prepared[0][0](shapes[0], self.handed_out)
         fresh = [
             hand_out(shape, self.handed_out)
             for (hand_out, _, _), shape in zip(prepared, shapes, strict=True)

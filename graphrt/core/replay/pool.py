@@ -170,7 +170,7 @@ class PieceSteps:
         """Note that a piece of a step replays or captures; False inside of another step, and for
         one that another one has followed."""
         token = context.token
-        if self._is_last(context):
+        if self.context is not None and token is not None and token is self._token:
             return True
         if (token is not None and token is self._over) or not self.end(context):
             return False
