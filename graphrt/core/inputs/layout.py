@@ -26,8 +26,8 @@ _ALIGNMENT = 256
 """Bytes; what allocators give, so kernels choose the same vector width as for tensors alone."""
 _FEW_BYTES = 1 << 18
 """More are copied while others may run."""
-_MOST_MADE = 16
-"""Guards over inputs that are made for one number of rows."""
+_MOST_LIKE, _MOST_MADE = 4, 16
+"""Guards over inputs that are kept, and that are ever made, for one number of rows."""
 _CACHED_MOVES = 128
 """Per layout: pairs of live tokens and requests."""
 
@@ -170,10 +170,10 @@ class StepMoves:
         ]
         self.names = [*map(itemgetter(0), self.rows)]
         self.from_host = "h" * len(self.fields)
-        # Says of inputs at once whether they are like the last that were looked at one by one and
-        # had nothing special; and the kinds of places of those. How often it may be made yet:
-        # hosts that mix kinds of inputs would pay for it at every step.
-        self.like: tuple[Callable[..., bool], str] | None = None
+        # What says of inputs at once whether they are like some that were looked at one by one and
+        # had nothing special, and the kinds of places of those. So often one was made: hosts that
+        # mix many kinds of inputs would pay for it at every step.
+        self.like: list[tuple[Callable[..., bool], str]] = []
         self._made = 0
         # Where to, and how many bytes, if each input is one short copy; else None. They are copied
         # in one call: see `copy_rows`.
@@ -196,7 +196,8 @@ class StepMoves:
         if tensor_guards and self._made < _MOST_MADE:
             self._made += 1
             none: dict[str, None] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
-            self.like = tensor_guards(*tensors, **none).check, kinds
+            guard = tensor_guards(*tensors, **none)
+            self.like = [*self.like[1 - _MOST_LIKE :], (guard.check, kinds)]
 
     def pad_at(self, base: int) -> None:
         """Write all padding rows in the host's packed memory at `base`."""

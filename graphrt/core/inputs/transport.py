@@ -101,15 +101,15 @@ def sources_of(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sourc
     """Look at all packed inputs of a step before any is written: at once where they are like
     earlier ones, else one by one. An input may be a view of the slab. Raises `InvalidInputError`.
     """
-    if moves.like is not None:
-        are_alike, kinds = moves.like
-        tensors = [*map(values.__getitem__, moves.names)]
+    tensors = [*map(values.__getitem__, moves.names)] if moves.like else []
+    for are_alike, kinds in moves.like:
         if are_alike(*tensors):
             addresses = [*map(_address_of, tensors)]
             ordered = sorted(addresses)
             none_in_slab = bisect_left(ordered, slab.low) == bisect_left(ordered, slab.high)
             if none_in_slab and ordered[0] >= LOWEST_ADDRESS:
                 return Sources(tensors, addresses, kinds, True)
+            break
     sources = _one_by_one(values, moves, slab)
     if sources.plain and "k" not in sources.kinds:
         moves.expect_like(sources.tensors, sources.kinds)
