@@ -19,11 +19,11 @@ from typing import Any
 from graphrt.core.base.errors import GraphRTError, InvalidUpdateError, MissingUpdateError
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.replay.entry import Entry, Segment, TaskTable
-from graphrt.core.replay.pool import GraphPool, PoolOwner
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.tasks import DEFERRED, HostValues, Updates
 
 
-class WaitingStep(PoolOwner):
+class WaitingStep:
     """A launched graph that waits for its updates. It owns the pool until they came."""
 
     _is_over = False
@@ -38,7 +38,6 @@ class WaitingStep(PoolOwner):
         was_mixed: bool,
     ) -> None:
         """`was_mixed` is the value of `table.mixed` before the launch."""
-        super().__init__("a step whose updates have not come")
         self._thread = get_ident()
         self._table = table
         self._segment = segment

@@ -85,6 +85,47 @@ def test_inputs_that_lie_where_the_graph_reads_them_are_not_copied(rows: int) ->
     assert sources_of(values, layout.moves(rows, rows), slab).kinds == "hk"
 
 
+CHANGES = {
+    "none": lambda x, view: x,
+    "in the slab": lambda x, view: view[:4].copy_(x),
+    "further in the slab": lambda x, view: view[1:5].copy_(x),
+    "negated": lambda x, view: torch._neg_view(-x),
+    "other strides": lambda x, view: x.t().contiguous().t(),
+    "a parameter": lambda x, view: torch.nn.Parameter(x),
+    "requires a gradient": lambda x, view: x.requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_inputs_are_seen_after_like_ones_as_they_are_by_themselves(change: str) -> None:
+    captured = runner(both)
+    moves = captured.inputs.layout(8, 8).moves(4, 4)
+    slab, view = captured.inputs.transport.slab, captured.inputs.buffers["y"]
+    alone = runner(both).inputs.layout(8, 8).moves(4, 4)
+    for _ in range(2):
+        sources_of({name: torch.rand(4, 8) for name in "xy"}, moves, slab)
+    assert moves.like
+    x, y = torch.rand(2, 4, 8)
+    values = {"x": x, "y": CHANGES[change](y.clone(), view)}
+    after, single = (sources_of(values, each, slab) for each in (moves, alone))
+    assert (after.kinds, after.plain) == (single.kinds, single.plain)
+    assert all(map(torch.equal, after.tensors, single.tensors))
+    assert torch.equal(after.tensors[1], y)
+    if after.plain:
+        assert after.addresses == single.addresses
+
+
+def test_kinds_of_inputs_that_take_turns_are_all_remembered() -> None:
+    captured = runner(both)
+    moves, slab = captured.inputs.layout(8, 8).moves(4, 4), captured.inputs.transport.slab
+    x = torch.rand(4, 8)
+    for step in range(100):
+        y = torch.rand(4, 8, requires_grad=step % 2 == 0)
+        seen = sources_of({"x": x, "y": y}, moves, slab)
+        assert seen.plain and seen.kinds == "hh" and seen.tensors[1] is y
+    assert moves._made == len(moves.like) == 2
+
+
 @pytest.mark.parametrize(
     "options", [GraphOptions(lazy=True), GraphOptions(check="always")], ids=["lazy", "tried"]
 )

@@ -33,7 +33,7 @@ from graphrt.core.capture.options import GraphOptions, Sealing
 from graphrt.core.capture.recorder import Bridges, Recorder
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.device.platform import Platform
-from graphrt.core.device.registry import given_platform
+from graphrt.core.device.registry import resolve_platform
 from graphrt.core.dispatch.reasons import Reason
 from graphrt.core.replay.entry import (
     Entry,
@@ -500,7 +500,7 @@ def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
     Raises `PlatformError` where that path cannot be imported, or leads to no wrapper of this
     platform, and `PlatformError` for a platform of another version of the device contract.
     """
-    platform = given_platform(platform)
+    platform = resolve_platform(platform, must_be_available=False)
     path = platform.get_static_graph_wrapper_cls()
     module, _, name = path.rpartition(".")
     wrapper: Any = None

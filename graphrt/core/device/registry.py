@@ -23,9 +23,7 @@ from typing import Any, Literal
 
 import pluggy
 
-from graphrt.core.base.errors import (
-    PlatformError,
-)
+from graphrt.core.base.errors import PlatformError
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_kind, flag, shown
@@ -299,8 +297,11 @@ def register(plugin: object, name: str | None = None) -> str:
 
 
 @public("graphrt.platforms")
-def resolve_platform(platform: Platform | str | None) -> Platform:
-    """A platform from itself, its name, or None for the current one.
+def resolve_platform(
+    platform: Platform | str | None, *, must_be_available: bool = True
+) -> Platform:
+    """A platform from itself, its name, or None for the current one. One that is given itself need
+    not be available where it is only planned for.
 
     Raises `PlatformError`, and what else keeps one from use.
     """
@@ -310,15 +311,8 @@ def resolve_platform(platform: Platform | str | None) -> Platform:
         return _default.get(platform)
     check_kind("platform", platform, Platform, optional=False, example='get_platform("cpu")')
     check_contract(platform)
-    _start(platform, platform.availability())
-    return platform
-
-
-def given_platform(platform: Platform | str | None) -> Platform:
-    """`resolve_platform`, but one that is given itself need not be available: to plan for it."""
-    if not isinstance(platform, Platform):
-        return resolve_platform(platform)
-    check_contract(platform)
+    if must_be_available:
+        _start(platform, platform.availability())
     return platform
 
 

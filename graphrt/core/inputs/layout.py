@@ -12,19 +12,22 @@ import math
 from collections.abc import Callable, Mapping
 from ctypes import PYFUNCTYPE, c_size_t, c_void_p, cast, memmove, memset
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from graphrt.core.base import tree
-from graphrt.core.base.torch_names import inference_guard
+from graphrt.core.base.torch_names import inference_guard, tensor_guards
 from graphrt.core.inputs.spec import InputSpec
 
 _ALIGNMENT = 256
 """Bytes; what allocators give, so kernels choose the same vector width as for tensors alone."""
 _FEW_BYTES = 1 << 18
 """More are copied while others may run."""
+_MOST_LIKE, _MOST_MADE = 4, 16
+"""Guards over inputs that are kept, and that are ever made, for one number of rows."""
 _CACHED_MOVES = 128
 """Per layout: pairs of live tokens and requests."""
 
@@ -157,7 +160,13 @@ class StepMoves:
             (each.field.name, each.field.spec.dtype, each.shape, each.field.lazy, each)
             for each in self.fields
         ]
+        self.names = [*map(itemgetter(0), self.rows)]
         self.from_host = "h" * len(self.fields)
+        # What says of inputs at once whether they are like some that were looked at one by one and
+        # had nothing special, and the kinds of places of those. So often one was made: hosts that
+        # mix many kinds of inputs would pay for it at every step.
+        self.like: list[tuple[Callable[..., bool], str]] = []
+        self._made = 0
         # Where to, and how many bytes, if each input is one short copy; else None. They are copied
         # in one call: see `copy_rows`.
         self.short: tuple[list[int], list[c_size_t]] | None = None
@@ -172,6 +181,15 @@ class StepMoves:
         # Python wrote it. It refuses inputs that are unlike those it was made for.
         self.alike: Any = None
         self.whole = self.spans(self.from_host)
+
+    def expect_like(self, tensors: list[torch.Tensor], kinds: str) -> None:
+        """Remember inputs that are used as they are: of these types, dtypes, devices, shapes and
+        strides, none in the slab."""
+        if tensor_guards and self._made < _MOST_MADE:
+            self._made += 1
+            none: dict[str, None] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+            guard = tensor_guards(*tensors, **none)
+            self.like = [*self.like[1 - _MOST_LIKE :], (guard.check, kinds)]
 
     def pad_at(self, base: int) -> None:
         """Write all padding rows in the host's packed memory at `base`."""

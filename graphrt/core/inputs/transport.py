@@ -8,6 +8,7 @@ in another way returns its own from `Platform.new_input_transport`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -28,6 +29,7 @@ MAX_BYTES = 32 << 20
 
 _CACHED_VIEWS = 1024
 _Tensor = torch.Tensor
+_address_of = torch.Tensor.data_ptr
 
 
 class Slab:
@@ -104,8 +106,25 @@ class Sources(NamedTuple):
 
 
 def sources_of(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sources:
-    """Look at all packed inputs of a step before any is written. An input may be a view of the
-    slab. Raises `InvalidInputError`."""
+    """Look at all packed inputs of a step before any is written: at once where they are like
+    earlier ones, else one by one. An input may be a view of the slab. Raises `InvalidInputError`.
+    """
+    tensors = [*map(values.__getitem__, moves.names)] if moves.like else []
+    for are_alike, kinds in moves.like:
+        if are_alike(*tensors):
+            addresses = [*map(_address_of, tensors)]
+            ordered = sorted(addresses)
+            none_in_slab = bisect_left(ordered, slab.low) == bisect_left(ordered, slab.high)
+            if none_in_slab and ordered[0] >= LOWEST_ADDRESS:
+                return Sources(tensors, addresses, kinds, True)
+            break
+    sources = _one_by_one(values, moves, slab)
+    if sources.plain and "k" not in sources.kinds:
+        moves.expect_like(sources.tensors, sources.kinds)
+    return sources
+
+
+def _one_by_one(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sources:
     low, high = slab.low, slab.high
     tensors: list[torch.Tensor] = []
     addresses: list[int] = []

@@ -20,7 +20,7 @@ from graphrt.core.base.option_values import check_kind, count_of, items_of
 from graphrt.core.batch.descriptor import checked_variant
 from graphrt.core.batch.modes import AttentionSupport, GraphMode, Mode, PieceProvider, graphs_off
 from graphrt.core.device.platform import Platform
-from graphrt.core.device.registry import given_platform
+from graphrt.core.device.registry import resolve_platform
 from graphrt.core.plan import resolution, saved, sizes
 from graphrt.core.plan.budget import Budget, GraphCost, budget_lines, by_priority, fit, total_of
 from graphrt.core.plan.traffic import Traffic, by_worth, check_traffic
@@ -173,7 +173,7 @@ class Plan:
             raise TypeError("Plan() got two values for its argument 'mode'")
         check_plan_arguments(arguments)
         self.arguments = checked_arguments({"mode": mode, **arguments})
-        self.platform = given_platform(platform)
+        self.platform = resolve_platform(platform, must_be_available=False)
         self.compiled = self.arguments["compiled"]
         self.attention = resolution.levels_of(self.arguments["attention"])
         """What each attention backend supports, by name."""
@@ -227,7 +227,7 @@ class Plan:
 
         What comes out differently is printed as a `PlanChangedWarning`.
         """
-        platform = given_platform(platform)
+        platform = resolve_platform(platform, must_be_available=False)
         compiled = items_of("compiled", compiled, "[module]")
         same_modules = list(map(id, self.compiled)) == list(map(id, compiled))
         off = any(step.rule == resolution.SWITCHED_OFF for step in self.resolution.steps)
@@ -312,7 +312,7 @@ class Plan:
         `PlanChangedWarning`. `compiled` are the compiled modules of the forward. Raises
         `PlanFileError` for a file that is damaged or no plan.
         """
-        where = given_platform(platform)
+        where = resolve_platform(platform, must_be_available=False)
         plan, printed, made_with = saved.read(
             path, lambda arguments: cls(**arguments, compiled=compiled, platform=where)
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -22,11 +23,7 @@ from graphrt.core.base.errors import (
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown, told
 from graphrt.core.base.thread_mode import without_gradients
-from graphrt.core.base.torch_names import (
-    attention_kernels,
-    attention_order,
-    function_modes,
-)
+from graphrt.core.base.torch_names import attention_kernels, attention_order, function_modes
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.contract import DeviceGraph
@@ -43,26 +40,23 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """What a function is called with."""
 
 
+@dataclass(eq=False, repr=False)
 class EagerPart:
-    """A function that runs eagerly at every replay and leaves its results where they are read.
-
-    `aliased` holds the paths of results that were no new memory at capture.
+    """A function that runs eagerly at every replay and leaves its results where they are read:
+    in `recorded`. `aliased` holds the paths of results that were no new memory at capture.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], call: Call, recorded: Any, aliased: frozenset[str]
-    ) -> None:
-        self._function = function
-        self._args, self._kwargs = call
-        # Where it leaves its results.
-        self.recorded = recorded
-        self._aliased = aliased
+    function: Callable[..., Any]
+    call: Call
+    recorded: Any
+    aliased: frozenset[str]
 
     def replay(self) -> None:
-        result = self._function(*self._args, **self._kwargs)
+        args, kwargs = self.call
+        result = self.function(*args, **kwargs)
         if result is None and self.recorded is None:
             return
-        deliver(self.recorded, result, self._function, self._aliased)
+        deliver(self.recorded, result, self.function, self.aliased)
 
 
 def deliver(
@@ -279,22 +273,16 @@ class SegmentHooks(Protocol):
 
 
 @public("graphrt.lowlevel")
+@dataclass(eq=False, repr=False)
 class Segment:
     """A segment with calls `before` each replay, or with tasks, which are issued again at every
     replay. Without either, the part is the graph itself. `name` says whose it is."""
 
-    def __init__(
-        self,
-        platform: Platform,
-        graph: DeviceGraph,
-        tasks: list[CapturedTask],
-        before: Sequence[Callable[[], object]] = (),
-    ) -> None:
-        self.graph = graph
-        self.tasks = tasks
-        self.name = "a graph under capture"
-        self.platform = platform
-        self.before = before
+    platform: Platform
+    graph: DeviceGraph
+    tasks: list[CapturedTask]
+    before: Sequence[Callable[[], object]] = ()
+    name: str = "a graph under capture"
 
     def replay(self) -> None:
         """Replay with the host arguments of the replay before."""
@@ -333,10 +321,8 @@ def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
     """The device graphs among the parts of a step, in order."""
     graphs: list[DeviceGraph] = []
     for part in parts:
-        if isinstance(part, Segment):
-            graphs.append(part.graph)
-        elif not isinstance(part, EagerPart):
-            graphs.append(cast(DeviceGraph, part))
+        if not isinstance(part, EagerPart):
+            graphs.append(part.graph if isinstance(part, Segment) else cast(Any, part))
     return graphs
 
 
@@ -470,11 +456,9 @@ class Entry:
         return None
 
     def _replay_with(self, values: Sequence[HostValues] | None) -> None:
-        taken = 0
+        rest = iter(values or ())
         for part in self.parts:
             if values is not None and isinstance(part, Segment):
-                count = len(part.tasks)
-                part.replay_with(values[taken : taken + count])
-                taken += count
+                part.replay_with([next(rest) for _ in part.tasks])
             else:
                 part.replay()

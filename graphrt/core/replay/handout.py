@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from sys import getrefcount, is_finalizing
 from typing import Any
@@ -120,7 +121,7 @@ class Shell:
         self._address = tensor.untyped_storage().data_ptr()
         self._empty = _empty(tensor.dtype, tensor.device)
         # The storage that tensors are handed out over, and its name in torch.
-        self._storage: torch.UntypedStorage | None = None
+        self._storage: Any = None
         self._cdata = 0
         # Tensors over it that are never handed out themselves, by inference mode and by shape: a
         # step's tensor is the `data` of one.
@@ -140,11 +141,6 @@ class Shell:
         base = self._bases[is_inference_mode_enabled()].get(shape)
         # A tensor of its own, whatever the last one was changed to, over the same storage.
         return self._anew(shape) if base is None else base.data
-
-    def storage(self) -> torch.UntypedStorage:
-        """What the last tensor was handed out over."""
-        assert self._storage is not None
-        return self._storage
 
     def owns(self, cdata: int) -> bool:
         """Whether this is the storage of what it hands out now."""
@@ -216,7 +212,7 @@ class Shell:
     def _over(self, shape: tuple[int, ...]) -> torch.Tensor:
         fresh: torch.Tensor = self._empty.new()
         like = self._like
-        return fresh.set_(self.storage(), like.storage_offset(), shape, like.stride())
+        return fresh.set_(self._storage, like.storage_offset(), shape, like.stride())
 
 
 # By the `_cdata` of the storage that each has. torch gives that number to another storage once the
@@ -238,41 +234,35 @@ def _live_shapes(prepared: _Prepared, tokens: int, reqs: int) -> list[Shape]:
     return shapes
 
 
+@dataclass(eq=False, repr=False)
 class LiveOutputs:
-    """The live rows of what a forward returns at one size, as fresh tensors for the caller."""
+    """The live rows of what a forward returns at one size, as fresh tensors for the caller.
 
-    def __init__(
-        self,
-        descriptor: BatchDescriptor,
-        reqs: int,
-        axes: OutputLayout,
-        handed_out: HandedOut,
-        *,
-        raw_storages: bool,
-    ) -> None:
-        """Of a graph with room for `reqs`. `handed_out` is that of its pool; without `raw_storages`
-        the caller gets copies."""
-        self._descriptor = descriptor
-        self._reqs = reqs
-        self._axes = axes
-        self._handed_out = handed_out
-        self._raw_storages = raw_storages
-        # The outputs that the graph returns at every step; what hands out their tensors; and the
-        # live shapes of these, by live tokens and requests.
-        self.held: Any = None
-        self._prepared: _Prepared = ()
-        self.shapes: dict[tuple[int, int], list[Shape]] = {}
-        # The identity of what pieces returned last, and what hands it out: often they return the
-        # same memory again.
-        self._last: tuple[Any, _Prepared] = None, ()
+    It is that of a graph with room for `reqs`. `handed_out` is that of its pool; without
+    `raw_storages` the caller gets copies.
+    """
+
+    descriptor: BatchDescriptor
+    reqs: int
+    axes: OutputLayout
+    handed_out: HandedOut
+    raw_storages: bool
+    # The outputs that the graph returns at every step; what hands out their tensors; and the live
+    # shapes of these, by live tokens and requests.
+    held: Any = None
+    prepared: _Prepared = ()
+    shapes: dict[tuple[int, int], list[Shape]] = field(default_factory=dict)
+    # The identity of what pieces returned last, and what hands it out: often they return the same
+    # memory again.
+    last: tuple[Any, _Prepared] = (None, ())
 
     def see(self, outputs: Any) -> None:
         """Note what the forward returned at this size; raises `OutputError`."""
-        self._axes.see(self._descriptor.num_tokens, self._reqs, outputs)
+        self.axes.see(self.descriptor.num_tokens, self.reqs, outputs)
 
     def hold(self, outputs: Any) -> None:
         """Prepare for steps that return exactly these outputs."""
-        self._prepared = self._prepare(outputs)
+        self.prepared = self._prepare(outputs)
         self.shapes = {}
         self.held = outputs
 
@@ -281,28 +271,28 @@ class LiveOutputs:
         one tensor over storages of its own; else None."""
         if type(self.held) is not torch.Tensor:
             return None
-        shell = getattr(self._prepared[0][0], "__self__", None)
+        shell = getattr(self.prepared[0][0], "__self__", None)
         if not isinstance(shell, Shell):
             return None
         looks = storage_use_count, getweakrefcount, is_inference_mode_enabled
-        return shell, Shell, self._handed_out, *looks, _own_references()
+        return shell, Shell, self.handed_out, *looks, _own_references()
 
     def live(self, outputs: Any, tokens: int, reqs: int) -> Any:
         """The live rows of this step's outputs, as the caller gets them."""
         if outputs is self.held and outputs is not None:
-            prepared = self._prepared
+            prepared = self.prepared
             shapes = self.shapes.get((tokens, reqs))
             if shapes is None:
                 shapes = _live_shapes(prepared, tokens, reqs)
                 if len(self.shapes) < _CACHED_SHAPES:
                     self.shapes[tokens, reqs] = shapes
-            if type(outputs) is torch.Tensor:
-                return prepared[0][0](shapes[0], self._handed_out)
         else:
             prepared = self._prepare_again(outputs)
             shapes = _live_shapes(prepared, tokens, reqs)
+        if type(outputs) is torch.Tensor:
+            return prepared[0][0](shapes[0], self.handed_out)
         fresh = [
-            hand_out(shape, self._handed_out)
+            hand_out(shape, self.handed_out)
             for (hand_out, _, _), shape in zip(prepared, shapes, strict=True)
         ]
         at_places = iter(fresh)
@@ -314,9 +304,9 @@ class LiveOutputs:
         # The same object may have been given other memory, or another shape.
         alone = type(outputs) is torch.Tensor and outputs.layout is torch.strided
         identity = tree.identity(outputs) if alone else None
-        if identity is None or identity != self._last[0]:
-            self._last = identity, self._prepare(outputs)
-        return self._last[1]
+        if identity is None or identity != self.last[0]:
+            self.last = identity, self._prepare(outputs)
+        return self.last[1]
 
     def _prepare(self, outputs: Any) -> _Prepared:
         prepared = []
@@ -324,18 +314,18 @@ class LiveOutputs:
             if isinstance(leaf, torch.Tensor):
                 check_tensor(path, leaf)
                 self._check_rows(path, leaf)
-                hand_out = handout_of(leaf, raw_storages=self._raw_storages)
-                prepared.append((hand_out, tuple(leaf.shape), self._axes.batch_dims(path)))
+                hand_out = handout_of(leaf, raw_storages=self.raw_storages)
+                prepared.append((hand_out, tuple(leaf.shape), self.axes.batch_dims(path)))
         return tuple(prepared)
 
     def _check_rows(self, path: str, tensor: torch.Tensor) -> None:
         """Raise `OutputError` for a tensor without the rows that its declared axes give it."""
-        for dim, axis in self._axes.batch_dims(path):
-            rows = axis.size(self._descriptor.num_tokens, self._reqs)
+        for dim, axis in self.axes.batch_dims(path):
+            rows = axis.size(self.descriptor.num_tokens, self.reqs)
             if tensor.dim() <= dim or tensor.shape[dim] != rows:
                 raise OutputError(
                     f"the forward returns another number of rows than before{at_path(path)}",
-                    got=f"shape {tuple(tensor.shape)} for [{self._descriptor}]",
+                    got=f"shape {tuple(tensor.shape)} for [{self.descriptor}]",
                     expected=f"{rows} in dimension {dim}",
                     advice="return the same shape for every batch of one size",
                 )

@@ -41,27 +41,10 @@ from graphrt.core.replay.recording import freeze_garbage, thaw_garbage
 T = TypeVar("T")
 
 
-class PoolOwner:
-    """The owner of a pool, with a name for the error of a call that finds the pool taken."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
-
-    def refusal(self, pool: GraphPool) -> GraphRTError | None:
-        """A more precise error than `PoolBusyError` for a call that finds the pool taken, or None.
-
-        May end the owner: a step that waits for its updates is ended here, in its own thread.
-        """
-        return None
-
-
 def in_turn(pool: GraphPool, owner: object, call: Callable[[], T]) -> T:
-    """Call what uses or changes the graphs of a pool in a turn of `owner`: meanwhile nobody else
-    steps, captures or destroys graphs in it. A turn never waits: raises `PoolBusyError` while a
-    step is under way, or has pieces to come.
+    """Call what uses or changes the graphs of a pool in a turn of `owner`, a context or what errors
+    call it: meanwhile nobody else steps, captures or destroys graphs in it. A turn never waits:
+    raises `PoolBusyError` while a step is under way, or has pieces to come.
 
     A step takes its turn first. Then it dispatches, is checked, fills its buffers, launches and
     hands out. So no step sees half of a change, and a call that finds the pool taken has done
@@ -97,7 +80,7 @@ OnCapture = Callable[[Any, BatchDescriptor], object]
 # Process-wide because a fork is. The first is the owner for good of the pools of a process, in its
 # children: another thread may have been in the middle of a step, and what a device knew of the
 # parent it does not know of a child.
-_LEFT_BEHIND: Final = PoolOwner("the parent of this process")
+_LEFT_BEHIND: Final = "the parent of this process"
 _pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()
 _left_behind: list[GraphPool] = []
 
@@ -173,7 +156,9 @@ class PieceSteps:
 
     def _is_last(self, context: ForwardContext | None) -> bool:
         """Whether a context is in the last step. Without a token each of its calls is a step."""
-        return context is not None and self._token is not None and context.token is self._token
+        if self.context is None or context is None or self._token is None:
+            return False
+        return context.token is self._token
 
     @property
     def entered(self) -> ForwardContext | None:
@@ -185,12 +170,13 @@ class PieceSteps:
         """Note that a piece of a step replays or captures; False inside of another step, and for
         one that another one has followed."""
         token = context.token
-        if self.context is None or token is None or self._token is not token:
-            if (token is not None and token is self._over) or not self.end(context):
-                return False
-            self._token, self._captured = token, []
-            # Last: whatever interrupts this, no step has what another one did.
-            self.context = context
+        if self.context is not None and token is not None and token is self._token:
+            return True
+        if (token is not None and token is self._over) or not self.end(context):
+            return False
+        self._token, self._captured = token, []
+        # Last: whatever interrupts this, no step has what another one did.
+        self.context = context
         return True
 
     def end(self, context: ForwardContext | None) -> bool:
@@ -206,12 +192,12 @@ class PieceSteps:
 
     def captured(self, holder: HoldsGraphs, context: ForwardContext) -> None:
         """Note what the step has captured, which goes if another piece of it fails."""
-        if self.context is not None and self._is_last(context) and context.descriptor is not None:
+        if self._is_last(context) and context.descriptor is not None:
             self._captured.append((weakref.ref(holder), context.descriptor))
 
     def take_back(self, context: ForwardContext) -> None:
         """Destroy what the step has captured so far: behind it nothing could be captured alone."""
-        captured = self._captured if self.context is not None and self._is_last(context) else []
+        captured = self._captured if self._is_last(context) else []
         while captured:
             reference, descriptor = captured[-1]
             holder = reference()
@@ -413,14 +399,12 @@ class GraphPool(Uncopied):
         with self.on_device():
             only = None if self.elsewhere is None else self.device.index
             self.streams = PoolStreams(self.platform, only, stream)
-            self.memory: Any = self._new_memory(handle)
+            if handle is None:
+                self.memory: Any = self.platform.new_memory()
+            else:
+                with self.capture_lock:
+                    self.memory = self.platform.adopt_memory(handle)
         _pools.add(self)
-
-    def _new_memory(self, handle: Any) -> Any:
-        if handle is None:
-            return self.platform.new_memory()
-        with self.capture_lock:
-            return self.platform.adopt_memory(handle)
 
     @property
     def capture_lock(self) -> RLock:
@@ -539,18 +523,20 @@ class GraphPool(Uncopied):
             raise self.busy_error(None)
 
     def busy_error(self, context: object) -> GraphRTError:
-        """The error for `context`, which finds the pool taken. Not without effect: the owner's
-        `refusal` ends a step of this thread that waits for its updates, so that the next can run.
+        """The error for `context`, which finds the pool taken. Not without effect: a step of this
+        thread that waits for its updates is ended by its `refusal`, so that the next can run, and
+        that has an error of its own.
         """
         if self.left_behind:
             return _left_behind_error()
         # Read once: another thread's next step may own it meanwhile.
         owner = self.owner
-        refusal = owner.refusal(self) if isinstance(owner, PoolOwner) else None
-        return refusal or PoolBusyError(
+        refuse = getattr(owner, "refusal", None)
+        own_error: GraphRTError | None = None if refuse is None else refuse(self)
+        return own_error or PoolBusyError(
             "two steps use one graph pool at the same time",
-            got=f"{context!r} in thread {get_ident()} while "
-            f"{owner or self.pieces.context!r} is under way",
+            got=f"{context} in thread {get_ident()} while {owner or self.pieces.context} is under "
+            "way",
             expected="one step at a time, from one thread at a time",
             advice="let one step end before the next begins; or give what runs at the same time a "
             "GraphPool of its own",

@@ -354,6 +354,7 @@ class UpdatableTask:
 
 
 @public("graphrt.lowlevel")
+@dataclass(eq=False, repr=False)
 class CapturedTask:
     """One task of a captured segment: its handle, its values, and how to issue it again.
 
@@ -361,21 +362,12 @@ class CapturedTask:
     a replay whose arguments did not change.
     """
 
-    def __init__(
-        self,
-        spec: UpdatableTask,
-        name: str,
-        handle: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        values: HostValues,
-    ) -> None:
-        self.spec = spec
-        self.name = name
-        self.handle = handle
-        self.args = args
-        self.kwargs = kwargs
-        self.values = values
+    spec: UpdatableTask
+    name: str
+    handle: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    values: HostValues
 
     def issue(self) -> None:
         """Issue the operator with the present values."""

@@ -20,11 +20,7 @@ from typing import Any
 
 from graphrt.core.base import tree
 from graphrt.core.base._native_door import NativePath
-from graphrt.core.base.errors import (
-    InvalidBatchError,
-    StateTooLargeError,
-    VerificationError,
-)
+from graphrt.core.base.errors import InvalidBatchError, StateTooLargeError, VerificationError
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import Count

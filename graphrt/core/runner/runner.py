@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
+
+from typing_extensions import TypeVar  # in typing from Python 3.13 on
 
 from graphrt.core.base.errors import Uncopied
 from graphrt.core.base.homes import public
@@ -18,7 +20,6 @@ from graphrt.core.replay.recording import current_capture, refuse_inside_capture
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Self, Unpack  # in typing from Python 3.11 on
-    from typing_extensions import TypeVar as TypeVarWithDefault
 
     from graphrt.core.batch.descriptor import Batch
     from graphrt.core.batch.modes import GraphMode
@@ -34,10 +35,7 @@ if TYPE_CHECKING:
     from graphrt.core.runner.report import RunnerReport
 
 T = TypeVar("T")
-if TYPE_CHECKING:
-    R = TypeVarWithDefault("R", default=Any)
-else:
-    R = TypeVar("R")
+R = TypeVar("R", default=Any)
 
 
 @public("graphrt")

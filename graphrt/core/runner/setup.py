@@ -23,7 +23,7 @@ from graphrt.core.inputs.outputs import OutputAxes, OutputLayout
 from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.plan.plan import Plan, PlanArguments, check_plan_arguments
 from graphrt.core.plan.resolution import all_compiled, compiled_in
-from graphrt.core.replay.pool import GraphPool, PoolOwner
+from graphrt.core.replay.pool import GraphPool
 from graphrt.core.runner.host import Host
 
 
@@ -80,7 +80,7 @@ class RunnerSetup:
         self.outputs = OutputLayout(outputs)
         self.run_forward = EagerForward(forward)
         # Of the pool, in every step and in whatever changes the graphs: see `in_turn`.
-        self.owner = PoolOwner("a step, or a capture, of a runner")
+        self.owner = "a step, or a capture, of a runner"
 
     @property
     def ring(self) -> Any:

@@ -211,8 +211,8 @@ class ReadSet:
         what `host` is not told of, and says whether all is what and where it was."""
         slots = self.host.looks([(each.place, each.held) for each in self._read])
         parts = _parts_of(self._read)
-        # Of each tensor all parts.
-        looks = SLOTS[self.host.is_told], 0, len(tree.PLACEMENT)
+        # At no slot twice, of each tensor at all parts.
+        looks = min(SLOTS[self.host.is_told], len(slots) or 1), 0, len(tree.PLACEMENT)
         self.rounds = max(-(-len(slots) // looks[0]), -(-len(parts) // looks[-1]))
         if NativeGlances is not None:
             return NativeGlances(
