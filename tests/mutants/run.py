@@ -35,6 +35,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/trust/test_write_watch.py",
         "tests/trust/test_watching.py",
         "tests/trust/test_gradients.py",
+        "tests/trust/test_modes.py",
+        "tests/core/test_wrapper_arguments.py",
         "tests/test_private_torch.py",
         "tests/test_surface.py",
         "tests/observe/test_progress.py",
