@@ -29,6 +29,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/core/test_undo.py",
         "tests/core/test_options.py",
         "tests/core/test_plan.py",
+        "tests/core/test_size_bombs.py",
         "tests/core/test_named_errors.py",
         "tests/core/test_host_mistakes.py",
         "tests/core/test_side_doors.py",
