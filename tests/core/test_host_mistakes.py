@@ -228,7 +228,17 @@ def test_the_dispatch_of_another_runner_is_none():
         runner.run_padded_eagerly(Batch(2, 2), dispatch, {"x": torch.ones(2, 4)})
 
 
-def test_nobody_means_the_updates_of_a_failed_call_by_unchanged():
+def padded_eagerly(runner: GraphRunner, batch: Batch, values: Any, updates: Any) -> Any:
+    hit = runner.dispatcher.dispatch(batch)
+    return runner.run_padded_eagerly(batch, hit, values, updates)
+
+
+def verified(runner: GraphRunner, batch: Batch, values: Any, updates: Any) -> Any:
+    return runner.verify(batch, updates=updates, **values)
+
+
+@pytest.mark.parametrize("call", [padded_eagerly, verified])
+def test_nobody_means_the_updates_of_a_failed_call_by_unchanged(call):
     task = UpdatableTask(
         "scale",
         lambda x, out, *, by: torch.mul(x, by, out=out),
@@ -246,8 +256,7 @@ def test_nobody_means_the_updates_of_a_failed_call_by_unchanged():
     runner.capture()
     x, batch = torch.ones(2, 4), Batch(2, 2)
     assert torch.equal(runner(x=x, updates={"scale": {"by": 2}}), x * 2)
-    hit = runner.dispatcher.dispatch(batch)
     with pytest.raises(InvalidInputError):
-        runner.run_padded_eagerly(batch, hit, {"y": x}, {"scale": {"by": 9}})
+        call(runner, batch, {"y": x}, {"scale": {"by": 9}})
     with pytest.raises(MissingUpdateError, match="failed half-way"):
         runner(x=x, updates=UNCHANGED)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from graphrt.platforms import Allocator, PoolMemory
+from graphrt.platforms import Allocator, PoolHandle, PoolMemory
 
 
 class Memory:
@@ -14,6 +14,7 @@ class Memory:
     def __init__(self) -> None:
         self.segments: list[Mapping[str, Any]] = []
         self.handles = self.changes = self.looks = 0
+        self.calls: list[str] = []
         self.memory = PoolMemory(
             Allocator(
                 current_device=lambda: 0,
@@ -21,9 +22,9 @@ class Memory:
                 empty_cache=lambda: None,
                 stats=self._stats,
                 snapshot=self._snapshot,
-                route_thread=lambda device, handle: None,
-                stop_routing=lambda device, handle: None,
-                release_share=lambda device, handle: None,
+                route_thread=self._called("route_thread"),
+                stop_routing=self._called("stop_routing"),
+                release_share=self._called("release_share"),
                 hold=lambda device, handle: None,
             )
         )
@@ -35,6 +36,9 @@ class Memory:
             {"address": at, "total_size": size, "segment_pool_id": pool, "device": device}
             for at, size, pool in segments
         ]
+
+    def _called(self, name: str) -> Callable[[int, PoolHandle], object]:
+        return lambda device, handle: self.calls.append(f"{name} {device} {handle[1]}")
 
     def _new_handle(self) -> tuple[int, int]:
         self.handles += 1
@@ -73,3 +77,16 @@ def test_segments_of_a_pool_before_are_its_own_until_they_are_gone():
     # Of a pool that was given the same numbers.
     device.has((100, 50, first), (200, 50, second))
     assert memory.bytes() == 50 and not memory.owns(100)
+
+
+def test_a_thread_allocates_in_the_pool_until_it_leaves():
+    device = Memory()
+    routing = device.memory.allocating()
+    assert device.calls == []
+    with routing:
+        assert device.calls == ["route_thread 0 1"]
+    over = ["route_thread 0 1", "stop_routing 0 1", "release_share 0 1"]
+    assert device.calls == over
+    # Once more, as an interrupt may.
+    routing.__exit__(None, None, None)
+    assert device.calls == over

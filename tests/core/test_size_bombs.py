@@ -19,7 +19,9 @@ from graphrt.core.base.errors import (
     InvalidOptionError,
     PlanFileError,
 )
+from graphrt.core.device.contract import MemoryFigures
 from graphrt.core.plan.budget import Budget
+from graphrt.cpu import CpuPlatform
 from graphrt.demo.settings import read_settings
 
 LONG = 10**12
@@ -62,6 +64,17 @@ def test_buffers_that_no_machine_has_the_memory_for_are_refused_before_they_are_
 def test_an_input_in_too_many_pieces_is_refused():
     with pytest.raises(InvalidInputError, match="in front of the batch axis"):
         InputSpec(torch.uint8, (1 << 20, "tokens"))
+
+
+def test_inputs_that_are_larger_than_the_devices_memory_are_refused_with_their_bytes():
+    class Small(CpuPlatform):
+        def memory_figures(self) -> MemoryFigures:
+            return MemoryFigures(free_bytes=1 << 31, total_bytes=1 << 31)
+
+    rows = InputSpec(torch.float64, ("tokens", 1 << 20))
+    specs = {"ids": InputSpec(torch.int64, ("tokens",)), "rows": rows}
+    with pytest.raises(InvalidInputError, match=f"'rows' most(?s:.*){512 * ((8 << 20) + 8)} bytes"):
+        GraphRunner(torch.relu, mode="FULL", sizes=[512], inputs=specs, platform=Small())
 
 
 @pytest.mark.parametrize(

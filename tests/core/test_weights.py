@@ -229,6 +229,22 @@ def test_the_error_names_the_tensor_and_the_line_that_reads_it():
         run.weights_changed()
 
 
+def test_memory_that_nothing_leads_to_may_be_of_compiled_code():
+    # As Inductor's: what it makes itself no operator has made, and nothing leads to it.
+    code = {"empty_strided_cpu": None, "async_compile": None, "scratch": torch.ones(4)}
+    exec("def call():\n    scratch.add_(1)", code)
+    weights = itertools.repeat(torch.ones(4))
+
+    class Model(nn.Module):
+        def forward(self, x):
+            code["call"]()
+            return x * next(weights)
+
+    run = runner(Model())
+    run.capture()
+    run.weights_changed()
+
+
 def test_steps_without_graphs_read_no_addresses():
     model = Scaled()
     run = runner(lambda x: model(x), mode="NONE")
