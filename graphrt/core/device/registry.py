@@ -23,9 +23,7 @@ from typing import Any, Literal
 
 import pluggy
 
-from graphrt.core.base.errors import (
-    PlatformError,
-)
+from graphrt.core.base.errors import PlatformError
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import check_kind, flag, shown
