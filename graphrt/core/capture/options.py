@@ -8,21 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from graphrt.core.base import option_values
 from graphrt.core.base.errors import CaptureSealedError, InvalidOptionError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import (
-    Check,
-    check_fields,
-    check_keys,
-    choice,
-    flag,
-    operators,
-    optional,
-    padding_ratio,
-    shown,
-    whole,
-    wrong_type,
-)
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.device.platform import Platform
@@ -84,7 +72,7 @@ class GraphOptions:
     inputs_in_graph: bool = True
 
     def __post_init__(self) -> None:
-        check_fields(self, _CHECKS)
+        option_values.check_fields(self, _CHECKS)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, object]) -> GraphOptions:
@@ -96,12 +84,12 @@ class GraphOptions:
 
         Raises `InvalidOptionError` for a `GRAPHRT_CHECK` that is no level.
         """
-        choice(*CHECK_LEVELS)("level", level)
+        option_values.choice(*CHECK_LEVELS)("level", level)
         asked = os.environ.get(CHECK_VARIABLE, "").strip().lower() or self.check
         if asked not in CHECK_LEVELS:
             raise InvalidOptionError(
                 f"{CHECK_VARIABLE} is no level of checking",
-                got=shown(asked),
+                got=option_values.shown(asked),
                 expected=", ".join(CHECK_LEVELS),
                 advice=f"{CHECK_VARIABLE}=capture",
             )
@@ -118,8 +106,10 @@ class GraphOptions:
     def merged(self, changes: Mapping[str, object]) -> GraphOptions:
         """A copy with these values in place of its own."""
         if not isinstance(changes, Mapping):
-            raise wrong_type("options", changes, "a dict of options", "{'outputs': 'clone'}")
-        check_keys(changes, GraphOptions)
+            raise option_values.wrong_type(
+                "options", changes, "a dict of options", "{'outputs': 'clone'}"
+            )
+        option_values.check_keys(changes, GraphOptions)
         return replace(self, **dict(changes))  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,17 +118,17 @@ class GraphOptions:
         return {**options, "breaks": list(self.breaks)}
 
 
-_CHECKS: dict[str, Check] = {
-    "outputs": choice("pool", "static", "clone"),
-    "breaks": operators,
-    "lazy": flag,
-    "strict": flag,
-    "check": choice(*CHECK_LEVELS),
-    "host_arguments": choice("refuse", "bake"),
-    "warmups": whole(0, 1, _MOST_WARMUPS),
-    "max_padding": optional(padding_ratio),
-    "state_limit_bytes": optional(whole(0, _LEAST_STATE)),
-    "inputs_in_graph": flag,
+_CHECKS: dict[str, option_values.Check] = {
+    "outputs": option_values.choice("pool", "static", "clone"),
+    "breaks": option_values.operators,
+    "lazy": option_values.flag,
+    "strict": option_values.flag,
+    "check": option_values.choice(*CHECK_LEVELS),
+    "host_arguments": option_values.choice("refuse", "bake"),
+    "warmups": option_values.whole(0, 1, _MOST_WARMUPS),
+    "max_padding": option_values.optional(option_values.padding_ratio),
+    "state_limit_bytes": option_values.optional(option_values.whole(0, _LEAST_STATE)),
+    "inputs_in_graph": option_values.flag,
 }
 
 

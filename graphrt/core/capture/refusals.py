@@ -21,18 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphrt.core.base.errors import (
-    BakedScalarError,
-    BreakError,
-    CaptureError,
-    FrozenMetadataError,
-    GraphRTError,
-    NestedCaptureError,
-    OutputError,
-    PageableCopyError,
-    RefusedOpError,
-    SideDoorError,
-)
+from graphrt.core.base import errors
 
 _GRAPHRT = Path(os.path.abspath(__file__)).parents[2]
 _NOT_THE_USERS = (
@@ -111,7 +100,7 @@ def _is_users(filename: str) -> bool:
 class Refusal(NamedTuple):
     """A rule of the table; `what` and `expected` may name words that a call gives."""
 
-    error: type[GraphRTError]
+    error: type[errors.GraphRTError]
     what: str
     advice: str
     expected: str | None = None
@@ -125,10 +114,10 @@ class Refusal(NamedTuple):
         op: object = None,
         source: Source | None = None,
         **words: object,
-    ) -> GraphRTError:
+    ) -> errors.GraphRTError:
         """The error, `op` and the line included where its class has room for them."""
         at: dict[str, str | None] = {}
-        if issubclass(self.error, CaptureError):
+        if issubclass(self.error, errors.CaptureError):
             if self.has_line and source is None:
                 source = user_source()
             at = {
@@ -149,20 +138,20 @@ def described(tensor: torch.Tensor) -> str:
 # Captures -----------------------------------------------------------------------------------------
 
 NESTED_CAPTURE = Refusal(
-    NestedCaptureError,
+    errors.NestedCaptureError,
     "a capture was begun inside another one",
     expected="one open capture per thread",
     advice="capture it before the outer capture begins, or mark its caller @eager_break",
     has_line=False,
 )
 MODE_STILL_ACTIVE = Refusal(
-    CaptureError,
+    errors.CaptureError,
     "a dispatch mode that the forward entered is still active where a segment ends",
     advice="leave the mode before the eager break, or enter it outside of the wrapper",
     has_line=False,
 )
 METADATA = Refusal(
-    FrozenMetadataError,
+    errors.FrozenMetadataError,
     "the forward read a step's metadata while it was being captured: every replay would have what "
     "this step says",
     advice="read it in an eager break (under PIECEWISE), pass it as an input or as a host argument "
@@ -170,7 +159,7 @@ METADATA = Refusal(
     "declare it with Host(metadata=...)",
 )
 NOT_STRIDED = Refusal(
-    OutputError,
+    errors.OutputError,
     "{what} returns a tensor that has no strided memory of its own",
     expected="a strided tensor",
     advice="return to_dense(), or the parts of it",
@@ -180,35 +169,35 @@ NOT_STRIDED = Refusal(
 # Tensors of the caller, and work of the host ------------------------------------------------------
 
 RESHAPED_ARGUMENT = Refusal(
-    RefusedOpError,
+    errors.RefusedOpError,
     "the forward gives a tensor of its caller, or of an eager part, another shape or other memory, "
     "which no replay repeats",
     advice="change a view of it: x.unsqueeze(0), x.view(...)",
     has_line=False,
 )
 HOST_ARGUMENT = Refusal(
-    RefusedOpError,
+    errors.RefusedOpError,
     "an argument lies on the host: every replay would have its numbers of the capture, and none "
     "would write it",
     advice="give the forward a tensor of the device; or, with a descriptor (variant=) for each of "
     'its values, a Python number or GraphOptions(host_arguments="bake")',
 )
 HOST_DRAW = Refusal(
-    RefusedOpError,
+    errors.RefusedOpError,
     "random numbers were drawn on the host: every replay would have those of the capture",
     advice="draw them on the device (device=...), or in an eager break",
     has_line=False,
 )
 
 PAGEABLE_COPY = Refusal(
-    PageableCopyError,
+    errors.PageableCopyError,
     "a tensor of the host's, which the forward did not make, is copied to the device: replays "
     "would not see what the host writes there",
     expected="tensors on the device, or constants that the forward makes itself",
     advice="move it to the device before the capture (module.to(device)), or pass it as an input",
 )
 WRITTEN_CONSTANT = Refusal(
-    BakedScalarError,
+    errors.BakedScalarError,
     "a NumPy array, a number in a host tensor, or a constant of an earlier piece was written since "
     "a graph has a copy of it: the graph has the values of its capture for ever",
     expected="the values of the capture",
@@ -220,7 +209,7 @@ WRITTEN_CONSTANT = Refusal(
 # Eager parts --------------------------------------------------------------------------------------
 
 MISSED_BREAK = Refusal(
-    RefusedOpError,
+    errors.RefusedOpError,
     "an eager part would be captured: a function that is marked @eager_break, or an operator that "
     "must run eagerly",
     expected="a wrapper that breaks there, or pieces without eager parts",
@@ -228,21 +217,21 @@ MISSED_BREAK = Refusal(
     'splitting_ops, or mark the function @graphrt.opaque("namespace::name")',
 )
 TRANSFORMED_BREAK = Refusal(
-    CaptureError,
+    errors.CaptureError,
     "eager break {part} is called inside of a transform (torch.vmap, or another of torch.func), "
     "which replays do not enter",
     expected="eager parts that contain their transforms, or none",
     advice="mark the function that calls torch.vmap @eager_break",
 )
 HIDDEN_TENSOR = Refusal(
-    SideDoorError,
+    errors.SideDoorError,
     "eager break {part} reads a tensor that the graph made and that it was not given: replays "
     "would find the one of the graph that was captured last",
     expected="arguments of the eager part, or memory that no graph makes again",
     advice="pass it as an argument of the eager part",
 )
 SIDE_DOOR = Refusal(
-    SideDoorError,
+    errors.SideDoorError,
     "{what} a tensor that eager break {part} made{how} and did not return: replays would see the "
     "one of the capture",
     expected="results of the eager part, or memory that was there before and is written there",
@@ -250,7 +239,7 @@ SIDE_DOOR = Refusal(
     "and write into it (copy_, out=)",
 )
 WRITTEN_COPY = Refusal(
-    BreakError,
+    errors.BreakError,
     "what eager break {part} returned is written, and it is memory that others hold too, or that "
     "it returned twice: the write would reach a copy alone",
     expected="a fresh tensor, or memory that is written where it is",

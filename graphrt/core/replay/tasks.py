@@ -18,18 +18,10 @@ from typing import Any, Final, Literal
 
 import torch
 
-from graphrt.core.base import tree
+from graphrt.core.base import option_values, tree
 from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import (
-    check_callable,
-    check_kind,
-    check_takes,
-    choice,
-    flag,
-    shown,
-)
 from graphrt.core.batch.axes import Axis
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Batch, BatchDescriptor
@@ -89,10 +81,10 @@ class HostArg:
     _axis: Axis | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        choice("zero", "repeat", "cumulative", "query_len")("pad", self.pad)
-        flag("optional", self.optional)
+        option_values.choice("zero", "repeat", "cumulative", "query_len")("pad", self.pad)
+        option_values.flag("optional", self.optional)
         for name in ("least", "most"):
-            check_kind(name, getattr(self, name), int)
+            option_values.check_kind(name, getattr(self, name), int)
         # The only way to set a field of a frozen dataclass.
         object.__setattr__(self, "_axis", None if self.axis is None else Axis.parse(self.axis))
 
@@ -196,7 +188,9 @@ def _whole(key: str, value: Any, axis: str) -> list[int]:
         cause = error
     raise InvalidUpdateError(
         f"host argument {key!r} is no list of whole numbers",
-        got=f"a tensor on {value.device}" if isinstance(value, torch.Tensor) else shown(value),
+        got=f"a tensor on {value.device}"
+        if isinstance(value, torch.Tensor)
+        else option_values.shown(value),
         expected=f"one whole number for each of the {axis}, on the host",
         advice="pass the list of ints that the scheduler has",
     ) from cause
@@ -229,15 +223,15 @@ class UpdatableTask:
         keywords which this task is then issued with at every replay. A call that brings its own
         `workspace=`, or None for none, is not asked for.
         """
-        check_kind("group", group, str, optional=False)
-        check_callable("issue", issue)
-        check_takes("at_capture", at_capture, "at_capture(descriptor)", optional=True)
+        option_values.check_kind("group", group, str, optional=False)
+        option_values.check_callable("issue", issue)
+        option_values.check_takes("at_capture", at_capture, "at_capture(descriptor)", optional=True)
         if workspace is not None:
-            check_callable("workspace", workspace)
-        check_kind("host_args", host_args, Mapping, optional=False)
+            option_values.check_callable("workspace", workspace)
+        option_values.check_kind("host_args", host_args, Mapping, optional=False)
         for name, argument in host_args.items():
-            check_kind("a name in host_args", name, str, optional=False)
-            check_kind(f"host_args[{name!r}]", argument, HostArg, optional=False)
+            option_values.check_kind("a name in host_args", name, str, optional=False)
+            option_values.check_kind(f"host_args[{name!r}]", argument, HostArg, optional=False)
         self.group = group
         self.issue = issue
         self.host_args = dict(host_args)
@@ -298,7 +292,7 @@ class UpdatableTask:
         if context is None or descriptor is None or not isinstance(updates, Mapping):
             raise MissingUpdateError(
                 f"task {name!r} needs its host arguments",
-                got=shown(updates),
+                got=option_values.shown(updates),
                 expected=f"updates={{{self.group!r}: {{{', '.join(self.host_args)}}}}}",
                 advice="pass updates= to the runner or forward_context(), and at_capture= to the "
                 "task for warm-up and capture",
@@ -328,7 +322,7 @@ class UpdatableTask:
         if keys is None or not needed <= keys or not keys <= declared.keys():
             raise InvalidUpdateError(
                 f"the update of task {name!r} is no mapping, or has the wrong keys",
-                got=shown(values),
+                got=option_values.shown(values),
                 expected=", ".join(
                     f"{key!r}{' (optional)' * arg.optional}" for key, arg in declared.items()
                 ),

@@ -14,14 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphrt.core.base import tree
+from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo
-from graphrt.core.base.errors import (
-    IN_PIECES,
-    FrozenMetadataError,
-    InvalidUpdateError,
-    NestedCaptureError,
-)
 from graphrt.core.base.option_values import shown
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.batch.context import ForwardContext, current_context
@@ -83,7 +77,7 @@ class StepExecutor:
         """A step with its updates: those of the last one for UNCHANGED, else copies. Raises
         `InvalidUpdateError`, and `MissingUpdateError` for UNCHANGED after a step that failed."""
         if updates is DEFERRED:
-            raise InvalidUpdateError(
+            raise errors.InvalidUpdateError(
                 "the updates of a runner's step come with it",
                 got="DEFERRED",
                 expected="this step's updates, or UNCHANGED",
@@ -207,12 +201,12 @@ class StepExecutor:
         context = current_context()
         for name, value in (("updates", updates), ("metadata", metadata), ("a bind", self._bind)):
             if value is not None and value is not _of_outer_step(context, name):
-                raise NestedCaptureError(
+                raise errors.NestedCaptureError(
                     f"a runner inside the capture of another one has {name} of its own: replays "
                     "would have what it was then",
                     got=shown(value),
                     expected="updates and metadata of the outer step, which replays can change",
-                    advice=f"give {name} to the outer runner, or {IN_PIECES}",
+                    advice=f"give {name} to the outer runner, or {errors.IN_PIECES}",
                 )
         inputs = self.inputs
         if batch is None:
@@ -262,7 +256,7 @@ class StepExecutor:
 def _of_outer_step(context: ForwardContext | None, name: str) -> Any:
     try:
         return getattr(context, name, None)
-    except FrozenMetadataError:
+    except errors.FrozenMetadataError:
         return None  # a step's own, which is withheld from the capture
 
 
