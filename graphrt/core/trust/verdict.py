@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from graphrt.core.base.errors import (
-    BakedScalarError,
-    GraphRTError,
-    PythonStateError,
-    RowsMixedError,
-    VerificationError,
-)
+from graphrt.core.base import errors
 from graphrt.core.base.homes import public
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
@@ -34,12 +28,25 @@ class TrialRecord:
 
 
 @dataclass
+class TriedGraph:
+    """One graph: the record of its trials, and what is known of it since its capture."""
+
+    record: TrialRecord
+    moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Python values that eager steps have changed since: path -> (then, now)."""
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Those that the host has changed."""
+    varying: frozenset[int] | None = None
+    """See `Verdict`: that of the trials before; None: there was none without a change."""
+
+
+@dataclass
 class Verdict:
     """What came of a trial."""
 
     outputs: Any = None
     """Of the last run, which was eager and whose effects remain."""
-    failure: GraphRTError | None = None
+    failure: errors.GraphRTError | None = None
     deterministic: bool = True
     asks: bool = False
     """Whether the forward does something else where gradients or inference mode are on or off."""
@@ -55,7 +62,7 @@ class Verdict:
 
 
 CONSTANT = Refusal(
-    BakedScalarError,
+    errors.BakedScalarError,
     "{graph}: the forward makes a tensor of Python data, which is other data now; a graph has "
     "that of its capture for ever",
     expected="{then}, as before",
@@ -63,14 +70,14 @@ CONSTANT = Refusal(
     "pass it as an input; recapture() after the host has changed it for good",
 )
 REBOUND = Refusal(
-    PythonStateError,
+    errors.PythonStateError,
     "{graph}: the forward reads a tensor and puts another one in its place; replays go on "
     "reading the one of the capture",
     expected="state that is written in place",
     advice="self.h.copy_(new) in place of self.h = new",
 )
 NOT_REPEATED = Refusal(
-    PythonStateError,
+    errors.PythonStateError,
     "{graph}: two eager runs of one step, from the same state, {how}, so no graph can stand for "
     "the forward",
     expected="a function of its inputs and of tensors",
@@ -78,14 +85,14 @@ NOT_REPEATED = Refusal(
     "files outside of the forward, or run it in an eager break",
 )
 NOT_EAGER = Refusal(
-    VerificationError,
+    errors.VerificationError,
     "{graph}: the replay of its graph differs from eager{where}",
     expected="equal bits, or the spread of eager runs where they differ",
     advice="pass what changes as an input or write it in place into a tensor; recapture() after "
     "what the forward reads was replaced",
 )
 CHANGED = Refusal(
-    PythonStateError,
+    errors.PythonStateError,
     "{graph}: the host has changed Python values, and the forward does something else now; "
     "replays repeat what it did at capture",
     expected="the operators and numbers of the capture",
@@ -93,7 +100,7 @@ CHANGED = Refusal(
     "is written in place, or pass it as an input",
 )
 ROWS_MIXED = Refusal(
-    RowsMixedError,
+    errors.RowsMixedError,
     "{graph}: {how}",
     expected="what there is without padding, up to {rounding:.3g} of its root mean square",
     advice="let each row depend on its own request only: mask the padding rows, take the last "
@@ -102,7 +109,7 @@ ROWS_MIXED = Refusal(
     "rows are mixed by design, Host(mixes_rows=True) says so",
 )
 PYTHON_MOVES = Refusal(
-    PythonStateError,
+    errors.PythonStateError,
     "{graph}: {how}",
     expected="Python state that changes nothing, as a count of calls does",
     advice="keep it in a tensor that is written in place, pass it as an input, or advance it by "
