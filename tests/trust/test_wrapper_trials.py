@@ -32,6 +32,7 @@ from graphrt import (
 )
 from graphrt.core.base._native_door import NativeWatch
 from graphrt.core.runner.checks import Checks
+from graphrt.core.trust.reads import ReadSet
 from graphrt.errors import (
     GraphQuarantinedWarning,
     MissingUpdateError,
@@ -231,6 +232,33 @@ def test_a_change_between_two_captures_is_found_in_the_first_graph() -> None:
         wrong = engine.wrong(TOLD_AFTER + 8)
     assert all(number <= TOLD_AFTER for number in wrong), wrong
     assert engine.eager
+
+
+@pytest.mark.parametrize("where", [(WrapperTrials, "captured"), (ReadSet, "settle")])
+@pytest.mark.parametrize("then", [(), (6,)], ids=["alone", "and another captured"])
+def test_a_graph_whose_capture_was_cut_short_as_it_was_noted_is_not_replayed(
+    where: tuple[type, str], then: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has noted it, so no change of the host's would be found."""
+    net = Net()
+    engine = Engine(net)
+    for rows in (5, *then):
+        engine.static[rows] = torch.zeros(rows, WIDTH)
+        engine.contexts[rows] = ForwardContext(GraphMode.FULL, BatchDescriptor(rows))
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(*where, interrupted)
+        engine.step(torch.randn(5, WIDTH))
+    for rows in then:
+        engine.step(torch.randn(rows, WIDTH))
+    net.scale = 2.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphQuarantinedWarning)
+        assert not engine.wrong(20, rows=5)
+    assert engine.eager == 20
 
 
 def test_without_trials_a_change_is_silent() -> None:

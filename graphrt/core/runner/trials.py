@@ -284,11 +284,13 @@ class WrapperTrials:
         # Without checks nothing is read.
         if checks is None or not checks.on:
             return
-        slot = self._slots[descriptor] = next(self._numbers)
+        slot = next(self._numbers)
         checks.ran_forward(at_every_run=True)
         checks.glances.reads.settle()
         captured = Dispatch(wrapper.runtime_mode, descriptor, Reason.HIT, slot)
         checks.captured([captured], more=True)
+        # Last: a graph of which a Ctrl-C kept all of this has no slot, and nobody would try it.
+        self._slots[descriptor] = slot
 
     def dropped(self, descriptor: BatchDescriptor | None) -> None:
         """The graph of a descriptor is destroyed, or all of them."""
@@ -307,8 +309,10 @@ class WrapperTrials:
     ) -> bool:
         """Whether a call may be replayed, after a trial where one is due; in the pool's turn."""
         checks, slot = self._checks, self._slots.get(entry.descriptor, -1)
+        if checks is None or slot < 0:
+            return checks is None or not checks.on
         # A step that waits for its updates has the pool until these come.
-        if checks is None or slot < 0 or context.updates is DEFERRED:
+        if context.updates is DEFERRED:
             return True
         # Rows there would only ask for a padded step.
         if checks.pending.get(slot) != -1 and next(checks.glances.looks):
