@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from graphrt.core.base import torch_names
 from graphrt.core.runner.checks import Ambient
 from tests.trust.twins import ambient_state_put_back
 
-# As a module: the package has the class under another name, and no attribute of this one.
-ambient_module = importlib.import_module("graphrt.core.runner.checks")
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 
 
@@ -37,7 +35,7 @@ def _put_back():
 def way(request, monkeypatch):
     """Torch's own guard, and what stands in for it where torch has none."""
     if request.param == "one by one":
-        monkeypatch.setattr(ambient_module, "state_guard", None)
+        monkeypatch.setattr(torch_names, "state_guard", None)
     return request.param
 
 
@@ -85,7 +83,7 @@ SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
 
 def test_the_table_has_every_setting():
     modes = {"torch function modes", "torch dispatch modes"}  # test_modes.py
-    assert {*SETTINGS, "autocast dtype", *modes} == {*ambient_module.Ambient("cpu")._now()}
+    assert {*SETTINGS, "autocast dtype", *modes} == {*Ambient("cpu")._now()}
 
 
 def also(name: str) -> list[str]:

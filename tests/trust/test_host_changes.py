@@ -21,7 +21,7 @@ from graphrt.core.trust import host_watch
 from graphrt.core.trust import reads as reads_module
 from graphrt.core.trust.host_watch import watch_state
 from graphrt.core.trust.places.walk import where_is
-from graphrt.errors import StaleInputError, VerificationError
+from graphrt.errors import GraphQuarantinedWarning, StaleInputError, VerificationError
 from graphrt.observe import report_text
 from tests.trust.host_programs import (
     HANDLES,
@@ -304,8 +304,8 @@ def test_a_look_that_is_interrupted_puts_the_graphs_in_quarantine(
         raise KeyboardInterrupt
 
     is_interrupted = False
-    with monkeypatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         patch.setattr(reads_module.ReadSet, where, interrupted)
         try:
             runner(x=torch.ones(4, WIDTH))
@@ -316,7 +316,10 @@ def test_a_look_that_is_interrupted_puts_the_graphs_in_quarantine(
     assert is_interrupted is asks
     failures = {record.failure for record in runner.report().trust.trials}
     if is_interrupted:
-        assert failures == {"a look at what the host has changed ended in KeyboardInterrupt()"}
+        (failure,) = failures
+        assert "a look at what the host has changed ended in KeyboardInterrupt()" in failure
+        (warning,) = [each for each in told if each.category is GraphQuarantinedWarning]
+        assert failure in str(warning.message)
     steps = Steps(runner, forward)
     steps.run(4)
     assert steps.wrong == [] and steps.reason is Reason.QUARANTINED

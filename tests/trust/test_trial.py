@@ -15,9 +15,8 @@ from graphrt.core.base.errors import PythonStateError, RowsMixedError, Verificat
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
-from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.trial import Rows, Trial, TriedGraph
-from graphrt.core.trust.verdict import TrialRecord, Verdict
+from graphrt.core.trust.trial import Rows, Trial, TriedStep
+from graphrt.core.trust.verdict import TrialRecord, TriedGraph, Verdict
 from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching.watch import Watch
 from graphrt.cpu.platform import CpuPlatform
@@ -66,15 +65,15 @@ def replayed(model: Model, x: torch.Tensor) -> torch.Tensor:
     return x * model.weight + model.state
 
 
-class FakeStep:
+class FakeStep(TriedStep):
     """A step of `model` that keeps a list of its runs; `runs` are stand-ins by name."""
 
     def __init__(self, model: Model, *, sizes: Any = ((ROWS, LIVE),), **runs: Any) -> None:
-        self.model = model
+        self.model = self.forward = model
         self.sizes = sizes
         self.runs = {"replay": lambda: replayed(model, live()), **runs}
         self.buffer = torch.empty(ROWS, 2)
-        self.inputs, self.pads = frozenset([self.buffer.data_ptr()]), ()
+        self.inputs = frozenset([self.buffer.data_ptr()])
         self.done: list[str] = []
         self.starts: list[list[float]] = []
         self.fails_at: tuple[int, BaseException] | None = None
@@ -99,10 +98,8 @@ class FakeStep:
         inputs = {"padding": live() * 0, "alone": live()[:LIVE]}.get(rows, live())
         return self._run(name, inputs, watch)
 
-    has_gradients = has_metadata = together = False
-
-    def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
-        return self._run("where_asked", live(), watch)
+    def with_gradients(self, watch: Watch, inference: bool) -> Any:
+        return self._run("with_gradients", live(), watch)
 
     def replay(self) -> Any:
         return self._run("replay", live(), None)
@@ -119,7 +116,6 @@ def trial_of(step: FakeStep, *, mode: str = "FULL", warm: WarmedUp | None = None
         step,
         TriedGraph(TrialRecord(GraphMode[mode], BatchDescriptor(ROWS))),
         warm,
-        places_of(step.model),
         CpuPlatform(),
         GraphOptions(state_limit_bytes=1 << 20),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 
 from graphrt import (
     Batch,
+    BatchDescriptor,
+    GraphMode,
     GraphOptions,
     GraphRunner,
     InputSpec,
@@ -23,6 +26,7 @@ from graphrt import (
 )
 from graphrt.core.base.errors import PythonStateError, StateTooLargeError
 from graphrt.core.trust.reads import ReadSet
+from graphrt.core.trust.snapshot import StateSnapshot
 from graphrt.core.trust.warm_up import WarmedUp, WatchedState
 
 WIDTH = 4
@@ -32,16 +36,14 @@ PADDED = InputSpec(torch.float32, ("tokens", WIDTH), pad=1.0)
 def watched(
     forward: Any, warmed_up: dict[Any, WarmedUp] | None = None, *, watch: bool = True, **more: Any
 ) -> WatchedState:
-    declared = more.pop("declared", ())
-    arguments: dict[str, Any] = {"limit_bytes": 1 << 20, "pads": (), **more}
+    declared, limit = more.pop("declared", ()), more.pop("limit_bytes", 1 << 20)
     return WatchedState(
-        declared,
-        reads=ReadSet(forward) if watch else None,
-        warmed_up={} if warmed_up is None else warmed_up,
-        device_type="cpu",
+        StateSnapshot("cpu", limit, declared=declared),
+        ReadSet(forward, watched=watch),
+        {} if warmed_up is None else warmed_up,
         is_in_graphs=lambda _: False,
         has_parts=True,
-        **arguments,
+        **{"pads": (), **more},
     )
 
 
@@ -111,8 +113,9 @@ def test_containers_that_eager_runs_never_change_stay():
         run(state, forward, tokens=size)
         model.bound.append(size)
         forward()
-        model.captured[size] = True  # and a platform, or a hook around a graph, in a capture.
-        state.look()
+        # And a platform, or a hook around a graph, in a capture.
+        add = partial(model.captured.update, {size: True})
+        state.capture(GraphMode.FULL, BatchDescriptor(size), add, in_one=True)
     state.settle(lambda: None)
     assert model.log == []
     assert model.captured == {4: True, 2: True, 1: True}
@@ -236,7 +239,7 @@ def test_memory_that_cannot_be_saved_is_looked_at_in_the_end(pads, ok):
     run(state, lambda: model.rows.put_(torch.tensor([2 * 4]), torch.ones(1)))
     if ok:
         state.settle(lambda: None)
-        assert "rows 2 written by padding" in state._reads.protected[0]
+        assert "rows 2 written by padding" in state.reads.protected[0]
         return
     with pytest.raises(StateTooLargeError, match="rows 2"):
         state.settle(lambda: None)

@@ -50,6 +50,7 @@ from graphrt.core.runner.graph_table import (
 )
 from graphrt.core.runner.host import Phase
 from graphrt.core.runner.trials import try_examples
+from graphrt.core.trust.snapshot import StateSnapshot
 from graphrt.core.trust.warm_up import WatchedState
 from graphrt.core.trust.watching.watch import WorkCount
 
@@ -207,13 +208,12 @@ class CaptureSession:
         # Steps on another stream may still use the state that is saved.
         setup.pool.streams.follow()
         platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
+        declared = [*setup.host.state]
         self._state = WatchedState(
-            setup.host.state,
-            limit_bytes=limit,
-            reads=graphs.reads if graphs.reads.watched else None,
-            warmed_up=graphs.warmed_up,
+            StateSnapshot(platform.device_type, limit, declared=declared),
+            graphs.reads,
+            graphs.warmed_up,
             pads=setup.inputs.declared.addresses,
-            device_type=platform.device_type,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
             has_parts=graphs.has_pieces,
         )
@@ -427,9 +427,8 @@ class CaptureSession:
 
         with context:
             if captures:
-                in_one, of = graph.wrapper is not None, graph.descriptor.kind
-                outputs = state.capture(of, graph.mode, graph.tokens, calls(), in_one=in_one)
-                state.look()
+                in_one = graph.wrapper is not None
+                outputs = state.capture(graph.mode, graph.descriptor, calls(), in_one=in_one)
             else:
                 outputs = state.run(kind, graph.tokens, graph.transaction.fixed, calls)
                 graph.check_written(state.inputs_written)

@@ -5,56 +5,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from operator import gt
 from typing import Any
 
 import torch
 
-from graphrt.core.base.errors import (
-    GraphQuarantinedWarning,
-    StateTooLargeError,
-    VerificationError,
-    warn_caller,
-)
+from graphrt.core.base import errors, torch_names
+from graphrt.core.base._undo import undo_after
 from graphrt.core.base.log import logger
 from graphrt.core.base.thread_mode import ThreadMode
-from graphrt.core.base.torch_names import (
-    all_function_modes,
-    count_dispatch_modes,
-    dispatch_modes,
-    function_mode_is_on,
-    function_modes,
-    state_guard,
-)
 from graphrt.core.batch.descriptor import room_for_reqs
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.dispatch.reasons import Dispatch, Reason
-from graphrt.core.trust.host_watch import Changes, HostChanges, Told, described_changes
+from graphrt.core.trust.host_watch import HostChanges, Told, described_changes
 from graphrt.core.trust.places.slots import Place, same_value
 from graphrt.core.trust.reads import ReadSet, each_call
-from graphrt.core.trust.trial import TriedGraph
-from graphrt.core.trust.verdict import TrialRecord, Verdict
+from graphrt.core.trust.verdict import TrialRecord, TriedGraph, Verdict
 
 _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
-
-_LOOKS = 64
-"""Padded steps of a kind whose inputs are still compared with their padding, once a trial has had
-an input that differs from it. Inputs that never differ would else be compared for ever."""
 
 _PASSED = 3
 """Trials with other values after which a Python value counts as harmless; a number that only the
 forward moves is moved further in one trial."""
 
+_LOOKS = 64
+"""Padded steps of a kind whose inputs are still compared with their padding, once a trial has had
+an input that differs from it. Inputs that never differ would else be compared for ever."""
+
+Differing = Mapping[str, frozenset[str]]
+"""By the axes along which a step is padded, the inputs in which live rows differ from padding."""
 
 _DOUBTFUL = 8
 """Trials that a change of the host's has to pass where it cannot be told whether the forward issues
 other operators or numbers for it."""
-
-
-Differing = Mapping[str, frozenset[str]]
-"""By the axes along which a step is padded, the inputs in which live rows differ from padding."""
 
 
 NO_INPUTS: Differing = {"tokens": frozenset()}
@@ -145,19 +131,31 @@ class _Graph(TriedGraph):
                 self.changed[path] = was, now
                 del self.baked[path]
 
+    def leave_out(self, places: Mapping[str, Place | None]) -> None:
+        """Changes there made no difference to another graph. This one is tried once, with the first
+        value that is not the one that it has baked in."""
+        for path, place in places.items():
+            if self.passed[path] < _PASSED:
+                self.passed[path] = _PASSED - 1
+                now = Told("another value") if place is None else place.get()
+                self.baked[path], _ = self.changed.pop(path, (now, now))
 
-def _key_of(record: TrialRecord) -> Hashable:
-    return record.mode, *record.descriptor.kind
+    def note_moved(self, moved: Mapping[str, tuple[Any, Any]]) -> None:
+        """An eager step has moved Python values."""
+        for path, (was, now) in moved.items():
+            if self.kind.passed[path] < _PASSED:
+                self.moved[path] = self.moved.get(path, (was, now))[0], now
 
-
-def _other_settings(changed: list[str]) -> VerificationError:
-    return VerificationError(
-        "a setting is not what it was when the graphs were captured",
-        got="; ".join(changed),
-        expected="the settings of the first capture, for all graphs and steps of a runner",
-        advice="capture and step under the same settings, or recapture(); gradients: step under "
-        "torch.no_grad()",
-    )
+    def note_passed(self, numbers: Iterable[str]) -> list[str]:
+        """A trial has passed, with what had moved or changed; `numbers` were moved further, and
+        change nothing. Returns what the host had changed."""
+        tried = [*self.changed]
+        self.passed.update(tried)
+        self.kind.passed.update(self.moved.keys())
+        for path in numbers:
+            self.kind.passed[path] = _PASSED
+        self.changed, self.moved = {}, {}
+        return tried
 
 
 class Ambient:
@@ -170,11 +168,11 @@ class Ambient:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._asks = False
-        self._captured = self._now()
+        # Graphs have no gradients, whatever was on around their capture.
+        asked = {"gradients": False, "inference mode": torch.is_inference_mode_enabled()}
+        self._captured = self._now() | asked
         self._guard: Callable[[], bool]
         self._modes: list[object]
-        # Graphs have no gradients, whatever was on around their capture.
-        self._asked = {"gradients": False, "inference mode": torch.is_inference_mode_enabled()}
         self._accept()
 
     def differences(self) -> list[str]:
@@ -192,9 +190,7 @@ class Ambient:
 
     def ask(self) -> None:
         """From now on compare gradients and inference mode too: the forward goes by them."""
-        if not self._asks:
-            self._asks = True
-            self._captured |= self._asked
+        self._asks = True
 
     def holds(self) -> bool:
         """Whether nothing at all has changed since the last look at what did."""
@@ -205,22 +201,23 @@ class Ambient:
     def looks(self) -> Iterator[bool]:
         """Whether `holds()`, without end. Put together of what runs in C, unless there are modes to
         be told from one another."""
-        if self._asks or self._modes or not function_mode_is_on:
+        if self._asks or self._modes or not torch_names.function_mode_is_on:
             return each_call(self.holds)
         settings = each_call(self._guard)
         # Where the one is 1 and the other 0, no mode is on.
-        modeless = map(gt, settings, each_call(function_mode_is_on))
-        return map(gt, modeless, each_call(count_dispatch_modes))
+        modeless = map(gt, settings, each_call(torch_names.function_mode_is_on))
+        return map(gt, modeless, each_call(torch_names.count_dispatch_modes))
 
     def _accept(self) -> None:
-        self._guard = self._equal if not state_guard else state_guard().check
+        guard = torch_names.state_guard
+        self._guard = guard().check if guard else self._equal
         self._modes = self._modes_now()
 
     def _equal(self) -> bool:
-        return self._now() == self._captured
+        return self._now().items() <= self._captured.items()
 
     def _modes_now(self) -> list[object]:
-        return [*all_function_modes(), *dispatch_modes()]
+        return [*torch_names.all_function_modes(), *torch_names.dispatch_modes()]
 
     def _now(self) -> dict[str, Any]:
         cudnn: Any = torch.backends.cudnn
@@ -232,9 +229,9 @@ class Ambient:
             "default dtype": torch.get_default_dtype(),
             "default device": torch.get_default_device(),
             # That of a default device is known by the device; graphrt's own change nothing.
-            "torch function modes": tuple(function_modes()),
+            "torch function modes": tuple(torch_names.function_modes()),
             "torch dispatch modes": tuple(
-                [mode for mode in dispatch_modes() if not isinstance(mode, ThreadMode)]
+                [mode for mode in torch_names.dispatch_modes() if not isinstance(mode, ThreadMode)]
             ),
             "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
             # `allow_tf32` raises where somebody has set `fp32_precision`, which knows of both.
@@ -268,7 +265,7 @@ class Glances:
     # C knows where in an object `looks` is, and `pending` in `Checks`.
     __slots__ = ("__dict__", "looks")
 
-    def __init__(self, reads: ReadSet | None, device_type: str) -> None:
+    def __init__(self, reads: ReadSet, device_type: str) -> None:
         self.reads = reads
         self._device_type = device_type
         self.reset()
@@ -276,7 +273,7 @@ class Glances:
     @property
     def rung(self) -> bool:
         """Whether somebody has told of a change."""
-        return self.reads is not None and self.reads.host.rung
+        return self.reads.host.rung
 
     def reset(self) -> None:
         """There are no graphs: every step may go on."""
@@ -291,13 +288,11 @@ class Glances:
     def aim(self, *, tensors: bool = True) -> None:
         """Look at every place that leads to a tensor again, one at each step; or, where graphs are
         not replayed, at no tensors."""
-        self._sees_tensors = tensors and self.reads is not None
+        self._sees_tensors = tensors
         looks: Iterator[bool] = repeat(True) if self._ambient is None else self._ambient.looks()
-        if self.reads is not None:
-            looks = self.reads.glances(looks) if tensors else looks
-            looks = self.reads.host.over(looks)
+        looks = self.reads.glances(looks) if tensors else looks
         # A step takes one of them.
-        self.looks = looks
+        self.looks = self.reads.host.over(looks)
 
     def ask(self) -> None:
         """The forward asks for gradients, or for inference mode: these are settings too."""
@@ -305,14 +300,22 @@ class Glances:
             self._ambient.ask()
             self.aim(tensors=self._sees_tensors)
 
-    def changed_settings(self) -> list[str]:
-        """The settings that are not what they were at the first capture; none before it."""
+    def changed_settings(self) -> errors.VerificationError | None:
+        """The error for settings that are not what they were at the first capture."""
         ambient = self._ambient
         if ambient is None or ambient.holds():
-            return []
+            return None
         changed = ambient.differences()
         self.aim(tensors=self._sees_tensors)
-        return changed
+        if not changed:
+            return None
+        return errors.VerificationError(
+            "a setting is not what it was when the graphs were captured",
+            got="; ".join(changed),
+            expected="the settings of the first capture, for all graphs and steps of a runner",
+            advice="capture and step under the same settings, or recapture(); gradients: step "
+            "under torch.no_grad()",
+        )
 
 
 class Checks:
@@ -343,7 +346,7 @@ class Checks:
         self._levels = set(filter(options.checks, ("first", "sample", "always")))
         self._inputs, self._reqs = inputs, reqs
         self._warned_of: set[str] = set()
-        self.glances = Glances(reads if reads.watched else None, device_type)
+        self.glances = Glances(reads, device_type)
         self.reset()
 
     def reset(self) -> None:
@@ -365,25 +368,26 @@ class Checks:
         return {slot: graph.record for slot, graph in self._graphs.items()}
 
     def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
-        """Graphs were captured; called with all that there are. With `more` to come it is not known
-        yet which of a kind are its smallest and its largest."""
+        """Graphs were captured, of which some may be known already. With `more` to come it is not
+        known yet which of a kind are its smallest and its largest."""
         if not self.on:
             return
         self.glances.begin()
         known, kinds = self._graphs, dict[Hashable, list[_Graph]]()
         for graph in known.values():
-            kinds.setdefault(_key_of(graph.record), []).append(graph)
+            key = graph.record.mode, *graph.record.descriptor.kind
+            kinds.setdefault(key, []).append(graph)
         for mode, descriptor, _, slot in graphs:
             if slot in known:
                 continue
-            record = TrialRecord(mode, descriptor)
-            of_kind = kinds.setdefault(_key_of(record), [])
+            record, key = TrialRecord(mode, descriptor), (mode, *descriptor.kind)
+            of_kind = kinds.setdefault(key, [])
             kind = of_kind[0].kind if of_kind else _Kind(self._inputs)
             known[slot] = graph = _Graph(record, kind=kind)
             of_kind.append(graph)
             if self.harmless:
                 # It has baked in what is there now.
-                self._left_out_for(graph, self.harmless)
+                graph.leave_out(self.harmless)
         for of_kind in kinds.values():
             of_kind.sort(key=lambda graph: graph.record.descriptor.num_tokens)
             failure = next((each.record.failure for each in of_kind if each.record.failure), None)
@@ -414,7 +418,7 @@ class Checks:
         graphs that there are."""
         changed = self.glances.changed_settings()
         if changed:
-            raise _other_settings(changed)
+            raise changed
 
     def why_eager(self, dispatch: Dispatch, *, agreed: bool = False) -> Reason | None:
         """Why the step of a graph must not be replayed; None if it may. A graph that ranks have
@@ -425,7 +429,7 @@ class Checks:
         """
         changed = self.glances.changed_settings()
         if changed:
-            self._say(_other_settings(changed))
+            self._say(changed)
             return Reason.SETTINGS_CHANGED
         graph = self._graphs[dispatch.slot]
         record = graph.record
@@ -442,7 +446,7 @@ class Checks:
         if record.failure is None:
             return None
         if self.strict:
-            raise VerificationError(
+            raise errors.VerificationError(
                 f"{dispatch.mode.name} [{dispatch.descriptor}] is in quarantine",
                 got=record.failure,
                 advice="mend what it says and recapture(); or strict=False, which runs its batches "
@@ -454,7 +458,7 @@ class Checks:
         """Note what the host has changed: after a tensor that graphs read all are in quarantine,
         after anything else the next step of each graph is a trial."""
         reads, served = self.glances.reads, self._served()
-        if reads is None or reads.host.values is None or not served:
+        if reads.host.values is None or not served:
             return
         try:
             changes = reads.take()
@@ -462,10 +466,15 @@ class Checks:
                 self._note_changes(reads, served, changes)
         except BaseException as error:
             # A Ctrl-C, maybe: the host's changes are told once, and some may be lost.
-            self._put_aside(
-                self._served(), f"a look at what the host has changed ended in {error!r}"
-            )
+            undo_after(error, partial(self._cut_short, error))
             raise
+
+    def _cut_short(self, error: BaseException) -> None:
+        served = self._served()
+        if served:
+            what = f"a look at what the host has changed ended in {error!r}"
+            advice = "recapture(): changes are told once, and some may be lost"
+            self._quarantine(served, errors.VerificationError(what, advice=advice))
 
     def _note_changes(self, reads: ReadSet, served: list[_Graph], changes: HostChanges) -> None:
         places = reads.walk() if changes.is_structural else None
@@ -491,8 +500,7 @@ class Checks:
     def ran_forward(self, *, at_every_run: bool) -> None:
         """The forward has run eagerly: what has changed since the last look it has changed itself;
         or `at_every_run`."""
-        reads = self.glances.reads
-        if reads is not None and reads.host.forget(at_every_run=at_every_run):
+        if self.glances.reads.host.forget(at_every_run=at_every_run):
             self.glances.aim()
 
     def _served(self) -> list[_Graph]:
@@ -575,7 +583,9 @@ class Checks:
             graph.varying = verdict.varying.union(graph.varying or ())
         graph.doubts += 1
         if not verdict.is_doubtful or graph.doubts >= _DOUBTFUL:
-            self._note_harmless(graph, verdict.harmless)
+            for path in graph.note_passed(verdict.harmless):
+                if graph.passed[path] >= _PASSED:
+                    self._leave_out(path)
         graph.to_try = kind.untried = False
         if differing is not None:
             kind.tried_padded(differing)
@@ -589,35 +599,16 @@ class Checks:
     def look_after_eager_step(self) -> None:
         """An eager step is over: graphs may have baked in the Python values that it has moved, so
         the next step of each is a trial."""
-        reads, served = self.glances.reads, self._served()
-        if reads is None or reads.host.values is None or not served:
+        host, served = self.glances.reads.host, self._served()
+        if host.values is None or not served:
             return
-        before = reads.host.values.was
+        before = host.values.was
         self.ran_forward(at_every_run=False)
-        moved = reads.host.values.changed(before, reads.host.values.was)
-        if not moved:
-            return
-        for graph in served:
-            for path, (was, now) in moved.items():
-                if graph.kind.passed[path] < _PASSED:
-                    graph.moved[path] = graph.moved.get(path, (was, now))[0], now
-        self._note_pending()
-
-    def _note_harmless(self, graph: _Graph, numbers: Iterable[str]) -> None:
-        """A trial of a graph has passed, with Python values that had moved, or that the host had
-        changed; `numbers` were moved further, and change nothing."""
-        graph.passed.update(graph.changed.keys())
-        tried = [*graph.changed]
-        graph.changed = Changes()
-        for path in tried:
-            if graph.passed[path] >= _PASSED:
-                self._leave_out(path)
-        passed = graph.kind.passed
-        for path in graph.moved:
-            passed[path] += 1
-        graph.moved = {}
-        for path in numbers:
-            passed[path] = _PASSED
+        moved = host.values.changed(before, host.values.was)
+        if moved:
+            for graph in served:
+                graph.note_moved(moved)
+            self._note_pending()
 
     def _leave_out(self, path: str) -> None:
         """Look at changes of a value no more: three made no difference to one graph. Every other
@@ -625,22 +616,13 @@ class Checks:
         if path in self.harmless:
             return
         self.harmless[path] = None
-        reads = self.glances.reads
-        if reads is not None:
-            reads.host.ignore(path)
-            self.harmless.update(reads.host.places_at([path]))
+        host = self.glances.reads.host
+        host.ignore(path)
+        self.harmless.update(host.places_at([path]))
         for graph in self._served():
-            self._left_out_for(graph, [path])
+            graph.leave_out({path: self.harmless[path]})
 
-    def _left_out_for(self, graph: _Graph, paths: Iterable[str]) -> None:
-        for path in paths:
-            if graph.passed[path] < _PASSED:
-                graph.passed[path] = _PASSED - 1
-                place = self.harmless[path]
-                now = Told("another value") if place is None else place.get()
-                graph.baked[path], _ = graph.changed.pop(path, (now, now))
-
-    def cannot_try(self, slot: int, error: StateTooLargeError) -> Reason:
+    def cannot_try(self, slot: int, error: errors.StateTooLargeError) -> Reason:
         """A trial cannot save the state of a graph; without a change of the host's, raises that."""
         graph = self._graphs[slot]
         if not graph.changed:
@@ -651,7 +633,7 @@ class Checks:
     def _give_up(self, graph: _Graph, why: str) -> None:
         """A graph may not stand for what the host has changed, and no trial can tell."""
         record = graph.record
-        failure = VerificationError(
+        failure = errors.VerificationError(
             f"{record.mode.name} [{record.descriptor}]: the host has changed Python state; {why}",
             got=described_changes(graph.changed),
             expected="the Python state of the capture",
@@ -699,4 +681,4 @@ class Checks:
         text = f"steps run eagerly from here on: {failure}"
         if text not in self._warned_of:
             self._warned_of.add(text)
-            warn_caller(text, GraphQuarantinedWarning)
+            errors.warn_caller(text, errors.GraphQuarantinedWarning)

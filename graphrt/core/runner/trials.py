@@ -17,7 +17,7 @@ the host's: rows that are mixed are not found. Steps with `DEFERRED` updates are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -31,16 +31,9 @@ from graphrt.core.base.homes import public
 from graphrt.core.base.thread_mode import set_for_capture, unseen
 from graphrt.core.base.torch_names import inference_guard
 from graphrt.core.batch.context import ForwardContext
-from graphrt.core.batch.descriptor import BatchDescriptor, example_of
-from graphrt.core.batch.descriptor import unpadded as unpadded_of
+from graphrt.core.batch.descriptor import BatchDescriptor, example_of, unpadded
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.guard import (
-    CaptureGuard,
-    SideDoors,
-    in_eager_part,
-    refuse_transform,
-    side_doors,
-)
+from graphrt.core.capture import guard as guards
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 from graphrt.core.inputs.buffers import reqs_of
@@ -50,9 +43,8 @@ from graphrt.core.replay.tasks import DEFERRED
 from graphrt.core.runner.checks import Checks, Differing
 from graphrt.core.runner.executor import Step, StepExecutor
 from graphrt.core.runner.host import Example, MakeExample
-from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.trial import Rows, Trial
+from graphrt.core.trust.trial import Rows, Trial, TriedStep
 from graphrt.core.trust.verdict import TrialRecord, Verdict
 from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching.watch import Watch
@@ -66,11 +58,11 @@ def run_trial(
 ) -> tuple[Dispatch, Any]:
     """Run the trial of a step; returns how the step ran, and its live outputs."""
     runs, dispatch = StepRuns(executor, step), step.dispatch
-    verdict = _try(executor, runs)
+    verdict = _try(runs)
     if verdict.failure is not None:
         dispatcher = executor.graphs.dispatcher
         dispatch = dispatcher.run_eagerly(dispatch, step.batch, Reason.QUARANTINED)
-    _note(executor, runs, verdict, differing)
+    _note(runs, verdict, differing)
     return dispatch, verdict.outputs
 
 
@@ -78,7 +70,7 @@ def run_verified(executor: StepExecutor, step: Step) -> Verdict:
     """Try one step of a graph, whatever the level of checks is."""
     # What changes from here on is the forward's own doing.
     executor.graphs.checks.look_at_host()
-    return _try(executor, StepRuns(executor, step))
+    return _try(StepRuns(executor, step))
 
 
 @undoing
@@ -103,23 +95,22 @@ def try_examples(
             )
         step = executor.step_of(batch, dispatch, example.values, example.updates, example.metadata)
         runs = StepRuns(executor, step)
-        verdict = _try(executor, runs, undone=True)
+        verdict = _try(runs, undone=True)
         if verdict.failure is not None:
             raise verdict.failure
-        _note(executor, runs, verdict, differing_inputs(executor, runs.step))
+        _note(runs, verdict, differing_inputs(executor, runs.step))
 
 
 def differing_inputs(executor: StepExecutor, step: Step) -> Differing | None:
     """By the axes along which a step is padded, its inputs that differ from their padding; None if
     nobody asks."""
-    graphs, inputs, padded = executor.graphs, executor.inputs, []
-    is_less = step.batch.num_tokens < step.dispatch.descriptor.num_tokens
-    if step.agreed or not (is_less or "reqs" in inputs.declared.by_axis):
+    if step.agreed:
         return None
+    graphs, inputs, padded = executor.graphs, executor.inputs, []
     prepared = graphs.steps[step.dispatch.slot]
     awaited = graphs.checks.awaited_padding(step.dispatch.slot)
     assert prepared is not None
-    if "tokens" in awaited and is_less:
+    if "tokens" in awaited and step.batch.num_tokens < step.dispatch.descriptor.num_tokens:
         padded.append("tokens")
     if "reqs" in awaited and reqs_of(inputs, step.batch, step.values) < prepared.reqs:
         padded.append("reqs")
@@ -127,11 +118,12 @@ def differing_inputs(executor: StepExecutor, step: Step) -> Differing | None:
 
 
 @undoing
-def _try(executor: StepExecutor, undo: Undo, runs: StepRuns, *, undone: bool = False) -> Verdict:
-    graphs, setup, dispatch = executor.graphs, executor.graphs.setup, runs.step.dispatch
+def _try(runs: StepRuns, undo: Undo, *, undone: bool = False) -> Verdict:
+    graphs, dispatch = runs.executor.graphs, runs.step.dispatch
+    setup = graphs.setup
     warm = graphs.warmed_up.get(dispatch.descriptor.kind)
-    graph, places = graphs.checks.graph_to_try(dispatch), places_of(setup.forward)
-    trial = Trial(runs, graph, warm, places, executor.pool.platform, setup.options)
+    graph = graphs.checks.graph_to_try(dispatch)
+    trial = Trial(runs, graph, warm, setup.pool.platform, setup.options)
     for span in graphs.spans:
         undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
     # As captures run.
@@ -142,21 +134,19 @@ def _try(executor: StepExecutor, undo: Undo, runs: StepRuns, *, undone: bool = F
     return verdict
 
 
-def _note(
-    executor: StepExecutor, runs: StepRuns, verdict: Verdict, differing: Differing | None
-) -> None:
+def _note(runs: StepRuns, verdict: Verdict, differing: Differing | None) -> None:
     """Note the verdict of a trial; strictly, raises the failure."""
-    checks, slot = executor.graphs.checks, runs.step.dispatch.slot
-    record = checks.records[slot]
+    graphs, dispatch = runs.executor.graphs, runs.step.dispatch
+    record = graphs.checks.graph_to_try(dispatch).record
     is_first = verdict.failure is None and not record.steps
     # What their nodes point to, and no operator has shown, is read too.
-    if is_first and executor.graphs.keep_touched([record.descriptor]):
-        checks.glances.aim()
-    checks.tried(slot, verdict, differing)
+    if is_first and graphs.keep_touched([record.descriptor]):
+        graphs.checks.glances.aim()
+    graphs.checks.tried(dispatch.slot, verdict, differing)
 
 
-class StepRuns:
-    """The runs of a trial: one step that a graph serves, run again and again. See `TriedStep`."""
+class StepRuns(TriedStep):
+    """The runs of a trial: one step that a graph serves, run again and again."""
 
     def __init__(self, executor: StepExecutor, step: Step) -> None:
         graphs, inputs = executor.graphs, executor.inputs
@@ -165,47 +155,42 @@ class StepRuns:
         executor.pool.streams.follow()
         self.step = self._eager_step = step._replace(values=tree.cloned(flat))
         at_bound = graphs.setup.host.metadata
-        self.has_metadata = at_bound is not None
         if at_bound is not None:
             # Graphs have it at its bound, if they have it.
-            metadata = at_bound(step.dispatch.descriptor)
-            self._eager_step = self._eager_step._replace(metadata=metadata)
+            self.has_metadata = True
+            self._eager_step = self.step._replace(metadata=at_bound(step.dispatch.descriptor))
         prepared = graphs.steps[step.dispatch.slot]
         assert prepared is not None
-        self.prepared = prepared
         reqs = reqs_of(inputs, step.batch, step.values)
-        all_rows, live = (prepared.tokens, prepared.reqs), (step.batch.num_tokens, reqs)
+        padded, live = (prepared.tokens, prepared.reqs), (step.batch.num_tokens, reqs)
         # Ranks that have agreed on a graph have other live rows each.
-        is_padded = live != all_rows and not (step.agreed or graphs.setup.host.mixes_rows)
-        pairs = zip(all_rows, live, strict=True)
-        self.sizes: Sequence[tuple[int, int]] = [*pairs] if is_padded else []
-        self.inputs = prepared.storages()
-        self.pads: Sequence[int] = inputs.declared.unused_addresses(step.values)
+        if padded != live and not (step.agreed or graphs.setup.host.mixes_rows):
+            self.sizes = [*zip(padded, live, strict=True)]
+        self.forward, self.inputs = graphs.setup.forward, prepared.storages()
+        self.pads = inputs.declared.unused_addresses(step.values)
         self.together = step.agreed or graphs.setup.host.ranks is not None
         self.has_gradients = torch.is_grad_enabled()
-        self._executor = executor
+        self.executor, self._layout = executor, prepared.layout
 
     def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
-        executor, step, layout = self._executor, self._eager_step, self.prepared.layout
-        inputs, fill = executor.inputs, None
-        if rows == "alone":
-            alone = Dispatch(GraphMode.NONE, unpadded_of(step.batch), Reason.HIT)
-            step = self.step._replace(dispatch=alone)
-            around = partial(watched, watch, None)
-            return tree.cloned(executor.run_unpadded(step, around))
+        executor, inputs, fill = self.executor, self.executor.inputs, None
         if rows == "padding":
-            fill = partial(inputs.reset, layout)
+            fill = partial(inputs.reset, self._layout)
         elif rows == "disturbed":
-            fill = partial(inputs.declared.disturb, layout, *(live for _, live in self.sizes))
+            live = [live for _, live in self.sizes]
+            fill = partial(inputs.declared.disturb, self._layout, *live)
         around = partial(watched, watch, fill)
-        return tree.cloned(executor.run_padded(step, eager=True, around=around))
+        if rows == "alone":
+            alone = Dispatch(GraphMode.NONE, unpadded(self.step.batch), Reason.HIT)
+            return tree.cloned(executor.run_unpadded(self.step._replace(dispatch=alone), around))
+        return tree.cloned(executor.run_padded(self._eager_step, eager=True, around=around))
 
-    def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
-        forward = self._executor.graphs.setup.run_forward
-        return forward.where(gradients, inference, partial(self.eager, watch))
+    def with_gradients(self, watch: Watch, inference: bool) -> Any:
+        forward = self.executor.graphs.setup.run_forward
+        return forward.where(True, inference, partial(self.eager, watch))
 
     def replay(self) -> Any:
-        return tree.cloned(self._executor.run_padded(self.step))
+        return tree.cloned(self.executor.run_padded(self.step))
 
 
 @undoing
@@ -222,12 +207,12 @@ def watched(
         fill()
     undo.set(warming_up, True)
     # So that eager parts are known as such.
-    undo.set(side_doors, _TriedParts(watch))
+    undo.set(guards.side_doors, _TriedParts(watch))
     enter_under_way(undo, watch)
     return watch.around(forward)
 
 
-class _TriedParts(SideDoors):
+class _TriedParts(guards.SideDoors):
     """The eager parts of a run of a trial: nothing is captured there, so nobody looks at what they
     make. The watch of a run that is compared with others notes what they are given."""
 
@@ -235,27 +220,21 @@ class _TriedParts(SideDoors):
         super().__init__()
         self._watch = watch if watch.is_compared else None
 
-    def watched(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        guard: CaptureGuard | None = None,
-    ) -> Any:
-        if in_eager_part.get() is not None:
+    def watched(self, function: Any, args: Any, kwargs: Any, guard: Any = None) -> Any:
+        if guards.in_eager_part.get() is not None:
             # A part within a part is part of it.
             return function(*args, **kwargs)
-        refuse_transform(function)
+        guards.refuse_transform(function)
         try:
             watch = self._watch
-            in_eager_part.set(frozenset() if watch is None else watch.begin_part(args, kwargs))
+            guards.in_eager_part.set(watch.begin_part(args, kwargs) if watch else frozenset())
             # As in a capture: graph and part each make their own casts.
             torch.clear_autocast_cache()
             result = function(*args, **kwargs)
             torch.clear_autocast_cache()
             return result
         finally:
-            in_eager_part.set(None)
+            guards.in_eager_part.set(None)
 
 
 # Of a wrapper -----------------------------------------------------------------------------------
@@ -303,22 +282,17 @@ class WrapperTrials:
         """A graph was captured; what has changed meanwhile its runnable has changed itself."""
         checks = self._checks
         # Without checks nothing is read.
-        reads = None if checks is None else checks.glances.reads
-        if checks is None or reads is None:
+        if checks is None or not checks.on:
             return
-        self._slots[descriptor] = next(self._numbers)
+        slot = self._slots[descriptor] = next(self._numbers)
         checks.ran_forward(at_every_run=True)
-        reads.settle()
-        mode = wrapper.runtime_mode
-        checks.captured(
-            [Dispatch(mode, each, Reason.HIT, slot) for each, slot in self._slots.items()],
-            more=True,
-        )
+        checks.glances.reads.settle()
+        captured = Dispatch(wrapper.runtime_mode, descriptor, Reason.HIT, slot)
+        checks.captured([captured], more=True)
 
     def dropped(self, descriptor: BatchDescriptor | None) -> None:
         """The graph of a descriptor is destroyed, or all of them."""
-        reads = None if self._checks is None else self._checks.glances.reads
-        if self._checks is None or reads is None:
+        if self._checks is None or not self._checks.on:
             return
         for each in [*self._slots] if descriptor is None else [descriptor]:
             slot = self._slots.pop(each, -1)
@@ -326,7 +300,7 @@ class WrapperTrials:
             self._checks.dropped(slot)
         if not self._slots:
             self._checks.reset()
-            reads.forget()
+            self._checks.glances.reads.forget()
 
     def may_replay(
         self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
@@ -354,11 +328,10 @@ class WrapperTrials:
     @undoing
     def _try(self, undo: Undo, step: WrapperStep, dispatch: Dispatch) -> None:
         checks, wrapper, slot = self._checks, step.wrapper, dispatch.slot
-        assert checks is not None and checks.glances.reads is not None
+        assert checks is not None
         undo.later(step.put_back)
-        graph, places = checks.graph_to_try(dispatch), places_of(wrapper.runnable)
-        platform, options = wrapper.pool.platform, wrapper.options
-        trial = Trial(step, graph, self._warm.get(slot), places, platform, options)
+        graph, warm = checks.graph_to_try(dispatch), self._warm.get(slot)
+        trial = Trial(step, graph, warm, wrapper.pool.platform, wrapper.options)
         set_for_capture(undo)
         # Its effects are put back: the call itself comes after it.
         verdict = trial.run(undone=True)
@@ -373,18 +346,13 @@ class WrapperTrials:
             self._warm.setdefault(slot, WarmedUp(tokens, step.watch.trace, False, {}))
 
 
-class WrapperStep:
-    """The runs of a trial: one call of a wrapper, again and again. See `TriedStep`."""
-
-    inputs: frozenset[int] = frozenset()
-    sizes: Sequence[tuple[int, int]] = ()
-    pads: Sequence[int] = ()
-    has_gradients = has_metadata = together = False
+class WrapperStep(TriedStep):
+    """The runs of a trial: one call of a wrapper, again and again."""
 
     def __init__(
         self, wrapper: GraphWrapper, entry: Entry, context: ForwardContext, args: Any, kwargs: Any
     ) -> None:
-        self.wrapper, self.entry = wrapper, entry
+        self.wrapper, self.entry, self.forward = wrapper, entry, wrapper.runnable
         self.watch: Watch | None = None
         self._context, self._args, self._kwargs = context, args, kwargs
         # They may lie in the pool, where a replay makes room for its own results.
@@ -404,11 +372,8 @@ class WrapperStep:
         self.watch = self.watch or watch
         # A partition of Inductor's clears the list of its arguments.
         args, kwargs = tree.copied((self._args, self._kwargs))
-        run = partial(self.wrapper.runnable, *args, **kwargs)
+        run = partial(self.forward, *args, **kwargs)
         return tree.cloned(watched(watch, None, run))
-
-    def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
-        return self.eager(watch)
 
     def replay(self) -> Any:
         self.put_back()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +19,7 @@ _ROUNDING = {torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 5e-2, torc
 _ROUNDING_OF_FLOAT32 = {"tf32": 1e-2, "bf16": 1e-1}
 """The same where a setting lets float32 operators round what they read to a shorter format."""
 
-_BY_NAME: tuple[tuple[str, str], ...] = (
-    ("conv", "convolution"),
-    ("rnn", "rnn"),
-    ("lstm", "rnn"),
-    ("gru", "rnn"),
-)
+_BY_NAME = {"conv": "convolution", "rnn": "rnn", "lstm": "rnn", "gru": "rnn"}
 """What is in the names of operators that a setting of their own governs. That of matrix products
 counts for all others: few forwards have none, and kernels of a host's own obey it too."""
 
@@ -54,12 +51,8 @@ def difference(got: Any, expected: Any, *, rounded: bool = False) -> Difference 
     ours, theirs = dict(tree.leaves(got)), dict(tree.leaves(expected))
     if ours.keys() != theirs.keys():
         return Difference(f"another structure: {[*ours]}, not {[*theirs]}", float("inf"))
-    worst: Difference | None = None
-    for path, value in ours.items():
-        apart = _of_leaf(path, value, theirs[path], rounded)
-        if apart is not None and (worst is None or apart.relative > worst.relative):
-            worst = apart
-    return worst
+    apart = map(_of_leaf, ours, ours.values(), map(theirs.get, ours), repeat(rounded))
+    return max(filter(None, apart), key=attrgetter("relative"), default=None)
 
 
 def rounding_of(
@@ -74,7 +67,7 @@ def rounding_of(
         if dtype.is_floating_point:
             rounding = max(rounding, _ROUNDING.get(dtype, 1e-1))
     names = " ".join(map(str, {*operators}))
-    for part, use in _BY_NAME:
+    for part, use in _BY_NAME.items():
         if part in names:
             uses.add(use)
     for use in uses:

@@ -130,7 +130,9 @@ class ReadSet:
         """After so many steps glances have looked at everything that they look at."""
         self._forward = forward
         self._has_full = has_full
-        self._weights = Weights(forward, compiled)
+        self._compiled = compiled
+        # Where the named tensors were, each by its source and name.
+        self._were: dict[tuple[int, str], object] = {}
         # By storage. Without a use the memory is kept, but nothing was seen to read it.
         self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
 
@@ -138,7 +140,7 @@ class ReadSet:
 
     def record(self) -> None:
         """Note where the named tensors are: before the first capture."""
-        self._weights.note()
+        self._were = {key: tree.identity(tensor) for key, tensor in self._named().items()}
 
     def note(self, watch: Watch) -> None:
         """Keep the memory that a run used and somebody else still holds; the rest was temporary."""
@@ -174,8 +176,8 @@ class ReadSet:
         for _, tensor in self.walk().tensors:
             if where_is(tensor) is not None and address_of(tensor) in touched:
                 use = Use(tensor, "a kernel that is no operator of torch's")
-                known = self._held.get(use.ref.cdata)
-                if known is None or known[1] is None:
+                _, known = self._held.get(use.ref.cdata, (None, None))
+                if known is None:
                     self._held[use.ref.cdata] = tensor.untyped_storage(), use
         self.settle()
         return True
@@ -264,7 +266,17 @@ class ReadSet:
 
     def check_named(self) -> None:
         """Raise `StaleInputError` if a named tensor has moved."""
-        self._refuse(self._weights.moved())
+        now = {key: tree.identity(tensor) for key, tensor in self._named().items()}
+        self._refuse([key[1] for key, where in self._were.items() if now.get(key) != where])
+
+    def _named(self) -> dict[tuple[int, str], torch.Tensor]:
+        modules, _ = _modules_of(self._forward)
+        sources = [*map(call, self._compiled), *map(_tensors, modules)]
+        return {
+            (index, name): tensor
+            for index, source in enumerate(sources)
+            for name, tensor in source.items()
+        }
 
     def _refuse(self, moved: Sequence[str]) -> None:
         if moved:
@@ -278,8 +290,8 @@ class ReadSet:
             places = self.walk()
             self._refuse(self.moved(places))
             known = {address_of(tensor) for _, tensor in places.tensors}
-            known.update(map(address_of, chain(of_runner, *(entry.results() for entry in entries))))
-            known.update(map(address_of, self._weights.now().values()))
+            known.update(_addresses(entries, of_runner))
+            known.update(map(address_of, self._named().values()))
         if self.watched and not self.saw_compiled_code:
             unknown = [str(use) for held, use in self._uses() if held.data_ptr() not in known]
             if unknown:
@@ -290,7 +302,7 @@ class ReadSet:
                     expected="tensors that the forward's attributes, closures or globals lead to",
                     advice="hold them there, or call recapture() after they moved",
                 )
-        elif not self._weights.complete:
+        elif not _modules_of(self._forward)[1]:
             raise UntrackedWeightsError(
                 "whether weights moved cannot be told: the forward is no module, and no warm-up "
                 "shows what its graphs read",
@@ -315,13 +327,9 @@ class ReadSet:
         entries = [*entries]
         graphs = [graph for entry in entries for graph in graphs_of(entry.parts)]
 
-        def known() -> Iterator[int]:
-            yield from self.addresses()
-            yield from map(address_of, of_runner)
-            for entry in entries:
-                yield from map(address_of, entry.results())
-
-        unknown = unknown_memory(pool.platform, graphs, known())
+        held = (storage.data_ptr() for storage, _ in self._held.values())
+        known = chain(held, _addresses(entries, of_runner))
+        unknown = unknown_memory(pool.platform, graphs, known)
         if unknown is None or not unknown.blocks:
             return unknown
         names: dict[int, str] = {}
@@ -331,10 +339,6 @@ class ReadSet:
         blocks = [each._replace(name=names.get(each.address, "")) for each in unknown.blocks]
         return unknown._replace(blocks=tuple(blocks))
 
-    def addresses(self) -> set[int]:
-        """Where the storages begin that are kept."""
-        return {storage.data_ptr() for storage, _ in self._held.values()}
-
     def table(self) -> tuple[TensorUse, ...]:
         """Everything that graphs read."""
         moved, rows = {*self.moved(self.walk())}, []
@@ -343,9 +347,8 @@ class ReadSet:
             places.setdefault(each.key, []).append(each.place.path)
         for storage, use in self._uses():
             paths = places.get(storage._cdata, [])
-            gone = all(path in moved for path in paths)
-            if not paths:
-                gone = storage_use_count(storage._cdata) <= 1
+            is_last = storage_use_count(storage._cdata) <= 1
+            gone = moved.issuperset(paths) if paths else is_last
             name, source = min(paths, key=len, default=""), str(use.source or "")
             rows.append(
                 TensorUse(
@@ -381,38 +384,14 @@ def each_call(function: Callable[[], T]) -> Iterator[T]:
     return map(call, repeat(function))
 
 
+def _addresses(entries: Iterable[Entry], of_runner: Iterable[torch.Tensor]) -> Iterator[int]:
+    """Where tensors of a runner, and the results of its graphs, begin."""
+    yield from map(address_of, of_runner)
+    for entry in entries:
+        yield from map(address_of, entry.results())
+
+
 # Named weights -----------------------------------------------------------------------------------
-
-
-class Weights:
-    """The named weights of one forward.
-
-    The module that `forward` is, or is a method of, is asked. `compiled` return the weights of
-    compiled modules. `complete` says that the forward is made of modules alone.
-    """
-
-    def __init__(self, forward: Any, compiled: Sequence[Named]) -> None:
-        modules, self.complete = _modules_of(forward)
-        self._sources: list[Named] = [functools.partial(_tensors, module) for module in modules]
-        self._sources += compiled
-        self._were: dict[tuple[int, str], object] = {}
-
-    def now(self) -> dict[tuple[int, str], torch.Tensor]:
-        """The tensors in use, each by its source and name."""
-        return {
-            (index, name): tensor
-            for index, source in enumerate(self._sources)
-            for name, tensor in source().items()
-        }
-
-    def note(self) -> None:
-        """Note where they are."""
-        self._were = {key: tree.identity(tensor) for key, tensor in self.now().items()}
-
-    def moved(self) -> list[str]:
-        """The names at which another tensor is than when this was noted."""
-        now = {key: tree.identity(tensor) for key, tensor in self.now().items()}
-        return [key[1] for key, where in self._were.items() if now.get(key) != where]
 
 
 def _modules_of(forward: Any) -> tuple[list[torch.nn.Module], bool]:

@@ -19,7 +19,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from operator import eq, is_, itemgetter
+from operator import attrgetter, eq, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,22 +30,8 @@ from graphrt.core.base.option_values import told
 from graphrt.core.base.thread_mode import outside_modes, unseen
 from graphrt.core.capture.state import State, as_states
 from graphrt.core.trust.compare import difference, listed
-from graphrt.core.trust.places.slots import (
-    ARRAY,
-    CONTENTS,
-    DEFAULT,
-    LENGTH,
-    MISSING,
-    Place,
-    Way,
-    base_of,
-    call,
-    entries,
-    getters,
-    items_of,
-    same_array,
-    same_value,
-)
+from graphrt.core.trust.places import slots
+from graphrt.core.trust.places.slots import MISSING, Place, Way, call, same_value
 from graphrt.core.trust.places.walk import Kind, Places, is_array, shape_of
 from graphrt.core.trust.watching.writes import SavedWrites, too_large
 
@@ -74,7 +60,11 @@ class StateSnapshot:
     ) -> None:
         """Raises `StateTooLargeError` if what is declared takes more than `limit_bytes`; nothing is
         saved then."""
-        self._declared = _saved(declared, limit_bytes) if declared else []
+        states = as_states(declared) if declared else []
+        total = sum(map(attrgetter("bytes"), states))
+        if total > limit_bytes:
+            raise too_large("the declared state", f"{total} bytes", limit_bytes)
+        self._declared: list[Callable[[], object]] = [*map(methodcaller("save"), states)]
         self.memory = SavedWrites(limit_bytes, sums=sums)
         self.generators = Generators(device_type)
 
@@ -99,17 +89,6 @@ class StateSnapshot:
         """Put back what tensors held, and what is declared; the first error of the host's own
         functions is raised when all is done."""
         Undo([self.memory.restore, *reversed(self._declared)]).now()
-
-
-def _saved(
-    declared: Iterable[State | torch.Tensor], limit_bytes: int
-) -> list[Callable[[], object]]:
-    """What puts declared state back as it is now."""
-    states = as_states(declared)
-    total = sum(state.bytes for state in states)
-    if total > limit_bytes:
-        raise too_large("the declared state", f"{total} bytes", limit_bytes)
-    return [state.save() for state in states]
 
 
 _FIRST = itemgetter(0)
@@ -224,36 +203,36 @@ class PythonState:
         containers in place of their contents, which class and `__dict__` objects have, and no
         tensors."""
         # Holders first: `restore` puts an old container back before what was in it.
-        slots, contents = [*map(_FIRST, places.objects)], []
-        slots += map(_FIRST, places.outline if baked else (*places.arrays, *places.tensors))
-        for place, held in places.containers:
-            if baked or len(held) <= _MOST_ITEMS:
-                way = LENGTH if baked else CONTENTS
-                contents.append(Place(place, "", way, held, base_of(held)))
+        held, contents = [*map(_FIRST, places.objects)], []
+        held += map(_FIRST, places.outline if baked else (*places.arrays, *places.tensors))
+        for place, items in places.containers:
+            if baked or len(items) <= _MOST_ITEMS:
+                way = slots.LENGTH if baked else slots.CONTENTS
+                contents.append(Place(place, "", way, items, slots.base_of(items)))
         for place, array in places.arrays:
             # Arrays of objects are neither compared nor put back, nor are read-only ones.
             is_put_back = array.flags.writeable and array.dtype != object
             if array.nbytes <= (_MOST_BAKED_BYTES if baked else _MOST_ARRAY_BYTES) and (
                 baked or is_put_back
             ):
-                contents.append(Place(place, "", ARRAY, array))
+                contents.append(Place(place, "", slots.ARRAY, array))
         memory = [] if baked else outside_modes(partial(_memory_of, places))
-        self.slots = (*slots, *places.numbers, *contents, *memory)
-        self._getters = getters(self.slots[: len(self.slots) - len(memory)])
+        self.slots = (*held, *places.numbers, *contents, *memory)
+        self._getters = slots.getters(self.slots[: len(self.slots) - len(memory)])
         self._getters += [partial(torch.Tensor.data_ptr, slot.holder) for slot in memory]
-        self._numbers = slice(len(slots), len(slots) + len(places.numbers))
+        self.numbers: Sequence[Place] = places.numbers
+        """The slots of plain values."""
         self.was = self.take()
 
     def take(self) -> list[Any]:
         """What is there now."""
         return [*map(call, self._getters)]
 
-    def restore(self, values: Sequence[Any] | None = None, *, numbers: bool = False) -> None:
-        """Put back what was there at first, or what `take` has returned; or `numbers` alone."""
-        which = self._numbers if numbers else slice(None)
-        wanted = (self.was if values is None else values)[which]
-        for slot, get, value in zip(self.slots[which], self._getters[which], wanted, strict=True):
-            if slot.way.set is None or (value is MISSING and slot.way is not DEFAULT):
+    def restore(self, values: Sequence[Any] | None = None) -> None:
+        """Put back what was there at first, or what `take` has returned."""
+        wanted = self.was if values is None else values
+        for slot, get, value in zip(self.slots, self._getters, wanted, strict=True):
+            if slot.way.set is None or (value is MISSING and slot.way is not slots.DEFAULT):
                 continue
             now = get()
             if now is not value and not slot.way.same(value, now):
@@ -276,11 +255,6 @@ class PythonState:
                 later = much_later(self.was[at], now[at])
                 values[at] = now[at] if later is None else later
         return None if all(map(is_, values, now)) else values
-
-    @property
-    def numbers(self) -> Sequence[Place]:
-        """The slots of plain values."""
-        return self.slots[self._numbers]
 
     def changed(self, was: Sequence[Any], now: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
         """What is another value now, by identity."""
@@ -309,20 +283,20 @@ class PythonState:
             # Memory that is made anew lies elsewhere in each run.
             if slot.way is MEMORY or _alike(mine, other):
                 continue
-            if slot.way is CONTENTS:
-                mine, other = (entries(slot.holder, items) for items in (mine, other))
+            if slot.way is slots.CONTENTS:
+                mine, other = (slots.entries(slot.holder, items) for items in (mine, other))
             differing.setdefault(slot.path, (mine, other))
         return differing
 
     def rebound(self, now: Sequence[Any], used: Collection[int | None]) -> list[str]:
         """Where a run that has just ended has put another tensor in the place of one that it had
         `used`, by the keys of storages."""
-        replaced: dict[str, torch.Tensor] = {}
+        replaced: dict[str, int | None] = {}
         for at in self.moved_slots(self.was, now):
             slot, was = self.slots[at], self.was[at]
             held = slot.key if slot.way is MEMORY else was
             if isinstance(held, torch.Tensor):
-                replaced[slot.path] = held
+                replaced[slot.path] = tree.storage_key(held)
         if not replaced:
             return []
         # A slot may begin with a tensor that another slot holds too, and still holds: a normalized
@@ -332,12 +306,11 @@ class PythonState:
             for was, value in zip(self.was, now, strict=True)
             if value is was and isinstance(was, torch.Tensor)
         }
-        keys = [(path, tree.storage_key(held)) for path, held in replaced.items()]
-        return [path for path, key in keys if key in used and key not in stays]
+        return [path for path, key in replaced.items() if key in used and key not in stays]
 
 
 def _is_dict(slot: Place) -> bool:
-    return slot.way is CONTENTS and isinstance(slot.holder, dict)
+    return slot.way is slots.CONTENTS and isinstance(slot.holder, dict)
 
 
 def put_back(slot: Place, value: object) -> None:
@@ -405,11 +378,6 @@ def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
     return members is not None and all(is_plain(each, depth - 1) for each in members)
 
 
-def is_rounded(ours: Any, theirs: Any, rounding: float) -> bool:
-    """Whether two numbers are floats that differ by such a `rounding` at most."""
-    return isinstance(ours, float) and abs(ours - theirs) <= rounding * max(abs(ours), abs(theirs))
-
-
 def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST) -> bool:
     """Whether two runs have left the same. Objects of which nothing is known count as the same."""
     if ours is theirs or depth == 0:
@@ -433,7 +401,7 @@ def _same_leaf(ours: Any, theirs: Any) -> bool:
         return apart is None or apart.relative <= _ROUNDED
     if shape.base in (set, frozenset):
         return len(ours) == len(theirs) and bool(ours == theirs)
-    return not is_array(type(ours)) or same_array(ours, theirs)
+    return not is_array(type(ours)) or slots.same_array(ours, theirs)
 
 
 def _members(value: Any) -> list[Any] | None:
@@ -447,5 +415,5 @@ def _members(value: Any) -> list[Any] | None:
                 held[name] = slot.__get__(value)
         return [*held.items()]
     if shape.base in (list, collections.deque, dict):
-        return entries(value, items_of(value, base_of(value)))
+        return slots.entries(value, slots.items_of(value, slots.base_of(value)))
     return [*value] if shape.base is tuple else None

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, eq
 from types import FrameType, FunctionType, MappingProxyType, MethodType
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -23,38 +23,14 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import Refusal
 from graphrt.core.device.platform import Platform
+from graphrt.core.trust import verdict as verdicts
 from graphrt.core.trust.compare import Difference, difference, rounding_of
 from graphrt.core.trust.host_watch import described_changes
-from graphrt.core.trust.places.walk import Places
-from graphrt.core.trust.snapshot import (
-    Changes,
-    Left,
-    StateSnapshot,
-    described,
-    further,
-    is_rounded,
-    step_of,
-)
-from graphrt.core.trust.verdict import (
-    CHANGED,
-    CONSTANT,
-    NOT_EAGER,
-    NOT_REPEATED,
-    PYTHON_MOVES,
-    REBOUND,
-    ROWS_MIXED,
-    TrialRecord,
-    Verdict,
-)
+from graphrt.core.trust.places.walk import places_of
+from graphrt.core.trust.snapshot import Changes, Left, StateSnapshot, described, further, step_of
 from graphrt.core.trust.warm_up import WarmedUp
-from graphrt.core.trust.watching.watch import (
-    Deviation,
-    Trace,
-    Watch,
-    differences,
-    first_difference,
-    same_but_for_size,
-)
+from graphrt.core.trust.watching import watch as watching
+from graphrt.core.trust.watching.watch import Deviation, Trace, Watch
 from graphrt.core.trust.watching.writes import still_there, storage_of
 
 T = TypeVar("T")
@@ -88,45 +64,37 @@ Rows = Literal["padded", "padding", "disturbed", "alone"]
 live rows, in all inputs whose padding addresses nothing; or the live rows alone."""
 
 
-class TriedStep(Protocol):
-    """One step that can be run again and again; each returns copies of the live outputs."""
+class TriedStep:
+    """One step that can be run again and again; each run returns copies of the live outputs."""
 
-    inputs: frozenset[int]
+    forward: Any
+    """What graphs stand for: its Python side is put back after each run."""
+    inputs: frozenset[int] = frozenset()
     """The addresses of the storages of its inputs."""
-    sizes: Sequence[tuple[int, int]]
+    sizes: Sequence[tuple[int, int]] = ()
     """Padded and live tokens, and requests; none where all are live, or live rows may depend on
     padding."""
-    pads: Sequence[int]
+    pads: Sequence[int] = ()
     """Rows that only padding addresses: runs with and without it may leave other values there."""
-    has_gradients: bool
+    has_gradients = False
     """Whether its caller has gradients on."""
-    has_metadata: bool
+    has_metadata = False
     """Whether operators may be given numbers of its metadata."""
-    together: bool
+    together = False
     """Whether other ranks try the step too, on other values: then no run depends on results."""
 
     def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
         """The forward under `watch`, on such `rows`; of "alone" None where all are live."""
+        raise NotImplementedError
 
-    def where_asked(self, watch: Watch, gradients: bool, inference: bool) -> Any:
-        """`eager`, where torch reports `gradients` and `inference` mode as on or off: a forward may
-        branch on them, and a graph has one branch."""
+    def with_gradients(self, watch: Watch, inference: bool) -> Any:
+        """`eager`, where torch reports that gradients are on, and `inference` mode as on or off: a
+        forward may branch on them, and a graph has one branch."""
+        return self.eager(watch)
 
     def replay(self) -> Any:
         """The graph on the padded inputs."""
-
-
-@dataclass
-class TriedGraph:
-    """One graph: the record of its trials, and what is known of it since its capture."""
-
-    record: TrialRecord
-    moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Python values that eager steps have changed since: path -> (then, now)."""
-    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Those that the host has changed."""
-    varying: frozenset[int] | None = None
-    """See `Verdict`: that of the trials before; None: there was none without a change."""
+        raise NotImplementedError
 
 
 class Run(NamedTuple):
@@ -137,56 +105,49 @@ class Run(NamedTuple):
     watch: Watch
 
 
+@dataclass
 class Trial:
-    """Tries one step of one graph, of a forward that holds `places`, against the warm-up of its
-    kind. With strict options a failed trial leaves no effects.
+    """Tries one step of one graph against the warm-up of its kind. With strict options a failed
+    trial leaves no effects.
     """
 
-    def __init__(
-        self,
-        step: TriedStep,
-        graph: TriedGraph,
-        warm: WarmedUp | None,
-        places: Places,
-        platform: Platform,
-        options: GraphOptions,
-    ) -> None:
-        self._step = step
-        self._graph = graph
-        self._warm = warm
-        mode, descriptor = graph.record.mode, graph.record.descriptor
-        self._name = f"{mode.name} [{descriptor}]"
-        self._has_parts = mode is GraphMode.PIECEWISE
-        # Whether the warm-up had the size of this graph, and whether an operator is the graph's.
-        self._same_size = warm is not None and warm.tokens == descriptor.num_tokens
-        self._same: Callable[[Any, Any], bool] = eq if self._same_size else same_but_for_size
-        self._platform = platform
-        self._strict = options.strict
+    step: TriedStep
+    graph: verdicts.TriedGraph
+    warm: WarmedUp | None
+    platform: Platform
+    options: GraphOptions
+
+    def __post_init__(self) -> None:
+        record, warm, platform = self.graph.record, self.warm, self.platform
+        self._has_parts = record.mode is GraphMode.PIECEWISE
+        # Whether the warm-up had the size of this graph.
+        self._same_size = warm is not None and warm.tokens == record.descriptor.num_tokens
         # The rows that index writes save are saved anew in each run.
-        limit_bytes = options.state_limit(platform) * _RUNS
+        limit_bytes = self.options.state_limit(platform) * _RUNS
         self._state = StateSnapshot(platform.device_type, limit_bytes, sums=False)
-        self._state.reach(places)
-        self._verdict = Verdict()
+        self._state.reach(places_of(self.step.forward))
+        self._verdict = verdicts.Verdict()
         # In words, where the capture issued other operators than eager runs do.
         self._another_way = ""
 
     @undoing
-    def run(self, undo: Undo, *, undone: bool = False) -> Verdict:
+    def run(self, undo: Undo, *, undone: bool = False) -> verdicts.Verdict:
         """Run the trial; `undone`, its last run leaves no effects either. What a forward itself
         raises is raised, and what else goes wrong, with its state as it was."""
         undo.after_error(self._state.restore)
         self._judge()
-        if undone or (self._strict and self._verdict.failure is not None):
+        if undone or (self.options.strict and self._verdict.failure is not None):
             self._state.restore()
         return self._verdict
 
     def _judge(self) -> None:
-        step, state, verdict = self._step, self._state, self._verdict
+        step, state, verdict = self.step, self._state, self._verdict
         # All rows and the live ones, where they are to be compared with a run without padding.
         rows = step.sizes[0] if step.sizes else None
         first = self._watch(rows=rows, keeps_sources=True, compared=True)
         outputs, asked = _asked_in(partial(step.eager, first))
         eager, used = Run(outputs, state.take(), first), first.uses
+        self._eager = eager
         rebound = state.python.rebound(eager.left.python, used)
         state.restore()
         # A run of padding comes between: if the replay needed something that the eager run left in
@@ -195,43 +156,42 @@ class Trial:
         state.restore()
         replayed = Run(step.replay(), state.take(), first)
         state.restore()
-        alone, compared = (None, None) if rows is None else self._padding(eager, rows)
+        alone, compared = (None, None) if rows is None else self._padding(rows)
         dtypes = map(attrgetter("dtype"), used.values())
-        rounding = rounding_of(dtypes, first.trace.overloads(), self._platform.float32_precision)
-        verdict.asks = asked and self._depends_on_modes(eager, rounding)
+        precision = self.platform.float32_precision
+        self._rounding = rounding_of(dtypes, first.trace.overloads(), precision)
+        verdict.asks = asked and self._depends_on_modes()
         moved = state.python.changed(state.python.was, eager.left.python)
         numbers = self._numbers(moved)
         # Tensors that are rebound have a name for it already.
         if moved or numbers:
-            self._judge_moved(eager, {} if rebound else moved, numbers)
+            self._judge_moved({} if rebound else moved, numbers)
         last = self._watch()
         again = Run(step.eager(last), state.take(), last)
         verdict.outputs = again.outputs
         self._judge_constants(first, last)
         if rebound:
-            self._fail(REBOUND, ", ".join(rebound))
+            self._fail(verdicts.REBOUND, ", ".join(rebound))
         self._note_another_way(first)
         spread = difference(again.outputs, eager.outputs)
-        rounding = max(rounding, 1e-6)
+        self._rounding = max(self._rounding, 1e-6)
         if self._has_parts and (spread is not None or step.together):
-            rounding = self._tolerance(eager, again, spread, rounding)
-        results = again.outputs, replayed.outputs
-        self._judge_replay("", "differ", spread, results, eager, rounding)
+            self._look_for_clocks(again, spread)
+        self._judge_replay("", "differ", spread, again.outputs, replayed.outputs)
         if eager.left.memory:
-            before, *memory = _memory(eager, again, replayed)
+            before, after, by_replay = _memory(eager, again, replayed)
             where, how = " in the state that it writes", "leave different state"
-            apart = difference(memory[0], before)
-            self._judge_replay(where, how, apart, memory, eager, rounding)
+            self._judge_replay(where, how, difference(after, before), after, by_replay)
         self._judge_change(first.trace)
         if compared is not None:
-            self._judge_python(eager, again, compared, rounding)
-            self._judge_padding(eager, compared, rounding)
+            self._judge_python(again, compared)
+            self._judge_padding(compared)
         self._leave_what_was_asked(alone)
 
     def _leave_what_was_asked(self, alone: Run | None) -> None:
         """Have the step end without padding, or as its caller's modes are, where that is another
         step than the last run was."""
-        step, state, verdict = self._step, self._state, self._verdict
+        step, state, verdict = self.step, self._state, self._verdict
         if alone is not None and verdict.failure is not None:
             # The step as it is without graphs. Not run again: ranks whose trial passed would make
             # no such run, and a collective in it would wait for them.
@@ -239,22 +199,15 @@ class Trial:
             verdict.outputs = alone.outputs
         elif verdict.asks and step.has_gradients:
             state.restore()
-            verdict.outputs = step.where_asked(
-                self._watch(), True, torch.is_inference_mode_enabled()
-            )
+            inference = torch.is_inference_mode_enabled()
+            verdict.outputs = step.with_gradients(self._watch(), inference)
 
     # Runs ----------------------------------------------------------------------------------------
 
-    def _watch(self, follows: Trace | None = None, *, compared: bool = False, **more: Any) -> Watch:
-        return Watch(
-            self._step.inputs,
-            self._state.memory,
-            follows,
-            self._state.generators,
-            reads_arrays=self._platform.device_type == "cpu",
-            compared=compared,
-            **more,
-        )
+    def _watch(self, *, compared: bool = False, **more: Any) -> Watch:
+        memory, generators = self._state.memory, self._state.generators
+        more |= {"compared": compared, "reads_arrays": self.platform.device_type == "cpu"}
+        return Watch(self.step.inputs, memory, generators=generators, **more)
 
     def _more(self, how: str, call: Callable[[Watch], Any], **watch: Any) -> Run | None:
         """Make a run that only a trial makes, and put the state back. Where it raises it is noted
@@ -270,12 +223,12 @@ class Trial:
         finally:
             self._state.restore()
 
-    def _padding(self, eager: Run, rows: tuple[int, int]) -> tuple[Run | None, Run | None]:
+    def _padding(self, rows: tuple[int, int]) -> tuple[Run | None, Run | None]:
         """The step without padding, and what tells whether live rows, and state, depend on padding
         rows: the same, or, where fewer rows would draw other random numbers, the step with changed
         padding rows. No such run where those draw others too."""
-        run, live = self._step.eager, (rows[1], rows[1])
-        generators, drawn = self._state.generators, eager.left.generators
+        run, live = self.step.eager, (rows[1], rows[1])
+        generators, drawn = self._state.generators, self._eager.left.generators
         # It may be made for the sizes of graphs alone.
         how = "does not run without padding"
         alone = self._more(how, partial(run, rows="alone"), rows=live, compared=True)
@@ -291,72 +244,61 @@ class Trial:
             return alone, None
         return alone, disturbed
 
-    def _depends_on_modes(self, eager: Run, rounding: float) -> bool:
+    def _depends_on_modes(self) -> bool:
         """Whether the forward does something else with gradients on (graphs have none) and with
         inference mode switched."""
         otherwise = not torch.is_inference_mode_enabled()
+        call = partial(self.step.with_gradients, inference=otherwise)
         # With the mode switched torch may refuse to change a tensor in place: that tells nothing.
-        run = self._more(
-            "with inference mode changed",
-            lambda watch: self._step.where_asked(watch, True, otherwise),
-        )
-        apart = None if run is None else _apart(run, eager, rounded=True)
-        return apart is not None and apart.relative > rounding
+        run = self._more("with inference mode changed", call)
+        apart = None if run is None else _apart(run, self._eager, rounded=True)
+        return apart is not None and apart.relative > self._rounding
 
-    def _tolerance(
-        self, eager: Run, again: Run, spread: Difference | None, rounding: float
-    ) -> float:
-        """How far results may be apart: any distance where two eager runs differ by more than
-        `rounding` because of eager parts alone, which read a clock at every replay too."""
+    def _look_for_clocks(self, again: Run, spread: Difference | None) -> None:
+        """Allow any distance where two eager runs differ by more than rounding because of eager
+        parts alone, which read a clock at every replay too."""
         self._state.restore()
-        third = self._more("once more", self._step.eager, compared=True)
+        third = self._more("once more", self.step.eager, compared=True)
         self._state.restore(again.left)
-        if third is None or spread is None or spread.relative <= rounding:
-            return rounding
-        if not third.watch.trace.same_captured(eager.watch.trace, has_parts=True):
-            return rounding
-        self._verdict.notes.append(
-            "eager parts give something else at every call, as a clock does, so replays are not "
-            f"compared: {spread.text}"
-        )
-        return float("inf")
+        if third is None or spread is None or spread.relative <= self._rounding:
+            return
+        if third.watch.trace.same_captured(self._eager.watch.trace, has_parts=True):
+            self._verdict.notes.append(
+                "eager parts give something else at every call, as a clock does, so replays are "
+                f"not compared: {spread.text}"
+            )
+            self._rounding = float("inf")
 
     # Questions -----------------------------------------------------------------------------------
 
     def _fail(self, refusal: Refusal, got: str, **more: Any) -> None:
         """Note a failure; the first one counts. `more` is for its texts."""
-        graph = self._graph
+        graph, record = self.graph, self.graph.record
         for who, changes in (("the host has", graph.changed), ("eager steps have", graph.moved)):
             if changes:
                 text = described_changes(changes)
                 got += f"\n    what {who} changed since the capture: {text}"
-        failure = refusal(got, graph=self._name, **more)
+        failure = refusal(got, graph=f"{record.mode.name} [{record.descriptor}]", **more)
         self._verdict.failure = self._verdict.failure or failure
 
     def _judge_constants(self, first: Watch, last: Watch) -> None:
         """Does it make tensors of Python data that is other data now?"""
         has_parts = self._has_parts
         other_data = last.trace.first_other_data(first.trace, has_parts=has_parts)
-        if other_data is None and self._warm is not None and self._same_size:
-            other_data = first.trace.first_other_data(self._warm.trace, has_parts=has_parts)
+        if other_data is None and self.warm is not None and self._same_size:
+            other_data = first.trace.first_other_data(self.warm.trace, has_parts=has_parts)
         if other_data is not None:
             got, then = other_data
-            self._fail(CONSTANT, got, then=then)
+            self._fail(verdicts.CONSTANT, got, then=then)
 
     def _judge_replay(
-        self,
-        where: str,
-        how: str,
-        spread: Difference | None,
-        results: Sequence[Any],
-        eager: Run,
-        rounding: float,
+        self, where: str, how: str, spread: Difference | None, again: Any, replay: Any
     ) -> None:
         """Does the replay give, or leave, what eager runs do, as far as these repeat one another?
-        `results` are of an eager run, by `spread` apart from another one, and of the replay."""
-        again, replay = results
+        `again` is of an eager run, by `spread` apart from another one."""
+        rounding = self._rounding
         if spread is not None and spread.relative > rounding:
-            self._fail(NOT_REPEATED, spread.text, how=how)
+            self._fail(verdicts.NOT_REPEATED, spread.text, how=how)
             return
         if spread is not None:
             self._verdict.deterministic = False
@@ -372,20 +314,20 @@ class Trial:
                 f"way while it is captured, first {self._another_way}"
             )
             return
-        self._fail(NOT_EAGER, apart.text + self._guilty(eager), where=where)
+        self._fail(verdicts.NOT_EAGER, apart.text + self._guilty(), where=where)
 
     def _note_another_way(self, now: Watch) -> None:
         """Find the first operator that the capture issued otherwise than eager runs do. The capture
         may have had another size, and other operators for that alone; so then the warm-up of that
         size must differ from it too. So must it after a change of the host's: else the change is
         the other way, whose effect may be as small as rounding."""
-        warm, record = self._warm, self._graph.record
+        warm, record = self.warm, self.graph.record
         issued = None if warm is None else warm.captured.get(record.mode)
         if warm is None or issued is None:
             return
-        other = first_difference(now.trace.overloads(), issued)
-        is_own = self._same_size and not self._graph.changed
-        if is_own or first_difference(warm.trace.overloads(), issued):
+        other = watching.first_difference(now.trace.overloads(), issued)
+        is_own = self._same_size and not self.graph.changed
+        if is_own or watching.first_difference(warm.trace.overloads(), issued):
             self._another_way = now.trace.at_source(other)
 
     def _judge_change(self, now: Trace) -> None:
@@ -397,41 +339,44 @@ class Trial:
         buffers that no operator makes. Before there was one only numbers count, in a graph of the
         warm-up's size whose host has no metadata. Else what differs is doubtful.
         """
-        graph, verdict = self._graph, self._verdict
-        if self._warm is None:
+        graph, verdict = self.graph, self._verdict
+        if self.warm is None:
             return
         with_addresses = graph.varying is not None or not graph.changed
         ours, theirs = [
             each.captured(has_parts=self._has_parts).described(with_addresses=with_addresses)
-            for each in (now, self._warm.trace)
+            for each in (now, self.warm.trace)
         ]
-        others = dict(differences(ours, theirs, self._same))
+        same = eq if self._same_size else watching.same_but_for_size
+        others = dict(watching.differences(ours, theirs, same))
         if not graph.changed:
             verdict.varying = frozenset(others)
-        elif not with_addresses and (self._step.has_metadata or not self._same_size):
+        elif not with_addresses and (self.step.has_metadata or not self._same_size):
             verdict.is_doubtful = bool(others)
         else:
             at = next((each for each in others if each not in (graph.varying or ())), None)
             if at is not None:
-                self._fail(CHANGED, ours.at_source((at, others[at])))
+                self._fail(verdicts.CHANGED, ours.at_source((at, others[at])))
 
-    def _guilty(self, eager: Run) -> str:
+    def _guilty(self) -> str:
         """What the difference of a replay may come from: the first operator that this step does
         otherwise than the graph was captured with, else random numbers."""
-        text, now = self._another_way, eager.watch.trace
-        if not text and self._warm is not None:
-            text = now.at_source(first_difference(now, self._warm.trace, self._same))
+        text, now = self._another_way, self._eager.watch.trace
+        if not text and self.warm is not None:
+            same = eq if self._same_size else watching.same_but_for_size
+            text = now.at_source(watching.first_difference(now, self.warm.trace, same))
         if text:
             return f"\n    the first operator that is another one now is {text}"
-        if not self._state.generators.have_drawn(eager.left.generators):
+        if not self._state.generators.have_drawn(self._eager.left.generators):
             return ""
         return (
             "\n    the forward draws random numbers: a graph draws torch's anew, and repeats those "
             "that Python and NumPy drew at its capture"
         )
 
-    def _judge_padding(self, eager: Run, alone: Run, rounding: float) -> None:
+    def _judge_padding(self, alone: Run) -> None:
         """Are live rows, and state, what they are without padding?"""
+        eager, rounding = self._eager, self._rounding
         how = "live rows are not what they are without padding"
         if self._state.generators.have_drawn(eager.left.generators):
             how = "live rows are other ones where padding rows have changed"
@@ -444,21 +389,21 @@ class Trial:
             trace = eager.watch.trace
             mixing = trace.at_source(trace.first_mixed(alone.watch.trace, rounding))
             first = mixing and f"\n    the first operator that mixes rows is {mixing}"
-            self._fail(ROWS_MIXED, apart.text + first, how=how, rounding=rounding)
+            self._fail(verdicts.ROWS_MIXED, apart.text + first, how=how, rounding=rounding)
         spoilt = self._state.memory.spoilt(
-            eager.left.memory, alone.left.memory, self._step.pads, self._step.sizes, rounding
+            eager.left.memory, alone.left.memory, self.step.pads, self.step.sizes, rounding
         )
         if spoilt is not None:
             use, text = spoilt
             how = "padding rows change state that later steps read"
-            self._fail(ROWS_MIXED, f"{text} of {use}", how=how, rounding=rounding)
+            self._fail(verdicts.ROWS_MIXED, f"{text} of {use}", how=how, rounding=rounding)
 
-    def _judge_python(self, eager: Run, again: Run, alone: Run, rounding: float) -> None:
+    def _judge_python(self, again: Run, alone: Run) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure
         where outputs depend on them, else a note."""
-        if not self._has_parts or rounding == float("inf"):
+        if not self._has_parts or self._rounding == float("inf"):
             return
-        python, padded = self._state.python, eager.left.python
+        python, padded = self._state.python, self._eager.left.python
         differing = python.diff(padded, alone.left.python)
         # Times and latencies, say, are others in each run.
         for path in python.diff(padded, again.left.python):
@@ -466,7 +411,7 @@ class Trial:
         if not differing:
             return
         self._state.restore()
-        how = self._reaches(differing, padded, alone.left.python, rounding)
+        how = self._reaches(differing, alone.left.python)
         self._state.restore(again.left)
         if how is None:
             self._verdict.notes.append(
@@ -476,26 +421,25 @@ class Trial:
             return
         got = described(differing, "{path} = {0}, not {1}") + f"; results differ in {how} then"
         how = "padding rows change Python state that later steps depend on"
-        self._fail(PYTHON_MOVES, got, how=how)
+        self._fail(verdicts.PYTHON_MOVES, got, how=how)
 
-    def _reaches(
-        self, differing: Changes, padded: Sequence[Any], alone: Sequence[Any], rounding: float
-    ) -> str | None:
+    def _reaches(self, differing: Changes, alone: Sequence[Any]) -> str | None:
         """How a few steps from here differ where the first finds in Python what a padded step has
         left, and not what one without padding has; None if they do not."""
+        padded, rounding = self._eager.left.python, self._rounding
         # Memory that only later runs write is left out of the comparison.
         count = len(self._state.memory.take())
 
         def steps(start: Sequence[Any], moved: Mapping[str, Any], watch: Watch) -> list[Any]:
             self._state.python.begin(start, moved)
             runs = range(_STEPS_AFTER)
-            return [(self._step.eager(watch), self._state.memory.take()[:count]) for _ in runs]
+            return [(self.step.eager(watch), self._state.memory.take()[:count]) for _ in runs]
 
         numbers = {
             path: (theirs, ours)
             for path, (ours, theirs) in differing.items()
             # Floats that come of live rows are rounded otherwise without padding.
-            if step_of(theirs, ours) is not None and not is_rounded(ours, theirs, rounding)
+            if step_of(theirs, ours) is not None and not _is_rounded(ours, theirs, rounding)
         }
         starts = [partial(steps, alone, _NONE), partial(steps, padded, _NONE)]
         for far in _STEPS[1:] if numbers else ():
@@ -512,36 +456,40 @@ class Trial:
     def _numbers(self, moved: Changes) -> Changes:
         """The numbers that a run has moved and that can be moved further, or that steps before this
         one have: what they were, and what they are."""
-        both = {**moved, **self._graph.moved}
+        both = {**moved, **self.graph.moved}
         paths = [slot.path for slot in self._state.python.numbers if slot.writable] if both else ()
         return {
             path: both[path] for path in paths if path in both and step_of(*both[path]) is not None
         }
 
-    def _judge_moved(self, eager: Run, moved: Changes, numbers: Changes) -> None:
+    def _judge_moved(self, moved: Changes, numbers: Changes) -> None:
         """Does it do something else when the numbers that it moves have moved on, in one of the
         next runs, or when lists and texts that it moves are much longer, or empty? All of these
         runs are made where ranks try a step together."""
-        for kind, changes, effect in self._moved_on(eager, moved, numbers):
+        for kind, changes, effect in self._moved_on(moved, numbers):
             if effect is not None:
                 how = (
                     f"the forward moves a Python {kind} and does something else later; replays "
                     "repeat what it was at capture"
                 )
-                self._fail(PYTHON_MOVES, f"{described(changes)}; moved on, {effect}", how=how)
-                if not self._step.together:
+                self._fail(
+                    verdicts.PYTHON_MOVES,
+                    f"{described(changes)}; moved on, {effect}",
+                    how=how,
+                )
+                if not self.step.together:
                     return
         self._verdict.harmless = tuple(numbers)
 
     def _moved_on(
-        self, eager: Run, moved: Changes, numbers: Changes
+        self, moved: Changes, numbers: Changes
     ) -> Iterator[tuple[str, Changes, str | None]]:
         """By kind of value, what has moved, and the effect of each run in which it has moved on."""
-        python, left = self._state.python, eager.left.python
+        python, left = self._state.python, self._eager.left.python
         how = f"with {', '.join(numbers)} moved on"
         for steps in _STEPS if numbers else ():
             on = {path: further(*both, steps) for path, both in numbers.items()}
-            yield "number", numbers, self._effect(how, python.was, eager, moved=on)
+            yield "number", numbers, self._effect(how, python.was, moved=on)
         values = {
             path: both
             for path, both in moved.items()
@@ -551,16 +499,15 @@ class Trial:
             return
         starts = [left]
         for _ in range(_NEXT_RUNS):
-            yield "value", values, self._effect("run again", starts[-1], eager, leaves=starts)
+            yield "value", values, self._effect("run again", starts[-1], leaves=starts)
         later = python.much_later(left)
         if later is not None:
-            yield "value", values, self._effect("much later", later, eager)
+            yield "value", values, self._effect("much later", later)
 
     def _effect(
         self,
         how: str,
         start: Sequence[Any],
-        eager: Run,
         *,
         moved: Mapping[str, Any] = _NONE,
         leaves: list[list[Any]] | None = None,
@@ -569,9 +516,9 @@ class Trial:
         None where nothing is, or it raises. What the run has left in Python is added to `leaves`.
 
         A run that is none of the next ones may do harm, so it ends at the first operator that
-        `eager` did not issue: but for ranks, which would wait for it in the next collective.
+        the first did not issue: but for ranks, which would wait for it in the next collective.
         """
-        follows = None if self._step.together or leaves is not None else eager.watch.trace
+        follows = None if self.step.together or leaves is not None else self._eager.watch.trace
 
         def run_from(run: Callable[..., Any], *watch: Watch) -> Any:
             self._state.python.begin(start, moved)
@@ -580,20 +527,18 @@ class Trial:
             except Deviation as deviation:
                 return deviation
 
-        run = self._more(how, partial(run_from, self._step.eager), follows=follows, compared=True)
+        run = self._more(how, partial(run_from, self.step.eager), follows=follows, compared=True)
         if run is None:
             return None
         if leaves is not None:
             leaves.append(run.left.python)
-        effect = self._otherwise(run, eager, how, lambda _: run_from(self._step.replay))
+        effect = self._otherwise(run, how, lambda _: run_from(self.step.replay))
         first = run.watch.deviation and f", first {run.watch.deviation}"
         return effect and effect + first
 
-    def _otherwise(
-        self, run: Run, eager: Run, how: str, replay: Callable[[Watch], Any]
-    ) -> str | None:
-        """What a run does otherwise than `eager`, and than a `replay` from where it began."""
-        has_parts, together = self._has_parts, self._step.together
+    def _otherwise(self, run: Run, how: str, replay: Callable[[Watch], Any]) -> str | None:
+        """What a run does otherwise than the first, and than a `replay` from where it began."""
+        eager, has_parts, together = self._eager, self._has_parts, self.step.together
         if isinstance(run.outputs, Deviation):
             # What an eager part would do it does at the replay too.
             return None if has_parts and run.outputs.in_part else "it does other things"
@@ -617,6 +562,11 @@ def _memory(*runs: Run) -> list[list[torch.Tensor]]:
     """What several runs have left in memory that each of them has written, or found written."""
     count = min([len(run.left.memory) for run in runs])
     return still_there(*[run.left.memory[:count] for run in runs])
+
+
+def _is_rounded(ours: Any, theirs: Any, rounding: float) -> bool:
+    """Whether two numbers are floats that differ by such a `rounding` at most."""
+    return isinstance(ours, float) and abs(ours - theirs) <= rounding * max(abs(ours), abs(theirs))
 
 
 def _writes_elsewhere(watch: Watch, eager: Run) -> bool:

@@ -28,6 +28,19 @@ class TrialRecord:
 
 
 @dataclass
+class TriedGraph:
+    """One graph: the record of its trials, and what is known of it since its capture."""
+
+    record: TrialRecord
+    moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Python values that eager steps have changed since: path -> (then, now)."""
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Those that the host has changed."""
+    varying: frozenset[int] | None = None
+    """See `Verdict`: that of the trials before; None: there was none without a change."""
+
+
+@dataclass
 class Verdict:
     """What came of a trial."""
 

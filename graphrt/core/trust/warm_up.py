@@ -3,33 +3,31 @@ protected without being declared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import PythonStateError, StaleTensorWarning, warn_caller
 from graphrt.core.base.thread_mode import without_kept_casts
+from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture.guard import CaptureGuard, SideDoors, side_doors
-from graphrt.core.capture.state import State
+from graphrt.core.capture.guard import SideDoors, side_doors
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import Keyed, with_keys
 from graphrt.core.trust.reads import ReadSet
-from graphrt.core.trust.snapshot import (
-    MEMORY,
-    PythonState,
-    StateSnapshot,
-    is_plain,
-    put_back,
-)
+from graphrt.core.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
 from graphrt.core.trust.watching.watch import IssuedWatch, Kept, Trace, Use, Watch
 from graphrt.core.trust.watching.writes import SavedWrites, WriteWatch, note_operators
 
 T = TypeVar("T")
+
+Calls: TypeAlias = Callable[[], Callable[[], T]]
+"""Makes the call of each run, outside of what is watched: a run may reshape its arguments."""
 
 
 class WarmedUp(NamedTuple):
@@ -43,74 +41,62 @@ class WarmedUp(NamedTuple):
     """By mode, the operators that a capture of that size issued."""
 
 
+@dataclass
 class WatchedState:
-    """State of a forward, for the time of one session: what is declared, and, if `reads` is there,
-    what its warm-ups write. `restore` puts it back after every run, `settle` ends the session.
-
-    `pads` are the padding values of index inputs: rows that may be written.
+    """State of a forward, for the time of one session: what `snapshot` declares, and, if `reads` is
+    watched, what its warm-ups write. `restore` puts it back after every run, `settle` ends the
+    session.
     """
 
-    def __init__(
-        self,
-        declared: Iterable[State | torch.Tensor],
-        *,
-        limit_bytes: int,
-        reads: ReadSet | None,
-        warmed_up: dict[Hashable, WarmedUp],
-        pads: Sequence[int],
-        device_type: str,
-        is_in_graphs: Callable[[torch.Tensor], bool],
-        has_parts: bool,
-    ) -> None:
-        """`has_parts` says that graphs may have eager parts, `is_in_graphs` whether a tensor lies
-        in graph memory."""
-        self._snapshot = StateSnapshot(device_type, limit_bytes, declared=[*declared])
+    snapshot: StateSnapshot
+    reads: ReadSet
+    warmed_up: dict[Hashable, WarmedUp]
+    pads: Sequence[int]
+    """The padding values of index inputs: rows that may be written."""
+    is_in_graphs: Callable[[torch.Tensor], bool]
+    """Whether a tensor lies in graph memory."""
+    has_parts: bool
+    """Whether graphs may have eager parts."""
+    inputs_written: dict[int, Use] = field(default_factory=dict)
+    """What the last run wrote of its inputs, by where it begins, if it was watched."""
+
+    def __post_init__(self) -> None:
         # Memory that the last run wrote which was not watched; its capture writes it too.
-        self._of_size = SavedWrites(limit_bytes)
-        self._reads = reads
-        self._warmed_up = warmed_up
-        self._pads = pads
-        self._has_parts = has_parts
-        self._is_in_graphs = is_in_graphs
+        self._of_size = SavedWrites(self.snapshot.memory.limit)
+        # Once something has run under watches.
         self._moves: _Moves | None = None
-        """Once something has run under watches."""
-        # The kinds whose first run was in this session, which watches it if it watches any.
+        # The kinds of which this session has watched a run.
         self._kinds: set[Hashable] = set()
         # The memory that runs after the first one write.
         self._steady: set[int] = set()
-        self.inputs_written: dict[int, Use] = {}
-        """What the last run wrote of its inputs, by where it begins, if it was watched."""
 
     @undoing
     def run(
-        self,
-        undo: Undo,
-        kind: Hashable,
-        tokens: int,
-        inputs: frozenset[int],
-        calls: Callable[[], Callable[[], T]],
+        self, undo: Undo, kind: Hashable, tokens: int, inputs: frozenset[int], calls: Calls[T]
     ) -> T:
         """Run a forward of so many tokens eagerly; it is watched if it is the largest of its kind
         so far, or of no kind, or has written and moved what larger ones did not. `inputs` are the
-        addresses of the storages of its inputs; `calls` makes the call of each run, outside of what
-        is watched: a run may reshape its arguments.
+        addresses of the storages of its inputs.
 
         Raises `StateTooLargeError` if it writes what can be neither saved nor left.
         """
         self.inputs_written = {}
-        if self._reads is None:
-            self._kinds.add(kind)
+        if not self.reads.watched:
             return calls()()
-        moves = self._moves or self._begin(self._reads)
-        moves.begin(self._reads)
+        moves = self._moves or self._begin()
+        moves.begin(self.reads)
         watched = partial(self._run_watched, moves, inputs, calls)
         # Autocast would keep its cast of a weight, and the run would read that and not the weight.
         without_kept_casts(undo)
-        if not self.is_known(kind, tokens):
-            return self._watch(moves, self._reads, kind, tokens, watched)
+        known = self.warmed_up.get(kind)
+        # What a forward writes has to be saved in every session.
+        is_saved = known is not None and (kind in self._kinds or not known.writes)
+        if known is None or known.tokens < tokens or not is_saved:
+            return self._watch(moves, kind, tokens, watched)
+        memory = self.snapshot.memory
         self._of_size.restore()
-        self._of_size = SavedWrites(self._snapshot.memory.limit)
-        watch = WriteWatch(moves.before, self._of_size, self._snapshot.memory, tokens)
+        self._of_size = SavedWrites(memory.limit)
+        watch = WriteWatch(moves.before, self._of_size, memory, tokens)
         result = watch.around(calls())
         moves.note()
         if not moves.has_moved or watch.written <= self._steady:
@@ -118,45 +104,30 @@ class WatchedState:
         # It may have filled memory of this size for the first and last time.
         self.restore()
         moves.take_back()
-        return self._watch(moves, self._reads, kind, tokens, watched)
-
-    def is_known(self, kind: Hashable, tokens: int) -> bool:
-        """Whether a run of so many tokens is not to be watched: a larger one of its kind was. Where
-        none is watched, whether one of its kind has run."""
-        if self._reads is None:
-            return kind in self._kinds
-        known = self._warmed_up.get(kind)
-        if kind is None or known is None or known.tokens < tokens:
-            return False
-        # What a forward writes has to be saved in every session.
-        return kind in self._kinds or not known.writes
+        return self._watch(moves, kind, tokens, watched)
 
     @property
     def has_drawn(self) -> bool:
         """Whether random numbers may have been drawn on the host since the session began: by a
         forward, or by another thread."""
-        return self._snapshot.generators.have_drawn(self._snapshot.generators.take())
+        generators = self.snapshot.generators
+        return generators.have_drawn(generators.take())
 
-    def _begin(self, reads: ReadSet) -> _Moves:
-        places = reads.walk()
-        self._snapshot.reach(places)
+    def _begin(self) -> _Moves:
+        places = self.reads.walk()
+        self.snapshot.reach(places)
         note_operators()
         before = {key for _, _, key in places.keyed}
         # Sessions before this one may have watched all that it captures.
-        moves = _Moves(self._snapshot.python, before, self._is_in_graphs, {*reads.remade})
+        moves = _Moves(self.snapshot.python, before, self.is_in_graphs, {*self.reads.remade})
         self._moves = moves
         return moves
 
     def _watch(
-        self,
-        moves: _Moves,
-        reads: ReadSet,
-        kind: Hashable,
-        tokens: int,
-        run: Callable[[], tuple[Watch, T]],
+        self, moves: _Moves, kind: Hashable, tokens: int, run: Callable[[], tuple[Watch, T]]
     ) -> T:
         self._kinds.add(kind)
-        memory = self._snapshot.memory
+        reads, memory = self.reads, self.snapshot.memory
         watch, result = run()
         note_operators()
         self.inputs_written = watch.inputs_written
@@ -171,7 +142,7 @@ class WatchedState:
             reads.note(again)
             padding = _left_for_good(made, watch, again, run, reads)
             if padding is not None:
-                self._snapshot.python.restore()
+                self.snapshot.python.restore()
                 raise PythonStateError(
                     "the forward makes or fills memory when it runs first, and goes on from it: a "
                     "warm-up has only padding",
@@ -184,62 +155,50 @@ class WatchedState:
                 )
             self._steady |= again.written().keys()
         reads.note(watch)
-        known = self._warmed_up.get(kind, WarmedUp(0, watch.trace, False, {}))
+        known = self.warmed_up.get(kind, WarmedUp(0, watch.trace, False, {}))
         # Sessions come in any order, and each watches what writes.
         if known.tokens <= tokens:
             known = WarmedUp(tokens, watch.trace, known.writes, {})
         if kind is not None:
             writes = known.writes or bool(watch.written())
-            self._warmed_up[kind] = known._replace(writes=writes)
+            self.warmed_up[kind] = known._replace(writes=writes)
         return result
 
     @undoing
     def _run_watched(
-        self,
-        undo: Undo,
-        moves: _Moves,
-        inputs: frozenset[int],
-        calls: Callable[[], Callable[[], T]],
+        self, undo: Undo, moves: _Moves, inputs: frozenset[int], calls: Calls[T]
     ) -> tuple[Watch, T]:
         doors = side_doors.get()
-        if self._has_parts and doors is not None:
+        if self.has_parts and doors is not None:
             undo.set(side_doors, _NotedParts(doors, moves))
-        watch = Watch(inputs, self._snapshot.memory, generators=self._snapshot.generators)
+        watch = Watch(inputs, self.snapshot.memory, generators=self.snapshot.generators)
         result = watch.around(calls())
         moves.note()
         return watch, result
 
     def capture(
-        self,
-        kind: Hashable,
-        mode: GraphMode,
-        tokens: int,
-        function: Callable[[], T],
-        *,
-        in_one: bool,
+        self, mode: GraphMode, descriptor: BatchDescriptor, call: Callable[[], T], *, in_one: bool
     ) -> T:
-        """Capture a forward, `in_one` or in pieces that it brings along; of the size that was
-        watched its operators are noted. Of each kind once: that takes some microseconds an
-        operator."""
-        known = self._warmed_up.get(kind)
-        if known is None or known.tokens != tokens or mode in known.captured:
-            return function()
-        watch = IssuedWatch()
-        result = watch.run(function, in_one=in_one)
-        known.captured[mode] = watch.operators
-        return result
-
-    def look(self) -> None:
-        """Note what a run that was not watched, a capture, has moved in Python."""
+        """Capture a forward, `in_one` or in pieces that it brings along, and note what that moves
+        in Python; of the size that was watched its operators are noted too. Of each kind once: that
+        takes some microseconds an operator."""
+        known = self.warmed_up.get(descriptor.kind)
+        if known is None or known.tokens != descriptor.num_tokens or mode in known.captured:
+            result = call()
+        else:
+            watch = IssuedWatch()
+            result = watch.run(call, in_one=in_one)
+            known.captured[mode] = watch.operators
         if self._moves is not None:
             self._moves.note(captured=True)
+        return result
 
     def restore(self) -> None:
         """Put back what was declared and what was found."""
         if self._moves is not None:
             self._moves.restore_memory()
         self._of_size.restore()
-        self._snapshot.restore_memory()
+        self.snapshot.restore_memory()
 
     @undoing
     def settle(self, undo: Undo, last_runs: Callable[[], None]) -> None:
@@ -248,20 +207,19 @@ class WatchedState:
         warn of tensors of graphs that are left in Python.
 
         Raises what the runs raise, `StateTooLargeError` and `PythonStateError`."""
-        moves, reads = self._moves, self._reads
-        undo.later(self._snapshot.generators.restore)
+        moves, reads = self._moves, self.reads
+        undo.later(self.snapshot.generators.restore)
         if moves is not None:
             moves.is_captured = True
         last_runs()
-        if reads is None:
+        if not reads.watched:
             return
         if moves is not None:
-            moves.settle(reads, contents=self._has_parts)
-        reads.protected += self._snapshot.memory.check_protected(self._pads)
+            moves.settle(reads, contents=self.has_parts)
+        reads.protected += self.snapshot.memory.check_protected(self.pads)
         places = reads.settle()
         if moves is not None:
-            moves.note_left(places.keyed)
-            moves.warn()
+            moves.warn_of_left(places.keyed)
 
 
 def _left_for_good(
@@ -310,16 +268,10 @@ class _NotedParts(SideDoors):
         self._doors = doors
         self._moves = moves
 
-    def watched(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        guard: CaptureGuard | None = None,
-    ) -> Any:
+    def watched(self, *call: Any, **more: Any) -> Any:
         python = self._moves.python
         before = python.take()
-        result = self._doors.watched(function, args, kwargs, guard)
+        result = self._doors.watched(*call, **more)
         now = python.take()
         moved = python.moved_slots(before, now)
         if all(is_plain(now[at]) and python.slots[at].way is not MEMORY for at in moved):
@@ -327,6 +279,7 @@ class _NotedParts(SideDoors):
         return result
 
 
+@dataclass
 class _Moves:
     """How many runs have moved each Python slot, and which tensors of graphs they left there.
 
@@ -334,29 +287,24 @@ class _Moves:
     known.
     """
 
-    def __init__(
-        self,
-        python: PythonState,
-        before: set[int],
-        is_in_graphs: Callable[[torch.Tensor], bool],
-        of_weights: set[str],
-    ) -> None:
-        self.python = python
-        self.before = before
-        """The memory that the forward has reached before."""
-        self.of_parts: set[int] = set()
-        """Slots that eager parts have moved, which are put back however often that was."""
-        self.has_moved = False
-        """Whether the last eager run has moved a slot."""
-        self.is_captured = False
-        """Whether all is captured: runs have sizes that no step may ever have from now on."""
-        self._counts = [0] * len(python.slots)
-        self._last: Sequence[Any] = python.was
+    python: PythonState
+    before: set[int]
+    """The memory that the forward has reached before."""
+    is_in_graphs: Callable[[torch.Tensor], bool]
+    of_weights: set[str]
+    """Where a run has put a tensor that it computed without its inputs, as hooks that normalize a
+    weight do at every call."""
+    of_parts: set[int] = field(default_factory=set)
+    """Slots that eager parts have moved, which are put back however often that was."""
+    has_moved: bool = False
+    """Whether the last eager run has moved a slot."""
+    is_captured: bool = False
+    """Whether all is captured: runs have sizes that no step may ever have from now on."""
+
+    def __post_init__(self) -> None:
+        self._counts = [0] * len(self.python.slots)
+        self._last: Sequence[Any] = self.python.was
         self._before: tuple[Sequence[Any], list[int]] = self._last, self._counts
-        self._is_in_graphs = is_in_graphs
-        # Where a run has put a tensor that it computed without its inputs, as hooks that normalize
-        # a weight do at every call.
-        self._of_weights = of_weights
         # Where tensors lie in graph memory that were not there before the session.
         self._left: list[str] = []
 
@@ -395,7 +343,7 @@ class _Moves:
             if kept[key].from_inputs or kept[key].is_written:
                 made[key] = place.path, kept[key]
             else:
-                self._of_weights.add(place.path)
+                self.of_weights.add(place.path)
         return made
 
     def restore_memory(self) -> None:
@@ -429,7 +377,7 @@ class _Moves:
                 back.add(slot.path)
         self.note_left(with_keys(tensors))
         # No tensor of a graph is where each run makes one and that of before is back.
-        remade = back & self._of_weights
+        remade = back & self.of_weights
         reads.remade |= remade
         self._left = [path for path in self._left if path not in remade]
 
@@ -438,11 +386,12 @@ class _Moves:
         for place, tensor, key in tensors:
             # What was refused once is, though it was taken back.
             is_news = key not in self.before and place.path not in self._left
-            if is_news and self._is_in_graphs(tensor):
+            if is_news and self.is_in_graphs(tensor):
                 self._left.append(place.path)
 
-    def warn(self) -> None:
-        """Warn of the tensors of graphs."""
+    def warn_of_left(self, tensors: Keyed) -> None:
+        """Warn of tensors of graphs among what the forward reaches now, and of those before."""
+        self.note_left(tensors)
         if self._left:
             error = PythonStateError(
                 "the forward leaves tensors of its graphs in Python: no replay makes new ones, and "
