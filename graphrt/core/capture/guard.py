@@ -40,7 +40,7 @@ from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
 from graphrt.core.capture.refusals import Source, described, user_source
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.replay.entry import name_of
-from graphrt.core.replay.recording import Recording, counted, current_capture, issued
+from graphrt.core.replay.recording import Recording, counted, current_capture, issued, warming_up
 
 _COPIES = ("aten.copy_.default", "aten._to_copy.default")
 
@@ -126,7 +126,14 @@ class CaptureGuard(ThreadMode):
                 raise refusals.MISSED_BREAK(op=func)
             run, args, kwargs = recorder.run_eagerly, (func, args, kwargs), {}
         else:
-            self._look_at(func, args, kwargs)
+            if self.issued is not None:
+                self.issued.append(func)
+            if self._in_pieces and self.doors.made:
+                self.doors.check(tree.tensors(args, kwargs), "the graph reads", func)
+            if self.copies:
+                self.check_written(func, args, kwargs)
+            if self._check_host is not None:
+                self._check_host(func, args, kwargs)
             if self.constants is not None:
                 run, args, kwargs = self.constants.run, (func, args, kwargs), {}
         # A break, or a kernel (vLLM's breakable attention), may end the segment while torch has
@@ -136,16 +143,6 @@ class CaptureGuard(ThreadMode):
             return run(*args, **kwargs)
         finally:
             self._handling = False
-
-    def _look_at(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.issued is not None:
-            self.issued.append(func)
-        if self._in_pieces and self.doors.made:
-            self.doors.check(tree.tensors(args, kwargs), "the graph reads", func)
-        if self.copies:
-            self.check_written(func, args, kwargs)
-        if self._check_host is not None:
-            self._check_host(func, args, kwargs)
 
     def check_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise `BreakError` if an operator is about to write one of the `copies`."""
@@ -280,7 +277,7 @@ class SideDoors:
         # What a graph must not read, by the numbers of storages, which nothing else has while there
         # is a weak reference.
         self.made: dict[int, tuple[StorageWeakRef, _Made]] = {}
-        # Whether the operators of parts are looked at outside of captures.
+        # Whether the operators of parts were looked at in the last warm-up.
         self.looks = True
         self._capture = 0
         # A graph has read a tensor that an earlier run made. By part and line of its making, the
@@ -313,7 +310,7 @@ class SideDoors:
         # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
         # one side alone: graph and part each make their own at a replay.
         torch.clear_autocast_cache()
-        if guard is None and not self.looks:
+        if warming_up.get() and not self.looks:
             result = function(*args, **kwargs)
         else:
             watch = _PartWatch(self, name_of(function), memory, guard)
@@ -327,7 +324,8 @@ class SideDoors:
         Raises `SideDoorError` if it made what the graph has read, once more.
         """
         self.have_kept()
-        self._check_remade()
+        if self._remade:
+            self._check_remade()
 
     def have_kept(self) -> bool:
         """Whether anything is still there that a part has made; what is gone is forgotten."""
@@ -356,7 +354,7 @@ class SideDoors:
             self._check_remade()
 
     def _check_remade(self) -> None:
-        for _, (part, source, capture) in self.made.values() if self._remade else ():
+        for _, (part, source, capture) in self.made.values():
             if capture == self._capture and (part, source) in self._remade:
                 raise self._remade.pop((part, source))
 

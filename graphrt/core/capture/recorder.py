@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -164,7 +165,9 @@ class Recorder:
         tensors = tree.tensors(*call)
         # Tensors outside of the pool: the caller's as they are before the forward, an eager part's
         # arguments as they are before the part. They must be the same at the end.
-        self._places = _Places(() if owned else tensors)
+        self._places = _Places()
+        if not owned:
+            self._places.add(tensors)
         self._around: Mapping[str, Any] = {}
         listed = frozenset(breaks if self.must_break else ())
         for name in listed:
@@ -251,7 +254,8 @@ class Recorder:
         name, call = name_of(function), (args, kwargs)
         tensors = tree.tensors(*call)
         self.check_read(tensors, f"eager break {name} is given")
-        places = _Places(tensors)
+        places = _Places()
+        places.add(tensors)
         # Replays call it with the tensors of the capture.
         kept = tree.map_leaves(self.captured_ref, call)
         outside = set(map(id, tree.tensors(*kept)))
@@ -261,7 +265,7 @@ class Recorder:
         memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
         places.check()
-        self._places.add(tensor for tensor in tensors if id(tensor) in outside)
+        self._places.add([tensor for tensor in tensors if id(tensor) in outside])
         strided(result, f"eager break {name}")
         readable, aliased, recorded = unseen(partial(self._readable, result, memory))
         self.give([leaf for path, leaf in tree.leaves(readable) if path not in aliased])
@@ -413,23 +417,22 @@ class Recorder:
 class _Places:
     """Tensors, with what and where they were when they were first seen."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self) -> None:
         self._tensors: dict[int, torch.Tensor] = {}
-        # A list for each thing to compare: every segment compares all tensors, so in C.
-        self._before: list[list[object]] = [[] for _ in tree.PLACEMENT]
-        self.add(tensors)
+        # By what gives a thing to compare, that of each: all are compared at every segment, in C.
+        self._before: dict[Callable[[torch.Tensor], object], list[object]] = defaultdict(list)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if tensor.layout is torch.strided and id(tensor) not in self._tensors:
                 self._tensors[id(tensor)] = tensor
-                for before, get in zip(self._before, tree.PLACEMENT, strict=True):
-                    before.append(get(tensor))
+                for get in tree.PLACEMENT:
+                    self._before[get].append(get(tensor))
 
     def check(self) -> None:
         """Raise `RefusedOpError` for a tensor that has another shape or other memory by now:
         replays would do that to it again, or give an eager part what is there then."""
-        for before, get in zip(self._before, tree.PLACEMENT, strict=True):
+        for get, before in self._before.items():
             if [*map(get, self._tensors.values())] != before:
                 pairs = zip(self._tensors.values(), before, strict=True)
                 moved = next(tensor for tensor, was in pairs if get(tensor) != was)

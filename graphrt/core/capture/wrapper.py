@@ -257,9 +257,7 @@ class GraphWrapper(errors.Uncopied):
         # Out of the turn: what the host calls there may step and capture in the pool itself.
         if outputs is _EAGERLY:
             return self.runnable(*args, **kwargs)
-        if context.capture is None or context.capture.tells_pool:
-            assert context.descriptor is not None
-            pool._captured(self, context.descriptor)
+        self._tell_pool(context)
         return outputs
 
     def _find(self, context: ForwardContext, args: Any, kwargs: Any) -> Entry | None:
@@ -374,6 +372,11 @@ class GraphWrapper(errors.Uncopied):
         if transaction is None:
             pool.pieces.captured(self, context)
         return entry, result
+
+    def _tell_pool(self, context: ForwardContext) -> None:
+        if context.capture is None or context.capture.tells_pool:
+            assert context.descriptor is not None
+            self.pool._captured(self, context.descriptor)
 
     def __getattr__(self, name: str) -> Any:
         if name == "runnable":

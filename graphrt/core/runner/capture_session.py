@@ -217,6 +217,7 @@ class CaptureSession:
         self._graphs = graphs
         # Steps on another stream may still use the state that is saved.
         setup.pool.streams.follow()
+        has_parts = setup.plan.mode.has_piecewise
         platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
         self._state = WatchedState(
             setup.host.state,
@@ -226,12 +227,12 @@ class CaptureSession:
             pads=setup.inputs.declared.addresses,
             device_type=platform.device_type,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
-            has_parts=setup.plan.mode.has_piecewise,
+            has_parts=has_parts,
         )
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
         # Only PIECEWISE captures ask what eager parts have made, and watching for that takes longer
         # than small operators do.
-        self._doors = SideDoors() if setup.plan.mode.has_piecewise else None
+        self._doors = SideDoors() if has_parts else None
 
         # The tokens of every request, where no graph is for other batches.
         lengths = {descriptor.query_len for _, descriptor in setup.plan.keys}
@@ -332,7 +333,6 @@ class CaptureSession:
         if self._setup.owns_pool and not self._graphs.records:
             before = 0
         self._streams.check(graph)
-        is_unseen = self._knows_parts_of(graph)
         began, work = time.perf_counter(), self._warm_up(graph)
         warm_up_s = time.perf_counter() - began
         is_cold = not self._setup.options.warmups
@@ -345,8 +345,8 @@ class CaptureSession:
         outside = pool.platform.driver_bytes()
         try:
             self._attempt(graph)
-            if is_unseen and self._doors is not None and self._doors.have_kept():
-                # Its graphs may have read what the parts of this warm-up kept, which nobody saw.
+            if self._doors is not None and not self._doors.looks and self._doors.have_kept():
+                # Its graphs may have read what the parts of the warm-up kept, which nobody saw.
                 transaction.rollback()
                 self._warm_up(graph)
                 self._attempt(graph)
@@ -364,20 +364,18 @@ class CaptureSession:
             started,
         )
 
-    def _knows_parts_of(self, graph: PreparedStep) -> bool:
-        """Whether a warm-up need not look at the operators of eager parts: a larger graph of the
-        kind has shown them, and nothing that any of them made outlives it."""
-        is_known = self._state.is_known(graph.descriptor.kind, graph.tokens)
-        return is_known and self._doors is not None and not self._doors.have_kept()
-
     def _warm_up(self, graph: PreparedStep) -> GraphWork | None:
         """Run the forward as often as the options say; returns the work that the last run issued
         where the device asks for it."""
-        work = None
+        work, kind = None, graph.descriptor.kind
+        if self._doors is not None:
+            # Not where larger graphs of the kind have shown their parts, which have kept nothing.
+            is_known = self._state.is_known(kind, graph.tokens)
+            self._doors.looks = not is_known or self._doors.have_kept()
         try:
             for _ in range(self._setup.options.warmups):
                 count = self._streams.counter(graph)
-                self._run(graph, kind=graph.descriptor.kind, count=count)
+                self._run(graph, kind=kind, count=count)
                 work = None if count is None else count.work
         except Exception as error:
             # Nobody has explained it: the device may just have no room for this size.
@@ -442,8 +440,6 @@ class CaptureSession:
         # In the warm-up of a whole graph nobody asks.
         is_asked = captures or graph.mode is GraphMode.PIECEWISE
         undo.set(side_doors, self._doors if is_asked else None)
-        if self._doors is not None:
-            self._doors.looks = captures or not self._knows_parts_of(graph)
         enter_under_way(undo, context)
         undo.later(context.leave)
 

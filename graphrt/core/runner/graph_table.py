@@ -86,11 +86,14 @@ class PreparedStep:
         self.call: Any = setup.run_forward if self.wrapper is None else self.wrapper
         # None too where inputs of this size are too large to be fetched.
         self.ring = None if self.wrapper is None or layout.fetch is None else setup.ring
+        # Captures that look at every operator for constants made on the host take time, and most
+        # forwards make none: the first that needs it is made again, and those after it look.
+        last = next(reversed(graphs.begun.values()), None)
         self.transaction = CaptureTransaction(
             -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor),
             self.storages(),
             metadata_is_declared=setup.host.metadata is not None,
-            lifts_constants=graphs.lifts_constants(),
+            lifts_constants=last is not None and last.transaction.lifts_constants,
         )
         self.outputs = LiveOutputs(
             descriptor,
@@ -254,11 +257,6 @@ class GraphTable:
         return [
             key for key in keys if not left or self.dispatcher.reserve(*key) not in self.left_out
         ]
-
-    def lifts_constants(self) -> bool:
-        """Whether captures look at every operator for constants that are made on the host. That
-        takes time, and most forwards make none: a first capture that needs it is made again."""
-        return any(graph.transaction.lifts_constants for graph in self.begun.values())
 
     def leave_out(self, keys: Iterable[CaptureKey]) -> None:
         """Note that these graphs have failed, those that are not captured."""
