@@ -89,7 +89,7 @@ class PreparedStep:
         # Captures that look at every operator for constants made on the host take time, and most
         # forwards make none: the first that needs it is made again, and those after it look.
         last = next(reversed(graphs.begun.values()), None)
-        self.transaction = CaptureTransaction(
+        self.transaction: CaptureTransaction = CaptureTransaction(
             -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor),
             self.storages(),
             metadata_is_declared=setup.host.metadata is not None,
