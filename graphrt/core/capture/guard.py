@@ -34,25 +34,13 @@ from graphrt.core.base.torch_names import (
     schemas_of_operator,
 )
 from graphrt.core.batch.context import ForwardContext
+from graphrt.core.capture import refusals
 from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
-from graphrt.core.capture.refusals import (
-    HIDDEN_TENSOR,
-    HOST_ARGUMENT,
-    HOST_DRAW,
-    METADATA,
-    MISSED_BREAK,
-    MODE_STILL_ACTIVE,
-    SIDE_DOOR,
-    TRANSFORMED_BREAK,
-    WRITTEN_COPY,
-    Source,
-    described,
-    user_source,
-)
+from graphrt.core.capture.refusals import Source, described, user_source
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.replay.entry import name_of
-from graphrt.core.replay.recording import Recording, counted, current_capture, issued
+from graphrt.core.replay.recording import Recording, counted, current_capture, issued, warming_up
 
 _COPIES = ("aten.copy_.default", "aten._to_copy.default")
 
@@ -115,7 +103,7 @@ class CaptureGuard(ThreadMode):
         if self._entered and not self._handling:
             top = dispatch_modes()[-1]
             if top is not self:
-                raise MODE_STILL_ACTIVE(type(top).__name__)
+                raise refusals.MODE_STILL_ACTIVE(type(top).__name__)
             self._entered = False
             self.__exit__()
         if self.constants is not None:
@@ -131,33 +119,28 @@ class CaptureGuard(ThreadMode):
             self.constants.end()
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run: Callable[..., Any] = func
         if self._breaks and is_listed(func, self._breaks):
-            return self._break_at(func, args, kwargs)
-        if self.issued is not None:
-            self.issued.append(func)
-        if self._in_pieces and self.doors.made:
-            self.doors.check(tree.tensors(args, kwargs), "the graph reads", func)
-        if self.copies:
-            self.check_written(func, args, kwargs)
-        if self._check_host is not None:
-            self._check_host(func, args, kwargs)
-        # Its kernel may end the segment (vLLM's breakable attention), while torch has this mode off
-        # its stack: without the flag `end` finds no mode to leave.
-        self._handling = True
-        try:
+            recorder = self.recorder
+            if recorder is None or not recorder.breakable:
+                raise refusals.MISSED_BREAK(op=func)
+            run, args, kwargs = recorder.run_eagerly, (func, args, kwargs), {}
+        else:
+            if self.issued is not None:
+                self.issued.append(func)
+            if self._in_pieces and self.doors.made:
+                self.doors.check(tree.tensors(args, kwargs), "the graph reads", func)
+            if self.copies:
+                self.check_written(func, args, kwargs)
+            if self._check_host is not None:
+                self._check_host(func, args, kwargs)
             if self.constants is not None:
-                return self.constants.run(func, args, kwargs)
-            return func(*args, **kwargs)
-        finally:
-            self._handling = False
-
-    def _break_at(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder = self.recorder
-        if recorder is None or not recorder.breakable:
-            raise MISSED_BREAK(op=func)
+                run, args, kwargs = self.constants.run, (func, args, kwargs), {}
+        # A break, or a kernel (vLLM's breakable attention), may end the segment while torch has
+        # this mode off its stack: without the flag `end` finds no mode to leave.
         self._handling = True
         try:
-            return recorder.run_eagerly(func, args, kwargs)
+            return run(*args, **kwargs)
         finally:
             self._handling = False
 
@@ -169,7 +152,9 @@ class CaptureGuard(ThreadMode):
                 part = self.copies.get(ref)
                 if part is not None:
                     at = user_source() or "some line"
-                    raise WRITTEN_COPY(f"{func} of {described(tensor)}, at {at}", part=part)
+                    raise refusals.WRITTEN_COPY(
+                        f"{func} of {described(tensor)}, at {at}", part=part
+                    )
 
 
 def is_listed(func: Any, breaks: frozenset[str]) -> bool:
@@ -196,11 +181,11 @@ def host_check(
     where there is nothing to look for, as it takes some microseconds for each operator."""
     # Of an empty one nothing is read.
     withheld = {_address(each) for each in tensors if _is_on_host(each) and each.numel()}
-    refusal = HOST_ARGUMENT._replace(error=error)
+    refusal = refusals.HOST_ARGUMENT._replace(error=error)
 
     def check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if _draws_on_host(func, args, kwargs):
-            raise HOST_DRAW(op=func)
+            raise refusals.HOST_DRAW(op=func)
         if not withheld or facts_of(func).is_view:
             return
         for tensor in tree.tensors(args, kwargs):
@@ -242,27 +227,11 @@ class _Withholding:
 
     __slots__ = ()
 
-    @property
-    def metadata(self) -> Any:
-        raise METADATA()
-
-    @metadata.setter
-    def metadata(self, value: Any) -> None:
-        _METADATA.__set__(self, value)
-
-    @property
-    def query_len(self) -> int | None:
+    def __getattribute__(self, name: str) -> Any:
+        if name == "metadata":
+            raise refusals.METADATA()
         # As where nobody said it: a graph of mixed batches serves others than this one too.
-        return None
-
-    @query_len.setter
-    def query_len(self, value: int | None) -> None:
-        _QUERY_LEN.__set__(self, value)
-
-
-# The slots, below the properties.
-_METADATA: Any = vars(ForwardContext)["metadata"]
-_QUERY_LEN: Any = vars(ForwardContext)["query_len"]
+        return None if name == "query_len" else super().__getattribute__(name)
 
 
 def withhold(context: ForwardContext) -> None:
@@ -308,6 +277,8 @@ class SideDoors:
         # What a graph must not read, by the numbers of storages, which nothing else has while there
         # is a weak reference.
         self.made: dict[int, tuple[StorageWeakRef, _Made]] = {}
+        # Whether the operators of parts were looked at in the last warm-up.
+        self.looks = True
         self._capture = 0
         # A graph has read a tensor that an earlier run made. By part and line of its making, the
         # error to raise if the same line makes another one.
@@ -335,12 +306,15 @@ class SideDoors:
         if guard is None:  # else the capture has looked
             refuse_transform(function)
         memory = _memory_of(tree.tensors(args, kwargs))
-        watch = _PartWatch(self, name_of(function), memory, guard)
         undo.set(in_eager_part, frozenset(memory))
         # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
         # one side alone: graph and part each make their own at a replay.
         torch.clear_autocast_cache()
-        result = watch.around(partial(function, *args, **kwargs))
+        if warming_up.get() and not self.looks:
+            result = function(*args, **kwargs)
+        else:
+            watch = _PartWatch(self, name_of(function), memory, guard)
+            result = watch.around(partial(function, *args, **kwargs))
         torch.clear_autocast_cache()
         return result
 
@@ -349,12 +323,18 @@ class SideDoors:
 
         Raises `SideDoorError` if it made what the graph has read, once more.
         """
+        self.have_kept()
+        if self._remade:
+            self._check_remade()
+
+    def have_kept(self) -> bool:
+        """Whether anything is still there that a part has made; what is gone is forgotten."""
         self.made = {
             key: each
             for key, each in self.made.items()
             if not each[0].expired()  # type: ignore[no-untyped-call]
         }
-        self._check_remade()
+        return bool(self.made)
 
     def check(self, tensors: Iterable[torch.Tensor], what: str, op: object = None) -> None:
         """Raise `SideDoorError` if the open capture may not read one of these."""
@@ -367,14 +347,14 @@ class SideDoors:
             got = f"{described(tensor)}, made at {source or 'an unknown line'}"
             is_older = capture != self._capture
             how = " again at every step" if is_older else ""
-            refusal = SIDE_DOOR(got, op=op, what=what, part=part, how=how)
+            refusal = refusals.SIDE_DOOR(got, op=op, what=what, part=part, how=how)
             if not is_older:
                 raise refusal
             self._remade.setdefault((part, source), refusal)
             self._check_remade()
 
     def _check_remade(self) -> None:
-        for _, (part, source, capture) in self.made.values() if self._remade else ():
+        for _, (part, source, capture) in self.made.values():
             if capture == self._capture and (part, source) in self._remade:
                 raise self._remade.pop((part, source))
 
@@ -434,7 +414,7 @@ class _PartWatch(ThreadMode):
 
     def _check_read(self, guard: CaptureGuard, tensor: torch.Tensor, func: Any) -> None:
         if tensor.untyped_storage().data_ptr() not in self._addresses and guard.owns(tensor):
-            raise HIDDEN_TENSOR(described(tensor), op=func, part=self._part)
+            raise refusals.HIDDEN_TENSOR(described(tensor), op=func, part=self._part)
 
 
 in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_part", default=None)
@@ -449,7 +429,9 @@ def refuse_transform(function: Callable[..., Any]) -> None:
     """Raise `CaptureError` inside of a transform: a replay calls the eager part outside of it, and
     what the transform hands it is no tensor with memory."""
     if in_transform():
-        raise TRANSFORMED_BREAK("an eager part of a transformed function", part=name_of(function))
+        raise refusals.TRANSFORMED_BREAK(
+            "an eager part of a transformed function", part=name_of(function)
+        )
 
 
 def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -495,7 +477,7 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
         if capture is not None and capture.breakable:
             return cast(R, capture.run_eagerly(function, args, kwargs))
         if capture is not None and capture.must_break:
-            raise MISSED_BREAK(name_of(function))
+            raise refusals.MISSED_BREAK(name_of(function))
         work = counted.get()
         if work is not None:
             work.breaks += 1
@@ -530,7 +512,7 @@ def check_traced(codes: Iterable[CodeType]) -> None:
     """Raise `RefusedOpError` if code that a compiler has traced, `codes`, calls a function that
     is marked `@eager_break`: it is part of what was compiled."""
     if not _codes.isdisjoint(codes):
-        raise MISSED_BREAK("a function that was traced")
+        raise refusals.MISSED_BREAK("a function that was traced")
 
 
 def check_break(name: str) -> None:

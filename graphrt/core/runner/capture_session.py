@@ -13,18 +13,13 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import torch
 
-from graphrt.core.base import tree
+from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
-from graphrt.core.base.errors import (
-    GraphRTError,
-    PageableCopyError,
-    ResourceExhaustedError,
-    StreamBudgetError,
-)
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_takes
 from graphrt.core.base.texts import counted, seconds_text
@@ -41,13 +36,7 @@ from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.recording import enter_under_way, freeze_garbage, thaw_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner.executor import StepExecutor
-from graphrt.core.runner.graph_table import (
-    DroppedGraph,
-    GraphRecord,
-    GraphTable,
-    PreparedStep,
-    tell_dropped,
-)
+from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable, PreparedStep
 from graphrt.core.runner.host import Phase
 from graphrt.core.runner.trials import try_examples
 from graphrt.core.trust.snapshot import StateSnapshot
@@ -178,7 +167,7 @@ def _finish(executor: StepExecutor) -> None:
     graphs, setup = executor.graphs, executor.graphs.setup
     graphs.seal()
     if graphs.dropped:
-        tell_dropped(graphs.dropped, len(setup.plan.keys), strict=setup.options.strict)
+        _tell_dropped(graphs.dropped, len(setup.plan.keys), strict=setup.options.strict)
     if setup.host.example is not None:
         try:
             try_examples(executor, setup.host.example, graphs.release)
@@ -186,6 +175,28 @@ def _finish(executor: StepExecutor) -> None:
             # A trial would fail again: `capture_next()` tries no graph until `release()`.
             graphs.leave_out(setup.plan.keys)
             raise
+
+
+def _tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:
+    """Warn of graphs that did not fit on the device; with `strict` raise
+    `ResourceExhaustedError`. Of each reason the first graph is named."""
+    what = f"{len(dropped)} of {planned} graphs did not fit on the device"
+    first = {each.reason: f"{each.mode.name} [{each.descriptor}]" for each in reversed(dropped)}
+    lines = "".join(
+        f"\n  {graph}: {'; '.join(map(str.strip, reason.splitlines()))}"
+        for reason, graph in first.items()
+    )
+    if strict:
+        raise errors.ResourceExhaustedError(
+            what,
+            got=lines,
+            expected="every planned graph (strict=True)",
+            advice="capture fewer sizes, or leave the KV cache less memory; what is captured "
+            "serves",
+        )
+    errors.warn_caller(
+        f"{what}, and batches that no other serves run eagerly:{lines}", errors.GraphsDroppedWarning
+    )
 
 
 class CaptureSession:
@@ -207,6 +218,7 @@ class CaptureSession:
         self._graphs = graphs
         # Steps on another stream may still use the state that is saved.
         setup.pool.streams.follow()
+        has_parts = setup.plan.mode.has_piecewise
         platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
         declared = [*setup.host.state]
         self._state = WatchedState(
@@ -215,12 +227,12 @@ class CaptureSession:
             graphs.warmed_up,
             pads=setup.inputs.declared.addresses,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
-            has_parts=graphs.has_pieces,
+            has_parts=has_parts,
         )
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
         # Only PIECEWISE captures ask what eager parts have made, and watching for that takes longer
         # than small operators do.
-        self._doors = SideDoors() if graphs.has_pieces else None
+        self._doors = SideDoors() if has_parts else None
 
         # The tokens of every request, where no graph is for other batches.
         lengths = {descriptor.query_len for _, descriptor in setup.plan.keys}
@@ -296,7 +308,7 @@ class CaptureSession:
     def _capture_or_drop(self, graph: PreparedStep) -> None:
         try:
             self._capture_one(graph)
-        except ResourceExhaustedError as error:
+        except errors.ResourceExhaustedError as error:
             dropped = DroppedGraph(graph.mode, graph.descriptor, str(error))
             self._graphs.left_out[graph.slot] = dropped
         except BaseException as error:
@@ -333,7 +345,12 @@ class CaptureSession:
         outside = pool.platform.driver_bytes()
         try:
             self._attempt(graph)
-        except StreamBudgetError:
+            if self._doors is not None and not self._doors.looks and self._doors.have_kept():
+                # Its graphs may have read what the parts of the warm-up kept, which nobody saw.
+                transaction.rollback()
+                self._warm_up(graph)
+                self._attempt(graph)
+        except errors.StreamBudgetError:
             self._streams.failed(graph)
             raise
         return GraphRecord(
@@ -350,17 +367,21 @@ class CaptureSession:
     def _warm_up(self, graph: PreparedStep) -> GraphWork | None:
         """Run the forward as often as the options say; returns the work that the last run issued
         where the device asks for it."""
-        work = None
+        work, kind = None, graph.descriptor.kind
+        if self._doors is not None:
+            # Not where larger graphs of the kind have shown their parts, which have kept nothing.
+            is_known = self._state.is_known(kind, graph.tokens)
+            self._doors.looks = not is_known or self._doors.have_kept()
         try:
             for _ in range(self._setup.options.warmups):
                 count = self._streams.counter(graph)
-                self._run(graph, kind=graph.descriptor.kind, count=count)
+                self._run(graph, kind=kind, count=count)
                 work = None if count is None else count.work
         except Exception as error:
             # Nobody has explained it: the device may just have no room for this size.
-            if not isinstance(error, GraphRTError):
+            if not isinstance(error, errors.GraphRTError):
                 explained = self._setup.pool.platform.explain(error)
-                if isinstance(explained, ResourceExhaustedError):
+                if isinstance(explained, errors.ResourceExhaustedError):
                     raise explained from error
             raise
         return work
@@ -368,11 +389,11 @@ class CaptureSession:
     def _attempt(self, graph: PreparedStep) -> None:
         try:
             self._run(graph, captures=True)
-        except PageableCopyError:
+        except errors.PageableCopyError:
             if graph.transaction.lifts_constants:
                 raise
             graph.transaction.rollback()
-            graph.transaction.lifts_constants = self._graphs.lifts_constants = True
+            graph.transaction.lifts_constants = True
             self._attempt(graph)
 
     @undoing
@@ -399,7 +420,8 @@ class CaptureSession:
             graph.ring.expect_capture(graph.layout.fetch)
         if host.bind is not None:
             phase: Phase = "capture" if captures else "warmup"
-            host.bind(graph.readable, graph.descriptor, phase)
+            # Read-only: no graph would read a tensor that the host puts there.
+            host.bind(MappingProxyType(graph.layout.views), graph.descriptor, phase)
         context = ForwardContext(
             graph.mode if captures else GraphMode.NONE,
             graph.descriptor,
@@ -527,8 +549,8 @@ class StreamLedger:
         return None if room is None else StreamRoom(room.free, self._first.reserve)
 
 
-def _too_few_streams(needed: int, room: StreamRoom) -> StreamBudgetError:
-    return StreamBudgetError(
+def _too_few_streams(needed: int, room: StreamRoom) -> errors.StreamBudgetError:
+    return errors.StreamBudgetError(
         "the device has too few free streams for this graph",
         got=f"{room.free} free, {room.reserve} of them kept in reserve",
         expected=f"{needed}, by its warm-up or by a graph of the same kind",
