@@ -40,7 +40,7 @@ from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
 from graphrt.core.capture.refusals import Source, described, user_source
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.replay.entry import name_of
-from graphrt.core.replay.recording import Recording, counted, current_capture, issued, warming_up
+from graphrt.core.replay.recording import Recording, counted, current_capture, issued
 
 _COPIES = ("aten.copy_.default", "aten._to_copy.default")
 
@@ -277,8 +277,6 @@ class SideDoors:
         # What a graph must not read, by the numbers of storages, which nothing else has while there
         # is a weak reference.
         self.made: dict[int, tuple[StorageWeakRef, _Made]] = {}
-        # Whether the operators of parts were looked at in the last warm-up.
-        self.looks = True
         self._capture = 0
         # A graph has read a tensor that an earlier run made. By part and line of its making, the
         # error to raise if the same line makes another one.
@@ -310,11 +308,8 @@ class SideDoors:
         # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
         # one side alone: graph and part each make their own at a replay.
         torch.clear_autocast_cache()
-        if warming_up.get() and not self.looks:
-            result = function(*args, **kwargs)
-        else:
-            watch = _PartWatch(self, name_of(function), memory, guard)
-            result = watch.around(partial(function, *args, **kwargs))
+        watch = _PartWatch(self, name_of(function), memory, guard)
+        result = watch.around(partial(function, *args, **kwargs))
         torch.clear_autocast_cache()
         return result
 
@@ -323,18 +318,13 @@ class SideDoors:
 
         Raises `SideDoorError` if it made what the graph has read, once more.
         """
-        self.have_kept()
-        if self._remade:
-            self._check_remade()
-
-    def have_kept(self) -> bool:
-        """Whether anything is still there that a part has made; what is gone is forgotten."""
         self.made = {
             key: each
             for key, each in self.made.items()
             if not each[0].expired()  # type: ignore[no-untyped-call]
         }
-        return bool(self.made)
+        if self._remade:
+            self._check_remade()
 
     def check(self, tensors: Iterable[torch.Tensor], what: str, op: object = None) -> None:
         """Raise `SideDoorError` if the open capture may not read one of these."""

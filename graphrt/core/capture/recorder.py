@@ -289,7 +289,9 @@ class Recorder:
         def stays(path: str, tensor: torch.Tensor) -> bool:
             return tensor.untyped_storage().data_ptr() in memory or self.pool._owns(tensor)
 
-        site, allocate = len(self.parts), self.pooled_like
+        # Not of all parts: a segment may have operators at one size only.
+        site = len([part for part in self.parts if isinstance(part, EagerPart)])
+        allocate = self.pooled_like
         readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=allocate)
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
         return readable, aliased, tree.map_leaves(self._kept_apart, readable)

@@ -345,11 +345,6 @@ class CaptureSession:
         outside = pool.platform.driver_bytes()
         try:
             self._attempt(graph)
-            if self._doors is not None and not self._doors.looks and self._doors.have_kept():
-                # Its graphs may have read what the parts of the warm-up kept, which nobody saw.
-                transaction.rollback()
-                self._warm_up(graph)
-                self._attempt(graph)
         except errors.StreamBudgetError:
             self._streams.failed(graph)
             raise
@@ -367,15 +362,11 @@ class CaptureSession:
     def _warm_up(self, graph: PreparedStep) -> GraphWork | None:
         """Run the forward as often as the options say; returns the work that the last run issued
         where the device asks for it."""
-        work, kind = None, graph.descriptor.kind
-        if self._doors is not None:
-            # Not where larger graphs of the kind have shown their parts, which have kept nothing.
-            is_known = self._state.is_known(kind, graph.tokens)
-            self._doors.looks = not is_known or self._doors.have_kept()
+        work = None
         try:
             for _ in range(self._setup.options.warmups):
                 count = self._streams.counter(graph)
-                self._run(graph, kind=kind, count=count)
+                self._run(graph, kind=graph.descriptor.kind, count=count)
                 work = None if count is None else count.work
         except Exception as error:
             # Nobody has explained it: the device may just have no room for this size.
