@@ -21,18 +21,12 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import tree
+from graphrt.core.base import torch_names, tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, GraphRTError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, shown
 from graphrt.core.base.thread_mode import ThreadMode, remove_dispatch_mode
-from graphrt.core.base.torch_names import (
-    dispatch_modes,
-    has_kernel,
-    in_transform,
-    schemas_of_operator,
-)
 from graphrt.core.batch.context import ForwardContext
 from graphrt.core.capture import refusals
 from graphrt.core.capture.constants import Constants
@@ -101,7 +95,7 @@ class CaptureGuard(ThreadMode):
         """The segment ends; raises for what a replay of it would not repeat."""
         hand_back(self._context)
         if self._entered and not self._handling:
-            top = dispatch_modes()[-1]
+            top = torch_names.dispatch_modes()[-1]
             if top is not self:
                 raise refusals.MODE_STILL_ACTIVE(type(top).__name__)
             self._entered = False
@@ -298,7 +292,7 @@ class SideDoors:
     ) -> Any:
         """Run an eager part, and see what it makes; those inside of it are part of it. In a capture
         it may read no tensor that `guard` owns, unless it was given it, and write no copy."""
-        for mode in dispatch_modes():
+        for mode in torch_names.dispatch_modes():
             if isinstance(mode, _PartWatch) and mode.doors is self:
                 return function(*args, **kwargs)
         if guard is None:  # else the capture has looked
@@ -418,7 +412,7 @@ side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", defa
 def refuse_transform(function: Callable[..., Any]) -> None:
     """Raise `CaptureError` inside of a transform: a replay calls the eager part outside of it, and
     what the transform hands it is no tensor with memory."""
-    if in_transform():
+    if torch_names.in_transform():
         raise refusals.TRANSFORMED_BREAK(
             "an eager part of a transformed function", part=name_of(function)
         )
@@ -511,7 +505,7 @@ def check_break(name: str) -> None:
     # Overloads for named dimensions call another one of the same name.
     known = {
         each: _is_composite(f"{base}.{each}" if each else base)
-        for each in (schema.overload_name for schema in schemas_of_operator(base))
+        for each in (schema.overload_name for schema in torch_names.schemas_of_operator(base))
         if overload in ("", each) and "dimname" not in each.lower() and not each.startswith("names")
     }
     overloads = {each: composite for each, composite in known.items() if composite is not None}
@@ -536,6 +530,6 @@ def _is_composite(operator: str) -> bool | None:
     """Whether an operator has no kernel of its own; None where it is none for tensors: TorchScript
     has overloads for lists and numbers."""
     try:
-        return has_kernel(operator, "CompositeImplicitAutograd")
+        return torch_names.has_kernel(operator, "CompositeImplicitAutograd")
     except RuntimeError:
         return None

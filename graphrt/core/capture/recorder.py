@@ -26,22 +26,10 @@ from graphrt.core.base.thread_mode import outside_modes, set_for_capture, unseen
 from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.modes import GraphMode
-from graphrt.core.capture import refusals
+from graphrt.core.capture import guard, refusals
 from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.guard import CaptureGuard, check_break, host_check, refuse_transform
 from graphrt.core.device.contract import Capability, DeviceGraph, Unexplained
-from graphrt.core.replay.entry import (
-    Call,
-    EagerPart,
-    Part,
-    Segment,
-    SegmentHooks,
-    graphs_of,
-    name_of,
-    on_copies,
-    settings_now,
-    under_settings,
-)
+from graphrt.core.replay import entry
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import active, enter_under_way, freeze_garbage, thaw_garbage
 from graphrt.core.replay.tasks import CapturedTask
@@ -140,12 +128,12 @@ class Recorder:
         pool: GraphPool,
         bridges: Bridges,
         context: ForwardContext,
-        call: Call,
+        call: entry.Call,
         *,
         owned: bool,
         breakable: bool,
         breaks: Iterable[str],
-        hooks: SegmentHooks | None,
+        hooks: entry.SegmentHooks | None,
         bake: bool,
     ) -> None:
         """Of a `call`, whose arguments are `owned` if they were made for it; with `bake` numbers of
@@ -153,7 +141,7 @@ class Recorder:
         self.pool = pool
         self.context = context
         self.breakable = breakable
-        self.parts: list[Part] = []
+        self.parts: list[entry.Part] = []
         # The open segment's graph, and its tasks so far.
         self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None
         self._bridges = bridges
@@ -171,7 +159,7 @@ class Recorder:
         self._around: Mapping[str, Any] = {}
         listed = frozenset(breaks if self.must_break else ())
         for name in listed:
-            check_break(name)
+            guard.check_break(name)
         transaction = context.capture or CaptureTransaction()
         lifts, pins = transaction.lifts_constants, pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
@@ -181,8 +169,8 @@ class Recorder:
             error = PageableCopyError if pins and not lifts else RefusedOpError
             # No constants of an earlier piece.
             withheld = [t for t in tensors if not bake and not (constants and constants.take(t))]
-            check_host = host_check(withheld, error, may_draw=transaction.may_draw)
-        self._guard = CaptureGuard(self, context, listed, check_host, constants, pool._owns)
+            check_host = guard.host_check(withheld, error, may_draw=transaction.may_draw)
+        self._guard = guard.CaptureGuard(self, context, listed, check_host, constants, pool._owns)
         self.give(tensors if owned else ())
 
     @property
@@ -236,7 +224,7 @@ class Recorder:
         undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
         pool._expire_outputs()
         undo.after_error(partial(self.discard, depth))
-        self._around = settings_now() if self.breakable else {}
+        self._around = entry.settings_now() if self.breakable else {}
         self._begin()
         result = body()
         self._end()
@@ -249,9 +237,9 @@ class Recorder:
     ) -> Any:
         """End the segment, run `function`, begin the next segment; returns what readers capture."""
         # Tensors inside of a transform have no memory to be looked at.
-        refuse_transform(function)
+        guard.refuse_transform(function)
         self._end()
-        name, call = name_of(function), (args, kwargs)
+        name, call = entry.name_of(function), (args, kwargs)
         tensors = tree.tensors(*call)
         self.check_read(tensors, f"eager break {name} is given")
         places = _Places()
@@ -259,8 +247,8 @@ class Recorder:
         # Replays call it with the tensors of the capture.
         kept = tree.map_leaves(self.captured_ref, call)
         outside = set(map(id, tree.tensors(*kept)))
-        called = under_settings(
-            on_copies(function) if can_change(args, kwargs) else function, self._around
+        called = entry.under_settings(
+            entry.on_copies(function) if can_change(args, kwargs) else function, self._around
         )
         memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
@@ -269,7 +257,7 @@ class Recorder:
         strided(result, f"eager break {name}")
         readable, aliased, recorded = unseen(partial(self._readable, result, memory))
         self.give([leaf for path, leaf in tree.leaves(readable) if path not in aliased])
-        self.parts.append(EagerPart(called, kept, recorded, aliased))
+        self.parts.append(entry.EagerPart(called, kept, recorded, aliased))
         copies = _copies(result, readable)
         # Below a storage that is still alive is one that the part has also kept elsewhere, so this
         # reference to it has to go first.
@@ -290,7 +278,7 @@ class Recorder:
             return tensor.untyped_storage().data_ptr() in memory or self.pool._owns(tensor)
 
         # Not of all parts: a segment may have operators at one size only.
-        site = len([part for part in self.parts if isinstance(part, EagerPart)])
+        site = len([part for part in self.parts if isinstance(part, entry.EagerPart)])
         allocate = self.pooled_like
         readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=allocate)
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
@@ -354,7 +342,9 @@ class Recorder:
         """Pool memory with the shape and dtype of `like`; None where there can be none."""
         platform = self.pool.platform
         # Only a graph that is captured already keeps the pool alive as long as the entry.
-        keeps_pool = Capability.ALLOCATE_IN_POOL in platform.capabilities and graphs_of(self.parts)
+        keeps_pool = Capability.ALLOCATE_IN_POOL in platform.capabilities and entry.graphs_of(
+            self.parts
+        )
         if not keeps_pool or like.device.type != platform.device_type:
             return None
         tensor = unseen(partial(self._allocated, like))
@@ -392,7 +382,9 @@ class Recorder:
         before = [] if self._guard.constants is None else self._guard.constants.checks()
         if self._hooks is not None:
             before.append(self._hooks.before_replay)
-        segment = Segment(self.pool.platform, graph, tasks, before) if tasks or before else graph
+        segment = (
+            entry.Segment(self.pool.platform, graph, tasks, before) if tasks or before else graph
+        )
         if recorded:
             self.parts.append(segment)
         self._open = None
@@ -405,7 +397,7 @@ class Recorder:
         """Discard the captured parts and the open segment, and leave the dispatch modes above
         `depth` that a failed forward has left. May be called again."""
         self._guard.remove()
-        captured = graphs_of(self.parts)
+        captured = entry.graphs_of(self.parts)
         if self._open is not None:
             if self._open[0] not in captured:
                 self.pool.platform.abort_capture(self._open[0])

@@ -9,16 +9,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
-from graphrt.core.base import errors, tree
+from graphrt.core.base import errors, option_values, tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import (
-    check_callable,
-    check_hashable,
-    check_kind,
-    check_takes,
-    flag,
-)
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
@@ -125,7 +118,7 @@ class WrapperGraphs:
 
     def take(self, descriptor: BatchDescriptor | None) -> Sequence[DeviceGraph]:
         """The graphs of one descriptor, or of all, which no step finds any more."""
-        check_hashable("descriptor", descriptor)
+        option_values.check_hashable("descriptor", descriptor)
         keys = list(self.entries) if descriptor is None else [descriptor]
         taken = [self.entries[key] for key in keys if key in self.entries]
         self.by_slot.clear()
@@ -181,12 +174,12 @@ class GraphWrapper(errors.Uncopied):
         changes in Python. Raises `InvalidModeError` unless the mode is PIECEWISE or
         FULL, and `InvalidOptionError`.
         """
-        check_callable("runnable", runnable)
-        check_kind("hooks", hooks, SegmentHooks)
-        check_takes("read_context", read_context, "read_context()")
-        check_kind("pool", pool, GraphPool)
-        check_kind("options", options, GraphOptions)
-        flag("breakable", breakable)
+        option_values.check_callable("runnable", runnable)
+        option_values.check_kind("hooks", hooks, SegmentHooks)
+        option_values.check_takes("read_context", read_context, "read_context()")
+        option_values.check_kind("pool", pool, GraphPool)
+        option_values.check_kind("options", options, GraphOptions)
+        option_values.flag("breakable", breakable)
         self.runnable = runnable
         self.runtime_mode = GraphMode.parse(runtime_mode)
         if self.runtime_mode not in (GraphMode.FULL, GraphMode.PIECEWISE):
@@ -267,7 +260,9 @@ class GraphWrapper(errors.Uncopied):
         if descriptor is None:
             return None
         if type(descriptor) is not BatchDescriptor:
-            check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
+            option_values.check_kind(
+                "descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)"
+            )
         entry = graphs.entries.get(descriptor)
         if entry is None:
             return None
@@ -437,7 +432,7 @@ class GraphWrapper(errors.Uncopied):
             in_turn(self.pool, "move_to()", partial(self._move_to, pool))
 
     def _move_to(self, pool: GraphPool) -> None:
-        check_kind("pool", pool, GraphPool, optional=False)
+        option_values.check_kind("pool", pool, GraphPool, optional=False)
         pool.check_open()
         pool.check_is_of(self.pool.platform, self.pool.device)
         if self.entries:

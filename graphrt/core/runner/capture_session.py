@@ -35,8 +35,8 @@ from graphrt.core.inputs.declared import flat_of
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.recording import enter_under_way, freeze_garbage, thaw_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
+from graphrt.core.runner import graph_table
 from graphrt.core.runner.executor import StepExecutor
-from graphrt.core.runner.graph_table import DroppedGraph, GraphRecord, GraphTable, PreparedStep
 from graphrt.core.runner.host import Phase
 from graphrt.core.runner.trials import try_examples
 from graphrt.core.trust.snapshot import StateSnapshot
@@ -58,7 +58,7 @@ class CaptureProgress:
     `captured` is what was captured in this call, `left` how many graphs are still to be tried.
     """
 
-    captured: tuple[GraphRecord, ...]
+    captured: tuple[graph_table.GraphRecord, ...]
     left: int
 
 
@@ -127,7 +127,7 @@ def capture_next(executor: StepExecutor) -> CaptureProgress:
 
 
 def capture_for_step(
-    graphs: GraphTable,
+    graphs: graph_table.GraphTable,
     batch: Batch,
     dispatch: Dispatch,
     values: Mapping[str, Any],
@@ -154,7 +154,7 @@ def capture_for_step(
     return graphs.dispatcher.dispatch(batch, agreed=agreed), values
 
 
-def _agree_on(graphs: GraphTable, keys: Sequence[CaptureKey]) -> None:
+def _agree_on(graphs: graph_table.GraphTable, keys: Sequence[CaptureKey]) -> None:
     """With `Host(ranks=)` raise where another rank is to capture others than these."""
     ranks = graphs.setup.host.ranks
     if ranks is not None:
@@ -177,7 +177,9 @@ def _finish(executor: StepExecutor) -> None:
             raise
 
 
-def _tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:
+def _tell_dropped(
+    dropped: Sequence[graph_table.DroppedGraph], planned: int, *, strict: bool
+) -> None:
     """Warn of graphs that did not fit on the device; with `strict` raise
     `ResourceExhaustedError`. Of each reason the first graph is named."""
     what = f"{len(dropped)} of {planned} graphs did not fit on the device"
@@ -213,7 +215,7 @@ class CaptureSession:
     smaller ones after it may fit.
     """
 
-    def __init__(self, graphs: GraphTable) -> None:
+    def __init__(self, graphs: graph_table.GraphTable) -> None:
         setup = self._setup = graphs.setup
         self._graphs = graphs
         # Steps on another stream may still use the state that is saved.
@@ -274,7 +276,7 @@ class CaptureSession:
             if uncompiled:
                 # Of all rows, where no graph is planned.
                 rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
-                self._run(PreparedStep(graphs, *(keys or [(GraphMode.NONE, rows)])[0]))
+                self._run(graph_table.PreparedStep(graphs, *(keys or [(GraphMode.NONE, rows)])[0]))
             if not graphs.records:
                 graphs.reads.record()
             if keys:
@@ -293,7 +295,7 @@ class CaptureSession:
                 if progress is not None:
                     progress(len(tried), len(keys), key[1])
                 tried.append(key)
-                self._capture_or_drop(PreparedStep(self._graphs, *key))
+                self._capture_or_drop(graph_table.PreparedStep(self._graphs, *key))
             self._settle(more=more)
         except BaseException as error:
             try:
@@ -305,18 +307,18 @@ class CaptureSession:
                 self._graphs.leave_out(tried)
             raise
 
-    def _capture_or_drop(self, graph: PreparedStep) -> None:
+    def _capture_or_drop(self, graph: graph_table.PreparedStep) -> None:
         try:
             self._capture_one(graph)
         except errors.ResourceExhaustedError as error:
-            dropped = DroppedGraph(graph.mode, graph.descriptor, str(error))
+            dropped = graph_table.DroppedGraph(graph.mode, graph.descriptor, str(error))
             self._graphs.left_out[graph.slot] = dropped
         except BaseException as error:
             note(error, f"while capturing {graph}")
             raise
 
     @undoing
-    def _capture_one(self, undo: Undo, graph: PreparedStep) -> None:
+    def _capture_one(self, undo: Undo, graph: graph_table.PreparedStep) -> None:
         """Capture and publish a graph; if that raises, it is whole or gone."""
         # Once more: there may have been no room to put the state back.
         undo.after_error(self._state.restore)
@@ -326,7 +328,7 @@ class CaptureSession:
         self._graphs.begun[graph.slot] = graph
         self._graphs.publish(graph, self._captured(graph))
 
-    def _captured(self, graph: PreparedStep) -> GraphRecord:
+    def _captured(self, graph: graph_table.PreparedStep) -> graph_table.GraphRecord:
         """Warm up and capture one graph, in its transaction, which can take it back."""
         pool, transaction = self._setup.pool, graph.transaction
         started, before = time.perf_counter(), pool.bytes()
@@ -348,7 +350,7 @@ class CaptureSession:
         except errors.StreamBudgetError:
             self._streams.failed(graph)
             raise
-        return GraphRecord(
+        return graph_table.GraphRecord(
             graph.mode,
             graph.descriptor,
             time.perf_counter() - started,
@@ -359,7 +361,7 @@ class CaptureSession:
             started,
         )
 
-    def _warm_up(self, graph: PreparedStep) -> GraphWork | None:
+    def _warm_up(self, graph: graph_table.PreparedStep) -> GraphWork | None:
         """Run the forward as often as the options say; returns the work that the last run issued
         where the device asks for it."""
         work = None
@@ -377,7 +379,7 @@ class CaptureSession:
             raise
         return work
 
-    def _attempt(self, graph: PreparedStep) -> None:
+    def _attempt(self, graph: graph_table.PreparedStep) -> None:
         try:
             self._run(graph, captures=True)
         except errors.PageableCopyError:
@@ -391,7 +393,7 @@ class CaptureSession:
     def _run(
         self,
         undo: Undo,
-        graph: PreparedStep,
+        graph: graph_table.PreparedStep,
         *,
         captures: bool = False,
         kind: Hashable = None,
@@ -474,7 +476,7 @@ class CaptureSession:
         # `_run` may have failed in this very call, and `OutputLayout.resolve` continues after
         # errors: restore again.
         undo.after_error(self._state.restore)
-        self._run(PreparedStep(self._graphs, GraphMode.NONE, rows))
+        self._run(graph_table.PreparedStep(self._graphs, GraphMode.NONE, rows))
 
 
 def _growth(before: int | None, after: int | None) -> int | None:
@@ -496,7 +498,7 @@ class StreamLedger:
         self._before = self._first = platform.stream_room()
         self._needs: dict[Hashable, int] = {}
 
-    def counter(self, graph: PreparedStep) -> WorkCount | None:
+    def counter(self, graph: graph_table.PreparedStep) -> WorkCount | None:
         """For the work of a warm-up of this graph, where the device tells of streams."""
         if self._first is None:
             return None
@@ -504,7 +506,7 @@ class StreamLedger:
         count.work.in_pieces = graph.mode is GraphMode.PIECEWISE
         return count
 
-    def check(self, graph: PreparedStep, work: GraphWork | None = None) -> None:
+    def check(self, graph: graph_table.PreparedStep, work: GraphWork | None = None) -> None:
         """Before a graph, and after its warm-up, which issued this `work`; without it nothing is
         known of the first graph of a kind.
 
@@ -517,7 +519,7 @@ class StreamLedger:
         if room is not None and needed is not None and needed > room.usable:
             raise _too_few_streams(needed, room)
 
-    def took(self, graph: PreparedStep) -> int | None:
+    def took(self, graph: graph_table.PreparedStep) -> int | None:
         """Note what a graph took since `check`, and return it; raises `StreamBudgetError` if that
         is of what must stay free."""
         before, after = self._before, self._room()
@@ -528,7 +530,7 @@ class StreamLedger:
             raise _too_few_streams(taken, before)
         return taken
 
-    def failed(self, graph: PreparedStep) -> None:
+    def failed(self, graph: graph_table.PreparedStep) -> None:
         """Note that a graph ran out of streams after its capture had begun."""
         if self._before is not None:
             self._needs[graph.mode, graph.descriptor.kind] = self._before.usable + 1
