@@ -32,14 +32,9 @@ from graphrt.core.base import tree
 from graphrt.core.base._undo import ProcessChange
 from graphrt.core.base.thread_mode import unseen
 from graphrt.core.base.torch_names import is_made_on_host, make_on_host
+from graphrt.core.capture import refusals
 from graphrt.core.capture.operators import LIFT_FRESH
-from graphrt.core.capture.refusals import (
-    PAGEABLE_COPY,
-    WRITTEN_CONSTANT,
-    Source,
-    described,
-    user_source,
-)
+from graphrt.core.capture.refusals import Source, described, user_source
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.replay.pool import GraphPool
 
@@ -63,7 +58,7 @@ def _unchanged(tensor: torch.Tensor, source: Source | None = None) -> Check:
     def check() -> None:
         if _bytes_of(tensor) != held:
             where = "" if source is None else f", at {source}"
-            raise WRITTEN_CONSTANT(f"{described(tensor)}{where}")
+            raise refusals.WRITTEN_CONSTANT(f"{described(tensor)}{where}")
 
     return check
 
@@ -191,7 +186,7 @@ class Constants:
     ) -> torch.Tensor:
         """What a copy of `tensor` from the host to the device gives, as captured."""
         if not self._is_constant(tensor):
-            raise PAGEABLE_COPY(described(tensor), op=func)
+            raise refusals.PAGEABLE_COPY(described(tensor), op=func)
         arrays = self._made[_name(tensor)].arrays
         for check in arrays:
             check()

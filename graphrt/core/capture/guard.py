@@ -21,35 +21,17 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import tree
+from graphrt.core.base import torch_names, tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import CaptureError, GraphRTError, InvalidOptionError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable, shown
 from graphrt.core.base.thread_mode import ThreadMode, remove_dispatch_mode
-from graphrt.core.base.torch_names import (
-    dispatch_modes,
-    has_kernel,
-    in_transform,
-    schemas_of_operator,
-)
 from graphrt.core.batch.context import ForwardContext
+from graphrt.core.capture import refusals
 from graphrt.core.capture.constants import Constants
 from graphrt.core.capture.operators import LIFT_FRESH, facts_of, written
-from graphrt.core.capture.refusals import (
-    HIDDEN_TENSOR,
-    HOST_ARGUMENT,
-    HOST_DRAW,
-    METADATA,
-    MISSED_BREAK,
-    MODE_STILL_ACTIVE,
-    SIDE_DOOR,
-    TRANSFORMED_BREAK,
-    WRITTEN_COPY,
-    Source,
-    described,
-    user_source,
-)
+from graphrt.core.capture.refusals import Source, described, user_source
 from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.replay.entry import name_of
 from graphrt.core.replay.recording import Recording, counted, current_capture, issued
@@ -113,9 +95,9 @@ class CaptureGuard(ThreadMode):
         """The segment ends; raises for what a replay of it would not repeat."""
         hand_back(self._context)
         if self._entered and not self._handling:
-            top = dispatch_modes()[-1]
+            top = torch_names.dispatch_modes()[-1]
             if top is not self:
-                raise MODE_STILL_ACTIVE(type(top).__name__)
+                raise refusals.MODE_STILL_ACTIVE(type(top).__name__)
             self._entered = False
             self.__exit__()
         if self.constants is not None:
@@ -131,33 +113,28 @@ class CaptureGuard(ThreadMode):
             self.constants.end()
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run: Callable[..., Any] = func
         if self._breaks and is_listed(func, self._breaks):
-            return self._break_at(func, args, kwargs)
-        if self.issued is not None:
-            self.issued.append(func)
-        if self._in_pieces and self.doors.made:
-            self.doors.check(tree.tensors(args, kwargs), "the graph reads", func)
-        if self.copies:
-            self.check_written(func, args, kwargs)
-        if self._check_host is not None:
-            self._check_host(func, args, kwargs)
-        # Its kernel may end the segment (vLLM's breakable attention), while torch has this mode off
-        # its stack: without the flag `end` finds no mode to leave.
-        self._handling = True
-        try:
+            recorder = self.recorder
+            if recorder is None or not recorder.breakable:
+                raise refusals.MISSED_BREAK(op=func)
+            run, args, kwargs = recorder.run_eagerly, (func, args, kwargs), {}
+        else:
+            if self.issued is not None:
+                self.issued.append(func)
+            if self._in_pieces and self.doors.made:
+                self.doors.check(tree.tensors(args, kwargs), "the graph reads", func)
+            if self.copies:
+                self.check_written(func, args, kwargs)
+            if self._check_host is not None:
+                self._check_host(func, args, kwargs)
             if self.constants is not None:
-                return self.constants.run(func, args, kwargs)
-            return func(*args, **kwargs)
-        finally:
-            self._handling = False
-
-    def _break_at(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder = self.recorder
-        if recorder is None or not recorder.breakable:
-            raise MISSED_BREAK(op=func)
+                run, args, kwargs = self.constants.run, (func, args, kwargs), {}
+        # A break, or a kernel (vLLM's breakable attention), may end the segment while torch has
+        # this mode off its stack: without the flag `end` finds no mode to leave.
         self._handling = True
         try:
-            return recorder.run_eagerly(func, args, kwargs)
+            return run(*args, **kwargs)
         finally:
             self._handling = False
 
@@ -169,7 +146,9 @@ class CaptureGuard(ThreadMode):
                 part = self.copies.get(ref)
                 if part is not None:
                     at = user_source() or "some line"
-                    raise WRITTEN_COPY(f"{func} of {described(tensor)}, at {at}", part=part)
+                    raise refusals.WRITTEN_COPY(
+                        f"{func} of {described(tensor)}, at {at}", part=part
+                    )
 
 
 def is_listed(func: Any, breaks: frozenset[str]) -> bool:
@@ -196,11 +175,11 @@ def host_check(
     where there is nothing to look for, as it takes some microseconds for each operator."""
     # Of an empty one nothing is read.
     withheld = {_address(each) for each in tensors if _is_on_host(each) and each.numel()}
-    refusal = HOST_ARGUMENT._replace(error=error)
+    refusal = refusals.HOST_ARGUMENT._replace(error=error)
 
     def check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if _draws_on_host(func, args, kwargs):
-            raise HOST_DRAW(op=func)
+            raise refusals.HOST_DRAW(op=func)
         if not withheld or facts_of(func).is_view:
             return
         for tensor in tree.tensors(args, kwargs):
@@ -242,27 +221,11 @@ class _Withholding:
 
     __slots__ = ()
 
-    @property
-    def metadata(self) -> Any:
-        raise METADATA()
-
-    @metadata.setter
-    def metadata(self, value: Any) -> None:
-        _METADATA.__set__(self, value)
-
-    @property
-    def query_len(self) -> int | None:
+    def __getattribute__(self, name: str) -> Any:
+        if name == "metadata":
+            raise refusals.METADATA()
         # As where nobody said it: a graph of mixed batches serves others than this one too.
-        return None
-
-    @query_len.setter
-    def query_len(self, value: int | None) -> None:
-        _QUERY_LEN.__set__(self, value)
-
-
-# The slots, below the properties.
-_METADATA: Any = vars(ForwardContext)["metadata"]
-_QUERY_LEN: Any = vars(ForwardContext)["query_len"]
+        return None if name == "query_len" else super().__getattribute__(name)
 
 
 def withhold(context: ForwardContext) -> None:
@@ -329,17 +292,17 @@ class SideDoors:
     ) -> Any:
         """Run an eager part, and see what it makes; those inside of it are part of it. In a capture
         it may read no tensor that `guard` owns, unless it was given it, and write no copy."""
-        for mode in dispatch_modes():
+        for mode in torch_names.dispatch_modes():
             if isinstance(mode, _PartWatch) and mode.doors is self:
                 return function(*args, **kwargs)
         if guard is None:  # else the capture has looked
             refuse_transform(function)
         memory = _memory_of(tree.tensors(args, kwargs))
-        watch = _PartWatch(self, name_of(function), memory, guard)
         undo.set(in_eager_part, frozenset(memory))
         # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
         # one side alone: graph and part each make their own at a replay.
         torch.clear_autocast_cache()
+        watch = _PartWatch(self, name_of(function), memory, guard)
         result = watch.around(partial(function, *args, **kwargs))
         torch.clear_autocast_cache()
         return result
@@ -354,7 +317,8 @@ class SideDoors:
             for key, each in self.made.items()
             if not each[0].expired()  # type: ignore[no-untyped-call]
         }
-        self._check_remade()
+        if self._remade:
+            self._check_remade()
 
     def check(self, tensors: Iterable[torch.Tensor], what: str, op: object = None) -> None:
         """Raise `SideDoorError` if the open capture may not read one of these."""
@@ -367,14 +331,14 @@ class SideDoors:
             got = f"{described(tensor)}, made at {source or 'an unknown line'}"
             is_older = capture != self._capture
             how = " again at every step" if is_older else ""
-            refusal = SIDE_DOOR(got, op=op, what=what, part=part, how=how)
+            refusal = refusals.SIDE_DOOR(got, op=op, what=what, part=part, how=how)
             if not is_older:
                 raise refusal
             self._remade.setdefault((part, source), refusal)
             self._check_remade()
 
     def _check_remade(self) -> None:
-        for _, (part, source, capture) in self.made.values() if self._remade else ():
+        for _, (part, source, capture) in self.made.values():
             if capture == self._capture and (part, source) in self._remade:
                 raise self._remade.pop((part, source))
 
@@ -434,7 +398,7 @@ class _PartWatch(ThreadMode):
 
     def _check_read(self, guard: CaptureGuard, tensor: torch.Tensor, func: Any) -> None:
         if tensor.untyped_storage().data_ptr() not in self._addresses and guard.owns(tensor):
-            raise HIDDEN_TENSOR(described(tensor), op=func, part=self._part)
+            raise refusals.HIDDEN_TENSOR(described(tensor), op=func, part=self._part)
 
 
 in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_part", default=None)
@@ -448,8 +412,10 @@ side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", defa
 def refuse_transform(function: Callable[..., Any]) -> None:
     """Raise `CaptureError` inside of a transform: a replay calls the eager part outside of it, and
     what the transform hands it is no tensor with memory."""
-    if in_transform():
-        raise TRANSFORMED_BREAK("an eager part of a transformed function", part=name_of(function))
+    if torch_names.in_transform():
+        raise refusals.TRANSFORMED_BREAK(
+            "an eager part of a transformed function", part=name_of(function)
+        )
 
 
 def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -495,7 +461,7 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
         if capture is not None and capture.breakable:
             return cast(R, capture.run_eagerly(function, args, kwargs))
         if capture is not None and capture.must_break:
-            raise MISSED_BREAK(name_of(function))
+            raise refusals.MISSED_BREAK(name_of(function))
         work = counted.get()
         if work is not None:
             work.breaks += 1
@@ -530,7 +496,7 @@ def check_traced(codes: Iterable[CodeType]) -> None:
     """Raise `RefusedOpError` if code that a compiler has traced, `codes`, calls a function that
     is marked `@eager_break`: it is part of what was compiled."""
     if not _codes.isdisjoint(codes):
-        raise MISSED_BREAK("a function that was traced")
+        raise refusals.MISSED_BREAK("a function that was traced")
 
 
 def check_break(name: str) -> None:
@@ -539,7 +505,7 @@ def check_break(name: str) -> None:
     # Overloads for named dimensions call another one of the same name.
     known = {
         each: _is_composite(f"{base}.{each}" if each else base)
-        for each in (schema.overload_name for schema in schemas_of_operator(base))
+        for each in (schema.overload_name for schema in torch_names.schemas_of_operator(base))
         if overload in ("", each) and "dimname" not in each.lower() and not each.startswith("names")
     }
     overloads = {each: composite for each, composite in known.items() if composite is not None}
@@ -564,6 +530,6 @@ def _is_composite(operator: str) -> bool | None:
     """Whether an operator has no kernel of its own; None where it is none for tensors: TorchScript
     has overloads for lists and numbers."""
     try:
-        return has_kernel(operator, "CompositeImplicitAutograd")
+        return torch_names.has_kernel(operator, "CompositeImplicitAutograd")
     except RuntimeError:
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -25,33 +26,10 @@ from graphrt.core.base.thread_mode import outside_modes, set_for_capture, unseen
 from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.batch.context import CaptureTransaction, ForwardContext
 from graphrt.core.batch.modes import GraphMode
+from graphrt.core.capture import guard, refusals
 from graphrt.core.capture.constants import Constants
-from graphrt.core.capture.guard import (
-    CaptureGuard,
-    check_break,
-    host_check,
-    refuse_transform,
-)
-from graphrt.core.capture.refusals import (
-    NESTED_CAPTURE,
-    NOT_STRIDED,
-    RESHAPED_ARGUMENT,
-    described,
-    source_of,
-)
 from graphrt.core.device.contract import Capability, DeviceGraph, Unexplained
-from graphrt.core.replay.entry import (
-    Call,
-    EagerPart,
-    Part,
-    Segment,
-    SegmentHooks,
-    graphs_of,
-    name_of,
-    on_copies,
-    settings_now,
-    under_settings,
-)
+from graphrt.core.replay import entry
 from graphrt.core.replay.pool import GraphPool
 from graphrt.core.replay.recording import active, enter_under_way, freeze_garbage, thaw_garbage
 from graphrt.core.replay.tasks import CapturedTask
@@ -150,12 +128,12 @@ class Recorder:
         pool: GraphPool,
         bridges: Bridges,
         context: ForwardContext,
-        call: Call,
+        call: entry.Call,
         *,
         owned: bool,
         breakable: bool,
         breaks: Iterable[str],
-        hooks: SegmentHooks | None,
+        hooks: entry.SegmentHooks | None,
         bake: bool,
     ) -> None:
         """Of a `call`, whose arguments are `owned` if they were made for it; with `bake` numbers of
@@ -163,7 +141,7 @@ class Recorder:
         self.pool = pool
         self.context = context
         self.breakable = breakable
-        self.parts: list[Part] = []
+        self.parts: list[entry.Part] = []
         # The open segment's graph, and its tasks so far.
         self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None
         self._bridges = bridges
@@ -172,14 +150,16 @@ class Recorder:
         # two names, is given one at its replays too.
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
-        # Tensors outside of the pool with their shapes and addresses: the caller's before the
-        # forward, an eager part's arguments before the part. They must be the same at the end.
-        self._places = [] if owned else _places_of(tree.tensors(*call))
+        tensors = tree.tensors(*call)
+        # Tensors outside of the pool: the caller's as they are before the forward, an eager part's
+        # arguments as they are before the part. They must be the same at the end.
+        self._places = _Places()
+        if not owned:
+            self._places.add(tensors)
         self._around: Mapping[str, Any] = {}
         listed = frozenset(breaks if self.must_break else ())
         for name in listed:
-            check_break(name)
-        tensors = tree.tensors(*call)
+            guard.check_break(name)
         transaction = context.capture or CaptureTransaction()
         lifts, pins = transaction.lifts_constants, pool.platform.needs_pinned_copies
         constants = Constants(pool) if pins and lifts else None
@@ -187,9 +167,10 @@ class Recorder:
         if pool.platform.device_type != "cpu":
             # The error that asks for another try, which lifts constants.
             error = PageableCopyError if pins and not lifts else RefusedOpError
-            withheld = () if bake else _not_lifted(tensors, constants)
-            check_host = host_check(withheld, error, may_draw=transaction.may_draw)
-        self._guard = CaptureGuard(self, context, listed, check_host, constants, pool._owns)
+            # No constants of an earlier piece.
+            withheld = [t for t in tensors if not bake and not (constants and constants.take(t))]
+            check_host = guard.host_check(withheld, error, may_draw=transaction.may_draw)
+        self._guard = guard.CaptureGuard(self, context, listed, check_host, constants, pool._owns)
         self.give(tensors if owned else ())
 
     @property
@@ -207,7 +188,7 @@ class Recorder:
         back and the error explained."""
         outer = active.get()
         if outer is not None and outer.segment_open:
-            raise NESTED_CAPTURE()
+            raise refusals.NESTED_CAPTURE()
         # A lock of C: no interrupt comes between taking it and the body, nor before it is released.
         with self.pool.capture_lock:
             try:
@@ -220,7 +201,7 @@ class Recorder:
                     raise
                 # No local name of it: its traceback has this frame, and would keep the memory of
                 # the capture alive until a collection.
-                raise explained.at(source_of(error)) from error
+                raise explained.at(refusals.source_of(error)) from error
 
     @undoing
     def _record(self, undo: Undo, body: Callable[[], R]) -> R:
@@ -243,7 +224,7 @@ class Recorder:
         undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
         pool._expire_outputs()
         undo.after_error(partial(self.discard, depth))
-        self._around = settings_now() if self.breakable else {}
+        self._around = entry.settings_now() if self.breakable else {}
         self._begin()
         result = body()
         self._end()
@@ -256,26 +237,27 @@ class Recorder:
     ) -> Any:
         """End the segment, run `function`, begin the next segment; returns what readers capture."""
         # Tensors inside of a transform have no memory to be looked at.
-        refuse_transform(function)
+        guard.refuse_transform(function)
         self._end()
-        name, call = name_of(function), (args, kwargs)
+        name, call = entry.name_of(function), (args, kwargs)
         tensors = tree.tensors(*call)
         self.check_read(tensors, f"eager break {name} is given")
-        places = _places_of(tensors)
+        places = _Places()
+        places.add(tensors)
         # Replays call it with the tensors of the capture.
         kept = tree.map_leaves(self.captured_ref, call)
         outside = set(map(id, tree.tensors(*kept)))
-        called = under_settings(
-            on_copies(function) if can_change(args, kwargs) else function, self._around
+        called = entry.under_settings(
+            entry.on_copies(function) if can_change(args, kwargs) else function, self._around
         )
         memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
-        _check_places(places)
-        self._places += [place for place in places if id(place[0]) in outside]
+        places.check()
+        self._places.add([tensor for tensor in tensors if id(tensor) in outside])
         strided(result, f"eager break {name}")
         readable, aliased, recorded = unseen(partial(self._readable, result, memory))
         self.give([leaf for path, leaf in tree.leaves(readable) if path not in aliased])
-        self.parts.append(EagerPart(called, kept, recorded, aliased))
+        self.parts.append(entry.EagerPart(called, kept, recorded, aliased))
         copies = _copies(result, readable)
         # Below a storage that is still alive is one that the part has also kept elsewhere, so this
         # reference to it has to go first.
@@ -291,12 +273,14 @@ class Recorder:
         """The results of an eager part where graphs can read them at every replay; the paths of
         those that stay where they are, in `memory`, which it was given, or in the pool; and the
         results as its entry keeps them."""
-        site = len([part for part in self.parts if isinstance(part, EagerPart)])
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
             return tensor.untyped_storage().data_ptr() in memory or self.pool._owns(tensor)
 
-        readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=self.pooled_like)
+        # Not of all parts: a segment may have operators at one size only.
+        site = len([part for part in self.parts if isinstance(part, entry.EagerPart)])
+        allocate = self.pooled_like
+        readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=allocate)
         # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
         return readable, aliased, tree.map_leaves(self._kept_apart, readable)
 
@@ -358,7 +342,9 @@ class Recorder:
         """Pool memory with the shape and dtype of `like`; None where there can be none."""
         platform = self.pool.platform
         # Only a graph that is captured already keeps the pool alive as long as the entry.
-        keeps_pool = Capability.ALLOCATE_IN_POOL in platform.capabilities and graphs_of(self.parts)
+        keeps_pool = Capability.ALLOCATE_IN_POOL in platform.capabilities and entry.graphs_of(
+            self.parts
+        )
         if not keeps_pool or like.device.type != platform.device_type:
             return None
         tensor = unseen(partial(self._allocated, like))
@@ -388,7 +374,7 @@ class Recorder:
     def _end(self) -> None:
         assert self._open is not None
         (graph, tasks), platform = self._open, self.pool.platform
-        _check_places(self._places)
+        self._places.check()
         self._guard.end()
         if self._hooks is not None:
             self._hooks.end_of_capture()
@@ -396,7 +382,9 @@ class Recorder:
         before = [] if self._guard.constants is None else self._guard.constants.checks()
         if self._hooks is not None:
             before.append(self._hooks.before_replay)
-        segment = Segment(self.pool.platform, graph, tasks, before) if tasks or before else graph
+        segment = (
+            entry.Segment(self.pool.platform, graph, tasks, before) if tasks or before else graph
+        )
         if recorded:
             self.parts.append(segment)
         self._open = None
@@ -409,7 +397,7 @@ class Recorder:
         """Discard the captured parts and the open segment, and leave the dispatch modes above
         `depth` that a failed forward has left. May be called again."""
         self._guard.remove()
-        captured = graphs_of(self.parts)
+        captured = entry.graphs_of(self.parts)
         if self._open is not None:
             if self._open[0] not in captured:
                 self.pool.platform.abort_capture(self._open[0])
@@ -420,27 +408,29 @@ class Recorder:
         self.parts.clear()
 
 
-def _not_lifted(
-    tensors: Iterable[torch.Tensor], constants: Constants | None
-) -> Iterable[torch.Tensor]:
-    """The arguments that are no constants of an earlier piece."""
-    return tensors if constants is None else [t for t in tensors if not constants.take(t)]
+class _Places:
+    """Tensors, with what and where they were when they were first seen."""
 
+    def __init__(self) -> None:
+        self._tensors: dict[int, torch.Tensor] = {}
+        # By what gives a thing to compare, that of each: all are compared at every segment, in C.
+        self._before: dict[Callable[[torch.Tensor], object], list[object]] = defaultdict(list)
 
-_Places = list[tuple[torch.Tensor, tuple[object, ...]]]
-"""Tensors, with what and where they are."""
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout is torch.strided and id(tensor) not in self._tensors:
+                self._tensors[id(tensor)] = tensor
+                for get in tree.PLACEMENT:
+                    self._before[get].append(get(tensor))
 
-
-def _places_of(tensors: Iterable[torch.Tensor]) -> _Places:
-    return [(each, tree.identity(each)) for each in tensors if each.layout is torch.strided]
-
-
-def _check_places(places: _Places) -> None:
-    """Raise `RefusedOpError` for a tensor that has another shape or other memory by now: replays
-    would do that to it again, or give an eager part what is there then."""
-    for tensor, before in places:
-        if tree.identity(tensor) != before:
-            raise RESHAPED_ARGUMENT(f"now {described(tensor)}")
+    def check(self) -> None:
+        """Raise `RefusedOpError` for a tensor that has another shape or other memory by now:
+        replays would do that to it again, or give an eager part what is there then."""
+        for get, before in self._before.items():
+            if [*map(get, self._tensors.values())] != before:
+                pairs = zip(self._tensors.values(), before, strict=True)
+                moved = next(tensor for tensor, was in pairs if get(tensor) != was)
+                raise refusals.RESHAPED_ARGUMENT(f"now {refusals.described(moved)}")
 
 
 def _copies(result: Any, readable: Any) -> dict[StorageWeakRef, list[torch.Tensor]]:
@@ -461,7 +451,7 @@ def strided(result: Any, what: str = "the forward") -> Any:
     memory."""
     for tensor in tree.tensors(result):
         if tensor.layout is not torch.strided:
-            raise NOT_STRIDED(f"{tensor.layout}, {tensor.dtype}", what=what)
+            raise refusals.NOT_STRIDED(f"{tensor.layout}, {tensor.dtype}", what=what)
     return result
 
 

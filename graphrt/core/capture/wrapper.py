@@ -9,23 +9,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
-from graphrt.core.base import tree
+from graphrt.core.base import errors, option_values, tree
 from graphrt.core.base._undo import Undo, undoing
-from graphrt.core.base.errors import (
-    CaptureError,
-    InvalidModeError,
-    PlatformError,
-    PoolError,
-    Uncopied,
-)
 from graphrt.core.base.homes import public
-from graphrt.core.base.option_values import (
-    check_callable,
-    check_hashable,
-    check_kind,
-    check_takes,
-    flag,
-)
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode, graphs_off
@@ -35,13 +21,7 @@ from graphrt.core.device.contract import DeviceGraph
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.dispatch.reasons import Reason
-from graphrt.core.replay.entry import (
-    Entry,
-    SegmentHooks,
-    bound_arguments,
-    graphs_of,
-    name_of,
-)
+from graphrt.core.replay.entry import Entry, SegmentHooks, bound_arguments, graphs_of, name_of
 from graphrt.core.replay.pool import GraphPool, in_turn
 from graphrt.core.replay.recording import is_inside_capture, under_way
 
@@ -138,12 +118,9 @@ class WrapperGraphs:
 
     def take(self, descriptor: BatchDescriptor | None) -> Sequence[DeviceGraph]:
         """The graphs of one descriptor, or of all, which no step finds any more."""
-        if descriptor is None:
-            taken = list(self.entries.values())
-        else:
-            check_hashable("descriptor", descriptor)
-            entry = self.entries.get(descriptor)
-            taken = [] if entry is None else [entry]
+        option_values.check_hashable("descriptor", descriptor)
+        keys = list(self.entries) if descriptor is None else [descriptor]
+        taken = [self.entries[key] for key in keys if key in self.entries]
         self.by_slot.clear()
         for entry in taken:
             # By that a runner's step knows that there is nothing to replay any more.
@@ -159,7 +136,7 @@ class WrapperGraphs:
 
 
 @public("graphrt")
-class GraphWrapper(Uncopied):
+class GraphWrapper(errors.Uncopied):
     """Wraps `runnable` so that steps of `runtime_mode` capture and replay it.
 
     1. Without a context, under mode NONE or under another mode than its own it calls the runnable:
@@ -197,16 +174,16 @@ class GraphWrapper(Uncopied):
         changes in Python. Raises `InvalidModeError` unless the mode is PIECEWISE or
         FULL, and `InvalidOptionError`.
         """
-        check_callable("runnable", runnable)
-        check_kind("hooks", hooks, SegmentHooks)
-        check_takes("read_context", read_context, "read_context()")
-        check_kind("pool", pool, GraphPool)
-        check_kind("options", options, GraphOptions)
-        flag("breakable", breakable)
+        option_values.check_callable("runnable", runnable)
+        option_values.check_kind("hooks", hooks, SegmentHooks)
+        option_values.check_takes("read_context", read_context, "read_context()")
+        option_values.check_kind("pool", pool, GraphPool)
+        option_values.check_kind("options", options, GraphOptions)
+        option_values.flag("breakable", breakable)
         self.runnable = runnable
         self.runtime_mode = GraphMode.parse(runtime_mode)
         if self.runtime_mode not in (GraphMode.FULL, GraphMode.PIECEWISE):
-            raise InvalidModeError(
+            raise errors.InvalidModeError(
                 "a wrapper captures in one runtime mode",
                 got=self.runtime_mode.name,
                 expected="FULL or PIECEWISE",
@@ -283,13 +260,15 @@ class GraphWrapper(Uncopied):
         if descriptor is None:
             return None
         if type(descriptor) is not BatchDescriptor:
-            check_kind("descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)")
+            option_values.check_kind(
+                "descriptor", descriptor, BatchDescriptor, example="BatchDescriptor(4)"
+            )
         entry = graphs.entries.get(descriptor)
         if entry is None:
             return None
         again = context.token is not None and entry.captured_in is context.token
         if again or context.capture is not None:
-            raise CaptureError(
+            raise errors.CaptureError(
                 "a wrapper was called for a descriptor that it has captured, in the step that "
                 "captures it, or to capture it a second time",
                 got=descriptor,
@@ -366,9 +345,16 @@ class GraphWrapper(Uncopied):
             if transaction is None:
                 pool.pieces.take_back(context)
 
+        def run() -> Any:
+            result = self.runnable(*args, **kwargs)
+            recorder.forward_returned(result)
+            if self.options.outputs != "static":
+                return result
+            return graphs.bridges.fix(_STATIC, result, stays=lambda path, tensor: False)[0]
+
         undo.after_error(take_back)
         pool.pieces.check_held((args, kwargs), context)
-        result = recorder.record(partial(self._run, args, kwargs, recorder))
+        result = recorder.record(run)
         outputs = tree.map_leaves(recorder.captured_ref, result)
         entry = self.entry_class(descriptor, tuple(recorder.parts), outputs, bound, context.token)
         if self.options.outputs != "static":
@@ -383,18 +369,9 @@ class GraphWrapper(Uncopied):
         return entry, result
 
     def _tell_pool(self, context: ForwardContext) -> None:
-        transaction = context.capture
-        if context.descriptor is not None and (transaction is None or transaction.tells_pool):
+        if context.capture is None or context.capture.tells_pool:
+            assert context.descriptor is not None
             self.pool._captured(self, context.descriptor)
-
-    def _run(self, args: Any, kwargs: Any, recorder: Recorder | None = None) -> Any:
-        """What the runnable returns, in static buffers where these are asked for."""
-        result = self.runnable(*args, **kwargs)
-        if recorder is not None:
-            recorder.forward_returned(result)
-        if self.options.outputs != "static":
-            return result
-        return self._graphs.bridges.fix(_STATIC, result, stays=lambda path, tensor: False)[0]
 
     def __getattr__(self, name: str) -> Any:
         if name == "runnable":
@@ -455,11 +432,11 @@ class GraphWrapper(Uncopied):
             in_turn(self.pool, "move_to()", partial(self._move_to, pool))
 
     def _move_to(self, pool: GraphPool) -> None:
-        check_kind("pool", pool, GraphPool, optional=False)
+        option_values.check_kind("pool", pool, GraphPool, optional=False)
         pool.check_open()
         pool.check_is_of(self.pool.platform, self.pool.device)
         if self.entries:
-            raise PoolError(
+            raise errors.PoolError(
                 "a wrapper cannot be moved to another pool: its graphs lie in this one",
                 got=", ".join(map(str, self.entries)),
                 expected="no graphs",
@@ -512,7 +489,7 @@ def wrapper_class(platform: Platform | str | None) -> type[GraphWrapper]:
             return cast(type[GraphWrapper], wrapper)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         cause = error
-    raise PlatformError(
+    raise errors.PlatformError(
         f"{path}, the wrapper class of platform {platform.name!r}, cannot be imported, belongs to "
         "another one, or is no wrapper",
         got=cause or f"{wrapper}, platform_name = {getattr(wrapper, 'platform_name', None)!r}",

@@ -12,14 +12,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from graphrt.core.base import tree
-from graphrt.core.base.errors import (
-    BakedScalarError,
-    BreakError,
-    CaptureError,
-    MissingUpdateError,
-    StaleInputError,
-)
+from graphrt.core.base import errors, tree
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown, told
 from graphrt.core.base.thread_mode import without_gradients
@@ -73,7 +66,7 @@ def deliver(
         return
     old, new = list(tree.leaves(recorded)), list(tree.leaves(result))
     if [path for path, _ in old] != [path for path, _ in new]:
-        raise BreakError(
+        raise errors.BreakError(
             f"eager break {name_of(function)} returned another structure than at capture",
             got=[path for path, _ in new],
             expected=[path for path, _ in old],
@@ -83,7 +76,7 @@ def deliver(
         if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
             _deliver_tensor(path, before, now, function, aliased)
         elif type(before) is not type(now) or not _is_same_value(before, now):
-            raise BakedScalarError(
+            raise errors.BakedScalarError(
                 f"eager break {name_of(function)} returned another value than the graph holds"
                 f"{' at ' + path if path else ''}",
                 got=told(now),
@@ -121,7 +114,7 @@ def _deliver_tensor(
         or recorded.dtype != result.dtype
         or result.layout is not torch.strided
     ):
-        raise BreakError(
+        raise errors.BreakError(
             f"eager break {name_of(function)} returned another tensor than at capture"
             f"{' at ' + path if path else ''}",
             got=f"{result.dtype} {tuple(result.shape)}"
@@ -137,7 +130,7 @@ def _deliver_tensor(
     ):
         return
     if path in aliased and recorded.numel():
-        raise BreakError(
+        raise errors.BreakError(
             f"eager break {name_of(function)} returned memory of its own where it returned an "
             f"argument at capture{', at ' + path if path else ''}",
             got="a fresh tensor",
@@ -219,7 +212,7 @@ def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> C
         if value == around[each]:
             continue
         if not each.startswith(_AUTOCAST):
-            raise CaptureError(
+            raise errors.CaptureError(
                 f"the forward enters another setting around eager break {name_of(function)}, which "
                 "a replay calls by itself",
                 got=f"{each}: {value}",
@@ -353,7 +346,7 @@ class TaskTable:
             return None
         # Asking whether it is a mapping takes longer than the rest, and it is a dict as a rule.
         if type(updates) is not dict and not isinstance(updates, Mapping):
-            raise MissingUpdateError(
+            raise errors.MissingUpdateError(
                 "a graph with updatable tasks was replayed without updates",
                 got=shown(updates),
                 expected=", ".join(dict.fromkeys(task.spec.group for task in self.tasks)),
@@ -425,7 +418,7 @@ class Entry:
         if now == then:
             return
         path = next(path for path in {**now, **then} if now.get(path) != then.get(path))
-        raise StaleInputError(
+        raise errors.StaleInputError(
             f"argument {path} of {name} is not where the graph of [{self.descriptor}] reads it",
             got=now.get(path, "no such argument"),
             expected=then.get(path, "no such argument at capture"),

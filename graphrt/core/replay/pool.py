@@ -16,17 +16,8 @@ from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
-from graphrt.core.base import tree
+from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo
-from graphrt.core.base.errors import (
-    CaptureError,
-    GraphRTError,
-    InvalidOptionError,
-    PoolBusyError,
-    PoolClosedError,
-    PoolError,
-    Uncopied,
-)
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_callable
 from graphrt.core.batch.context import ForwardContext
@@ -91,8 +82,8 @@ def _in_child() -> None:
         pool.owner = _LEFT_BEHIND
 
 
-def _left_behind_error() -> PoolError:
-    return PoolError(
+def _left_behind_error() -> errors.PoolError:
+    return errors.PoolError(
         "the process had graph pools when it was forked: neither they nor new ones can be used in "
         "the child",
         expected="a process of its own for model, pool and runner",
@@ -217,8 +208,8 @@ class PieceSteps:
                 raise _behind_a_replay(context)
 
 
-def _behind_a_replay(context: ForwardContext) -> CaptureError:
-    return CaptureError(
+def _behind_a_replay(context: ForwardContext) -> errors.CaptureError:
+    return errors.CaptureError(
         "a piece would be captured behind a replay of its step: what that left in the pool nobody "
         "holds, and the capture may have its memory",
         got=f"{context.mode.name} [{context.descriptor}]",
@@ -342,7 +333,7 @@ class CaptureSession:
 
 
 @public("graphrt")
-class GraphPool(Uncopied):
+class GraphPool(errors.Uncopied):
     """Memory that graphs share when they never run concurrently: sizes, pieces, target and draft.
 
     A replay may overwrite the outputs of any other graph in the pool, so outputs are valid until
@@ -522,7 +513,7 @@ class GraphPool(Uncopied):
         if self.owner is not None or self.pieces.entered is not None:
             raise self.busy_error(None)
 
-    def busy_error(self, context: object) -> GraphRTError:
+    def busy_error(self, context: object) -> errors.GraphRTError:
         """The error for `context`, which finds the pool taken. Not without effect: a step of this
         thread that waits for its updates is ended by its `refusal`, so that the next can run, and
         that has an error of its own.
@@ -532,8 +523,8 @@ class GraphPool(Uncopied):
         # Read once: another thread's next step may own it meanwhile.
         owner = self.owner
         refuse = getattr(owner, "refusal", None)
-        own_error: GraphRTError | None = None if refuse is None else refuse(self)
-        return own_error or PoolBusyError(
+        own_error: errors.GraphRTError | None = None if refuse is None else refuse(self)
+        return own_error or errors.PoolBusyError(
             "two steps use one graph pool at the same time",
             got=f"{context} in thread {get_ident()} while {owner or self.pieces.context} is under "
             "way",
@@ -587,7 +578,7 @@ class GraphPool(Uncopied):
     def check_open(self) -> None:
         """Raise `PoolClosedError` after `close()`."""
         if self.closed:
-            raise PoolClosedError(
+            raise errors.PoolClosedError(
                 "the graph pool is closed",
                 expected="an open pool",
                 advice="create a new GraphPool and new wrappers or runners over it",
@@ -599,7 +590,7 @@ class GraphPool(Uncopied):
         if name != self.platform.name or (
             device is not None and device_of(self.platform, device) != self.device
         ):
-            raise InvalidOptionError(
+            raise errors.InvalidOptionError(
                 "the pool belongs to another platform or another device",
                 got=f"a pool of {self.platform.name!r} on {self.device}",
                 expected=f"one of {name!r}" + (f" on {device}" if device else ""),

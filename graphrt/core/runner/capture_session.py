@@ -13,18 +13,13 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import torch
 
-from graphrt.core.base import tree
+from graphrt.core.base import errors, tree
 from graphrt.core.base._undo import Undo, note, undoing
-from graphrt.core.base.errors import (
-    GraphRTError,
-    PageableCopyError,
-    ResourceExhaustedError,
-    StreamBudgetError,
-)
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import check_takes
 from graphrt.core.base.texts import counted, seconds_text
@@ -40,14 +35,8 @@ from graphrt.core.inputs.declared import flat_of
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.recording import enter_under_way, freeze_garbage, thaw_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
+from graphrt.core.runner import graph_table
 from graphrt.core.runner.executor import StepExecutor
-from graphrt.core.runner.graph_table import (
-    DroppedGraph,
-    GraphRecord,
-    GraphTable,
-    PreparedStep,
-    tell_dropped,
-)
 from graphrt.core.runner.host import Phase
 from graphrt.core.runner.trials import try_examples
 from graphrt.core.trust.snapshot import StateSnapshot
@@ -69,7 +58,7 @@ class CaptureProgress:
     `captured` is what was captured in this call, `left` how many graphs are still to be tried.
     """
 
-    captured: tuple[GraphRecord, ...]
+    captured: tuple[graph_table.GraphRecord, ...]
     left: int
 
 
@@ -138,7 +127,7 @@ def capture_next(executor: StepExecutor) -> CaptureProgress:
 
 
 def capture_for_step(
-    graphs: GraphTable,
+    graphs: graph_table.GraphTable,
     batch: Batch,
     dispatch: Dispatch,
     values: Mapping[str, Any],
@@ -165,7 +154,7 @@ def capture_for_step(
     return graphs.dispatcher.dispatch(batch, agreed=agreed), values
 
 
-def _agree_on(graphs: GraphTable, keys: Sequence[CaptureKey]) -> None:
+def _agree_on(graphs: graph_table.GraphTable, keys: Sequence[CaptureKey]) -> None:
     """With `Host(ranks=)` raise where another rank is to capture others than these."""
     ranks = graphs.setup.host.ranks
     if ranks is not None:
@@ -178,7 +167,7 @@ def _finish(executor: StepExecutor) -> None:
     graphs, setup = executor.graphs, executor.graphs.setup
     graphs.seal()
     if graphs.dropped:
-        tell_dropped(graphs.dropped, len(setup.plan.keys), strict=setup.options.strict)
+        _tell_dropped(graphs.dropped, len(setup.plan.keys), strict=setup.options.strict)
     if setup.host.example is not None:
         try:
             try_examples(executor, setup.host.example, graphs.release)
@@ -186,6 +175,30 @@ def _finish(executor: StepExecutor) -> None:
             # A trial would fail again: `capture_next()` tries no graph until `release()`.
             graphs.leave_out(setup.plan.keys)
             raise
+
+
+def _tell_dropped(
+    dropped: Sequence[graph_table.DroppedGraph], planned: int, *, strict: bool
+) -> None:
+    """Warn of graphs that did not fit on the device; with `strict` raise
+    `ResourceExhaustedError`. Of each reason the first graph is named."""
+    what = f"{len(dropped)} of {planned} graphs did not fit on the device"
+    first = {each.reason: f"{each.mode.name} [{each.descriptor}]" for each in reversed(dropped)}
+    lines = "".join(
+        f"\n  {graph}: {'; '.join(map(str.strip, reason.splitlines()))}"
+        for reason, graph in first.items()
+    )
+    if strict:
+        raise errors.ResourceExhaustedError(
+            what,
+            got=lines,
+            expected="every planned graph (strict=True)",
+            advice="capture fewer sizes, or leave the KV cache less memory; what is captured "
+            "serves",
+        )
+    errors.warn_caller(
+        f"{what}, and batches that no other serves run eagerly:{lines}", errors.GraphsDroppedWarning
+    )
 
 
 class CaptureSession:
@@ -202,11 +215,12 @@ class CaptureSession:
     smaller ones after it may fit.
     """
 
-    def __init__(self, graphs: GraphTable) -> None:
+    def __init__(self, graphs: graph_table.GraphTable) -> None:
         setup = self._setup = graphs.setup
         self._graphs = graphs
         # Steps on another stream may still use the state that is saved.
         setup.pool.streams.follow()
+        has_parts = setup.plan.mode.has_piecewise
         platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
         declared = [*setup.host.state]
         self._state = WatchedState(
@@ -215,12 +229,12 @@ class CaptureSession:
             graphs.warmed_up,
             pads=setup.inputs.declared.addresses,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
-            has_parts=graphs.has_pieces,
+            has_parts=has_parts,
         )
         self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
         # Only PIECEWISE captures ask what eager parts have made, and watching for that takes longer
         # than small operators do.
-        self._doors = SideDoors() if graphs.has_pieces else None
+        self._doors = SideDoors() if has_parts else None
 
         # The tokens of every request, where no graph is for other batches.
         lengths = {descriptor.query_len for _, descriptor in setup.plan.keys}
@@ -262,7 +276,7 @@ class CaptureSession:
             if uncompiled:
                 # Of all rows, where no graph is planned.
                 rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
-                self._run(PreparedStep(graphs, *(keys or [(GraphMode.NONE, rows)])[0]))
+                self._run(graph_table.PreparedStep(graphs, *(keys or [(GraphMode.NONE, rows)])[0]))
             if not graphs.records:
                 graphs.reads.record()
             if keys:
@@ -281,7 +295,7 @@ class CaptureSession:
                 if progress is not None:
                     progress(len(tried), len(keys), key[1])
                 tried.append(key)
-                self._capture_or_drop(PreparedStep(self._graphs, *key))
+                self._capture_or_drop(graph_table.PreparedStep(self._graphs, *key))
             self._settle(more=more)
         except BaseException as error:
             try:
@@ -293,18 +307,18 @@ class CaptureSession:
                 self._graphs.leave_out(tried)
             raise
 
-    def _capture_or_drop(self, graph: PreparedStep) -> None:
+    def _capture_or_drop(self, graph: graph_table.PreparedStep) -> None:
         try:
             self._capture_one(graph)
-        except ResourceExhaustedError as error:
-            dropped = DroppedGraph(graph.mode, graph.descriptor, str(error))
+        except errors.ResourceExhaustedError as error:
+            dropped = graph_table.DroppedGraph(graph.mode, graph.descriptor, str(error))
             self._graphs.left_out[graph.slot] = dropped
         except BaseException as error:
             note(error, f"while capturing {graph}")
             raise
 
     @undoing
-    def _capture_one(self, undo: Undo, graph: PreparedStep) -> None:
+    def _capture_one(self, undo: Undo, graph: graph_table.PreparedStep) -> None:
         """Capture and publish a graph; if that raises, it is whole or gone."""
         # Once more: there may have been no room to put the state back.
         undo.after_error(self._state.restore)
@@ -314,7 +328,7 @@ class CaptureSession:
         self._graphs.begun[graph.slot] = graph
         self._graphs.publish(graph, self._captured(graph))
 
-    def _captured(self, graph: PreparedStep) -> GraphRecord:
+    def _captured(self, graph: graph_table.PreparedStep) -> graph_table.GraphRecord:
         """Warm up and capture one graph, in its transaction, which can take it back."""
         pool, transaction = self._setup.pool, graph.transaction
         started, before = time.perf_counter(), pool.bytes()
@@ -333,10 +347,10 @@ class CaptureSession:
         outside = pool.platform.driver_bytes()
         try:
             self._attempt(graph)
-        except StreamBudgetError:
+        except errors.StreamBudgetError:
             self._streams.failed(graph)
             raise
-        return GraphRecord(
+        return graph_table.GraphRecord(
             graph.mode,
             graph.descriptor,
             time.perf_counter() - started,
@@ -347,7 +361,7 @@ class CaptureSession:
             started,
         )
 
-    def _warm_up(self, graph: PreparedStep) -> GraphWork | None:
+    def _warm_up(self, graph: graph_table.PreparedStep) -> GraphWork | None:
         """Run the forward as often as the options say; returns the work that the last run issued
         where the device asks for it."""
         work = None
@@ -358,28 +372,28 @@ class CaptureSession:
                 work = None if count is None else count.work
         except Exception as error:
             # Nobody has explained it: the device may just have no room for this size.
-            if not isinstance(error, GraphRTError):
+            if not isinstance(error, errors.GraphRTError):
                 explained = self._setup.pool.platform.explain(error)
-                if isinstance(explained, ResourceExhaustedError):
+                if isinstance(explained, errors.ResourceExhaustedError):
                     raise explained from error
             raise
         return work
 
-    def _attempt(self, graph: PreparedStep) -> None:
+    def _attempt(self, graph: graph_table.PreparedStep) -> None:
         try:
             self._run(graph, captures=True)
-        except PageableCopyError:
+        except errors.PageableCopyError:
             if graph.transaction.lifts_constants:
                 raise
             graph.transaction.rollback()
-            graph.transaction.lifts_constants = self._graphs.lifts_constants = True
+            graph.transaction.lifts_constants = True
             self._attempt(graph)
 
     @undoing
     def _run(
         self,
         undo: Undo,
-        graph: PreparedStep,
+        graph: graph_table.PreparedStep,
         *,
         captures: bool = False,
         kind: Hashable = None,
@@ -399,7 +413,8 @@ class CaptureSession:
             graph.ring.expect_capture(graph.layout.fetch)
         if host.bind is not None:
             phase: Phase = "capture" if captures else "warmup"
-            host.bind(graph.readable, graph.descriptor, phase)
+            # Read-only: no graph would read a tensor that the host puts there.
+            host.bind(MappingProxyType(graph.layout.views), graph.descriptor, phase)
         context = ForwardContext(
             graph.mode if captures else GraphMode.NONE,
             graph.descriptor,
@@ -461,7 +476,7 @@ class CaptureSession:
         # `_run` may have failed in this very call, and `OutputLayout.resolve` continues after
         # errors: restore again.
         undo.after_error(self._state.restore)
-        self._run(PreparedStep(self._graphs, GraphMode.NONE, rows))
+        self._run(graph_table.PreparedStep(self._graphs, GraphMode.NONE, rows))
 
 
 def _growth(before: int | None, after: int | None) -> int | None:
@@ -483,7 +498,7 @@ class StreamLedger:
         self._before = self._first = platform.stream_room()
         self._needs: dict[Hashable, int] = {}
 
-    def counter(self, graph: PreparedStep) -> WorkCount | None:
+    def counter(self, graph: graph_table.PreparedStep) -> WorkCount | None:
         """For the work of a warm-up of this graph, where the device tells of streams."""
         if self._first is None:
             return None
@@ -491,7 +506,7 @@ class StreamLedger:
         count.work.in_pieces = graph.mode is GraphMode.PIECEWISE
         return count
 
-    def check(self, graph: PreparedStep, work: GraphWork | None = None) -> None:
+    def check(self, graph: graph_table.PreparedStep, work: GraphWork | None = None) -> None:
         """Before a graph, and after its warm-up, which issued this `work`; without it nothing is
         known of the first graph of a kind.
 
@@ -504,7 +519,7 @@ class StreamLedger:
         if room is not None and needed is not None and needed > room.usable:
             raise _too_few_streams(needed, room)
 
-    def took(self, graph: PreparedStep) -> int | None:
+    def took(self, graph: graph_table.PreparedStep) -> int | None:
         """Note what a graph took since `check`, and return it; raises `StreamBudgetError` if that
         is of what must stay free."""
         before, after = self._before, self._room()
@@ -515,7 +530,7 @@ class StreamLedger:
             raise _too_few_streams(taken, before)
         return taken
 
-    def failed(self, graph: PreparedStep) -> None:
+    def failed(self, graph: graph_table.PreparedStep) -> None:
         """Note that a graph ran out of streams after its capture had begun."""
         if self._before is not None:
             self._needs[graph.mode, graph.descriptor.kind] = self._before.usable + 1
@@ -527,8 +542,8 @@ class StreamLedger:
         return None if room is None else StreamRoom(room.free, self._first.reserve)
 
 
-def _too_few_streams(needed: int, room: StreamRoom) -> StreamBudgetError:
-    return StreamBudgetError(
+def _too_few_streams(needed: int, room: StreamRoom) -> errors.StreamBudgetError:
+    return errors.StreamBudgetError(
         "the device has too few free streams for this graph",
         got=f"{room.free} free, {room.reserve} of them kept in reserve",
         expected=f"{needed}, by its warm-up or by a graph of the same kind",

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from graphrt.core.base import tree
+from graphrt.core.base import errors, tree
 from graphrt.core.base._native_door import NativePath
-from graphrt.core.base.errors import InvalidBatchError, StateTooLargeError, VerificationError
 from graphrt.core.batch.descriptor import Batch, checked_batch
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import Count
@@ -187,7 +186,7 @@ class StepEngine:
                 return dispatch, self._executor.run_padded(step)
             try:
                 return run_trial(self._executor, step, differing)
-            except StateTooLargeError as error:
+            except errors.StateTooLargeError as error:
                 reason = checks.cannot_try(dispatch.slot, error)
         eager = self._dispatcher.run_eagerly(dispatch, step.batch, reason)
         if not step.agreed:
@@ -222,7 +221,7 @@ class StepEngine:
             or prepared.descriptor != dispatch.descriptor
             or batch.num_tokens > prepared.tokens
         ):
-            raise InvalidBatchError(
+            raise errors.InvalidBatchError(
                 "there is no graph whose padding the step could have",
                 got=f"{batch} and {dispatch}",
                 expected="a dispatch with Reason.HIT of this batch, by a graph that is captured",
@@ -242,7 +241,7 @@ class StepEngine:
         batch = checked_batch(batch_of(self._executor.inputs, values) if batch is None else batch)
         dispatch = self._dispatcher.dispatch(batch)
         if dispatch.reason is Reason.NOT_CAPTURED:
-            raise VerificationError(
+            raise errors.VerificationError(
                 "there is no graph yet that could be verified",
                 got=f"{batch}: {dispatch.reason.value}",
                 expected="a captured graph",

@@ -129,7 +129,7 @@ class StepExecutor:
             pool._expire_outputs()
         if self._bind is not None:
             phase: Phase = "eager" if eager else "replay"
-            self._bind(prepared.readable, prepared.descriptor, phase)
+            self._bind(MappingProxyType(prepared.layout.views), prepared.descriptor, phase)
         if context is None:
             entry: Any = prepared.entry
             pool.generation += 1

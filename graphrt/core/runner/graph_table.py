@@ -4,25 +4,15 @@ of them, with what its capture and each of its steps need."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from graphrt.core.base import errors
 from graphrt.core.base._native_door import NativeReplay
-from graphrt.core.base.errors import (
-    CaptureError,
-    GraphRTError,
-    GraphsDroppedWarning,
-    PoolClosedError,
-    RefusedOpError,
-    ResourceExhaustedError,
-    UntrackedWeightsError,
-    warn_caller,
-)
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.batch.context import CaptureTransaction
@@ -92,17 +82,18 @@ class PreparedStep:
         self.reqs = room_for_reqs(descriptor, inputs.reqs)
         layout = self.layout = inputs.layout(descriptor.num_tokens, self.reqs)
         # Pieces that the forward brings along itself are reached by running it.
-        self.wrapper = graphs.wrappers.get(mode)
+        self.wrapper = setup.wrappers.get(mode)
         self.call: Any = setup.run_forward if self.wrapper is None else self.wrapper
         # None too where inputs of this size are too large to be fetched.
         self.ring = None if self.wrapper is None or layout.fetch is None else setup.ring
-        # For the host, read-only: no graph would read a tensor that it puts there.
-        self.readable = MappingProxyType(layout.views)
-        self.transaction = CaptureTransaction(
+        # Captures that look at every operator for constants made on the host take time, and most
+        # forwards make none: the first that needs it is made again, and those after it look.
+        last = next(reversed(graphs.begun.values()), None)
+        self.transaction: CaptureTransaction = CaptureTransaction(
             -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor),
             self.storages(),
             metadata_is_declared=setup.host.metadata is not None,
-            lifts_constants=graphs.lifts_constants,
+            lifts_constants=last is not None and last.transaction.lifts_constants,
         )
         self.outputs = LiveOutputs(
             descriptor,
@@ -150,7 +141,7 @@ class PreparedStep:
                 continue
             end = view.data_ptr() + view.nbytes
             for use in (use for at, use in written.items() if view.data_ptr() <= at < end):
-                raise RefusedOpError(
+                raise errors.RefusedOpError(
                     f"the forward writes input {name!r}, of which it has a copy in the runner's "
                     "buffers: what it writes is lost after the step",
                     op=use.op,
@@ -235,24 +226,21 @@ class GraphTable:
             inputs=NO_INPUTS if setup.host.mixes_rows else setup.inputs.declared.by_axis,
             reqs=setup.inputs.reqs,
         )
-        self.wrappers = setup.wrappers()
         self.setup = setup
         self.closed = False
-        self.has_pieces = setup.plan.mode.has_piecewise
         # Entered around each capture and each trial: see `Span`.
         self.spans: list[Span] = []
         # By slot, every graph that was begun: see `destroy_leftovers`.
         self.begun: dict[int, PreparedStep] = {}
-        # Whether captures look at every operator for constants that are made on the host. That
-        # takes time, and most forwards make none: a first capture that needs it is made again.
-        self.lifts_constants = False
 
     def check_open(self) -> None:
         """Raise `PoolClosedError` after `close()`, and while the interpreter shuts down: torch then
         ends the process where a tensor goes that has a view, as trials and eager steps make."""
         if self.closed or sys.is_finalizing():
             what = "runner is closed" if self.closed else "interpreter is shutting down"
-            raise PoolClosedError(f"the {what}", advice="step before it, or in a new GraphRunner")
+            raise errors.PoolClosedError(
+                f"the {what}", advice="step before it, or in a new GraphRunner"
+            )
 
     # The graphs -----------------------------------------------------------------------------------
 
@@ -278,7 +266,7 @@ class GraphTable:
 
     def owners(self) -> list[GraphWrapper]:
         """The own wrappers, and whatever inside the forward captured a piece."""
-        owners: list[GraphWrapper] = [*self.wrappers.values()]
+        owners: list[GraphWrapper] = [*self.setup.wrappers.values()]
         # A copy: a report may be asked for in another thread than captures.
         for graph in list(self.begun.values()):
             owners += [owner for owner, _ in graph.transaction.captured]
@@ -322,8 +310,8 @@ class GraphTable:
             if self.records:
                 self.reads.check(self.entries(), self.own_tensors())
                 self.checks.look_at_host()
-        except GraphRTError as error:
-            if not isinstance(error, UntrackedWeightsError):
+        except errors.GraphRTError as error:
+            if not isinstance(error, errors.UntrackedWeightsError):
                 self.checks.set_aside(error)
             raise
 
@@ -332,7 +320,7 @@ class GraphTable:
     def publish(self, graph: PreparedStep, record: GraphRecord) -> None:
         """Serve batches with a graph from now on; raises `CaptureError` if no wrapper took part."""
         if not graph.transaction.captured:
-            raise CaptureError(
+            raise errors.CaptureError(
                 "nothing captured anything in the forward",
                 got=f"{graph} and no wrapper of that mode",
                 expected="a GraphWrapper for every piece",
@@ -380,25 +368,3 @@ class GraphTable:
         for slot in [slot for slot in reversed(self.begun) if slot not in serving]:
             self.begun[slot].transaction.rollback()
             del self.begun[slot]
-
-
-def tell_dropped(dropped: Sequence[DroppedGraph], planned: int, *, strict: bool) -> None:
-    """Warn of graphs that did not fit on the device; with `strict` raise
-    `ResourceExhaustedError`. Of each reason the first graph is named."""
-    what = f"{len(dropped)} of {planned} graphs did not fit on the device"
-    first = {each.reason: f"{each.mode.name} [{each.descriptor}]" for each in reversed(dropped)}
-    lines = "".join(
-        f"\n  {graph}: {'; '.join(map(str.strip, reason.splitlines()))}"
-        for reason, graph in first.items()
-    )
-    if strict:
-        raise ResourceExhaustedError(
-            what,
-            got=lines,
-            expected="every planned graph (strict=True)",
-            advice="capture fewer sizes, or leave the KV cache less memory; what is captured "
-            "serves",
-        )
-    warn_caller(
-        f"{what}, and batches that no other serves run eagerly:{lines}", GraphsDroppedWarning
-    )

@@ -51,7 +51,10 @@ class RunnerSetup:
         check_kind("pool", pool, GraphPool)
         check_plan_arguments(arguments, plan)
         announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
-        compiled = _with_forward(forward, all_compiled(announced))
+        check_callable("forward", forward)
+        # Those too that the forward is or, as a module, has; each once.
+        modules = (*compiled_in(forward), *all_compiled(announced))
+        compiled = list({id(module): module for module in modules}.values())
         self.forward = forward
         self.host = host or Host()
         self.options = options or GraphOptions()
@@ -81,6 +84,7 @@ class RunnerSetup:
         self.run_forward = EagerForward(forward)
         # Of the pool, in every step and in whatever changes the graphs: see `in_turn`.
         self.owner = "a step, or a capture, of a runner"
+        self.wrappers = self._wrappers()
 
     @property
     def ring(self) -> Any:
@@ -102,7 +106,7 @@ class RunnerSetup:
                 advice="name it in the plan: compiled=[...]",
             )
 
-    def wrappers(self) -> dict[GraphMode, GraphWrapper]:
+    def _wrappers(self) -> dict[GraphMode, GraphWrapper]:
         """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them. Pieces
         of compiled modules are captured with the same options."""
         mode, hooks = self.plan.mode, self.host.around_graph
@@ -124,16 +128,6 @@ class RunnerSetup:
         for wrapper in wrappers.values():
             wrapper.serve_owner()
         return wrappers
-
-
-def _with_forward(forward: Any, announced: Iterable[Any]) -> list[Any]:
-    """The announced modules, and those that the forward is or, as a module, has; each once.
-
-    Raises `InvalidOptionError` for a forward that cannot be called.
-    """
-    check_callable("forward", forward)
-    modules = {id(module): module for module in (*compiled_in(forward), *announced)}
-    return list(modules.values())
 
 
 def _pool_for(

@@ -23,11 +23,11 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.refusals import Refusal
 from graphrt.core.device.platform import Platform
+from graphrt.core.trust import snapshot
 from graphrt.core.trust import verdict as verdicts
 from graphrt.core.trust.compare import Difference, difference, rounding_of
 from graphrt.core.trust.host_watch import described_changes
 from graphrt.core.trust.places.walk import places_of
-from graphrt.core.trust.snapshot import Changes, Left, StateSnapshot, described, further, step_of
 from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching import watch as watching
 from graphrt.core.trust.watching.watch import Deviation, Trace, Watch
@@ -101,7 +101,7 @@ class Run(NamedTuple):
     """One run: its live outputs, and what it has left."""
 
     outputs: Any
-    left: Left
+    left: snapshot.Left
     watch: Watch
 
 
@@ -124,7 +124,7 @@ class Trial:
         self._same_size = warm is not None and warm.tokens == record.descriptor.num_tokens
         # The rows that index writes save are saved anew in each run.
         limit_bytes = self.options.state_limit(platform) * _RUNS
-        self._state = StateSnapshot(platform.device_type, limit_bytes, sums=False)
+        self._state = snapshot.StateSnapshot(platform.device_type, limit_bytes, sums=False)
         self._state.reach(places_of(self.step.forward))
         self._verdict = verdicts.Verdict()
         # In words, where the capture issued other operators than eager runs do.
@@ -419,11 +419,14 @@ class Trial:
                 f"{', '.join(differing)}"[:300]
             )
             return
-        got = described(differing, "{path} = {0}, not {1}") + f"; results differ in {how} then"
+        got = (
+            snapshot.described(differing, "{path} = {0}, not {1}")
+            + f"; results differ in {how} then"
+        )
         how = "padding rows change Python state that later steps depend on"
         self._fail(verdicts.PYTHON_MOVES, got, how=how)
 
-    def _reaches(self, differing: Changes, alone: Sequence[Any]) -> str | None:
+    def _reaches(self, differing: snapshot.Changes, alone: Sequence[Any]) -> str | None:
         """How a few steps from here differ where the first finds in Python what a padded step has
         left, and not what one without padding has; None if they do not."""
         padded, rounding = self._eager.left.python, self._rounding
@@ -439,11 +442,12 @@ class Trial:
             path: (theirs, ours)
             for path, (ours, theirs) in differing.items()
             # Floats that come of live rows are rounded otherwise without padding.
-            if step_of(theirs, ours) is not None and not _is_rounded(ours, theirs, rounding)
+            if snapshot.step_of(theirs, ours) is not None
+            and not _is_rounded(ours, theirs, rounding)
         }
         starts = [partial(steps, alone, _NONE), partial(steps, padded, _NONE)]
         for far in _STEPS[1:] if numbers else ():
-            on = {path: further(*both, far) for path, both in numbers.items()}
+            on = {path: snapshot.further(*both, far) for path, both in numbers.items()}
             starts.append(partial(steps, padded, on))
         expected, *later = [self._more("after a padded step", start) for start in starts]
         for run in later:
@@ -453,16 +457,18 @@ class Trial:
                     return apart.text
         return None
 
-    def _numbers(self, moved: Changes) -> Changes:
+    def _numbers(self, moved: snapshot.Changes) -> snapshot.Changes:
         """The numbers that a run has moved and that can be moved further, or that steps before this
         one have: what they were, and what they are."""
         both = {**moved, **self.graph.moved}
         paths = [slot.path for slot in self._state.python.numbers if slot.writable] if both else ()
         return {
-            path: both[path] for path in paths if path in both and step_of(*both[path]) is not None
+            path: both[path]
+            for path in paths
+            if path in both and snapshot.step_of(*both[path]) is not None
         }
 
-    def _judge_moved(self, moved: Changes, numbers: Changes) -> None:
+    def _judge_moved(self, moved: snapshot.Changes, numbers: snapshot.Changes) -> None:
         """Does it do something else when the numbers that it moves have moved on, in one of the
         next runs, or when lists and texts that it moves are much longer, or empty? All of these
         runs are made where ranks try a step together."""
@@ -474,7 +480,7 @@ class Trial:
                 )
                 self._fail(
                     verdicts.PYTHON_MOVES,
-                    f"{described(changes)}; moved on, {effect}",
+                    f"{snapshot.described(changes)}; moved on, {effect}",
                     how=how,
                 )
                 if not self.step.together:
@@ -482,13 +488,13 @@ class Trial:
         self._verdict.harmless = tuple(numbers)
 
     def _moved_on(
-        self, moved: Changes, numbers: Changes
-    ) -> Iterator[tuple[str, Changes, str | None]]:
+        self, moved: snapshot.Changes, numbers: snapshot.Changes
+    ) -> Iterator[tuple[str, snapshot.Changes, str | None]]:
         """By kind of value, what has moved, and the effect of each run in which it has moved on."""
         python, left = self._state.python, self._eager.left.python
         how = f"with {', '.join(numbers)} moved on"
         for steps in _STEPS if numbers else ():
-            on = {path: further(*both, steps) for path, both in numbers.items()}
+            on = {path: snapshot.further(*both, steps) for path, both in numbers.items()}
             yield "number", numbers, self._effect(how, python.was, moved=on)
         values = {
             path: both

@@ -157,9 +157,7 @@ class Watch(ThreadMode):
         elif self.is_compared:
             from_inputs = self._use(op, facts, values, targets)
         else:
-            for _, key, _ in tree.placed(values, parts=True):
-                if key is not None:
-                    self._memory.setdefault(key, None)
+            self._know(values)
         if self._follows is not None:
             self._follow(op, args, self._follows)
         self.trace.append(op)
@@ -171,6 +169,12 @@ class Watch(ThreadMode):
         if not facts.makes_nothing:
             self._note_made(op, result, from_inputs)
         return result
+
+    def _know(self, values: Sequence[Any]) -> None:
+        """Of what an operator is given that no operator has made, note that it is from outside."""
+        for _, key, _ in tree.placed(values, parts=True):
+            if key is not None:
+                self._memory.setdefault(key, None)
 
     def _note_written(self, targets: list[torch.Tensor], from_inputs: bool) -> None:
         for _, key, _ in tree.placed(targets, parts=True):
