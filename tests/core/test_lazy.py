@@ -20,6 +20,7 @@ from graphrt import (
     InputSpec,
     Reason,
 )
+from graphrt.core.base.errors import InvalidInputError
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 
@@ -72,6 +73,17 @@ def test_a_batch_of_short_contexts_gets_the_planned_graph_of_the_smaller_bound()
     runner(Batch(6, 6, 1, bounds=(100,)), x=torch.ones(6, 4))
     runner(Batch(6, 6, 1, bounds=(10,)), x=torch.ones(6, 4))
     assert runner.last_dispatch.descriptor.bounds == (64,)
+
+
+@pytest.mark.parametrize(("nbytes", "word"), [(0, "no rows in memory"), (1 << 10, "wrong dtype")])
+def test_inputs_that_cannot_be_used_are_named_before_a_lazy_capture_copies_them(nbytes, word):
+    runner, x = lazy(), torch.ones(8, 4, dtype=torch.float64 if nbytes else torch.float32)
+    x.untyped_storage().resize_(nbytes)
+    with pytest.raises(InvalidInputError, match=word):
+        runner(x=x)
+    assert runner.report().graphs == ()
+    assert torch.equal(runner(x=torch.ones(8, 4)), torch.full((8, 4), 2.0))
+    assert runner.last_dispatch.reason is Reason.HIT
 
 
 def test_a_lazy_step_captures_what_ranks_agreed_on():

@@ -185,9 +185,11 @@ class Sealing:
             )
             return Reason.SEALED
         if self._strict:
+            # Others are numbers of kept contexts, which say nothing.
+            slot = f", slot {context.slot}" if context.announced else ""
             raise CaptureSealedError(
                 "a wrapper has no graph for the step that its context announces",
-                got=f"{context.mode.name} [{context.descriptor}], slot {context.slot}",
+                got=f"{context.mode.name} [{context.descriptor}]{slot}",
                 expected=known,
                 advice="capture before publish(), allow GraphOptions(lazy=True), or use "
                 "strict=False to run it eagerly",

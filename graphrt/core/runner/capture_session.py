@@ -31,7 +31,6 @@ from graphrt.core.device.contract import GraphWork, StreamRoom
 from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
-from graphrt.core.inputs.declared import flat_of
 from graphrt.core.plan.sizes import CaptureKey
 from graphrt.core.replay.recording import enter_under_way, freeze_garbage, thaw_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
@@ -142,9 +141,9 @@ def capture_for_step(
     if wanted.slot in graphs.left_out or graphs.checks.glances.changed_settings():
         return dispatch, values
     # The capture fills the buffers, in which inputs may lie; and inputs may be outputs of the last
-    # step, which ran on another stream.
+    # step, which ran on another stream. To copy memory that was given back would end the process.
     graphs.setup.pool.streams.follow()
-    values = tree.cloned(dict(flat_of(values)))
+    values = tree.cloned(graphs.setup.inputs.declared.check(values, None, None))
     key = wanted.mode, wanted.descriptor
     try:
         CaptureSession(graphs).run([key])
