@@ -19,6 +19,7 @@ from graphrt import (
     InputSpec,
     eager_break,
 )
+from graphrt.core.base import thread_mode
 
 WIDTH = 8
 
@@ -177,3 +178,15 @@ def test_every_tensor_made_inside_names_its_device_and_its_dtype():
             if None not in arguments and not wanted <= arguments:
                 unnamed.append(f"{file.relative_to(package)}:{node.lineno}: {wanted - arguments}")
     assert unnamed == []
+
+
+def test_a_dispatch_key_may_be_taken_while_another_thread_leaves_them_out(monkeypatch):
+    class Keys:
+        def remove(self, key):
+            thread_mode._free_keys["taken meanwhile"] = None
+            return included()
+
+    included = thread_mode.private.included_keys
+    monkeypatch.setattr(thread_mode, "_free_keys", {"taken before": None})
+    monkeypatch.setattr(thread_mode.private, "included_keys", Keys)
+    assert thread_mode.without_free_keys(lambda: "called") == "called"

@@ -262,7 +262,8 @@ def without_free_keys(function: Callable[[], T]) -> T:
     """Call `function` with the dispatch keys of a thread that captures nothing: those that
     `free_key` has taken for graphrt are left out."""
     included = private.included_keys()
-    for key in _free_keys:
+    # A copy: another thread may take one meanwhile.
+    for key in [*_free_keys]:
         included = included.remove(key)
     with private.dispatch_keys(included, private.excluded_keys()):
         return function()
