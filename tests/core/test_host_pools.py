@@ -181,6 +181,10 @@ def test_a_context_that_is_kept_is_found_by_a_number_that_announces_nothing():
     for wrapper in (one, other):
         with pytest.raises(CaptureSealedError):
             wrapper(x)
+    never = host.wrap(lambda x: x, pool, GraphOptions(strict=True))
+    with pytest.raises(CaptureSealedError) as error:
+        never(x)
+    assert "slot" not in str(error.value)
     kept = ForwardContext(FULL, BatchDescriptor(4), slot=3)
     kept.begin_step()
     kept.begin_step()

@@ -143,7 +143,8 @@ def capture_for_step(
     # The capture fills the buffers, in which inputs may lie; and inputs may be outputs of the last
     # step, which ran on another stream. To copy memory that was given back would end the process.
     graphs.setup.pool.streams.follow()
-    values = tree.cloned(graphs.setup.inputs.declared.check(values, None, None))
+    declared = graphs.setup.inputs.declared
+    values = tree.cloned(declared.check(values, batch.num_tokens, batch.num_reqs))
     key = wanted.mode, wanted.descriptor
     try:
         CaptureSession(graphs).run([key])
