@@ -30,6 +30,7 @@ class GraphMemory(PoolMemory):
     """Allocator pools of CUDA memory, and how the tasks of graphs in them were updated."""
 
     def __init__(self, adopted: PoolHandle | None = None) -> None:
+        self._empties: list[Any] = []
         super().__init__(
             Allocator(
                 current_device=torch.cuda.current_device,
@@ -45,7 +46,6 @@ class GraphMemory(PoolMemory):
             adopted,
         )
         self.updates = UpdateCounts()
-        self._empties: list[Any] = []
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._loans: list[Loan | None] = []
         self._with_workspace: set[int] = set()
@@ -85,7 +85,6 @@ class GraphMemory(PoolMemory):
 
     def clear(self) -> None:
         self.before_reset()
-        self._reset_empties()
         super().clear()
         self._ask_for_hosts()
         self.updates = UpdateCounts()
@@ -107,9 +106,9 @@ class GraphMemory(PoolMemory):
         while self._empties:
             self._empties.pop().reset()
 
-    def _renew(self) -> None:
+    def _begin(self, before: list[PoolHandle], adopted: PoolHandle | None = None) -> None:
         self._reset_empties()
-        super()._renew()
+        super()._begin(before, adopted)
 
     def _see(self, segments: Sequence[Mapping[str, Any]]) -> None:
         self._with_workspace = streams_with_workspaces(segments)

@@ -50,7 +50,9 @@ def test_a_bridge_that_is_not_filled_is_found_and_made_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That the programs can find something: replays leave results of eager parts where they are."""
-    monkeypatch.setattr("graphrt.core.replay.entry._deliver_tensor", lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        "graphrt.core.replay.entry.EagerPart._deliver_tensor", lambda *args, **kwargs: None
+    )
     counts = counted(range(100, 120))
     assert {verdict.outcome for verdict in counts.defects.values()} == {"wrong"}
     number = next(iter(counts.defects))

@@ -17,7 +17,7 @@ from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.recorder import Bridges
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.replay.entry import SegmentHooks, deliver
+from graphrt.core.replay.entry import EagerPart, SegmentHooks
 from graphrt.core.replay.pool import GraphPool
 
 
@@ -108,7 +108,7 @@ class BridgedPiece:
         self._run = run
         self._read_context = read_context
         self._bridges = Bridges()
-        self._places: dict[BatchDescriptor, tuple[Any, frozenset[str]]] = {}
+        self._places: dict[BatchDescriptor, EagerPart] = {}
 
     def __call__(self, *args: Any) -> Any:
         result = self._run(*args)
@@ -120,12 +120,14 @@ class BridgedPiece:
             return result
         if context.capture is not None or descriptor not in self._places:
             arguments = {t.untyped_storage().data_ptr() for t in tree.tensors(args)}
-            self._places[descriptor] = self._bridges.fix(
+            fixed, aliased = self._bridges.fix(
                 0, result, stays=lambda _, tensor: tensor.untyped_storage().data_ptr() in arguments
             )
-        fixed, aliased = self._places[descriptor]
-        deliver(fixed, result, self._run, aliased)
-        return fixed
+            # It is called by the steps themselves.
+            self._places[descriptor] = EagerPart(self._run, ((), {}), fixed, aliased)
+        place = self._places[descriptor]
+        place.deliver(result)
+        return place.recorded
 
 
 class ArgumentPlaces:

@@ -31,7 +31,7 @@ from graphrt.core.capture.constants import Constants
 from graphrt.core.device.contract import Capability, DeviceGraph, Unexplained
 from graphrt.core.replay import entry
 from graphrt.core.replay.pool import GraphPool
-from graphrt.core.replay.recording import active, enter_under_way, freeze_garbage, thaw_garbage
+from graphrt.core.replay.recording import active, enter_under_way, freeze_garbage
 from graphrt.core.replay.tasks import CapturedTask
 
 
@@ -213,8 +213,7 @@ class Recorder:
         undo.set(active, self)
         undo.later(partial(setattr, self._guard, "recorder", None))  # each knows the other
         # A collection may destroy the graphs of others, which no device allows meanwhile.
-        undo.later(partial(thaw_garbage, self))
-        freeze_garbage(self)
+        freeze_garbage(undo, self)
         pool.check_open()
         pool._enter_capture(context)
         # The capture stream is behind all that was done in the pool. Undone, the caller's stream is

@@ -81,7 +81,11 @@ class PoolMemory:
             self._take_share()
 
     def _begin(self, before: list[PoolHandle], adopted: PoolHandle | None = None) -> None:
-        """Use another pool from now on, of which nothing is known yet."""
+        """Use another pool from now on, of which nothing is known yet; gives the share of the last
+        one back."""
+        if self._share is not None:
+            self._share.reset()
+            self._share = None
         new = PoolHandle(self._allocator.new_handle()) if adopted is None else adopted
         self._handles = [*before, new]
         self._graphs: WeakSet[Any] = WeakSet()
@@ -100,8 +104,8 @@ class PoolMemory:
         """The allocator pool to use now."""
         # A pool whose last graph was reset is being freed: to enter it again trips an assertion
         # of the allocator ("use_count > 0").
-        if self._used and not self._alive():
-            self._renew()
+        if self._used and self._share is None and not any(map(captured_pool, self._graphs)):
+            self._begin(self._handles)
             self._allocator.empty_cache()
         self._used = True
         return self._handles[-1]
@@ -136,7 +140,7 @@ class PoolMemory:
                 "shared with the host, can be captured into no more; GraphPool.handle is another",
                 self._handles[-1],
             )
-        self._renew()
+        self._begin(self._handles)
 
     def allocating(self) -> AbstractContextManager[None]:
         """Route this thread's allocations into the pool; no capture of it may be open."""
@@ -157,7 +161,6 @@ class PoolMemory:
 
     def clear(self) -> None:
         """Forget all graphs, which are reset already, and give a share of the pool back."""
-        self._give_share()
         self._begin([])
 
     def _take_share(self) -> None:
@@ -171,18 +174,6 @@ class PoolMemory:
                 expected="the handle of a pool that is new, or that a graph holds",
                 advice="give a new handle: a pool whose last graph is gone is being freed",
             ) from error
-
-    def _give_share(self) -> None:
-        if self._share is not None:
-            self._share.reset()
-            self._share = None
-
-    def _alive(self) -> bool:
-        return self._share is not None or any(map(captured_pool, self._graphs))
-
-    def _renew(self) -> None:
-        self._give_share()
-        self._begin(self._handles)
 
     def _in_ranges(self, address: int) -> bool:
         return any(start <= address < end for start, end in self._ranges)

@@ -44,45 +44,78 @@ class EagerPart:
     recorded: Any
     aliased: frozenset[str]
 
+    def __str__(self) -> str:
+        return f"eager break {name_of(self.function)}"
+
     def replay(self) -> None:
         args, kwargs = self.call
         result = self.function(*args, **kwargs)
         if result is None and self.recorded is None:
             return
-        deliver(self.recorded, result, self.function, self.aliased)
+        self.deliver(result)
 
+    def deliver(self, result: Any) -> None:
+        """Put a `result` where the captured readers look for it.
 
-def deliver(
-    recorded: Any, result: Any, function: Callable[..., Any], aliased: frozenset[str]
-) -> None:
-    """Put an eager part's `result` where the captured readers look for it.
-
-    Raises `BakedScalarError` for another Python value, and `BreakError` for another structure,
-    shape or dtype than recorded, and for new memory where there was none at capture: copying it
-    would overwrite an argument.
-    """
-    if isinstance(recorded, torch.Tensor) and isinstance(result, torch.Tensor):
-        _deliver_tensor("", recorded, result, function, aliased)
-        return
-    old, new = list(tree.leaves(recorded)), list(tree.leaves(result))
-    if [path for path, _ in old] != [path for path, _ in new]:
-        raise errors.BreakError(
-            f"eager break {name_of(function)} returned another structure than at capture",
-            got=[path for path, _ in new],
-            expected=[path for path, _ in old],
-            advice="return the same containers at every step",
-        )
-    for (path, before), (_, now) in zip(old, new, strict=True):
-        if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
-            _deliver_tensor(path, before, now, function, aliased)
-        elif type(before) is not type(now) or not _is_same_value(before, now):
-            raise errors.BakedScalarError(
-                f"eager break {name_of(function)} returned another value than the graph holds"
-                f"{' at ' + path if path else ''}",
-                got=told(now),
-                expected=told(before),
-                advice="return it as a tensor, or read it from current_context() where it is used",
+        Raises `BakedScalarError` for another Python value, and `BreakError` for another structure,
+        shape or dtype than recorded, and for new memory where there was none at capture: copying it
+        would overwrite an argument.
+        """
+        recorded = self.recorded
+        if isinstance(recorded, torch.Tensor) and isinstance(result, torch.Tensor):
+            self._deliver_tensor("", recorded, result)
+            return
+        old, new = list(tree.leaves(recorded)), list(tree.leaves(result))
+        if [path for path, _ in old] != [path for path, _ in new]:
+            raise errors.BreakError(
+                f"{self} returned another structure than at capture",
+                got=[path for path, _ in new],
+                expected=[path for path, _ in old],
+                advice="return the same containers at every step",
             )
+        for (path, before), (_, now) in zip(old, new, strict=True):
+            if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
+                self._deliver_tensor(path, before, now)
+            elif type(before) is not type(now) or not _is_same_value(before, now):
+                raise errors.BakedScalarError(
+                    f"{self} returned another value than the graph holds"
+                    f"{' at ' + path if path else ''}",
+                    got=told(now),
+                    expected=told(before),
+                    advice="return it as a tensor, or read it from current_context() where it is "
+                    "used",
+                )
+
+    def _deliver_tensor(self, path: str, recorded: torch.Tensor, result: torch.Tensor) -> None:
+        if (
+            recorded.shape != result.shape
+            or recorded.dtype != result.dtype
+            or result.layout is not torch.strided
+        ):
+            raise errors.BreakError(
+                f"{self} returned another tensor than at capture{' at ' + path if path else ''}",
+                got=f"{result.dtype} {tuple(result.shape)}"
+                f"{'' if result.layout is torch.strided else f', {result.layout}'}",
+                expected=f"{recorded.dtype} {tuple(recorded.shape)}",
+                advice=advice_for_another(result, recorded),
+            )
+        if (
+            recorded.data_ptr() == result.data_ptr()
+            and recorded.stride() == result.stride()
+            # x.conj() lies where x lies, and has other values.
+            and (not recorded.dtype.is_complex or recorded.is_conj() == result.is_conj())
+        ):
+            return
+        if path in self.aliased and recorded.numel():
+            raise errors.BreakError(
+                f"{self} returned memory of its own where it returned an "
+                f"argument at capture{', at ' + path if path else ''}",
+                got="a fresh tensor",
+                expected="the argument, or a view of it",
+                advice="return a fresh tensor always (y.clone() where y stays as it is), or write "
+                "into the argument always",
+            )
+        recorded.copy_(result)
 
 
 def _is_same_value(before: Any, now: Any) -> bool:
@@ -100,45 +133,6 @@ def advice_for_another(result: torch.Tensor, recorded: torch.Tensor) -> str:
     if result.shape != recorded.shape:
         return "return the padded shape; mask the padding rows instead of dropping them"
     return f"return one dtype at every step: .to({recorded.dtype})"
-
-
-def _deliver_tensor(
-    path: str,
-    recorded: torch.Tensor,
-    result: torch.Tensor,
-    function: Callable[..., Any],
-    aliased: frozenset[str],
-) -> None:
-    if (
-        recorded.shape != result.shape
-        or recorded.dtype != result.dtype
-        or result.layout is not torch.strided
-    ):
-        raise errors.BreakError(
-            f"eager break {name_of(function)} returned another tensor than at capture"
-            f"{' at ' + path if path else ''}",
-            got=f"{result.dtype} {tuple(result.shape)}"
-            f"{'' if result.layout is torch.strided else f', {result.layout}'}",
-            expected=f"{recorded.dtype} {tuple(recorded.shape)}",
-            advice=advice_for_another(result, recorded),
-        )
-    if (
-        recorded.data_ptr() == result.data_ptr()
-        and recorded.stride() == result.stride()
-        # x.conj() lies where x lies, and has other values.
-        and (not recorded.dtype.is_complex or recorded.is_conj() == result.is_conj())
-    ):
-        return
-    if path in aliased and recorded.numel():
-        raise errors.BreakError(
-            f"eager break {name_of(function)} returned memory of its own where it returned an "
-            f"argument at capture{', at ' + path if path else ''}",
-            got="a fresh tensor",
-            expected="the argument, or a view of it",
-            advice="return a fresh tensor always (y.clone() where y stays as it is), or write into "
-            "the argument always",
-        )
-    recorded.copy_(result)
 
 
 def on_copies(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -437,13 +431,11 @@ class Entry:
         All updates are validated before anything is launched. Returns who has the pool from then
         on, where a device has the step go on after the call, or None.
         """
-        if not self.tasks:
-            # With gradients on, a bridge that an eager result is copied into would grow a graph.
-            without_gradients(partial(self._replay_with, None))
-            return None
-        table = self.table
-        values = table.values(context, all_known=all_tasks)
-        table.mixed = True
+        table, values = self.table, None
+        if self.tasks:
+            values = table.values(context, all_known=all_tasks)
+            table.mixed = True
+        # With gradients on, a bridge that an eager result is copied into would grow a graph.
         without_gradients(partial(self._replay_with, values))
         table.mixed = False
         return None

@@ -256,10 +256,6 @@ class LiveOutputs:
     # memory again.
     last: tuple[Any, _Prepared] = (None, ())
 
-    def see(self, outputs: Any) -> None:
-        """Note what the forward returned at this size; raises `OutputError`."""
-        self.axes.see(self.descriptor.num_tokens, self.reqs, outputs)
-
     def hold(self, outputs: Any) -> None:
         """Prepare for steps that return exactly these outputs."""
         self.prepared = self._prepare(outputs)

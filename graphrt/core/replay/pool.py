@@ -27,7 +27,7 @@ from graphrt.core.device.contract import Capability, DeviceGraph, UpdateFigures
 from graphrt.core.device.platform import Platform, capture_lock, device_of
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.replay.handout import HandedOut, expire
-from graphrt.core.replay.recording import freeze_garbage, thaw_garbage
+from graphrt.core.replay.recording import freeze_garbage
 
 T = TypeVar("T")
 
@@ -304,8 +304,7 @@ class CaptureSession:
     def __enter__(self) -> CaptureSession:
         pool, undo = self._pool, self._undo
         try:
-            undo.later(partial(thaw_garbage, self))
-            freeze_garbage(self)
+            freeze_garbage(undo, self)
             undo.later(partial(pool.holders.note_session, self, begun=False))
             pool.holders.note_session(self, begun=True)
         except BaseException:  # also an interrupt

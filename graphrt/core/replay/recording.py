@@ -130,20 +130,15 @@ def _keep_still(undo: list[Callable[[], object]]) -> None:
 _still = ProcessChange(_keep_still)
 
 
-def freeze_garbage(user: object) -> None:
-    """Collect nothing until this user, and all others, have called `thaw_garbage`.
+def freeze_garbage(undo: Undo, user: object) -> None:
+    """Collect nothing until `undo` here, and that of all other users.
 
     A finalizer that runs inside a capture may free device memory or unload a module, which
     invalidates the capture. What is garbage already is frozen, so that not even an explicit
     collection by the forward finalizes it, unless the host has frozen something itself.
     """
+    undo.later(partial(_still.leave, user))
     _still.enter(user)
-
-
-def thaw_garbage(user: object) -> None:
-    """Take back `freeze_garbage(user)`, if there was one; after the last user garbage is collected
-    again."""
-    _still.leave(user)
 
 
 @public("graphrt.lowlevel")
@@ -152,7 +147,7 @@ def frozen_gc() -> Iterator[None]:
     """No collection in the body, nor in that of any other user; see `freeze_garbage`."""
     user = object()
     try:
-        freeze_garbage(user)
+        _still.enter(user)
         yield
     finally:
-        thaw_garbage(user)
+        _still.leave(user)

@@ -32,7 +32,7 @@ from graphrt.core.device.platform import Platform
 from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Agreed, Dispatch
 from graphrt.core.plan.sizes import CaptureKey
-from graphrt.core.replay.recording import enter_under_way, freeze_garbage, thaw_garbage, warming_up
+from graphrt.core.replay.recording import enter_under_way, freeze_garbage, warming_up
 from graphrt.core.replay.tasks import WORST_CASE
 from graphrt.core.runner import graph_table
 from graphrt.core.runner.executor import StepExecutor
@@ -280,8 +280,7 @@ class CaptureSession:
             if not graphs.records:
                 graphs.reads.record()
             if keys:
-                undo.later(partial(thaw_garbage, self))
-                freeze_garbage(self)
+                freeze_garbage(undo, self)
                 self._capture(keys, progress, more=more)
 
     def _capture(
@@ -447,7 +446,7 @@ class CaptureSession:
             else:
                 outputs = state.run(kind, graph.tokens, graph.transaction.fixed, calls)
                 graph.check_written(state.inputs_written)
-            graph.outputs.see(outputs)
+            graph.outputs.axes.see(graph.tokens, graph.reqs, outputs)
 
     def _settle(self, *, more: bool, probes: bool = True) -> None:
         """Find the batch axes of the outputs, with `probes` by eager runs if need be, and prepare

@@ -150,8 +150,8 @@ class StepEngine:
             entry = None if prepared is None else prepared.entry
             # With tasks, or of several parts, or its wrapper has to look at the arguments.
             if updates is not None or entry is None or entry.graph is None or entry.unchecked:
-                agrees = agreed is not None
-                step = executor.step_of(batch, dispatch, values, updates, metadata, agrees)
+                resolved = executor.updates_of(updates)
+                step = Step(batch, dispatch, values, resolved, metadata, agreed is not None)
                 if check:
                     self.last_dispatch, outputs = self._checked(step)
                 elif dispatch.slot < 0:
@@ -229,7 +229,7 @@ class StepEngine:
                 "this only where dispatch.reason is Reason.HIT",
             )
         try:
-            step = executor.step_of(batch, dispatch, values, updates, metadata)
+            step = Step(batch, dispatch, values, executor.updates_of(updates), metadata)
             return executor.run_padded(step, eager=True)
         except BaseException:  # a Ctrl-C too: nobody means them by UNCHANGED
             executor.step_failed(updates)
@@ -248,7 +248,8 @@ class StepEngine:
                 advice="capture() first",
             )
         try:
-            step = self._executor.step_of(batch, dispatch, values, updates, metadata)
+            resolved = self._executor.updates_of(updates)
+            step = Step(batch, dispatch, values, resolved, metadata)
             self.last_dispatch = dispatch
             if dispatch.slot < 0:
                 return tree.cloned(self._run_unpadded(step))

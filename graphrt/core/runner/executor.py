@@ -40,7 +40,7 @@ Values = Mapping[str, Any]
 
 class Step(NamedTuple):
     """One step: its batch, its graph or why there is none, and the host's values for it, its
-    updates as `StepExecutor.step_of` resolves them. With `agreed`, ranks have agreed on the
+    updates as `StepExecutor.updates_of` resolves them. With `agreed`, ranks have agreed on the
     graph."""
 
     batch: Batch
@@ -65,16 +65,8 @@ class StepExecutor:
         # after a step that failed with some: nobody says UNCHANGED of those.
         self._last_updates: Any = None
 
-    def step_of(
-        self,
-        batch: Batch,
-        dispatch: Dispatch,
-        values: Values,
-        updates: Any = None,
-        metadata: Any = None,
-        agreed: bool = False,
-    ) -> Step:
-        """A step with its updates: those of the last one for UNCHANGED, else copies. Raises
+    def updates_of(self, updates: Any) -> Any:
+        """The updates of a step: those of the last one for UNCHANGED, else copies. Raises
         `InvalidUpdateError`, and `MissingUpdateError` for UNCHANGED after a step that failed."""
         if updates is DEFERRED:
             raise errors.InvalidUpdateError(
@@ -87,11 +79,12 @@ class StepExecutor:
             if self._last_updates is WORST_CASE:
                 self.graphs.check_open()  # new updates would not help
                 raise failed_half_way()
-            updates = self._last_updates
-        elif updates is not None:
+        elif updates is None:
+            return None
+        else:
             # The host may change its own lists in place before it says UNCHANGED.
-            updates = self._last_updates = _copied(updates)
-        return Step(batch, dispatch, values, updates, metadata, agreed)
+            self._last_updates = _copied(updates)
+        return self._last_updates
 
     def run(
         self,

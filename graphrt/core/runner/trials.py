@@ -93,7 +93,8 @@ def try_examples(
                 expected="a graphrt.Example",
                 advice="return Example(values={...})",
             )
-        step = executor.step_of(batch, dispatch, example.values, example.updates, example.metadata)
+        updates = executor.updates_of(example.updates)
+        step = Step(batch, dispatch, example.values, updates, example.metadata)
         runs = StepRuns(executor, step)
         verdict = _try(runs, undone=True)
         if verdict.failure is not None:
