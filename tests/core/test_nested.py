@@ -197,6 +197,20 @@ def test_what_cannot_be_part_of_a_graph_is_refused_by_name(call):
     assert torch.equal(served(inner, 2), rows(2, 10.0))
 
 
+def test_graphs_that_are_to_be_captured_again_inside_of_a_capture_stay():
+    inner = runner(lambda x: x + 5)
+    inner.capture()
+
+    def forward(x):
+        inner.recapture()
+        return x + 1
+
+    with pytest.raises((NestedCaptureError, PoolBusyError)):
+        runner(forward, sizes=[2]).capture()
+    assert inner.report().graphs
+    assert torch.equal(served(inner, 2), rows(2, 6.0))
+
+
 @pytest.mark.parametrize("how", ["captured", "lazy"])
 @pytest.mark.parametrize("same", [False, True], ids=["own-context", "outer-context"])
 def test_a_wrapper_of_something_else_becomes_part_of_the_outer_graph(how, same):

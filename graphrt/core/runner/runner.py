@@ -208,13 +208,7 @@ class GraphRunner(Uncopied, Generic[R]):
         room for are dropped (`report().dropped`) with a `GraphsDroppedWarning`, or under `strict`
         a `ResourceExhaustedError` when the rest is done.
         """
-        from graphrt.core.runner.capture_session import capture_all, progress_of
-
-        tell = progress_of(progress)
-        self.graphs.check_open()
-        if current_capture() is not None:
-            raise NESTED_CAPTURE()
-        self._in_turn(partial(capture_all, self._executor, tell))
+        self._capture(progress)
 
     def capture_next(self) -> CaptureProgress:
         """Capture one of the graphs that are missing, between two steps; seal after the last:
@@ -247,16 +241,22 @@ class GraphRunner(Uncopied, Generic[R]):
     def recapture(self, progress: Progress | bool | None = None) -> None:
         """Destroy all graphs and capture them again, for weights that have moved: in one turn of
         the pool, so no step comes between. `progress` is as in `capture()`."""
+        self._capture(progress, anew=True)
+
+    def _capture(self, progress: Progress | bool | None, *, anew: bool = False) -> None:
         from graphrt.core.runner.capture_session import capture_all, progress_of
 
         tell = progress_of(progress)
         self.graphs.check_open()
+        if current_capture() is not None:
+            raise NESTED_CAPTURE()
 
-        def again() -> None:
-            self.graphs.release()
+        def capture() -> None:
+            if anew:
+                self.graphs.release()
             capture_all(self._executor, tell)
 
-        self._in_turn(again)
+        self._in_turn(capture)
 
     def weights_changed(self) -> None:
         """Declare that weights were written or replaced, or that modules have other attributes,
