@@ -212,21 +212,14 @@ class ReadSet:
         slots = self.host.looks([(each.place, each.held) for each in self._read])
         parts = _parts_of(self._read)
         # At no slot twice, of each tensor at all parts.
-        looks = min(SLOTS[self.host.watched > 0], len(slots) or 1), 0, len(tree.PLACEMENT)
-        self.rounds = max(-(-len(slots) // looks[0]), -(-len(parts) // looks[-1]))
+        looks = min(SLOTS[self.host.watched > 0], len(slots) or 1), len(tree.PLACEMENT)
+        self.rounds = max(-(-len(slots) // looks[0]), -(-len(parts) // looks[1]))
         if NativeGlances is not None:
-            return NativeGlances(
-                leading=tuple(slots),
-                others=(),
-                tensors=tuple(parts),
-                looks=looks,
-                missing=MISSING,
-                over=settings,
-            )
+            return NativeGlances(tuple(slots), tuple(parts), looks, MISSING, settings)
         # Made of iterators that run in C, as every step takes an answer.
         of_slots = _in_turn(is_, [(get, was) for get, _, was in slots])
         of_tensors = _in_turn(eq, [(functools.partial(get, held), was) for held, get, was in parts])
-        rings = [of_slots] * looks[0] + [of_tensors] * looks[-1]
+        rings = [of_slots] * looks[0] + [of_tensors] * looks[1]
         return map(all, zip(settings, *rings, strict=False))
 
     def take(self) -> HostChanges | None:
