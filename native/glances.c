@@ -2,17 +2,17 @@
    graphrt/core/trust/reads.py puts together of iterators where this is not built. */
 #include "native.h"
 
-/* LEADING and OTHERS are triples (holder, key, value as it was): of an object with its class as the
+/* SLOTS are triples (holder, key, value as it was): of an object with its class as the
    key its `__dict__`, as long as it is of that class; an item of a dict or list, or what a cell
    holds; of a tuple of containers their sizes, as a tuple too; of any other holder, what it returns
    when it is called. MISSING stands for no value. TENSORS are triples (tensor, what gives its
    address, shape, strides or dtype, that as it was). OVER is the iterator whose answer comes first. */
-enum { LEADING, OTHERS, TENSORS, MISSING, OVER, PARTS };
-enum { MOST_KINDS = 3 };
+enum { SLOTS, TENSORS, MISSING, OVER, PARTS };
+enum { KINDS = 2 };
 
 typedef struct {
     HOLDER_HEAD
-    Py_ssize_t next[MOST_KINDS], looks[MOST_KINDS];
+    Py_ssize_t next[KINDS], looks[KINDS];
 } Glances;
 
 /* What is there now, owned; NULL with an error set. */
@@ -72,7 +72,7 @@ static PyObject *glances_next(PyObject *object) {
         if (answer != Py_True) return answer;
         Py_DECREF(answer);
     }
-    for (int kind = 0; kind < MOST_KINDS; kind++) {
+    for (int kind = 0; kind < KINDS; kind++) {
         PyObject *all = self->of[kind];
         Py_ssize_t count = all == NULL ? 0 : PyTuple_GET_SIZE(all);
         Py_ssize_t looks = self->looks[kind] < count ? self->looks[kind] : count;
@@ -105,19 +105,18 @@ static int are_looks(PyObject *looks) {
 }
 
 static PyObject *glances_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"leading", "others", "tensors", "looks", "missing", "over", NULL};
+    static char *keywords[] = {"slots", "tensors", "looks", "missing", "over", NULL};
     PyObject *of[PARTS];
-    Py_ssize_t looks[MOST_KINDS];
+    Py_ssize_t looks[KINDS];
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O!O!(nnn)OO", keywords, &PyTuple_Type, &of[LEADING], &PyTuple_Type,
-            &of[OTHERS], &PyTuple_Type, &of[TENSORS], &looks[LEADING], &looks[OTHERS],
-            &looks[TENSORS], &of[MISSING], &of[OVER]))
+            args, kwargs, "O!O!(nn)OO", keywords, &PyTuple_Type, &of[SLOTS], &PyTuple_Type,
+            &of[TENSORS], &looks[SLOTS], &looks[TENSORS], &of[MISSING], &of[OVER]))
         return NULL;
     if (!PyIter_Check(of[OVER])) {
         PyErr_SetString(PyExc_TypeError, "looks are over an iterator");
         return NULL;
     }
-    for (int kind = 0; kind < MOST_KINDS; kind++) {
+    for (int kind = 0; kind < KINDS; kind++) {
         if (!are_looks(of[kind])) return NULL;
     }
     Glances *self = (Glances *)type->tp_alloc(type, 0);

@@ -86,7 +86,7 @@ class RankedSteps:
             self._agreement.fail(error)
             raise
         finally:
-            checks.undecided()
+            checks.decided = None
 
 
 def padding_of(inputs: StaticInputs, tokens: int, device: torch.device) -> dict[str, Any]:

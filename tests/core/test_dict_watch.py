@@ -416,10 +416,9 @@ def test_glances_look_at_a_few_in_turn_and_come_round() -> None:
 
     def until_found() -> int | None:
         glances: Iterator[bool] = NativeGlances(  # type: ignore[misc]
-            leading=(),
-            others=looks,
+            slots=looks,
             tensors=(),
-            looks=(1, 2, 1),
+            looks=(2, 1),
             missing=missing,
             over=itertools.repeat(True),
         )
@@ -470,10 +469,9 @@ def test_a_glance_tells_the_attributes_of_a_dict_from_its_items() -> None:
 
     def hold() -> list[bool]:
         glances: Iterator[bool] = NativeGlances(  # type: ignore[misc]
-            leading=(),
-            others=tuple(looks),
+            slots=tuple(looks),
             tensors=(),
-            looks=(1, 1, 1),
+            looks=(1, 1),
             missing=object(),
             over=itertools.repeat(True),
         )
@@ -497,10 +495,9 @@ def test_errors_of_glances_are_raised_and_addresses_are_compared_as_numbers() ->
 
     def glances(*tensors: Any) -> Iterator[bool]:
         return NativeGlances(  # type: ignore[misc]
-            leading=(),
-            others=(),
+            slots=(),
             tensors=tensors,
-            looks=(1, 1, 1),
+            looks=(1, 1),
             missing=None,
             over=itertools.repeat(True),
         )

@@ -7,8 +7,10 @@ import torch
 
 from graphrt import GraphOptions, GraphPool, GraphRunner, InputSpec
 from graphrt.core.base.thread_mode import unseen
+from graphrt.core.trust.snapshot import Left
+from graphrt.core.trust.trial import Run, _memory
 from graphrt.core.trust.watching.watch import Watch
-from graphrt.core.trust.watching.writes import SavedWrites, still_there
+from graphrt.core.trust.watching.writes import SavedWrites
 
 X = {"x": InputSpec(torch.float32, ("tokens", 4))}
 
@@ -72,5 +74,6 @@ def test_what_is_gone_is_left_out_of_a_comparison():
         passing.clear()
         now = saves.take()
         saves.restore()
-    assert [len(each) for each in (before, *still_there(before, now))] == [2, 1, 1]
+    runs = [Run(None, Left(each, [], []), Watch()) for each in (before, now)]
+    assert [len(each) for each in (before, *_memory(*runs))] == [2, 1, 1]
     assert torch.equal(state, torch.zeros(2))

@@ -256,7 +256,9 @@ class CaptureSession:
         if graphs.records:
             # Graphs that are captured already read the old addresses.
             graphs.reads.check_named()
-            graphs.checks.check_settings()
+            changed = graphs.checks.glances.changed_settings()
+            if changed:
+                raise changed
             # At its end what is there then counts as there at the capture of all.
             graphs.checks.look_at_host()
         for module in setup.compiled:
@@ -340,7 +342,8 @@ class CaptureSession:
         transaction.lifts_constants |= is_cold or self._graphs.reads.are_on_host()
         # Without checks no generator of the forward's own is noted.
         is_noted = not is_cold and self._graphs.reads.watched
-        transaction.may_draw = not is_noted or self._state.has_drawn
+        generators = self._state.snapshot.generators
+        transaction.may_draw = not is_noted or generators.have_drawn(generators.take())
         transaction.work = work
         self._streams.check(graph, work)
         outside = pool.platform.driver_bytes()

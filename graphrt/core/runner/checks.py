@@ -171,8 +171,6 @@ class Ambient:
         # Graphs have no gradients, whatever was on around their capture.
         asked = {"gradients": False, "inference mode": torch.is_inference_mode_enabled()}
         self._captured = self._now() | asked
-        self._guard: Callable[[], bool]
-        self._modes: list[object]
         self._accept()
 
     def differences(self) -> list[str]:
@@ -210,7 +208,7 @@ class Ambient:
 
     def _accept(self) -> None:
         guard = torch_names.state_guard
-        self._guard = guard().check if guard else self._equal
+        self._guard: Callable[[], bool] = guard().check if guard else self._equal
         self._modes = self._modes_now()
 
     def _equal(self) -> bool:
@@ -269,11 +267,6 @@ class Glances:
         self.reads = reads
         self._device_type = device_type
         self.reset()
-
-    @property
-    def rung(self) -> bool:
-        """Whether somebody has told of a change."""
-        return self.reads.host.rung
 
     def reset(self) -> None:
         """There are no graphs: every step may go on."""
@@ -413,13 +406,6 @@ class Checks:
         ]
         return sorted(dispatches, key=lambda each: -each.descriptor.num_tokens)
 
-    def check_settings(self) -> None:
-        """Raise `VerificationError` where a graph would be captured under other settings than the
-        graphs that there are."""
-        changed = self.glances.changed_settings()
-        if changed:
-            raise changed
-
     def why_eager(self, dispatch: Dispatch, *, agreed: bool = False) -> Reason | None:
         """Why the step of a graph must not be replayed; None if it may. A graph that ranks have
         `agreed` on is not tried for what the host of one of them has changed: the others would not
@@ -537,7 +523,7 @@ class Checks:
         quarantine: ranks decide on a step together."""
         if not self.on:
             return (), ()
-        if self.glances.rung:
+        if self.glances.reads.host.rung:
             self.look_at_host()
         is_sampled = self._is_sampled(self._steps + 1)
         to_try, failed = [], []
@@ -551,16 +537,12 @@ class Checks:
         return to_try, failed
 
     def decide(self, slot: int, tried: bool) -> None:
-        """Until `undecided`, whether the step of this graph is tried: all ranks do the same,
-        whatever each of them has seen."""
+        """Until `decided` is None again, whether the step of this graph is tried: all ranks do the
+        same, whatever each of them has seen."""
         if self.on:
             self.decided = tried
             if tried:
                 self.pending = self.pending | {slot: -1}
-
-    def undecided(self) -> None:
-        """The step that ranks have decided on is over."""
-        self.decided = None
 
     def tried(self, slot: int, verdict: Verdict, differing: Differing | None) -> None:
         """Note the verdict of a trial; if it failed, all graphs of its kind go into quarantine.

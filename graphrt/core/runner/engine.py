@@ -278,7 +278,7 @@ class StepEngine:
                     expected=f"a batch that one of {len(plan.keys)} graphs serves",
                 )
         # Before the forward: what it changes itself is another thing.
-        if self._checks.glances.rung:
+        if self._graphs.reads.host.rung:
             self._checks.look_at_host()
         try:
             return self._executor.run_unpadded(step)

@@ -79,15 +79,17 @@ def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | N
     at = f" at {path}" if path else ""
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         # NaN is itself, though not equal to itself.
-        equal = type(ours) is type(theirs) and (ours == theirs or repr(ours) == repr(theirs))
-        return None if equal else _another(told(ours), told(theirs), at)
-    if ours.dtype is not theirs.dtype or ours.shape != theirs.shape:
+        if type(ours) is type(theirs) and (ours == theirs or repr(ours) == repr(theirs)):
+            return None
+        mine, other = told(ours), told(theirs)
+    elif ours.dtype is not theirs.dtype or ours.shape != theirs.shape:
         mine, other = (f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs))
-        return _another(mine, other, at)
     # As bytes, so that NaN equals itself and 0.0 does not equal -0.0.
-    if torch.equal(tree.octets(ours), tree.octets(theirs)):
+    elif torch.equal(tree.octets(ours), tree.octets(theirs)):
         return None
-    return _of_values(ours, theirs, at, rounded)
+    else:
+        return _of_values(ours, theirs, at, rounded)
+    return Difference(f"{mine}, not {other}{at}", float("inf"))
 
 
 def _of_values(ours: torch.Tensor, theirs: torch.Tensor, at: str, rounded: bool) -> Difference:
@@ -105,7 +107,3 @@ def _of_values(ours: torch.Tensor, theirs: torch.Tensor, at: str, rounded: bool)
         return Difference(text, relative if largest else 0.0)
     flipped = rounded and ours.dtype is not torch.bool and count <= _FLIPPED * ours.numel()
     return Difference(text, 0.0 if flipped else float("inf"))
-
-
-def _another(ours: str, theirs: str, at: str) -> Difference:
-    return Difference(f"{ours}, not {theirs}{at}", float("inf"))

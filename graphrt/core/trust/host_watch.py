@@ -153,11 +153,6 @@ class HostWatch:
         return 0 if self._native is None else self._native.count
 
     @property
-    def is_told(self) -> bool:
-        """Whether CPython tells of changes."""
-        return self._native is not None
-
-    @property
     def rung(self) -> bool:
         """Whether CPython has told of a change since `take`."""
         return self._native is not None and bool(self._native.rung)

@@ -120,7 +120,17 @@ class ReadSet:
         without eager parts. Unless runs are `watched` named tensors are all that is known."""
         self.watched = watched
         self.saw_compiled_code = False
+        self._forward = forward
+        self._has_full = has_full
+        self._compiled = compiled
+        # Where the named tensors were, each by its source and name.
+        self._were: dict[tuple[int, str], object] = {}
+        self._read_nothing()
+
+    def _read_nothing(self) -> None:
         self._read: list[_Read] = []
+        # By storage. Without a use the memory is kept, but nothing was seen to read it.
+        self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
         self.protected: list[str] = []
         """Memory too large to be saved, and which rows of it a warm-up wrote."""
         self.remade: set[str] = set()
@@ -128,13 +138,6 @@ class ReadSet:
         self.host = HostWatch()
         self.rounds = 0
         """After so many steps glances have looked at everything that they look at."""
-        self._forward = forward
-        self._has_full = has_full
-        self._compiled = compiled
-        # Where the named tensors were, each by its source and name.
-        self._were: dict[tuple[int, str], object] = {}
-        # By storage. Without a use the memory is kept, but nothing was seen to read it.
-        self._held: dict[int, tuple[torch.UntypedStorage, Use | None]] = {}
 
     # What is read --------------------------------------------------------------------------------
 
@@ -198,13 +201,8 @@ class ReadSet:
 
     def forget(self) -> None:
         """Let go of everything: the graphs are destroyed."""
-        self._held.clear()
-        self._read = []
         self.host.stop()
-        self.host = HostWatch()
-        self.rounds = 0
-        self.remade.clear()
-        self.protected.clear()
+        self._read_nothing()
 
     # Whether it has moved ------------------------------------------------------------------------
 
@@ -214,21 +212,14 @@ class ReadSet:
         slots = self.host.looks([(each.place, each.held) for each in self._read])
         parts = _parts_of(self._read)
         # At no slot twice, of each tensor at all parts.
-        looks = min(SLOTS[self.host.is_told], len(slots) or 1), 0, len(tree.PLACEMENT)
-        self.rounds = max(-(-len(slots) // looks[0]), -(-len(parts) // looks[-1]))
+        looks = min(SLOTS[self.host.watched > 0], len(slots) or 1), len(tree.PLACEMENT)
+        self.rounds = max(-(-len(slots) // looks[0]), -(-len(parts) // looks[1]))
         if NativeGlances is not None:
-            return NativeGlances(
-                leading=tuple(slots),
-                others=(),
-                tensors=tuple(parts),
-                looks=looks,
-                missing=MISSING,
-                over=settings,
-            )
+            return NativeGlances(tuple(slots), tuple(parts), looks, MISSING, settings)
         # Made of iterators that run in C, as every step takes an answer.
         of_slots = _in_turn(is_, [(get, was) for get, _, was in slots])
         of_tensors = _in_turn(eq, [(functools.partial(get, held), was) for held, get, was in parts])
-        rings = [of_slots] * looks[0] + [of_tensors] * looks[-1]
+        rings = [of_slots] * looks[0] + [of_tensors] * looks[1]
         return map(all, zip(settings, *rings, strict=False))
 
     def take(self) -> HostChanges | None:

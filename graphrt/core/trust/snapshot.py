@@ -251,7 +251,8 @@ class PythonState:
         be told of no slot."""
         values = [*now]
         for at, slot in enumerate(self.slots):
-            if slot.writable and now[at] is not self.was[at] and not _is_dict(slot):
+            is_dict = slot.way is slots.CONTENTS and isinstance(slot.holder, dict)
+            if slot.writable and now[at] is not self.was[at] and not is_dict:
                 later = much_later(self.was[at], now[at])
                 values[at] = now[at] if later is None else later
         return None if all(map(is_, values, now)) else values
@@ -307,10 +308,6 @@ class PythonState:
             if value is was and isinstance(was, torch.Tensor)
         }
         return [path for path, key in replaced.items() if key in used and key not in stays]
-
-
-def _is_dict(slot: Place) -> bool:
-    return slot.way is slots.CONTENTS and isinstance(slot.holder, dict)
 
 
 def put_back(slot: Place, value: object) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, eq
 from types import FrameType, FunctionType, MappingProxyType, MethodType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -31,7 +31,7 @@ from graphrt.core.trust.places.walk import places_of
 from graphrt.core.trust.warm_up import WarmedUp
 from graphrt.core.trust.watching import watch as watching
 from graphrt.core.trust.watching.watch import Deviation, Trace, Watch
-from graphrt.core.trust.watching.writes import still_there, storage_of
+from graphrt.core.trust.watching.writes import storage_of
 
 T = TypeVar("T")
 
@@ -53,6 +53,9 @@ _STEPS = (1, 999_983, -999_983)
 """How far Python numbers that a run moves are moved further, in steps of that run."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+
+_Start: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
+"""What a run finds in Python: values as a run has left them, and numbers that were moved since."""
 
 _IGNORED_CALLERS = ("torch", "graphrt")
 """Packages whose questions for the gradient mode are no branch of the forward: entering `no_grad`
@@ -209,12 +212,21 @@ class Trial:
         more |= {"compared": compared, "reads_arrays": self.platform.device_type == "cpu"}
         return Watch(self.step.inputs, memory, generators=generators, **more)
 
-    def _more(self, how: str, call: Callable[[Watch], Any], **watch: Any) -> Run | None:
-        """Make a run that only a trial makes, and put the state back. Where it raises it is noted
-        `how`, and no failure."""
+    def _more(
+        self, how: str, call: Callable[[Watch], Any], start: _Start | None = None, **watch: Any
+    ) -> Run | None:
+        """Make a run that only a trial makes, and that finds in Python what is at its `start`, and
+        put the state back. Where it raises it is noted `how`, and no failure; one that has left
+        the way that it follows has its `Deviation` for outputs."""
         seen = self._watch(**watch)
         try:
-            return Run(call(seen), self._state.take(), seen)
+            if start is not None:
+                self._state.python.begin(*start)
+            try:
+                outputs = call(seen)
+            except Deviation as deviation:
+                outputs = deviation
+            return Run(outputs, self._state.take(), seen)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -433,8 +445,7 @@ class Trial:
         # Memory that only later runs write is left out of the comparison.
         count = len(self._state.memory.take())
 
-        def steps(start: Sequence[Any], moved: Mapping[str, Any], watch: Watch) -> list[Any]:
-            self._state.python.begin(start, moved)
+        def steps(watch: Watch) -> list[Any]:
             runs = range(_STEPS_AFTER)
             return [(self.step.eager(watch), self._state.memory.take()[:count]) for _ in runs]
 
@@ -445,11 +456,11 @@ class Trial:
             if snapshot.step_of(theirs, ours) is not None
             and not _is_rounded(ours, theirs, rounding)
         }
-        starts = [partial(steps, alone, _NONE), partial(steps, padded, _NONE)]
+        starts: list[_Start] = [(alone, _NONE), (padded, _NONE)]
         for far in _STEPS[1:] if numbers else ():
             on = {path: snapshot.further(*both, far) for path, both in numbers.items()}
-            starts.append(partial(steps, padded, on))
-        expected, *later = [self._more("after a padded step", start) for start in starts]
+            starts.append((padded, on))
+        expected, *later = [self._more("after a padded step", steps, each) for each in starts]
         for run in later:
             if run is not None and expected is not None:
                 apart = difference(run.outputs, expected.outputs)
@@ -525,25 +536,18 @@ class Trial:
         the first did not issue: but for ranks, which would wait for it in the next collective.
         """
         follows = None if self.step.together or leaves is not None else self._eager.watch.trace
-
-        def run_from(run: Callable[..., Any], *watch: Watch) -> Any:
-            self._state.python.begin(start, moved)
-            try:
-                return run(*watch)
-            except Deviation as deviation:
-                return deviation
-
-        run = self._more(how, partial(run_from, self.step.eager), follows=follows, compared=True)
+        found = start, moved
+        run = self._more(how, self.step.eager, found, follows=follows, compared=True)
         if run is None:
             return None
         if leaves is not None:
             leaves.append(run.left.python)
-        effect = self._otherwise(run, how, lambda _: run_from(self.step.replay))
+        effect = self._otherwise(run, how, found)
         first = run.watch.deviation and f", first {run.watch.deviation}"
         return effect and effect + first
 
-    def _otherwise(self, run: Run, how: str, replay: Callable[[Watch], Any]) -> str | None:
-        """What a run does otherwise than the first, and than a `replay` from where it began."""
+    def _otherwise(self, run: Run, how: str, start: _Start) -> str | None:
+        """What a run does otherwise than the first, and than a replay from its `start`."""
         eager, has_parts, together = self._eager, self._has_parts, self.step.together
         if isinstance(run.outputs, Deviation):
             # What an eager part would do it does at the replay too.
@@ -557,7 +561,7 @@ class Trial:
         is_same |= apart is None and not _writes_elsewhere(run.watch, eager)
         if has_parts and (together or not is_same):
             # Tensors that they make anew may be elsewhere in each run.
-            replayed = self._more(how, replay)
+            replayed = self._more(how, lambda _: self.step.replay(), start)
             is_same |= replayed is None or _apart(replayed, run) is None
         if is_same:
             return None
@@ -565,9 +569,11 @@ class Trial:
 
 
 def _memory(*runs: Run) -> list[list[torch.Tensor]]:
-    """What several runs have left in memory that each of them has written, or found written."""
-    count = min([len(run.left.memory) for run in runs])
-    return still_there(*[run.left.memory[:count] for run in runs])
+    """What several runs have left in memory that each of them has written, or found written, and
+    that was still there each time."""
+    left = zip(*[run.left.memory for run in runs], strict=False)
+    kept = [each for each in left if len({tensor.shape for tensor in each}) == 1]
+    return [[each[at] for each in kept] for at in range(len(runs))]
 
 
 def _is_rounded(ours: Any, theirs: Any, rounding: float) -> bool:

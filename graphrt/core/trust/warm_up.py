@@ -85,33 +85,25 @@ class WatchedState:
             return calls()()
         moves = self._moves or self._begin()
         moves.begin(self.reads)
-        watched = partial(self._run_watched, moves, inputs, calls)
         # Autocast would keep its cast of a weight, and the run would read that and not the weight.
         without_kept_casts(undo)
         known = self.warmed_up.get(kind)
         # What a forward writes has to be saved in every session.
         is_saved = known is not None and (kind in self._kinds or not known.writes)
-        if known is None or known.tokens < tokens or not is_saved:
-            return self._watch(moves, kind, tokens, watched)
-        memory = self.snapshot.memory
-        self._of_size.restore()
-        self._of_size = SavedWrites(memory.limit)
-        watch = WriteWatch(moves.before, self._of_size, memory, tokens)
-        result = watch.around(calls())
-        moves.note()
-        if not moves.has_moved or watch.written <= self._steady:
-            return result
-        # It may have filled memory of this size for the first and last time.
-        self.restore()
-        moves.take_back()
-        return self._watch(moves, kind, tokens, watched)
-
-    @property
-    def has_drawn(self) -> bool:
-        """Whether random numbers may have been drawn on the host since the session began: by a
-        forward, or by another thread."""
-        generators = self.snapshot.generators
-        return generators.have_drawn(generators.take())
+        if known is not None and known.tokens >= tokens and is_saved:
+            memory = self.snapshot.memory
+            self._of_size.restore()
+            self._of_size = SavedWrites(memory.limit)
+            watch = WriteWatch(moves.before, self._of_size, memory, tokens)
+            result = watch.around(calls())
+            moves.note()
+            if not moves.has_moved or watch.written <= self._steady:
+                return result
+            # It may have filled memory of this size for the first and last time.
+            self.restore()
+            moves.take_back()
+        run = partial(self._run_watched, moves, inputs, calls)
+        return self._watch(moves, kind, tokens, run)
 
     def _begin(self) -> _Moves:
         places = self.reads.walk()

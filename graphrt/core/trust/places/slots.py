@@ -213,10 +213,6 @@ def _holds(place: Place, was: object) -> bool:
     return place.way.same(was, place.get())
 
 
-def _itself(holder: object, key: None) -> object:
-    return holder
-
-
 def _item(holder: dict[Any, Any], key: object) -> object:
     return dict.get(holder, key, MISSING)
 
@@ -257,10 +253,6 @@ def _tuple_item(holder: Place, index: int) -> object:
 def _member(holder: Any, member: object) -> object:
     base: Any = set if issubclass(type(holder), set) else frozenset
     return member if any(each is member for each in [*base.__iter__(holder)]) else MISSING
-
-
-def _members(holder: set[Any], key: None) -> object:
-    return frozenset(holder)
 
 
 def _set_members(holder: set[Any], key: None, value: Any) -> None:
@@ -327,10 +319,6 @@ def _context_value(variable: Any, key: None) -> object:
         return MISSING
 
 
-def _set_context_value(variable: Any, key: None, value: object) -> None:
-    variable.set(value)
-
-
 def base_of(container: Any) -> Any:
     """Python's own type of a container that can be changed."""
     for base in (list, OrderedDict, dict, set):
@@ -373,7 +361,7 @@ def _refill(container: Any, base: Any, items: list[Any]) -> None:
             base.__setitem__(container, key, value)
 
 
-FIXED = Way(_itself)
+FIXED = Way(lambda holder, key: holder)
 """The holder itself: nothing but another forward would put something else there."""
 ITEM = Way(_item, _set_item)
 """A value of a dict: an attribute, a global, a module's parameter."""
@@ -387,7 +375,7 @@ TUPLE_ITEM = Way(_tuple_item)
 """An item of the tuple that is at a place now."""
 MEMBER = Way(_member)
 """One object of a set, found by identity."""
-MEMBERS = Way(_members, _set_members, anew=True)
+MEMBERS = Way(lambda holder, key: frozenset(holder), _set_members, anew=True)
 """All members of a set of plain values, as a frozenset."""
 CELL = Way(_cell, _set_cell)
 """A variable of a closure."""
@@ -400,7 +388,7 @@ ATTRIBUTES = Way(_attributes)
 CLASS_ATTRIBUTE = Way(_class_attribute, _set_class_attribute)
 TARGET = Way(_target)
 """The referent of a weak reference."""
-CONTEXT_VALUE = Way(_context_value, _set_context_value)
+CONTEXT_VALUE = Way(_context_value, lambda variable, key, value: variable.set(value))
 """The value of a context variable in the current context."""
 CONTENTS = Way(items_of, _refill, same_items, anew=True)
 """All that is in a container; of a set its members: theirs is the hash, which is not asked."""

@@ -675,10 +675,7 @@ class Walk:
 
 
 def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
-    fixed: Slots = []
-    for each in values:
-        fixed.append((Place(place, label, FIXED, each), each))
-    return fixed
+    return [(Place(place, label, FIXED, each), each) for each in values]
 
 
 def _is_skipped(kind: Kind, value: Any) -> bool:

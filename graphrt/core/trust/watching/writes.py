@@ -206,12 +206,6 @@ def _are_equal(ours: Index, theirs: Index) -> bool:
     )
 
 
-def still_there(*values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Of what `SavedWrites.take` returned at several times, memory that was there each time."""
-    kept = [each for each in zip(*values, strict=True) if len({t.shape for t in each}) == 1]
-    return [[each[at] for each in kept] for at in range(len(values))]
-
-
 def too_large(state: str, got: str, limit_bytes: int) -> StateTooLargeError:
     """The error for state that takes more memory than it may."""
     return StateTooLargeError(
