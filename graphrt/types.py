@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from graphrt.core.batch.axes import Axis
 from graphrt.core.batch.context import Announcer
+from graphrt.core.batch.descriptor import Axis
 from graphrt.core.batch.modes import Mode
 from graphrt.core.capture.wrapper import CallChecks
 from graphrt.core.dispatch.reasons import Agreed

@@ -12,7 +12,6 @@ pytest.importorskip("expecttest", reason="torch's operator samples import expect
 
 from graphrt.core.base import tree
 from graphrt.cpu import graph
-from graphrt.cpu.tape import program
 from tests.operators import listing, trial
 from tests.operators.buffers import same
 from tests.operators.samples import SAMPLES, Case, cases, chosen
@@ -80,8 +79,10 @@ def test_each_draw_of_a_sample_has_numbers_of_its_own(name):
 
 
 def test_a_result_that_a_replay_leaves_as_it_was_is_found(monkeypatch):
+    assemble = graph.assemble
+
     def stale(steps, *args):
-        return program.assemble([s for s in steps if s.lowered.kind != "again"], *args)
+        return assemble([s for s in steps if s.lowered.kind != "again"], *args)
 
     monkeypatch.setattr(graph, "assemble", stale)
     monkeypatch.setattr(trial, "_CALLS", 8)

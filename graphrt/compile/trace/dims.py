@@ -12,7 +12,7 @@ from graphrt.compile.trace.parameters import Leaf
 from graphrt.core.base.errors import InvalidInputError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import shown
-from graphrt.core.batch.axes import Axis
+from graphrt.core.batch.descriptor import Axis
 
 DEFAULT_AXIS = "tokens"
 

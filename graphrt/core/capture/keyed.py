@@ -97,11 +97,7 @@ class KeyedGraphs(Uncopied):
         undo.after_error(context.leave)
         with context:
             outputs = wrapper()
-        is_eager = not wrapper.entries
-        if is_eager:
-            # Without a graph, and it ends as the others do.
-            wrapper._graphs.entries[descriptor] = Entry(descriptor, (), outputs, {}, None)
-        graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, is_eager=is_eager)
+        graph = self._graphs[key] = KeyedGraph(key, descriptor, wrapper, outputs)
         return graph
 
     def replay(self, key: Hashable, updates: Updates | Any = None) -> Any:
@@ -152,17 +148,20 @@ class KeyedGraph:
     """
 
     def __init__(
-        self, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper, *, is_eager: bool
+        self, key: Hashable, descriptor: BatchDescriptor, wrapper: GraphWrapper, outputs: Any
     ) -> None:
-        """Of the one capture of `wrapper`, if graphs are on."""
+        """Of the one capture of `wrapper`, if graphs are on, which returned these `outputs`."""
         self.key = key
         self.descriptor = descriptor
-        self.is_eager = is_eager
+        self.is_eager = not wrapper.entries
         self.trials: Any = wrapper._graphs.trials
         """What `trials=` has made for it, such as a `WrapperTrials`; else None."""
         self._wrapper = wrapper
-        self._updates: Any = WORST_CASE if is_eager else None
-        if not is_eager and self.trials is None:
+        self._updates: Any = WORST_CASE if self.is_eager else None
+        if self.is_eager:
+            # Without a graph, and it ends as the others do.
+            wrapper._graphs.entries[descriptor] = Entry(descriptor, (), outputs, {}, None)
+        elif self.trials is None:
             wrapper.runnable = _destroyed
 
     def __repr__(self) -> str:

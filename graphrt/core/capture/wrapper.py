@@ -292,29 +292,23 @@ class GraphWrapper(errors.Uncopied):
             graphs.find_at(context.slot, entry)
         return entry
 
-    def _may_capture(self, context: ForwardContext) -> bool:
-        """Whether a call without a graph captures one; it runs eagerly, and counts so, if not."""
-        if context.descriptor in self._graphs.entries:
-            # Behind a piece that had no graph, and left its results elsewhere: it has none either.
-            self._eager_calls[Reason.MISSING_GRAPH] += 1
-            return False
-        allowed = context.capture is not None or self._sealing.may_capture
-        if context.descriptor is not None and allowed:
-            return True
-        self._eager_calls[self._sealing.miss(context, self._graphs.entries)] += 1
-        self._miss(context)
-        return False
-
     def _miss(self, context: ForwardContext) -> None:
         """Note that a piece of a step runs eagerly: no piece behind it is replayed."""
         if context.mode is not _FULL and context.token is not None:
             self.pool.pieces.without_graph = context.token
 
     def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
-        """Capture a call where it may be; returns its result, or `_EAGERLY`."""
-        if not self._may_capture(context):
-            return _EAGERLY
+        """Capture a call where it may be; returns its result, or `_EAGERLY`, which is counted."""
         graphs, transaction = self._graphs, context.capture
+        if context.descriptor in graphs.entries:
+            # Behind a piece that had no graph, and left its results elsewhere: it has none either.
+            self._eager_calls[Reason.MISSING_GRAPH] += 1
+            return _EAGERLY
+        allowed = transaction is not None or self._sealing.may_capture
+        if context.descriptor is None or not allowed:
+            self._eager_calls[self._sealing.miss(context, graphs.entries)] += 1
+            self._miss(context)
+            return _EAGERLY
         if graphs.trials is not None:
             graphs.trials.before_capture(self)
         recorder = self._new_recorder(

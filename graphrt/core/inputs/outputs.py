@@ -21,7 +21,7 @@ import torch
 from graphrt.core.base import tree
 from graphrt.core.base.errors import GraphRTError, OutputError
 from graphrt.core.base.option_values import refused
-from graphrt.core.batch.axes import Axis
+from graphrt.core.batch.descriptor import Axis
 
 OutputAxes = tuple[Any, ...] | Mapping[str, Any] | None
 """Axes of an output, or of several by name or position: see `OutputLayout`."""

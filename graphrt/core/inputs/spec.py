@@ -14,7 +14,7 @@ import torch
 from graphrt.core.base.errors import GraphRTError, InvalidInputError, OverwrittenOutputError
 from graphrt.core.base.homes import public
 from graphrt.core.base.option_values import refused
-from graphrt.core.batch.axes import Axis
+from graphrt.core.batch.descriptor import Axis
 
 _MOST_BLOCKS = 1 << 16
 

@@ -22,9 +22,8 @@ from graphrt.core.base import option_values, tree
 from graphrt.core.base._undo import Undo, note, undoing
 from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
 from graphrt.core.base.homes import public
-from graphrt.core.batch.axes import Axis
 from graphrt.core.batch.context import ForwardContext, current_context
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.descriptor import Axis, Batch, BatchDescriptor
 from graphrt.core.replay.recording import counted, current_capture, in_task
 
 HostValues = Mapping[str, Any]

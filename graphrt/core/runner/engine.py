@@ -219,7 +219,7 @@ class StepEngine:
         if (
             prepared is None
             or prepared.descriptor != dispatch.descriptor
-            or batch.num_tokens > prepared.tokens
+            or batch.num_tokens > prepared.descriptor.num_tokens
         ):
             raise errors.InvalidBatchError(
                 "there is no graph whose padding the step could have",

@@ -91,7 +91,8 @@ class PreparedStep:
         last = next(reversed(graphs.begun.values()), None)
         self.transaction: CaptureTransaction = CaptureTransaction(
             -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor),
-            self.storages(),
+            # In these every step finds its inputs.
+            frozenset(view.untyped_storage().data_ptr() for view in layout.views.values()),
             metadata_is_declared=setup.host.metadata is not None,
             lifts_constants=last is not None and last.transaction.lifts_constants,
         )
@@ -114,11 +115,6 @@ class PreparedStep:
         """The dispatcher's."""
         return self.transaction.slot
 
-    @property
-    def tokens(self) -> int:
-        """The tokens that the graph computes."""
-        return self.descriptor.num_tokens
-
     def arguments(self, *, fresh: bool) -> dict[str, Any]:
         """The arguments of the forward, nested again at each call, as it may change the nest. Those
         that are `fresh`, for a forward that runs, are tensors of its own over the same memory: it
@@ -127,10 +123,6 @@ class PreparedStep:
         if fresh:
             views = {name: view.detach() for name, view in views.items()}
         return self._setup.inputs.nest(views)
-
-    def storages(self) -> frozenset[int]:
-        """The addresses of the storages in which every step finds its inputs."""
-        return frozenset(view.untyped_storage().data_ptr() for view in self.layout.views.values())
 
     def check_written(self, written: Mapping[int, Use]) -> None:
         """Raise `RefusedOpError` if a warm-up has written an input that has no batch axis: that is
@@ -295,11 +287,6 @@ class GraphTable:
         if not self.records:
             return None
         return self.reads.unknown_memory(self.entries(only), self.setup.pool, self.own_tensors())
-
-    def keep_touched(self, only: Collection[BatchDescriptor]) -> bool:
-        """Count memory as read that nodes of these graphs point to and the forward holds; returns
-        whether there was any."""
-        return self.reads.keep_touched(self.entries(only), self.setup.pool, self.own_tensors())
 
     def check(self) -> None:
         """Raise the errors of `GraphRunner.weights_changed`, for weights and modules. From then on

@@ -119,7 +119,7 @@ class RunnerSetup:
             module.use_wrapper_options(for_pieces, hooks)
         wrapper_cls = wrapper_class(self.pool.platform)
         wrap = partial(wrapper_cls, pool=self.pool, options=options, hooks=hooks)
-        inner = self.forward if self.ring is None else Fetching(self.forward, self.ring)
+        inner = self.forward if self.ring is None else partial(_fetched, self.forward, self.ring)
         wrappers: dict[GraphMode, GraphWrapper] = {}
         if mode.has_piecewise and self.plan.pieces is PieceProvider.BREAKABLE:
             inner = wrappers[GraphMode.PIECEWISE] = wrap(inner, GraphMode.PIECEWISE, breakable=True)
@@ -170,26 +170,15 @@ def _pool_for(
     return pool, pool.device, owns_pool
 
 
-class Fetching:
+def _fetched(forward: Callable[..., Any], ring: Any, /, **arguments: Any) -> Any:
     """The forward behind the fetch of its inputs, where no graph has done that.
 
     Called in a capture the fetch is the first that is captured. A replay does not come here; a step
     that a wrapper runs eagerly after all does, and fetches by itself.
     """
-
-    def __init__(self, forward: Callable[..., Any], ring: Any) -> None:
-        self.forward = forward
-        self._ring = ring
-
-    def __call__(self, **arguments: Any) -> Any:
-        if self._ring.pending is not None:
-            self._ring.fetch_pending()
-        return self.forward(**arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "forward":
-            raise AttributeError(name)
-        return getattr(self.forward, name)
+    if ring.pending is not None:
+        ring.fetch_pending()
+    return forward(**arguments)
 
 
 class EagerForward:

@@ -141,7 +141,7 @@ def _note(runs: StepRuns, verdict: Verdict, differing: Differing | None) -> None
     record = graphs.checks.graph_to_try(dispatch).record
     is_first = verdict.failure is None and not record.steps
     # What their nodes point to, and no operator has shown, is read too.
-    if is_first and graphs.keep_touched([record.descriptor]):
+    if is_first and graphs.reads.keep_touched(graphs.unknown_memory([record.descriptor])):
         graphs.checks.glances.aim()
     graphs.checks.tried(dispatch.slot, verdict, differing)
 
@@ -163,11 +163,12 @@ class StepRuns(TriedStep):
         prepared = graphs.steps[step.dispatch.slot]
         assert prepared is not None
         reqs = reqs_of(inputs, step.batch, step.values)
-        padded, live = (prepared.tokens, prepared.reqs), (step.batch.num_tokens, reqs)
+        padded = prepared.descriptor.num_tokens, prepared.reqs
+        live = step.batch.num_tokens, reqs
         # Ranks that have agreed on a graph have other live rows each.
         if padded != live and not (step.agreed or graphs.setup.host.mixes_rows):
             self.sizes = [*zip(padded, live, strict=True)]
-        self.forward, self.inputs = graphs.setup.forward, prepared.storages()
+        self.forward, self.inputs = graphs.setup.forward, prepared.transaction.fixed
         self.pads = inputs.declared.unused_addresses(step.values)
         self.together = step.agreed or graphs.setup.host.ranks is not None
         self.has_gradients = torch.is_grad_enabled()

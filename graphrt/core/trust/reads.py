@@ -167,12 +167,9 @@ class ReadSet:
         storage = tensor.untyped_storage()
         self._held.setdefault(storage._cdata, (storage, None))
 
-    def keep_touched(
-        self, entries: Iterable[Entry], pool: GraphPool, of_runner: Iterable[torch.Tensor]
-    ) -> bool:
-        """Count as read what nodes of these graphs point to and the forward holds; returns whether
-        there was any."""
-        unknown = self.unknown_memory(entries, pool, of_runner)
+    def keep_touched(self, unknown: UnknownMemory | None) -> bool:
+        """Count as read what nodes of graphs point to, `unknown` until now, and the forward holds;
+        returns whether there was any."""
         if unknown is None or not unknown.blocks:
             return False
         touched = {block.address for block in unknown.blocks}
