@@ -36,7 +36,7 @@ from graphrt.core.base.thread_mode import autocast_depth, is_watched, set_for_ca
 from graphrt.core.base.torch_names import dispatch_modes
 from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.replay.recording import current_capture, under_way, warming_up
-from graphrt.cpu import compiled
+from graphrt.cpu import graph
 from graphrt.cpu.tape import refusals
 
 SEED = int(os.environ.get("GRAPHRT_TEST_SEED", "0"))
@@ -112,7 +112,7 @@ def check_nothing_is_left(pool: Any) -> None:
     assert autocast_depth() == 0 and torch.is_autocast_cache_enabled()
     assert gc.isenabled() and gc.get_freeze_count() < 5000
     assert torch.Tensor.numpy is NUMPY and not refusals.guards.users
-    assert not compiled.hooked_calls.users and not compiled.hooked_code.users
+    assert not graph.hooked_calls.users and not graph.hooked_code.users
     free: list[bool] = []
     thread = threading.Thread(target=lambda: free.append(takes(pool.capture_lock)))
     thread.start()

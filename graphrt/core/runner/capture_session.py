@@ -167,7 +167,7 @@ def _finish(executor: StepExecutor) -> None:
     graphs, setup = executor.graphs, executor.graphs.setup
     graphs.seal()
     if graphs.dropped:
-        _tell_dropped(graphs.dropped, len(setup.plan.keys), strict=setup.options.strict)
+        _tell_dropped(graphs)
     if setup.host.example is not None:
         try:
             try_examples(executor, setup.host.example, graphs.release)
@@ -177,18 +177,17 @@ def _finish(executor: StepExecutor) -> None:
             raise
 
 
-def _tell_dropped(
-    dropped: Sequence[graph_table.DroppedGraph], planned: int, *, strict: bool
-) -> None:
+def _tell_dropped(graphs: graph_table.GraphTable) -> None:
     """Warn of graphs that did not fit on the device; with `strict` raise
     `ResourceExhaustedError`. Of each reason the first graph is named."""
-    what = f"{len(dropped)} of {planned} graphs did not fit on the device"
+    setup, dropped = graphs.setup, graphs.dropped
+    what = f"{len(dropped)} of {len(setup.plan.keys)} graphs did not fit on the device"
     first = {each.reason: f"{each.mode.name} [{each.descriptor}]" for each in reversed(dropped)}
     lines = "".join(
         f"\n  {graph}: {'; '.join(map(str.strip, reason.splitlines()))}"
         for reason, graph in first.items()
     )
-    if strict:
+    if setup.options.strict:
         raise errors.ResourceExhaustedError(
             what,
             got=lines,
@@ -220,18 +219,17 @@ class CaptureSession:
         self._graphs = graphs
         # Steps on another stream may still use the state that is saved.
         setup.pool.streams.follow()
-        has_parts = setup.plan.mode.has_piecewise
-        platform, limit = setup.pool.platform, setup.options.state_limit(setup.pool.platform)
-        declared = [*setup.host.state]
+        has_parts, platform = setup.plan.mode.has_piecewise, setup.pool.platform
+        limit = setup.options.state_limit(platform)
         self._state = WatchedState(
-            StateSnapshot(platform.device_type, limit, declared=declared),
+            StateSnapshot(platform.device_type, limit, declared=[*setup.host.state]),
             graphs.reads,
             graphs.warmed_up,
             pads=setup.inputs.declared.addresses,
             is_in_graphs=partial(platform.owns, setup.pool.memory),
             has_parts=has_parts,
         )
-        self._streams = StreamLedger(setup.pool.platform, setup.options.breaks)
+        self._streams = StreamLedger(platform, setup.options.breaks)
         # Only PIECEWISE captures ask what eager parts have made, and watching for that takes longer
         # than small operators do.
         self._doors = SideDoors() if has_parts else None
