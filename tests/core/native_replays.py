@@ -275,7 +275,7 @@ def program(seed: int, *, native: bool) -> list[Any]:
             pool.owner = None
         Device.fault, Device.elsewhere = None, False
         assert pool.owner is None
-        ring = runner.inputs.ring
+        ring = runner.inputs.transport.ring
         state = ring.count, ring.unsure, ring.pending is None, pool.generation, pool.streams.last_id
         steps = pool.pieces.replaying is None, pool.pieces.context is None, len(pool.handed_out)
         device = Device.marked, Device.entered

@@ -243,7 +243,7 @@ def test_what_was_refused_at_the_first_step_is_refused_at_a_later_one(warm, chan
     runner, inputs = warm
     wrong = dict(inputs)
     change(wrong)
-    ring = runner.inputs.ring
+    ring = runner.inputs.transport.ring
     before = ring.count
     with pytest.raises(InvalidInputError, match=word):
         runner(BATCH, **wrong)

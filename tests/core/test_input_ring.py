@@ -176,7 +176,7 @@ def test_a_device_that_does_not_fetch_is_told_of_and_its_inputs_are_copied():
         inputs = StaticInputs(
             specs, platform=Broken(), tokens=4, reqs=4, device="cpu", fetched=True
         )
-    assert inputs.ring is None
+    assert inputs.transport.ring is None
     layout = inputs.layout(4, 4)
     inputs.fill({"x": torch.arange(3)}, layout, 3, 3)
     assert layout.views["x"].tolist() == [0, 1, 2, 0]
@@ -201,7 +201,7 @@ def test_memory_of_a_ring_that_is_gone_is_kept_until_the_device_has_read_it():
 def test_mixed_steps_see_their_own_inputs_through_aborts_and_recaptures(mode):
     platform = RingPlatform()
     log = Log(platform, "cpu", 600, mode=mode)
-    assert log.runner.inputs.ring is not None
+    assert log.runner.inputs.transport.ring is not None
     assert mixed_steps(log, 600, 3, aborts=0.1, recaptures=0.01, slots=0.3) > 20
     ring = platform.rings[-1]
     # Steps that a graph serves launch no fetch of their own.
@@ -212,7 +212,7 @@ def test_without_the_option_nothing_is_fetched():
     platform = RingPlatform()
     log = Log(platform, "cpu", 50, inputs_in_graph=False)
     mixed_steps(log, 50, 4)
-    assert log.runner.inputs.ring is None
+    assert log.runner.inputs.transport.ring is None
     assert platform.rings == []
 
 
@@ -228,7 +228,7 @@ def test_inputs_are_there_before_a_bind_that_reads_or_writes_them():
     for step in range(100):
         log.run(rng, step)
     assert seen == list(range(1, 101))
-    assert log.runner.inputs.ring.pending is None
+    assert log.runner.inputs.transport.ring.pending is None
     flags, tokens = log.rows[1:, 2], log.rows[1:, 1] // log.width
     assert bool((flags >= log.expected[:, 2] + tokens).all())
 
@@ -341,7 +341,7 @@ def test_a_failed_capture_leaves_no_fetch_behind():
     fails[0] = True
     with pytest.raises(Exception, match="the forward failed"):
         runner.capture()
-    assert runner.inputs.ring.pending is None
+    assert runner.inputs.transport.ring.pending is None
     fails[0] = False
     runner.capture()
     for rows in (1, 2, 3, 4, 5):
@@ -476,7 +476,8 @@ def test_inputs_that_are_all_on_the_device_are_compared_at_once_with_those_befor
     right = log.values(rng, 0, rows, 1)
     tables = [transport._table(moves, kind * len(moves.fields)) for kind in "dk"]
     tensors = [right[move.field.name] for move in moves.fields]
-    learn(moves, Sources(tensors, [], "ddddd", True), inputs.ring, transport.slab, *tables)
+    sources = Sources(tensors, [], "ddddd", True)
+    learn(moves, sources, transport.ring, transport.slab, *tables)
     fast = moves.alike
     assert fast is not None
     moves.prepared.writers = []

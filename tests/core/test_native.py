@@ -153,7 +153,7 @@ for program in range(30):
                 outputs.append(runner(Batch(rows, rows, 1), **given).clone())
         moves = runner.inputs.layout(8, 8).known.values()
         written += sum(type(each.alike) is module.Writer for each in moves)
-        ring = runner.inputs.ring
+        ring = runner.inputs.transport.ring
         outputs.append(torch.tensor([ring.count, ring.words[0]]))
         found.append(outputs)
     for ours, theirs in zip(*found, strict=True):

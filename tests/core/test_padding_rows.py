@@ -59,7 +59,6 @@ SPECS = {"x": X, "nested": {"slots": SLOTS}, "table": TABLE, "nowhere": NOWHERE}
         ({"nested.slots": torch.tensor([3])}, []),
         ({"table": torch.tensor([[1, 2], [5, 0]], dtype=torch.int32)}, []),
         ({"nowhere": torch.tensor([0, 1])}, []),
-        ({"table": None}, []),
         ({"nested": {"slots": torch.tensor([], dtype=torch.int64)}}, [3]),
         ({"nested.slots": torch.tensor([3]), "table": torch.tensor([1])}, [0]),
     ],

@@ -40,7 +40,7 @@ def test_the_first_call_of_a_thread_may_be_a_step_on_inputs_of_the_host(mode):
         platform="cuda",
     ) as runner:  # fmt: skip
         runner.capture()
-        assert runner.inputs.ring is not None
+        assert runner.inputs.transport.ring is not None
         for value in (1.0, 2.0, 3.0):
             for rows in (4, 3, 7):  # a hit, a padded one, and one that is too large
                 x = torch.full((rows, 8), value)
@@ -68,7 +68,7 @@ def test_a_runner_may_be_made_captured_and_checked_in_threads_of_their_own():
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
 def test_thousands_of_mixed_steps_behind_a_slow_device_see_their_own_inputs(mode):
     log = Log("cuda", "cuda", 10_000, mode=mode)
-    assert log.runner.inputs.ring is not None
+    assert log.runner.inputs.transport.ring is not None
     aborted = mixed_steps(
         log, 10_000, 7, device=0.3, slots=0.2, aborts=0.02, recaptures=0.001, behind=behind
     )
@@ -84,7 +84,7 @@ def test_the_ring_wraps_behind_a_busy_device_and_the_host_waits():
     for step, values in enumerate(steps):
         log.runner(Batch(1 + step % 16, 1 + step % 16, 1), **values)
     log.check(300)
-    assert log.runner.inputs.ring.waits > 0
+    assert log.runner.inputs.transport.ring.waits > 0
     log.runner.close()
 
 
@@ -163,7 +163,7 @@ def test_inputs_of_a_megabyte_are_fetched_whole(monkeypatch):
 
 def test_without_the_option_inputs_are_copied():
     log = Log("cuda", "cuda", 100, inputs_in_graph=False)
-    assert log.runner.inputs.ring is None
+    assert log.runner.inputs.transport.ring is None
     mixed_steps(log, 100, 10, device=0.3)
     log.runner.close()
 

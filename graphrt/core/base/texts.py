@@ -31,5 +31,5 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Lines of a table: the first and the last column to the left, figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *figures, remark in rows:
-        cells = [f"{cell:>{width}}" for cell, width in zip(figures, widths[1:-1], strict=True)]
-        yield "  ".join([f"{name:<{widths[0]}}", *cells, remark]).rstrip()
+        cells = map(str.rjust, figures, widths[1:])
+        yield "  ".join([name.ljust(widths[0]), *cells, remark]).rstrip()

@@ -91,11 +91,6 @@ class StaticInputs:
                 required.append(value)
         return required
 
-    @property
-    def ring(self) -> Any:
-        """What graphs fetch their inputs from, if they do: see `InputTransport`."""
-        return self.transport.ring
-
     def layout(self, tokens: int, reqs: int) -> InputLayout:
         """Where the inputs of a batch of this size lie."""
         layout = self._layouts.get((tokens, reqs))
@@ -178,8 +173,8 @@ class StaticInputs:
     def reset(self, layout: InputLayout | None = None) -> None:
         """Make every row of `layout`, by default of the largest one, a padding row. No step waits
         for the captures before it."""
-        if self.ring is not None:
-            self.ring.settle()
+        if self.transport.ring is not None:
+            self.transport.ring.settle()
         for field in (layout or self.layout(self.tokens, self.reqs)).fields:
             field.view.fill_(field.pad)
 

@@ -130,13 +130,13 @@ class DeclaredInputs:
     # What padding rows hold, for checks --------------------------------------------------------
 
     def unused_addresses(self, values: Mapping[str, Any]) -> list[int]:
-        """The padding values of index inputs that no live row of theirs holds: what they address is
-        nobody's. A block table may hold its own for what a request does not use, while a slot
-        mapping says so. Waits for the device."""
+        """The padding values of index inputs that no live row of theirs holds, in values that
+        `check` has taken: what they address is nobody's. A block table may hold its own for what a
+        request does not use, while a slot mapping says so. Waits for the device."""
         unused: set[int] = set()
         for name, value in flat_of(values):
-            spec = self.specs.get(name)
-            if spec is not None and spec.index and isinstance(value, torch.Tensor):
+            spec = self.specs[name]
+            if spec.index:
                 pad = int(spec.pad_value.real)
                 if pad >= 0 and not bool((value == pad).any()):
                     unused.add(pad)

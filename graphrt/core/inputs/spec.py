@@ -7,7 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -90,15 +90,12 @@ def check_value(
     """Raise what is wrong with a step's value for the input `name`, whose live shape is `live`, if
     that is known. `cause` is what using it raised, if it was used."""
     got: object = type(value).__name__
-    no_rows = (
-        "has no rows in memory that could be copied",
-        f"{name}.to_dense() of a sparse one, torch.cat({name}.unbind()) of a nested one",
-    )
+    wrong = "has no rows in memory that could be copied"
+    advice = f"{name}.to_dense() of a sparse one, torch.cat({name}.unbind()) of a nested one"
     if not isinstance(value, torch.Tensor):
         wrong, advice = "is no tensor", f"torch.as_tensor({name}) of a list or an array"
     elif value.is_meta or value.is_nested or value.layout is not torch.strided:
         got = "meta" if value.is_meta else "nested" if value.is_nested else value.layout
-        wrong, advice = no_rows
     elif value.dtype is not spec.dtype:
         wrong, got = "has the wrong dtype", value.dtype
         advice = f"{name}.to({spec.dtype}), or change its InputSpec"
@@ -110,8 +107,6 @@ def check_value(
         )
     elif _in_memory(name, value, cause):
         return
-    else:
-        wrong, advice = no_rows
     shape = "" if live is None else f"{live} from "
     raise InvalidInputError(
         f"input {name!r} {wrong}",
@@ -142,7 +137,7 @@ def _check_shape(shape: object) -> None:
     if isinstance(shape, tuple | list):
         axes = [Axis.parse(size) for size in shape if isinstance(size, str)]
         front = list(itertools.takewhile(lambda size: not isinstance(size, str), shape))
-        right = all(isinstance(size, str) or (_is_int(size) and size >= 0) for size in shape)
+        right = all(isinstance(size, str) or _is_size(size) for size in shape)
         if right and len(axes) <= 1 and (not axes or math.prod(front) <= _MOST_BLOCKS):
             return
     expected = (
@@ -185,5 +180,5 @@ def _wrong_spec(field: str, value: object, expected: str, example: str) -> Graph
     return refused(what, value, expected, f"{advice} {example}", InvalidInputError)
 
 
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

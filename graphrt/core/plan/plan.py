@@ -64,11 +64,8 @@ def _budget(value: Budget) -> Budget:
     return value
 
 
-def _cases(name: str, example: str, check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def check_all(value: Any) -> tuple[Any, ...]:
-        return tuple(map(check, items_of(name, value, example, empty=f"leave {name} out")))
-
-    return check_all
+def _cases(name: str, example: str, check: Callable[[Any], Any], value: Any) -> tuple[Any, ...]:
+    return tuple(map(check, items_of(name, value, example, empty=f"leave {name} out")))
 
 
 def _loras(active: Any) -> int | None:
@@ -89,9 +86,9 @@ _ARGUMENTS: Mapping[str, tuple[Any, Callable[[Any], Any]]] = {
     "attention": (AttentionSupport.ALWAYS, resolution.levels_of),
     "pieces": (resolution.AUTO, _pieces),
     "compiled": ((), resolution.all_compiled),
-    "loras": ((0,), _cases("loras", "(0, 4)", _loras)),
-    "bounds": (((),), _cases("bounds", "[(4096,)]", _bounds)),
-    "variants": ((None,), _cases("variants", '["draft"]', checked_variant)),
+    "loras": ((0,), partial(_cases, "loras", "(0, 4)", _loras)),
+    "bounds": (((),), partial(_cases, "bounds", "[(4096,)]", _bounds)),
+    "variants": ((None,), partial(_cases, "variants", '["draft"]', checked_variant)),
     "budget": (None, _budget),
     "traffic": (None, check_traffic),
 }
@@ -256,7 +253,13 @@ class Plan:
         counts = Counter(mode.name for mode, _ in self.keys)
         total = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
         lines.append(f"Graphs to capture, largest first: {len(self.keys)} ({total})")
-        lines += sizes.eager_decode(self.sizes, self.keys)
+        for query_len in self.sizes.decode if self.keys else ():
+            first, most = sizes.eager_range(self.sizes, self.keys, query_len)
+            if first <= most:
+                lines.append(
+                    f"Note: decode batches of {first} to {most} tokens (query length {query_len}) "
+                    "will run eagerly: max_size, sizes and the budget say which are captured"
+                )
         budget = self.arguments["budget"]
         if budget is not None:
             lines += budget_lines(budget, self.captured, self.left_out)

@@ -112,17 +112,15 @@ def resolve_mode(
     levels = levels_of(attention) or {UNNAMED: AttentionSupport.ALWAYS}
     resolution = ModeResolution(requested, requested, pieces=provider)
     resolution = _with_attention(resolution, levels, max(query_lens))
-    mode = resolution.mode
+    mode, without = resolution.mode, resolution.mode.without_pieces()
     if whole:
-        why = "a pass must see the whole graph, so nothing provides pieces"
         always = min(levels.values()) is AttentionSupport.ALWAYS
-        whole_mode = mode.without_pieces()
         if mode is GraphMode.FULL_AND_PIECEWISE and always:
-            whole_mode = GraphMode.FULL
-        resolution = resolution.stepped("whole-graph", whole_mode, why)
+            without = GraphMode.FULL
+        why = "a pass must see the whole graph, so nothing provides pieces"
+        resolution = resolution.stepped("whole-graph", without, why)
     elif provider is None:
-        why = "nothing provides pieces"
-        resolution = resolution.stepped("no-pieces", mode.without_pieces(), why)
+        resolution = resolution.stepped("no-pieces", without, "nothing provides pieces")
     if not all(module.graphs for module in compiled):
         why = "a module of the forward was compiled with graphs=False"
         resolution = resolution.stepped("graphs-off", GraphMode.NONE, why)

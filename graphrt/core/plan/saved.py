@@ -132,7 +132,7 @@ def read(
     try:
         content = json.loads(read_bounded(Path(path), _MOST_BYTES))
         version = content["graphrt_plan"]
-        if type(version) is not int or version != FORMAT:
+        if version != FORMAT:
             got = f"format {shown(version)}, not format {FORMAT}"
             raise ValueError(f"{got}: another graphrt wrote it")
         plan = plan_of(given_arguments(content["arguments"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphrt.core.base.errors import InvalidOptionError
@@ -223,22 +223,9 @@ def check_decode(mode: GraphMode, sizes: CaptureSizes) -> None:
         )
 
 
-def eager_decode(sizes: CaptureSizes, keys: Collection[CaptureKey]) -> list[str]:
-    """Decode batches that will be TOO_LARGE for every graph that may serve them, as sentences."""
-    notes = []
-    for query_len in sizes.decode if keys else ():
-        first, most = eager_range(sizes, keys, query_len)
-        if first <= most:
-            notes.append(
-                f"Note: decode batches of {first} to {most} tokens (query length {query_len}) will "
-                "run eagerly: max_size, sizes and the budget say which are captured"
-            )
-    return notes
-
-
 def eager_range(sizes: CaptureSizes, keys: Iterable[CaptureKey], query_len: int) -> tuple[int, int]:
-    """The first and the last size, in whole requests, that no graph has room for; the first is
-    larger than the last where there is none."""
+    """The first and the last size, in whole requests, of decode batches that are TOO_LARGE for
+    every graph that may serve them; the first is larger than the last where there is none."""
     named = [descriptor for _, descriptor in keys]
     largest = max(
         (each.num_tokens for each in named if not each.uniform or each.query_len == query_len),

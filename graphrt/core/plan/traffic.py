@@ -43,8 +43,9 @@ def by_worth(
 def fitted_sizes(default: tuple[int, ...], traffic: Traffic, multiple: int = 1) -> tuple[int, ...]:
     """As many sizes as `default` has, up to its largest, that pad the batches of `traffic` little;
     all of them multiples of a number."""
-    live = {-(-size // multiple) * multiple for size, share in traffic.items() if share > 0}
-    candidates = {*default, *(size for size in live if size <= max(default, default=0))}
+    largest = max(default, default=0)
+    live = [-(-size // multiple) * multiple for size, share in traffic.items() if share > 0]
+    candidates = {*default, *(min(size, largest) for size in live)}
     return tuple(sorted(by_worth(candidates, traffic)[: len(default)]))
 
 

@@ -90,7 +90,7 @@ class RunnerSetup:
     def ring(self) -> Any:
         """Where graphs fetch their inputs from. They are not there yet when `bind` is called, which
         may read or write them: with it there is none."""
-        return None if self.host.bind is not None else self.inputs.ring
+        return None if self.host.bind is not None else self.inputs.transport.ring
 
     def enlist(self, module: Any) -> None:
         """Let a compiled module take part in a warm-up or capture.
