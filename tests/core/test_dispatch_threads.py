@@ -28,26 +28,31 @@ def many_switches() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("agreed", [False, True])
-def test_what_is_looked_up_during_a_publish_does_not_outlive_it(monkeypatch, agreed):
-    dispatcher = GraphDispatcher("FULL")
-    dispatcher.publish(FULL, BatchDescriptor(2))
+def test_what_is_looked_up_during_a_publish_does_not_outlive_it(agreed):
     told, publishing = {}, []
     limits = {"agreed": BatchDescriptor(8)} if agreed else {}
-    renew = GraphDispatcher._renew
 
-    def slow(self: GraphDispatcher) -> None:
-        """The new version is there, and its graph is not published yet."""
-        renew(self)
-        if threading.current_thread() is publishing[0]:
-            other = threading.Thread(
-                target=lambda: told.update(during=dispatcher.dispatch(Batch(5), **limits))
-            )
-            other.start()
-            other.join(0.2)
+    class Slow(GraphDispatcher):
+        """After a publish's new version, and before its graph, another thread looks up."""
 
-    publishing.append(threading.Thread(target=dispatcher.publish, args=(FULL, BatchDescriptor(8))))
+        @property
+        def version(self) -> object:
+            return self._kept
+
+        @version.setter
+        def version(self, value: object) -> None:
+            self._kept = value
+            if threading.current_thread() in publishing:
+                other = threading.Thread(
+                    target=lambda: told.update(during=self.dispatch(Batch(5), **limits))
+                )
+                other.start()
+                other.join(0.2)
+
+    dispatcher = Slow("FULL")
+    dispatcher.publish(FULL, BatchDescriptor(2))
     dispatcher.reserve(FULL, BatchDescriptor(8))
-    monkeypatch.setattr(GraphDispatcher, "_renew", slow)
+    publishing.append(threading.Thread(target=dispatcher.publish, args=(FULL, BatchDescriptor(8))))
     publishing[0].start()
     publishing[0].join()
     assert dispatcher.dispatch(Batch(5), **limits).reason is Reason.HIT
