@@ -80,7 +80,11 @@ def test_padding_rows_are_padding_at_every_step(mode: str, source: str) -> None:
             seen = runner(**sent)
             dispatch = runner.last_dispatch
             plan = runner.graphs.steps[dispatch.slot]
-            rows = {"tokens": plan.descriptor.num_tokens, "reqs": plan.reqs, "reqs+1": plan.reqs + 1}
+            rows = {
+                "tokens": plan.descriptor.num_tokens,
+                "reqs": plan.reqs,
+                "reqs+1": plan.reqs + 1,
+            }
             for name, spec in SPECS.items():
                 axis = next(size for size in spec.shape if isinstance(size, str))
                 expected = padded(inputs[name], spec, rows[axis])

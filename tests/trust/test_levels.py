@@ -256,7 +256,7 @@ def test_at_higher_levels_every_step_is_looked_at(level):
     for count in range(1, 9):
         step(runner, count)
     slots = range(len(SIZES))
-    pairs = [(slot, Batch(runner.graphs.steps[slot].tokens)) for slot in slots]
+    pairs = [(slot, Batch(runner.graphs.steps[slot].descriptor.num_tokens)) for slot in slots]
     assert not any(runner._engine.is_clear(*pair) for pair in pairs)
 
 

@@ -185,8 +185,9 @@ class Batch(_Fields):
         return cls(*iterable)
 
 
-# All code that has to know every field of a batch is from here on. A new one comes last, with a
-# default; it is named in `checked_batch`, and in `example_of` if graphs differ by it.
+# All code of core that has to know every field of a batch is from here on. A new one comes last,
+# with a default; it is named in `checked_batch`, and if graphs differ by it in `example_of` and in
+# `Agreement.idle` of ranks.
 
 
 def checked_batch(batch: object) -> Batch:

@@ -82,7 +82,7 @@ class RunnerReport:
     """
 
     graphs: tuple[GraphRecord, ...]
-    steps: dict[CaptureKey, int]
+    steps: dict[tuple[GraphMode, BatchDescriptor], int]
     reasons: dict[Reason, int]
     live_tokens: int
     pool_bytes: int | None
@@ -93,10 +93,14 @@ class RunnerReport:
     trust: TrustReport = TrustReport()
     mode: GraphMode = GraphMode.NONE
     device: str = ""
-    sizes: dict[CaptureKey | Reason, dict[int, int]] = field(default_factory=dict)
+    sizes: dict[tuple[GraphMode, BatchDescriptor] | Reason, dict[int, int]] = field(
+        default_factory=dict
+    )
     """Live tokens to batches: of those that were dispatched to a graph, whether it served them or
     not, and of those that no graph serves, by reason."""
-    not_served: dict[CaptureKey, dict[Reason, int]] = field(default_factory=dict)
+    not_served: dict[tuple[GraphMode, BatchDescriptor], dict[Reason, int]] = field(
+        default_factory=dict
+    )
     """The batches that were dispatched to a graph and ran otherwise, such as QUARANTINED ones."""
 
     @property
