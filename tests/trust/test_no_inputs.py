@@ -106,3 +106,26 @@ def test_reports_findings_and_warnings_hold_no_prompt_and_no_value_of_an_input(m
 
 def test_a_string_is_told_by_where_it_is():
     assert "others with 4 tokens of 4 requests, at [1]" in said_of(GivesPrompts(), "capture")
+
+
+class KeepsLongPrompts(KeepsPrompts):
+    def forward(self, x: Tensor) -> Any:
+        y = x * len(self.last)
+        if len(x) > 4:
+            self.last = f"{PROMPT}; " * 4
+        return y
+
+
+def test_a_long_text_that_an_eager_step_left_is_told_by_its_length() -> None:
+    inputs = {"x": InputSpec(torch.float32, ("tokens", 4))}
+    forward = KeepsLongPrompts()
+    forward.last = "nothing yet"
+    with GraphRunner(forward, sizes=[2, 4], mode="FULL", inputs=inputs) as runner:
+        runner.capture()
+        for rows in (2, 6):
+            runner(x=torch.ones(rows, 4))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            runner(x=torch.ones(2, 4))
+    (text,) = [str(each.message) for each in caught]
+    assert "what eager steps have changed" in text and PROMPT not in text

@@ -393,7 +393,8 @@ def watch_state() -> str:
 
 def described_changes(changes: Changes) -> str:
     """Changes in words; empty where there are none."""
-    return listed([f"{path} = {was!r}, then {now!r}" for path, (was, now) in changes.items()])
+    told_of = ((path, *map(_told, values)) for path, values in changes.items())
+    return listed([f"{path} = {was!r}, then {now!r}" for path, was, now in told_of])
 
 
 def _where(holder: object, key: object) -> tuple[int, object]:
@@ -417,4 +418,6 @@ def _told(value: Any) -> Any:
         return Told("nothing")
     if type(value) is str and len(value) > _LONGEST_TEXT:
         return Told(told(value))
-    return value if _is_scalar(value) else Told(f"{type(value).__name__} at {id(value):#x}")
+    if _is_scalar(value) or type(value) is Told:
+        return value
+    return Told(f"{type(value).__name__} at {id(value):#x}")
