@@ -71,16 +71,19 @@ class PrivateNames:
     def __init__(self) -> None:
         self.declared: dict[str, PrivateName] = {}
 
-    def declare(self, path: str, **about: Any) -> PrivateName:
-        """Declare a name that is looked up when it is needed; `about` is what a `PrivateName` has
-        beside its path."""
-        name = self.declared[path] = PrivateName(path, **about)
+    def declare(
+        self, path: str, *, without: str, seen: tuple[str, ...] = TESTED, build: str = ""
+    ) -> PrivateName:
+        """Declare a name that is looked up when it is needed."""
+        name = self.declared[path] = PrivateName(path, without, seen, build)
         return name
 
-    def take(self, path: str, **about: Any) -> Any:
+    def take(
+        self, path: str, *, without: str, seen: tuple[str, ...] = TESTED, build: str = ""
+    ) -> Any:
         """Declare a function and return it; where it is missing its name, which is false and raises
         when it is called, so that no import fails."""
-        name = self.declare(path, **about)
+        name = self.declare(path, without=without, seen=seen, build=build)
         return name.find() if name else name
 
 

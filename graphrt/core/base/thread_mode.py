@@ -259,8 +259,8 @@ def free_key(name: str) -> Any:
 
 
 def without_free_keys(function: Callable[[], T]) -> T:
-    """Call `function` with the dispatch keys of a thread that captures nothing: those that
-    `free_key` has taken for graphrt are left out."""
+    """Call `function` without the dispatch keys that `free_key` has taken: as in a thread that
+    captures nothing."""
     included = private.included_keys()
     # A copy: another thread may take one meanwhile.
     for key in [*_free_keys]:

@@ -38,7 +38,8 @@ _lifting = partial(
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
-    # Modes can be defined without it; what enters them is missing too.
+    # Where a torch lacks it, `ThreadMode` is still a class, so that graphrt imports; captures raise
+    # `MissingTorchNameError`, as `push_dispatch_mode` is missing there too.
     TorchDispatchMode = _mode("torch.utils._python_dispatch.TorchDispatchMode") or object
 
 count_dispatch_modes: Callable[[], int] = _mode("torch._C._len_torch_dispatch_stack")

@@ -338,7 +338,7 @@ class Axis(NamedTuple):
 
     @property
     def counts(self) -> Literal["tokens", "reqs"]:
-        """What of a batch it grows with: rows are what a `Batch` calls tokens."""
+        """The count of a `Batch` that it grows with; "rows" are its tokens."""
         return "reqs" if self.name == "reqs" else "tokens"
 
     def size(self, tokens: int, reqs: int) -> int:

@@ -408,11 +408,12 @@ class Recorder:
 
 
 class _Places:
-    """Tensors, with what and where they were when they were first seen."""
+    """Shapes and addresses of tensors as they were when they were added, to compare them later."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, torch.Tensor] = {}
-        # By what gives a thing to compare, that of each: all are compared at every segment, in C.
+        # A list for each property (shape, address, ...), a value for each tensor: a segment's end
+        # compares whole lists in C. One by one, many parts took the square of their number.
         self._before: dict[Callable[[torch.Tensor], object], list[object]] = defaultdict(list)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -65,7 +65,7 @@ class Field:
         self.element = torch.full((1,), self.pad, dtype=spec.dtype, device="cpu")
         octets = bytes(self.element.view(torch.uint8).tolist())
         self.octets = octets[:1] if len(set(octets)) == 1 else octets
-        """The bytes that padding is made of: one, or those of an element."""
+        """What padding repeats: one byte if all bytes of an element are equal, else the element."""
 
 
 class FieldMove:
@@ -162,9 +162,9 @@ class StepMoves:
         ]
         self.names = [*map(itemgetter(0), self.rows)]
         self.from_host = "h" * len(self.fields)
-        # What says of inputs at once whether they are like some that were looked at one by one and
-        # had nothing special, and the kinds of places of those. So often one was made: hosts that
-        # mix many kinds of inputs would pay for it at every step.
+        # Guards that tell in one call whether inputs are like earlier ones that could be copied as
+        # they are, and on which side ("h": the host) each of those lay. Their number is limited: a
+        # host that mixes many kinds of inputs would make one at every step.
         self.like: list[tuple[Callable[..., bool], str]] = []
         self._made = 0
         # Where to, and how many bytes, if each input is one short copy; else None. They are copied
