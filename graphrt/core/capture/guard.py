@@ -12,7 +12,7 @@ device to say: `Platform.explain`, and on the CPU the tape's own table.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import CodeType, FunctionType
@@ -342,16 +342,19 @@ class SideDoors:
             if capture == self._capture and (part, source) in self._remade:
                 raise self._remade.pop((part, source))
 
-    def note_made(self, part: str, result: Any, arguments: Sequence[torch.Tensor]) -> None:
-        """Note the tensors of what an operator returned that are not memory of those that it was
-        `arguments`, as they are now: `set_` gives one other memory."""
+    def note_made(
+        self, part: str, result: Any, arguments: Mapping[int, torch.Tensor]
+    ) -> Collection[int]:
+        """Note the memory of what an operator returned, but for that of its `arguments`; returns
+        the names of what was not known."""
         results = _memory_of(tree.tensors(result))
-        if results.keys() <= self.made.keys():
-            return
-        made, before = (part, user_source(), self._capture), _memory_of(arguments)
-        for name, tensor in results.items():
-            if name not in self.made and name not in before:
-                self.made[name] = StorageWeakRef(tensor.untyped_storage()), made  # type: ignore[no-untyped-call]
+        news = results.keys() - self.made.keys() - arguments.keys()
+        if news:
+            made = part, user_source(), self._capture
+            for name in news:
+                storage = results[name].untyped_storage()
+                self.made[name] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
+        return news
 
 
 class _PartWatch(ThreadMode):
@@ -373,27 +376,35 @@ class _PartWatch(ThreadMode):
         # What it may read without a look, held so that nothing else comes by its names meanwhile.
         self._arguments: dict[int, torch.UntypedStorage] = {}
         self._addresses: set[int] = set()
+        # What it has made itself: to ask the pool whether that is its memory takes 20 us.
+        self._fresh: set[int] = set()
         for name, each in arguments.items() if guard is not None else ():
             storage = self._arguments[name] = each.untyped_storage()
             self._addresses.add(storage.data_ptr())
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        guard, makes_nothing = self._guard, facts_of(func).makes_nothing
-        if guard is None and makes_nothing:
+        guard, facts = self._guard, facts_of(func)
+        if guard is None and facts.makes_nothing:
             return func(*args, **kwargs)
         tensors = tree.tensors(args, kwargs)
+        memory = _memory_of(tensors)
         if guard is not None:
             if guard.issued is not None:
                 guard.issued.append(func)
-            for name, tensor in _memory_of(tensors).items():
-                if name not in self._arguments:
+            for name, tensor in memory.items():
+                if name not in self._arguments and name not in self._fresh:
                     self._check_read(guard, tensor, func)
             if guard.copies:
                 guard.check_written(func, args, kwargs)
         result = func(*args, **kwargs)
-        if not makes_nothing:
+        if not facts.makes_nothing:
+            if facts.writes:
+                memory = _memory_of(tensors)  # `set_` has given one other memory
             # What is made of Python data is memory that it was given.
-            self.doors.note_made(self._part, result, () if func is LIFT_FRESH else tensors)
+            made = self.doors.note_made(self._part, result, {} if func is LIFT_FRESH else memory)
+            # An operator of the host's own may return what it finds by a name.
+            if facts.is_aten:
+                self._fresh.update(made)
         return result
 
     def _check_read(self, guard: CaptureGuard, tensor: torch.Tensor, func: Any) -> None:

@@ -152,6 +152,12 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 _AUTOCAST = "autocast on "
+_backends: Any = torch.backends
+# To look one up takes ten times as long as to ask it, and a capture asks before each eager part.
+_FLOAT32 = (
+    *(_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn),
+    *(_backends.mkldnn.matmul, _backends.mkldnn.conv, _backends.mkldnn.rnn),
+)
 
 
 def settings_now() -> dict[str, Any]:
@@ -159,8 +165,7 @@ def settings_now() -> dict[str, Any]:
 
     Whether there are gradients is not among them: graphs have none.
     """
-    backends: Any = torch.backends
-    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    cudnn, sums = _backends.cudnn, _backends.cuda.matmul
     accelerator = torch.accelerator.current_accelerator()
     kinds = "cpu", *(() if accelerator is None else (accelerator.type,))
     # What autocast casts to; None where it is off.
@@ -178,17 +183,14 @@ def settings_now() -> dict[str, Any]:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
-        "precision of float32": [
-            each.fp32_precision
-            for each in (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
-        ],
+        "precision of float32": [each.fp32_precision for each in _FLOAT32],
         "sums in matmul": (
-            cuda.matmul.allow_fp16_reduced_precision_reduction,
-            cuda.matmul.allow_bf16_reduced_precision_reduction,
-            cuda.matmul.allow_fp16_accumulation,
+            sums.allow_fp16_reduced_precision_reduction,
+            sums.allow_bf16_reduced_precision_reduction,
+            sums.allow_fp16_accumulation,
         ),
         "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        "mkldnn": mkldnn.enabled,
+        "mkldnn": _backends.mkldnn.enabled,
     }
     if attention_kernels and attention_order:
         kernels = tuple(attention_kernels()), tuple(attention_order())
