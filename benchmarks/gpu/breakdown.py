@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from graphrt import Platform, get_platform
+from graphrt import Host, Platform, get_platform
 
 WARM_UP, RECORDING = "warm-up forward", "recording the forward"
 CALLS = {
@@ -37,7 +37,7 @@ class Breakdown:
     def settings(self, platform: str) -> dict[str, Any]:
         """What the runner to be measured is made with."""
         self._platform = get_platform(platform)
-        return {"platform": self._platform, "bind": self._bind}
+        return {"platform": self._platform, "host": Host(bind=self._bind)}
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from graphrt.core.base.errors import GraphRTError, InvalidBatchError, InvalidOpt
 from graphrt.core.base.homes import public
 from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
-from graphrt.core.batch.descriptor import Batch, BatchDescriptor
+from graphrt.core.batch.descriptor import Batch, BatchDescriptor, idle_batch_of
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import GraphDispatcher
 from graphrt.core.dispatch.reasons import Dispatch, Reason
@@ -150,12 +150,8 @@ class Agreement:
         """Make a step of one request of padding, because other ranks have work; returns its
         dispatch. Its outputs mean nothing."""
         self._begun = vote = self.take(runner.graphs, None)
-        descriptor = vote.result().agreed.descriptor
-        query_len = descriptor.query_len or 1
-        batch = vote.batch = Batch(
-            query_len, 1, descriptor.query_len, descriptor.bounds, variant=descriptor.variant
-        )
-        padding = padding_of(runner.inputs, query_len, runner.pool.device)
+        batch = vote.batch = idle_batch_of(vote.result().agreed.descriptor)
+        padding = padding_of(runner.inputs, batch.num_tokens, runner.pool.device)
         runner(batch, **padding, updates=updates)
         dispatch = runner.last_dispatch
         assert dispatch is not None

@@ -186,8 +186,8 @@ class Batch(_Fields):
 
 
 # All code of core that has to know every field of a batch is from here on. A new one comes last,
-# with a default; it is named in `checked_batch`, and if graphs differ by it in `example_of` and in
-# `Agreement.idle` of ranks.
+# with a default; it is named in `checked_batch`, and if graphs differ by it in `example_of` and
+# `idle_batch_of`, and in `Ladders` (dispatch/ladders.py), which choose by it.
 
 
 def checked_batch(batch: object) -> Batch:
@@ -273,6 +273,12 @@ def example_of(descriptor: BatchDescriptor, room: int) -> Batch:
         query_len = None
     loras, variant = descriptor.num_active_loras, descriptor.variant
     return Batch(tokens, reqs, query_len, descriptor.bounds, loras, variant)
+
+
+def idle_batch_of(descriptor: BatchDescriptor) -> Batch:
+    """One request of padding, which the graph of a descriptor serves."""
+    query_len, variant = descriptor.query_len, descriptor.variant
+    return Batch(query_len or 1, 1, query_len, descriptor.bounds, variant=variant)
 
 
 def unpadded(batch: Batch) -> BatchDescriptor:
