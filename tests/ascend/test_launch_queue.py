@@ -136,6 +136,14 @@ def test_a_step_is_refused_when_the_thread_has_ended(queue):
         launch_queue.checked_before(lambda: 7)()
 
 
+def test_a_step_is_refused_for_good_once_the_error_was_seen(queue):
+    launch_queue.check_queue()
+    assert launch_queue.has_queue_ended(RuntimeError(f"a failed launch. {launch_queue._ENDED}"))
+    for _ in range(2):
+        with pytest.raises(LaunchQueueError, match="a failed launch"):
+            launch_queue.check_queue()
+
+
 def test_a_replay_is_refused_when_the_thread_hangs(queue):
     launch_queue.check_queue()
     queue.launch()

@@ -100,3 +100,15 @@ def test_what_is_known_of_calls_is_bounded(most, monkeypatch):
         for asked in (size, 1, 2):
             needed = checker.sizes_needing_own([Leaf("x", torch.ones(asked, 4))])
             assert needed == ((("tokens", 1),) if asked == 1 else ())
+
+
+def test_halves_of_an_even_batch_are_traced_as_equal_where_it_is_as_wide_as_the_rows():
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[0] // 2
+        return torch.cat([x[:half] * x[half:], x[:half]])
+
+    # The trace has another number of rows, as 4 is the size of both dimensions here.
+    compiled = compile_module(halved, ["x"], in_place=False)
+    for rows in (4, 2, 6, 10):
+        x = torch.randn(rows, 4)
+        assert torch.equal(compiled(x), halved(x))

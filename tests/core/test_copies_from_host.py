@@ -64,3 +64,31 @@ def test_a_tensor_of_the_hosts_is_copied_on_the_host_and_to_no_device(copy: Copy
     with pytest.raises(PageableCopyError, match="the host writes"):
         copy(constants, tensor, "meta")
     assert pool.platform.buffers == 0
+
+
+ATEN = torch.ops.aten
+INDEXING: dict[str, Callable[[Constants, torch.Tensor, torch.Tensor], Any]] = {
+    "read": lambda made, x, at: made.run(ATEN.index.Tensor, (x, [at]), {}),
+    "read unchecked": lambda made, x, at: made.run(ATEN._unsafe_index.Tensor, (x, [at]), {}),
+    "written": lambda made, x, at: made.run(ATEN.index_put_.default, (x, [at], x[:2]), {}),
+    "copied and written": lambda made, x, at: made.run(
+        ATEN.index_put.default, (x, [at], x[:2]), {}
+    ),
+    "accumulated": lambda made, x, at: made.run(
+        ATEN._index_put_impl_.default, (x, [None, at], x[:, :2], True), {}
+    ),
+}
+
+
+@pytest.mark.parametrize("indexed", INDEXING.values(), ids=INDEXING)
+def test_an_index_that_the_operators_kernel_would_copy_is_copied_from_page_locked_memory(
+    indexed: Callable[[Constants, torch.Tensor, torch.Tensor], Any],
+) -> None:
+    pool: Any = Pool()
+    constants = Constants(pool)
+    x, whole = torch.empty(4, 4, device="meta"), {"dtype": torch.int64}
+    at = constants.run(FULL, ([2], 3), whole)
+    assert indexed(constants, x, at).device.type == "meta"
+    assert pool.platform.buffers == 1
+    with pytest.raises(PageableCopyError, match="the host writes"):
+        indexed(constants, x, torch.ones(2, **whole))

@@ -115,9 +115,13 @@ def test_a_batch_of_other_rows_than_it_says_is_told_both_ways(given):
 @pytest.mark.parametrize("names", [("xs",), ("x", "y"), ()])
 def test_a_step_with_other_inputs_is_told_their_names(names):
     missing, unknown = sorted({"x"} - {*names}), sorted({*names} - {"x"})
+    run = captured()
     with pytest.raises(errors.InvalidInputError) as caught:
-        captured()(Batch(3), **{name: rows(3) for name in names})
+        run(Batch(3), **{name: rows(3) for name in names})
     assert caught.value.got == f"missing {missing}, unknown {unknown}"
+    # The forward has no more of them, so there is nothing to declare.
+    assert caught.value.advice.startswith("pass each declared input")
+    assert torch.equal(run(Batch(3), x=rows(3)), rows(3, 2.0))
 
 
 @pytest.mark.parametrize(

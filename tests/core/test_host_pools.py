@@ -153,12 +153,15 @@ def test_a_pool_whose_owner_changes_meanwhile_is_busy():
     pool, context = GraphPool("cpu"), object()
 
     class Ending:
-        def refusal(self, pool: GraphPool) -> None:
-            # The next step has the pool by now.
+        @property
+        def refusal(self) -> Any:
+            # It was looked up: the next step has the pool by now.
             pool.owner = context
+            return lambda pool: None
 
     pool.owner = Ending()
-    assert isinstance(pool.busy_error(context), PoolBusyError)
+    error = pool.busy_error(context)
+    assert isinstance(error, PoolBusyError) and "Ending" in str(error)
     pool.owner = None
 
 

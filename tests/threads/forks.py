@@ -22,6 +22,7 @@ from graphrt import (
     InputSpec,
     current_context,
 )
+from graphrt.compile.locks import process_lock
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.device.platform import Platform
 from graphrt.core.device.registry import get_platform
@@ -237,6 +238,25 @@ def _children_of(device: Platform) -> list[str]:
     return [*results, RIGHT if served.is_right() else WRONG]
 
 
+def in_the_compiler() -> str:
+    """Another thread compiles, which one at a time does in a process."""
+    lock, held, over = process_lock(), threading.Event(), threading.Event()
+
+    def compiling() -> None:
+        with lock:
+            held.set()
+            over.wait(30)
+
+    thread = threading.Thread(target=compiling)
+    thread.start()
+    assert held.wait(30)
+    try:
+        return child_of(lambda: lock.acquire(timeout=LIMIT_S / 2))
+    finally:
+        over.set()
+        thread.join()
+
+
 def closed_in_a_child() -> str:
     """A child that cannot use a pool may close it all the same."""
     served = Served()
@@ -287,6 +307,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
         in_a_trial,
         in_a_warm_up_elsewhere,
         in_a_capture_elsewhere,
+        in_the_compiler,
         closed_in_a_child,
         of_a_device,
         of_a_gpu,

@@ -21,6 +21,7 @@ EXPECTED = {
     "in_a_trial": NAMED,
     "in_a_warm_up_elsewhere": NAMED,
     "in_a_capture_elsewhere": NAMED,
+    "in_the_compiler": RIGHT,
     "closed_in_a_child": RIGHT,
 }
 

@@ -124,6 +124,27 @@ def test_nothing_comes_into_a_capture(change: str) -> None:
     assert torch.equal(runner(x=x), x * 2)
 
 
+def test_a_recapture_is_one_turn_with_no_room_for_a_step_in_between() -> None:
+    owners: list[object] = []
+
+    class Noting(GraphPool):
+        """Notes whose turn it is, one after the other."""
+
+        @property
+        def owner(self) -> object:
+            return owners[-1]
+
+        @owner.setter
+        def owner(self, owner: object) -> None:
+            owners.append(owner)
+
+    runner = runner_of(lambda x: x * 2, pool=Noting("cpu"), platform=None)
+    runner.capture()
+    owners[:] = [None]
+    runner.recapture()
+    assert [place for place, owner in enumerate(owners) if owner is None] == [0, len(owners) - 1]
+
+
 def test_a_step_that_finds_the_pool_taken_has_done_nothing() -> None:
     runner = runner_of(lambda x: x * 2, options=GraphOptions(check="off"))
     runner.capture()
@@ -295,6 +316,28 @@ def test_a_second_close_ends_what_an_interrupted_one_began(
     assert len(released) == 1
     with pytest.raises(PoolClosedError):
         runner(x=torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("where", ["reset_graphs", "release_memory"])
+def test_a_second_close_of_a_pool_ends_what_an_interrupted_one_began(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    pool, released = GraphPool("cpu"), []
+    graphs = KeyedGraphs(pool)
+    graphs.capture("key", lambda: torch.zeros(4) + 1)
+
+    def interrupted(*what: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool.platform, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.close()
+    memory = pool.memory
+    monkeypatch.setattr(pool.platform, "release_memory", released.append)
+    for _ in range(2):
+        pool.close()
+    assert pool.closed and released == [memory]
 
 
 # All of it at once -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -81,10 +82,12 @@ class InPart(Model):
         return part(x + 1) + 1
 
 
-def runner_of(model: Model, mode: str = "FULL", **options: Any) -> GraphRunner:
+def runner_of(
+    model: Model, mode: str = "FULL", sizes: Sequence[int] = (4,), **options: Any
+) -> GraphRunner:
     return GraphRunner(
         model,
-        Plan(mode=mode, sizes=[4]),
+        Plan(mode=mode, sizes=sizes),
         inputs={"x": InputSpec(torch.float32, ("tokens", 8))},
         outputs=("tokens", 8),
         **options,
@@ -122,6 +125,13 @@ def test_data_that_is_new_at_every_call_is_named() -> None:
     runner.capture()
     with pytest.raises(BakedScalarError, match="# the line"):
         runner.verify(x=torch.ones(4, 8))
+
+
+def test_at_another_size_than_the_warm_ups_two_runs_of_a_trial_show_that_data_is_new() -> None:
+    runner = runner_of(Clock(), sizes=[2, 4])
+    runner.capture()
+    with pytest.raises(BakedScalarError, match="# the line"):
+        runner.verify(x=torch.ones(2, 8))
 
 
 @pytest.mark.filterwarnings("ignore::graphrt.errors.StaleTensorWarning")

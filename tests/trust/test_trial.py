@@ -388,11 +388,14 @@ def test_an_error_where_only_the_trial_would_run_it_is_a_note(drawing_step, n):
     assert step.model.calls == 1
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError])
 @pytest.mark.parametrize("n", [n for n in range(1, len(DRAWN) + 1) if n not in LOUD])
-def test_an_interrupt_there_is_raised_and_all_is_as_before(drawing_step, n):
+def test_an_interrupt_or_a_lack_of_memory_there_is_raised_and_all_is_as_before(
+    drawing_step, n, error
+):
     before = everything(drawing_step.model)
-    drawing_step.fails_at = n, KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
+    drawing_step.fails_at = n, error()
+    with pytest.raises(error):
         tried(drawing_step)
     assert everything(drawing_step.model) == before
 
