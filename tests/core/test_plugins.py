@@ -468,6 +468,13 @@ def test_availability_of_another_type_is_recorded(answer: Any) -> None:
         known_platforms.get("wrong")
 
 
+@pytest.mark.parametrize("name", [7, None, b"npu"], ids=repr)
+def test_a_platform_whose_name_is_no_text_is_recorded_and_no_default(name: Any) -> None:
+    known_platforms = registry(StubPlatform(name), StubPlatform("good"))
+    with pytest.warns(PluginWarning, match="'name' has a wrong type"):
+        assert known_platforms.current({}).name == "good"
+
+
 @pytest.mark.usefixtures("built_ins")
 @pytest.mark.parametrize("forced", [{"GRAPHRT_PLATFORM": "cpu"}, None], ids=["forced", "by name"])
 def test_who_asks_for_a_built_in_by_name_imports_no_plugin(

@@ -369,4 +369,5 @@ def _platforms_of(hook: pluggy.HookImpl) -> list[Platform]:
                 advice="examples/platform_plugin is a plugin that works",
             )
         check_contract(each)
+        check_kind("name", each.name, str, optional=False, example='"mynpu"')
     return platforms
