@@ -327,6 +327,17 @@ def test_a_stride_that_the_forward_asks_for_is_compared_at_one_row_too(rows, bac
         compiled(cut)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_cut_tensor_whose_stride_the_forward_asks_for_is_compiled_as_it_is(rows):
+    compiled = compile_module(by_its_stride, ["x"])
+    # Of the first call code is made for one row too, which is contiguous, with the cut's stride.
+    for x in (torch.randn(4, 6)[:, :3], torch.randn(rows, 6)[:, :3]):
+        assert torch.equal(compiled(x), by_its_stride(x))
+    for x in (torch.randn(rows, 8)[:, :3], torch.randn(rows, 3)):
+        with pytest.raises(RetraceError, match="strides"):
+            compiled(x)
+
+
 def test_a_stride_of_one_row_that_nobody_asks_for_is_no_difference():
     compiled = compile_module(lambda x: x * 2, ["x"])
     compiled(torch.randn(4, 4))
