@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,15 +224,14 @@ def test_what_one_size_made_is_known_at_the_next_though_nothing_was_warmed_up():
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        ("PIECEWISE", {(False, True), (False, False)}),
-        ("FULL_AND_PIECEWISE", {(False, True), (False, False), (True, False)}),
+        ("PIECEWISE", {(False, True)}),
+        ("FULL_AND_PIECEWISE", {(False, True), (True, False)}),
         ("FULL_DECODE_ONLY", {(True, False)}),
         ("FULL", {(False, False)}),
     ],
 )
-def test_eager_parts_are_watched_in_the_first_warm_up_in_pieces(mode, expected, at_once):
-    # To watch them takes longer than they do, captures watch them too, and whole graphs capture
-    # them like anything else.
+def test_eager_parts_are_watched_while_a_capture_in_pieces_is_to_come(mode, expected, at_once):
+    # To watch them takes as long as they do, and whole graphs capture them like anything else.
     # As text: what eager parts put into lists is put back after a warm-up.
     seen = io.StringIO()
 
@@ -265,6 +265,47 @@ def test_what_only_a_smaller_size_leaves_is_found_where_its_graph_reads_it():
     with pytest.raises(SideDoorError, match="made again at every step"):
         runner.capture()
     assert [record.descriptor.num_tokens for record in runner.report().graphs] == [4]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_a_smaller_size_leaves_where_no_walk_looks_is_found_where_its_graph_reads_it(at_once):
+    kept: queue.Queue[torch.Tensor] = queue.Queue()
+
+    @eager_break
+    def part(x: torch.Tensor) -> torch.Tensor:
+        if len(x) < 4:
+            while kept.qsize():
+                kept.get()
+            kept.put(x.new_ones(1))
+        return x + 1
+
+    runner = sized_runner(lambda x: part(x + kept.queue[0] if kept.qsize() else x), "PIECEWISE")
+    if not at_once:
+        assert runner.capture_next().left == 1
+    with pytest.raises(SideDoorError, match="made again at every step"):
+        (runner.capture if at_once else runner.capture_next)()
+    assert [record.descriptor.num_tokens for record in runner.report().graphs] == [4]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_weight_that_an_operator_finds_by_a_name_stays_a_weight(at_once):
+    weight = torch.ones(1)
+
+    @eager_break
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ops.graphrt_side_doors.fetched("weight")
+
+    runner = sized_runner(lambda x: part(x + 1) * weight, "PIECEWISE")
+    _registry["weight"] = weight
+    try:
+        if at_once:
+            runner.capture()
+        while not at_once and runner.capture_next().left:
+            pass
+        assert runner(x=torch.ones(2)).tolist() == [3.0, 3.0]
+        assert runner.last_dispatch.slot >= 0
+    finally:
+        _registry.clear()
 
 
 def sized_runner(forward: Any, mode: str, **options: Any) -> GraphRunner:

@@ -194,6 +194,19 @@ def traced(warmed_up: dict[Any, WarmedUp]) -> dict[Any, int]:
     return {kind: each.tokens for kind, each in warmed_up.items()}
 
 
+class Elsewhere(torch.Tensor):
+    def untyped_storage(self) -> Any:
+        raise NotImplementedError("no storage")
+
+
+def test_a_tensor_that_shows_no_storage_may_be_written():
+    held = torch.zeros(2).as_subclass(Elsewhere)
+    state = watched(lambda: held)
+    for tokens in (4, 2):
+        run(state, lambda: held.add_(1), tokens=tokens)
+    assert held.tolist() == [2.0, 2.0]
+
+
 def test_the_largest_run_of_each_kind_is_kept():
     model, known = Model(), {}
     state = watched(model, known)

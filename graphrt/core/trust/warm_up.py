@@ -91,37 +91,19 @@ class WatchedState:
         # What a forward writes has to be saved in every session.
         is_saved = known is not None and (kind in self._kinds or not known.writes)
         if known is not None and known.tokens >= tokens and is_saved:
-            doors = side_doors.get()
-            # Captures look at eager parts too, so those that leave nothing in Python are looked at
-            # there alone.
-            if doors is not None and not moves.ever_moved:
-                undo.set(side_doors, None)
-            result, written = self._save_writes(moves, tokens, calls)
-            if moves.has_moved and side_doors.get() is not doors:
-                undo.set(side_doors, doors)
-                self._take_back(moves)
-                result, written = self._save_writes(moves, tokens, calls)
-            if not moves.has_moved or written <= self._steady:
+            memory = self.snapshot.memory
+            self._of_size.restore()
+            self._of_size = SavedWrites(memory.limit)
+            watch = WriteWatch(moves.before, self._of_size, memory, tokens)
+            result = watch.around(calls())
+            moves.note()
+            if not moves.has_moved or watch.written <= self._steady:
                 return result
             # It may have filled memory of this size for the first and last time.
-            self._take_back(moves)
+            self.restore()
+            moves.take_back()
         run = partial(self._run_watched, moves, inputs, calls)
         return self._watch(moves, kind, tokens, run)
-
-    def _save_writes(self, moves: _Moves, tokens: int, calls: Calls[T]) -> tuple[T, set[int]]:
-        """Run a forward that is known, and save what it writes; returns which memory that was."""
-        memory = self.snapshot.memory
-        self._of_size.restore()
-        self._of_size = SavedWrites(memory.limit)
-        watch = WriteWatch(moves.before, self._of_size, memory, tokens)
-        result = watch.around(calls())
-        moves.note()
-        return result, watch.written
-
-    def _take_back(self, moves: _Moves) -> None:
-        """The last run did not count."""
-        self.restore()
-        moves.take_back()
 
     def _begin(self) -> _Moves:
         places = self.reads.walk()
@@ -317,11 +299,6 @@ class _Moves:
         self._before: tuple[Sequence[Any], list[int]] = self._last, self._counts
         # Where tensors lie in graph memory that were not there before the session.
         self._left: list[str] = []
-
-    @property
-    def ever_moved(self) -> bool:
-        """Whether a run has moved a slot."""
-        return any(self._counts)
 
     def begin(self, reads: ReadSet) -> None:
         """Before an eager run: what is there by now no run of the forward has moved."""

@@ -323,7 +323,10 @@ class WriteWatch:
             # Most operators write what they have made themselves: `tree.placed` would look at more.
             if tensor.layout is not torch.strided or tensor.is_meta:
                 continue
-            key = tensor.untyped_storage()._cdata
+            try:
+                key = tensor.untyped_storage()._cdata
+            except (NotImplementedError, RuntimeError):
+                continue
             if key not in self._known:
                 continue
             self.written.add(key)
