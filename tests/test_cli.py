@@ -17,7 +17,7 @@ from graphrt.cli.app import app, main
 from graphrt.cli.variables import OTHERS, VARIABLES
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
 from graphrt.core.trust.host_watch import watch_state
-from graphrt.demo.settings import runner_settings
+from graphrt.demo.settings import read_settings, runner_settings
 from graphrt.observe import report_text
 from tests.observe.planted import planted_runner, run_planted
 
@@ -245,6 +245,13 @@ def test_an_unknown_setting_is_told_all_that_there_are():
 def test_settings_of_a_command_line_are_those_of_a_plan_and_options():
     arguments, options = runner_settings(["sizes=[1,2]", "mode=FULL", "check=off"])
     assert arguments == {"sizes": [1, 2], "mode": "FULL"} and options.check == "off"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("(0, 4)", (0, 4)), ("[0, null]", [0, None]), ("'a'", "a"), ("a b", "a b")]
+)
+def test_a_setting_is_json_or_a_literal_of_python_or_text(text, value):
+    assert read_settings([f"loras={text}"]) == {"loras": value}
 
 
 def command(*arguments: str, code: str | None = None, **environment: str) -> tuple[int, str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, cast
 
 from graphrt.core.base.errors import InvalidOptionError
@@ -31,7 +33,8 @@ def runner_settings(settings: Iterable[str]) -> tuple[PlanArguments, GraphOption
 def read_settings(settings: Iterable[str]) -> dict[str, object]:
     """Names and values of "key=value" settings, such as `-c` gives; later ones win.
 
-    A value is JSON if it parses as such, else a string. Raises `InvalidOptionError`.
+    A value is JSON or a Python literal if it parses as such, else a string. Raises
+    `InvalidOptionError`.
     """
     found: dict[str, object] = {}
     for setting in settings:
@@ -43,8 +46,12 @@ def read_settings(settings: Iterable[str]) -> dict[str, object]:
                 expected="key=value",
                 advice="mode=FULL, sizes=[1,2,4] or outputs=clone",
             )
-        try:
-            found[key.strip()] = json.loads(text)
-        except (ValueError, RecursionError):
-            found[key.strip()] = text.strip()
+        found[key.strip()] = _value_of(text.strip())
     return found
+
+
+def _value_of(text: str) -> object:
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return cast(object, read(text))
+    return text

@@ -24,7 +24,7 @@ _IDLE_STEPS = 200
 
 _ADVICE = {
     "NO_GRAPH": "print(runner.plan) lists the kinds of graphs; plan one for this kind of batch "
-    "(mode=, query_lens=, loras=, variants=)",
+    "(mode=, query_lens=, loras=, bounds=, variants=), or for more requests (max_num_reqs=)",
     "EXCLUDED": "Batch(exclude=) or the host's exclude= left out the modes that could serve it",
     "PADDING": "raise GraphOptions(max_padding=), or add sizes nearer to these batches",
     "NOT_CAPTURED": "call runner.capture(), or capture_next() until nothing is left",

@@ -416,6 +416,8 @@ def test_options():
         CompileOptions(save_format="zip")
     with pytest.raises(CompileError, match="unknown compile backend"):
         compile_module(Small(), ["x"], options=options(backend="tvm"))(X)
+    with pytest.raises(InvalidOptionError, match="not registered"):
+        compile_module(Small(), ["x"], options=options(splitting_ops=["ns::atention"]))(X)
 
 
 def test_importing_loads_no_compiler():

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphrt import GraphRunner, InputSpec
-from graphrt.errors import InvalidInputError
+from graphrt import GraphRunner, InputSpec, Reason
+from graphrt.errors import GraphQuarantinedWarning, InvalidInputError
 
 
 def runner_of(forward: Callable[[Tensor], Tensor]) -> GraphRunner:
@@ -78,3 +78,56 @@ def test_what_a_transform_of_torch_func_wraps_is_named_at_a_padded_step() -> Non
     with pytest.raises(InvalidInputError, match="no rows in memory"):
         torch.vmap(lambda x: runner(x=x))(torch.ones(2, 3, 4))
     assert runner(x=torch.ones(3, 4)).tolist() == [[2.0] * 4] * 3
+
+
+def test_padding_that_writes_what_is_live_is_found_though_the_cache_was_empty() -> None:
+    cache, twin = torch.zeros(9, 16, 8), torch.zeros(9, 16, 8)
+
+    def forward(x: Tensor, row: Tensor, position: Tensor) -> Tensor:
+        cache[row, position] = x
+        return cache[row].sum(1)
+
+    runner = GraphRunner(
+        forward,
+        mode="FULL",
+        sizes=[1, 2, 4],
+        inputs={
+            "x": InputSpec(torch.float32, ("tokens", 8)),
+            # Not index=True: padding writes row 0 at position 0.
+            "row": InputSpec(torch.int64, ("tokens",)),
+            "position": InputSpec(torch.int64, ("tokens",)),
+        },
+        platform="cpu",
+    )
+    runner.capture()
+
+    def step(rows: list[int], at: int) -> None:
+        row, position, x = torch.tensor(rows), torch.full((3,), at), torch.randn(3, 8)
+        twin[row, position] = x
+        result = runner(x=x, row=row, position=position)
+        torch.testing.assert_close(result, twin[row].sum(1))
+
+    step([1, 2, 3], 0)
+    with pytest.warns(GraphQuarantinedWarning, match="without padding"):
+        step([0, 4, 5], 0)
+    for at in (1, 2):
+        step([1, 2, 3], at)
+        step([0, 4, 5], at)
+
+
+@pytest.mark.filterwarnings("ignore::graphrt.errors.GraphQuarantinedWarning")
+def test_a_step_in_quarantine_that_raises_was_no_step_of_its_graph() -> None:
+    weight = [torch.ones(4, 4)]
+    runner = runner_of(lambda x: x @ weight[0])
+    runner.capture()
+    x = torch.ones(4, 4)
+    assert runner(x=x).tolist() == [[4.0] * 4] * 4
+    weight[0] = torch.ones(4, 4)
+    while runner.last_dispatch is None or runner.last_dispatch.reason is Reason.HIT:
+        runner(x=x)
+    weight[0] = torch.ones(4, 4, dtype=torch.float64)
+    served = runner.last_dispatch
+    with pytest.raises(RuntimeError, match="dtype"):
+        runner(x=x)
+    assert runner.last_dispatch is not served
+    assert (runner.last_dispatch.reason, runner.last_dispatch.slot) == (Reason.QUARANTINED, -1)

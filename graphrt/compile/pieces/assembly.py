@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphrt.compile.backend.choice import Backend, backend_for
@@ -33,6 +34,7 @@ from graphrt.compile.trace.call import TracedCall, trace_call
 from graphrt.compile.trace.check import CallChecker, Overlaps, Small
 from graphrt.compile.trace.outside import Outside
 from graphrt.compile.trace.subject import Subject
+from graphrt.core.base.errors import InvalidOptionError
 from graphrt.core.base.log import logger
 from graphrt.core.capture.guard import eager_break
 from graphrt.core.capture.wrapper import GraphWrapper
@@ -77,6 +79,7 @@ def build(
     backend, kept = _backend(subject, seen, options, figures)
     partitioned, figures.partition_reason = partitions(options, seen.device.type)
     at = options.splitting_ops
+    _check_registered(at or ())
     pieces = split(traced.graph, _nothing if partitioned else splits_at(at))
     figures.trace_s = time.perf_counter() - started
     logger.info(traced_line(subject.module, figures, traced.graph.graph, pieces))
@@ -203,6 +206,19 @@ def _captured(
     else:
         return wrapped_pieces(pieces, wrapping)
     return [each.piece.with_views(call) for each, call in zip(pieces, calls, strict=True)], wrappers
+
+
+def _check_registered(splitting_ops: Iterable[str]) -> None:
+    """Raise `InvalidOptionError` for an operator that there is not: nothing would split there."""
+    for name in splitting_ops:
+        namespace, _, operator = name.partition(".")[0].partition("::")
+        if not hasattr(getattr(torch.ops, namespace), operator):
+            raise InvalidOptionError(
+                "splitting_ops names an operator that is not registered",
+                got=name,
+                expected='"namespace::name" or "namespace::name.overload"',
+                advice="import the module that registers it before the first call",
+            )
 
 
 def _nothing(_: fx.Node) -> bool:

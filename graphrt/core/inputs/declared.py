@@ -20,6 +20,8 @@ from graphrt.core.inputs.spec import InputSpec, check_value
 
 _LARGE_BYTES = 1 << 30
 """Buffers of less are made unasked."""
+_IS_PADDING = "{} as in padding"
+"""What an input shows of which a live row is the padding's."""
 _RESERVED = {"agreed", "metadata", "self", "updates"}
 """What a call of a runner, or of a wrapper, takes itself."""
 
@@ -38,6 +40,11 @@ class DeclaredInputs:
             if axis is not None:
                 self.by_axis[axis.counts] = self.by_axis.get(axis.counts, frozenset()) | {name}
         self.with_rows = frozenset[str]().union(*self.by_axis.values())
+        self.shows = {
+            axis: names | {_IS_PADDING.format(each) for each in names if self._may_address(each)}
+            for axis, names in self.by_axis.items()
+        }
+        """By axis, what padded steps can show: see `differing`."""
         pads = {int(spec.pad_value.real) for spec in self.specs.values() if spec.index}
         self.addresses = sorted(pads)
         """The padding values of index inputs: rows in which padding may be written."""
@@ -146,7 +153,9 @@ class DeclaredInputs:
         self, values: Mapping[str, Any], axes: Collection[str]
     ) -> dict[str, frozenset[str]]:
         """By these axes, the inputs of which a live row is another than the padding rows: only
-        these can show that rows are mixed. Waits for the device."""
+        these can show that rows are mixed. And those integers of which a live row is the padding's:
+        where they are addresses, only these show that padding writes what is live. Waits for the
+        device."""
         names: dict[str, set[str]] = {axis: set() for axis in axes}
         for name, value in flat_of(values):
             spec = self.specs.get(name)
@@ -158,7 +167,15 @@ class DeclaredInputs:
                 check_value(name, spec, value, None)
                 if value.numel() and _differs(value, spec, dim):
                     names[axis.counts].add(name)
+                if self._may_address(name) and bool((value == spec.pad_value).any()):
+                    names[axis.counts].add(_IS_PADDING.format(name))
         return {axis: frozenset(differing) for axis, differing in names.items()}
+
+    def _may_address(self, name: str) -> bool:
+        """Whether an input may be an address that nobody has declared as `index`."""
+        spec = self.specs[name]
+        is_whole = not (spec.dtype.is_floating_point or spec.dtype.is_complex)
+        return is_whole and spec.dtype is not torch.bool and not spec.index and spec.pad != "repeat"
 
     def disturb(self, layout: InputLayout, tokens: int, reqs: int) -> None:
         """Let padding rows hold what the first live row holds, but for indices: what they address

@@ -188,7 +188,8 @@ class StepEngine:
                 return run_trial(self._executor, step, differing)
             except errors.StateTooLargeError as error:
                 reason = checks.cannot_try(dispatch.slot, error)
-        eager = self._dispatcher.run_eagerly(dispatch, step.batch, reason)
+        # At once: what raises from here on was no step of the graph.
+        self.last_dispatch = eager = self._dispatcher.run_eagerly(dispatch, step.batch, reason)
         if not step.agreed:
             return eager, self._run_unpadded(step._replace(dispatch=eager))
         outputs = self._executor.run_padded(step, eager=True)
@@ -237,6 +238,7 @@ class StepEngine:
 
     def verify(self, batch: Batch | None, values: Values, updates: Any, metadata: Any) -> Any:
         """See `GraphRunner.verify`."""
+        self._graphs.check_open()
         # Its runs without padding take the batch as it is.
         batch = checked_batch(batch_of(self._executor.inputs, values) if batch is None else batch)
         dispatch = self._dispatcher.dispatch(batch)

@@ -215,7 +215,7 @@ class GraphTable:
             setup.options,
             self.reads,
             setup.pool.platform.device_type,
-            inputs=NO_INPUTS if setup.host.mixes_rows else setup.inputs.declared.by_axis,
+            inputs=NO_INPUTS if setup.host.mixes_rows else setup.inputs.declared.shows,
             reqs=setup.inputs.reqs,
         )
         self.setup = setup
