@@ -291,7 +291,7 @@ def _settings(config: list[str] | None) -> tuple[PlanArguments, GraphOptions]:
             f"-c, --config: {error.what}",
             got=error.got,
             expected=error.expected,
-            advice=error.advice,
+            advice=f"-c {error.advice}" if str(error.advice).isidentifier() else error.advice,
         ) from error
 
 
