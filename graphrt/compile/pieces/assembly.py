@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -78,8 +78,7 @@ def build(
     traced = seen.traced
     backend, kept = _backend(subject, seen, options, figures)
     partitioned, figures.partition_reason = partitions(options, seen.device.type)
-    at = options.splitting_ops
-    _check_registered(at or ())
+    at = _registered(options.splitting_ops)
     pieces = split(traced.graph, _nothing if partitioned else splits_at(at))
     figures.trace_s = time.perf_counter() - started
     logger.info(traced_line(subject.module, figures, traced.graph.graph, pieces))
@@ -208,9 +207,10 @@ def _captured(
     return [each.piece.with_views(call) for each, call in zip(pieces, calls, strict=True)], wrappers
 
 
-def _check_registered(splitting_ops: Iterable[str]) -> None:
-    """Raise `InvalidOptionError` for an operator that there is not: nothing would split there."""
-    for name in splitting_ops:
+def _registered(splitting_ops: Sequence[str] | None) -> Sequence[str] | None:
+    """`splitting_ops`; raises `InvalidOptionError` for an operator that there is not: nothing would
+    split there."""
+    for name in splitting_ops or ():
         namespace, _, operator = name.partition(".")[0].partition("::")
         if not hasattr(getattr(torch.ops, namespace), operator):
             raise InvalidOptionError(
@@ -219,6 +219,7 @@ def _check_registered(splitting_ops: Iterable[str]) -> None:
                 expected='"namespace::name" or "namespace::name.overload"',
                 advice="import the module that registers it before the first call",
             )
+    return splitting_ops
 
 
 def _nothing(_: fx.Node) -> bool:
