@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
@@ -298,3 +299,17 @@ def test_a_tensor_of_the_inputs_that_is_left_is_still_warned_of():
 
     with pytest.warns(StaleTensorWarning, match=r"model\.hidden"):
         runner_of(Leaving())
+
+
+def test_draws_of_an_eager_part_that_are_near_one_another_are_no_difference_of_the_replay():
+    def runner_over(values: Any) -> Any:
+        part = eager_break(lambda x: x + next(values))
+        return runner_of(lambda x: part(x + 1) * 2, "PIECEWISE")
+
+    counter = itertools.count()
+    runner_over(counter)
+    # Eager, on padding, the replay, eager again, once more.
+    of_trial = [0.5, 0.0, 0.9, 0.5 + 3e-6, 0.1]
+    runner = runner_over(itertools.chain([0.0] * next(counter), of_trial, itertools.repeat(0.0)))
+    runner(x=torch.randn(4, WIDTH))
+    assert runner.last_dispatch.reason is Reason.HIT

@@ -272,7 +272,11 @@ class Trial:
         self._state.restore()
         third = self._more("once more", self.step.eager, compared=True)
         self._state.restore(again.left)
-        if third is None or spread is None or spread.relative <= self._rounding:
+        if third is None or spread is None:
+            return
+        # Two draws of a part may be near one another.
+        apart = difference(third.outputs, self._eager.outputs) or spread
+        if max(spread.relative, apart.relative) <= self._rounding:
             return
         if third.watch.trace.same_captured(self._eager.watch.trace, has_parts=True):
             self._verdict.notes.append(
