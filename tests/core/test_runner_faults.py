@@ -722,3 +722,11 @@ def test_an_error_of_a_capture_is_raised_though_to_abort_it_fails_too(at):
     notes = "".join(getattr(raised.value, "__notes__", ["RuntimeError: the second"]))
     assert "RuntimeError: the second" in notes
     assert torch.equal(run(x=rows(3)), rows(3, 2.0))
+
+
+def test_a_closed_runner_verifies_nothing_and_says_that_it_is_closed():
+    served = runner(lambda x: x * 2)
+    served.capture()
+    served.close()
+    with pytest.raises(PoolClosedError, match="runner is closed"):
+        served.verify(x=rows(2))

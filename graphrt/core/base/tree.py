@@ -175,19 +175,28 @@ def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
             left[:0] = [getattr(value, name) for name in flatten()[0]]
             continue
         key, address = None, 0
-        if value.layout is torch.strided and not value.is_meta:
-            try:
-                storage = value.untyped_storage()
-                # A tracer's tensors have a storage, and no memory.
-                if storage.device.type != "meta":
-                    address = storage.data_ptr()
-                    key = storage._cdata
-            except (NotImplementedError, RuntimeError):
-                pass
+        storage = _storage_of(value)
+        if storage is not None:
+            key, address = storage._cdata, storage.data_ptr()
         tensors.append((value, key, address))
     return tensors
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
     """What a tensor's memory is known by while it lives; None where it has none of its own."""
-    return placed((tensor,))[0][1]
+    storage = _storage_of(tensor)
+    return None if storage is None else storage._cdata
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        # A tracer's tensors have a storage, and no memory: some raise where it is asked for.
+        if storage.device.type == "meta":
+            return None
+        storage.data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return storage

@@ -345,8 +345,8 @@ class SideDoors:
     def note_made(
         self, part: str, result: Any, arguments: Mapping[int, torch.Tensor]
     ) -> Collection[int]:
-        """Note the memory of what an operator returned, but for that of its `arguments`; returns
-        the names of what was not known."""
+        """Note the storages that an operator returned and was not given in its `arguments`;
+        returns the keys of those that were not known before."""
         results = _memory_of(tree.tensors(result))
         news = results.keys() - self.made.keys() - arguments.keys()
         if news:
@@ -402,7 +402,7 @@ class _PartWatch(ThreadMode):
                 memory = _memory_of(tensors)  # `set_` has given one other memory
             # What is made of Python data is memory that it was given.
             made = self.doors.note_made(self._part, result, {} if func is LIFT_FRESH else memory)
-            # An operator of the host's own may return what it finds by a name.
+            # A custom operator may return a graph's tensor that it looks up in a registry.
             if facts.is_aten:
                 self._fresh.update(made)
         return result

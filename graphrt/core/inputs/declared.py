@@ -44,7 +44,7 @@ class DeclaredInputs:
             axis: names | {_IS_PADDING.format(each) for each in names if self._may_address(each)}
             for axis, names in self.by_axis.items()
         }
-        """By axis, what padded steps can show: see `differing`."""
+        """By axis, all that `differing` can return."""
         pads = {int(spec.pad_value.real) for spec in self.specs.values() if spec.index}
         self.addresses = sorted(pads)
         """The padding values of index inputs: rows in which padding may be written."""

@@ -188,7 +188,7 @@ class StepEngine:
                 return run_trial(self._executor, step, differing)
             except errors.StateTooLargeError as error:
                 reason = checks.cannot_try(dispatch.slot, error)
-        # At once: what raises from here on was no step of the graph.
+        # Before the run: if the forward raises, `last_dispatch` must not say HIT.
         self.last_dispatch = eager = self._dispatcher.run_eagerly(dispatch, step.batch, reason)
         if not step.agreed:
             return eager, self._run_unpadded(step._replace(dispatch=eager))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphrt.core.base import torch_names
+from graphrt.core.base import torch_names, tree
 from graphrt.core.base._undo import Undo, undoing
 from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.base.thread_mode import WATCH_KEY, unseen, watch_key
@@ -320,14 +320,8 @@ class WriteWatch:
     def look(self, facts: OperatorFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """An operator is about to write."""
         for tensor in operators.written(facts, args, kwargs):
-            # Most operators write what they have made themselves: `tree.placed` would look at more.
-            if tensor.layout is not torch.strided or tensor.is_meta:
-                continue
-            try:
-                key = tensor.untyped_storage()._cdata
-            except (NotImplementedError, RuntimeError):
-                continue
-            if key not in self._known:
+            key = tree.storage_key(tensor)
+            if key is None or key not in self._known:
                 continue
             self.written.add(key)
             is_shown = facts.rows is not None and (key, facts.name) in self._shown
