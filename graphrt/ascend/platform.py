@@ -87,7 +87,7 @@ class AscendPlatform(Platform):
         return own_streams(self._npu, is_update_stream)
 
     @cached_property
-    def _direct(self) -> DirectStreams:
+    def _direct_streams(self) -> DirectStreams:
         return DirectStreams(self._npu)
 
     @cached_property
@@ -191,7 +191,8 @@ class AscendPlatform(Platform):
         self._empty_cache()
 
     def _empty_cache(self) -> None:
-        """It waits for the device, and holds Python's lock while it does."""
+        """torch_npu's `empty_cache` waits for the device and holds Python's lock. A thread that
+        updates tasks could not go on, and the device would wait for it: so no update is open."""
         device = torch.device("npu", self._npu.current_device())
         with no_other_capture(device) as alone, no_update_under_way():
             if alone:
@@ -202,8 +203,8 @@ class AscendPlatform(Platform):
     def new_stream(self) -> Any:
         try:
             stream = self._streams.lend()
-            # First thing: when streams have become few there may be none left for it.
-            if not self._direct.make():
+            # Made now: once streams are few, none may be left for the direct one.
+            if not self._direct_streams.make():
                 return None
         except RuntimeError as error:
             # torch_npu makes 32 at once. Without them there are no graphs, and all runs eagerly.
@@ -240,31 +241,33 @@ class AscendPlatform(Platform):
             raise no_stream()
         caller = self._npu.current_stream()
         leave_stream(stream)
-        if self._direct.is_one(stream):
+        if self._direct_streams.is_one(stream):
             caller.synchronize()
         stream.wait_stream(caller)
         try:
             with self._npu.stream(stream):
                 yield
         finally:
-            # An interrupt may have kept the `with` from doing so.
+            # An interrupt may come before the `with` sets the stream back.
             self._npu.set_stream(caller)
             caller.wait_stream(stream)
 
     def capture_stream(self, stream: Any, work: GraphWork | None) -> Any:
         if stream is None or work is None or len(work.operators) > 1 or work.collectives:
             return stream
-        free, direct = available_streams(), self._direct.get()
+        free, direct = available_streams(), self._direct_streams.get()
         if free is None or free >= SCARCE_STREAMS or direct is None:
             return stream
-        # Its first replay, which waits for what was updated before, would not wait long enough.
+        # With "update_first" the first replay waits on this stream for the update stream. A direct
+        # stream would not: an event still in the launch queue counts as passed there.
         return stream if work.tasks and self._tasks.update_first else direct
 
     def current_stream_id(self) -> int:
         return raw_stream_of()(current_device())
 
     def stream_id_reader(self) -> Callable[[], int]:
-        # What every step asks for; so no step is run once torch_npu drops what is issued.
+        # Every step calls this, so it also checks torch_npu's launch queue: once that has ended,
+        # torch_npu drops all operators without an error.
         return checked_before(partial(raw_stream_of(), current_device()))
 
     def current_stream(self) -> Any:
@@ -293,7 +296,7 @@ class AscendPlatform(Platform):
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError:
-            return super().host_buffer(nbytes)  # from which copies wait, but are right
+            return super().host_buffer(nbytes)  # not pinned: copies are right, and the host waits
 
     # Figures, limits, errors -----------------------------------------------------------------
 
@@ -327,13 +330,16 @@ class AscendPlatform(Platform):
         self._tasks.replay(graph, updates, changed, name)
 
     def launch_deferred(self, graph: Any, updates: Sequence[TaskUpdate], *, name: str = "") -> bool:
-        """Replay `graph` so that it waits for its tasks until `update_deferred`; returns whether
-        their update is still to come: where the device needs it first, `updating` was before."""
+        """Launch `graph`, whose tasks wait on the device until `update_deferred`.
+
+        Returns True if that call must follow. False: `updating` has updated the tasks before.
+        """
         return self._tasks.launch(graph, updates, name)
 
     def update_deferred(self, graph: Any, updates: Sequence[TaskUpdate], *, changed: bool) -> None:
-        """Give the tasks of a launched graph their arguments, as `replay_updated` does: whatever an
-        `issue` raises, the graph comes to its end."""
+        """Give the tasks of a launched graph their arguments, as `replay_updated` does. If an
+        `issue` raises, the tasks are signalled all the same, so the device does not wait for
+        ever."""
         self._tasks.update(graph, updates, changed)
 
     def updating(
@@ -341,15 +347,16 @@ class AscendPlatform(Platform):
     ) -> AbstractContextManager[UpdateWindow]:
         """Let the host update the tasks of `graph` itself: after `launch_deferred`, or before it.
 
-        Inside, the pool's update stream is current and may be updated on: what was replayed of the
-        graph before is over by then. The host issues every task on it and signals each with
-        `UpdateWindow.signal`. If it raises, or leaves one out (`TaskContractError`), a launched
-        graph comes to its end with old arguments, and no signal stays behind.
+        Inside, the pool's update stream is current, and waits for the last replay of the graph. The
+        host issues every task on it and signals each with `UpdateWindow.signal`. If it raises, or
+        leaves one out (`TaskContractError`), a launched graph ends with old arguments, and no
+        signal is left for the next step.
         """
         return self._tasks.updating(graph, updates)
 
     def forget_update(self, graph: Any, updates: Sequence[TaskUpdate]) -> None:
-        """Take back an update of `updating` that came before a launch which did not."""
+        """Take back an update of `updating` whose launch did not come: its signals would start the
+        next step's tasks too early."""
         self._tasks.forget(graph, updates)
 
 

@@ -1,10 +1,12 @@
 """Streams of torch_npu to capture on that graphrt keeps: see `graphrt.core.device.LentStreams`.
 
-torch_npu captures on none but its own (`ExternalStream` is refused), of which it hands out 32 in
-turn. So graphrt takes those that it captures on out of the turn: `torch.npu.Stream()` that comes to
-one of them goes on to the next. They are streams that torch_npu has anyway, so they cost none.
+torch_npu captures only on its own streams (`ExternalStream` is refused). It has 32, and
+`torch.npu.Stream()` hands them out in turn. Another thread could get one that graphrt captures on.
+So `torch.npu.Stream()` skips the streams that graphrt keeps. torch_npu has made them anyway, so
+they take no further stream of the device.
 
-Not seen is who draws in C++: `torch.Stream(device="npu")`, and communicators as they are made.
+Limit: C++ code takes streams without `torch.npu.Stream()`, and may get a kept one. So do
+`torch.Stream(device="npu")` and new communicators.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ _POOL = "STREAMS_PER_DEVICE"
 
 
 class OwnStreams:
-    """The streams of all devices that are kept. Half of torch_npu's are left to others: as soon as
-    the other half is lent, pools share, whose captures on a device take turns."""
+    """The streams that graphrt keeps, of all devices: at most half of torch_npu's. Once that half
+    is lent, pools share streams; captures on a device take turns."""
 
     def __init__(self, npu: Any, is_taken: Callable[[Any], bool]) -> None:
-        """None is kept that `is_taken` is true of."""
+        """No stream is kept for which `is_taken` is true: tasks are updated on it."""
         self._npu = npu
         self._is_taken = is_taken
         self._kept: dict[int, list[int]] = {}
@@ -46,6 +48,7 @@ class OwnStreams:
     def _make(self) -> int:
         kept = self._kept.setdefault(self._npu.current_device(), [])
         if 2 * len(kept) < _streams_of_torch():
+            # torch_npu's turn comes to all its streams: one of these tries finds a free one.
             for _ in range(_MOST):
                 stream = self._npu.Stream()
                 if not self._is_taken(stream):
@@ -67,7 +70,7 @@ class OwnStreams:
 
         def passing_over(cls: type, device: Any = None, priority: int = 0, **others: Any) -> Any:
             stream = new(cls, device, priority, **others)
-            if not others:  # else one that there is
+            if not others:  # with others, it is a new object of an existing stream
                 for _ in range(_MOST):
                     if stream.stream_id not in kept.get(stream.device_index, ()):
                         break

@@ -97,6 +97,7 @@ class CompiledModule:
         self._hooks = hooks
         self._read_context = read_context
         self._built: Built | None = None
+        # Code for calls with axes of size 0 or 1, where `_built` does not serve these.
         self._small: dict[Small, Built] = {}
         self._example: inspect.BoundArguments | None = None
         self._sealed = False
@@ -105,6 +106,7 @@ class CompiledModule:
         self._places = ArgumentPlaces()
         self._weights_held: list[Holding] = []
         self._warned: set[str] = set()
+        # Since `unseal` weights may have moved: the next call takes them anew.
         self._released = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +129,7 @@ class CompiledModule:
             return self._checked(args, kwargs).run(*args, **kwargs)
         pieces = context if context is not None and context.mode is GraphMode.PIECEWISE else None
         if pieces is not None and pieces.capture is None and pieces.announced:
-            # A step that is replayed reads the buffers of its capture, checked then.
+            # A replayed step reads its capture's buffers, and these were checked at the capture.
             if self._small:
                 arguments = leaves(self._subject.parameters.bind(args, kwargs))
                 built = self._small.get(built.checker.sizes_needing_own(arguments), built)
@@ -241,11 +243,11 @@ class CompiledModule:
                 self._checked(args, kwargs)
 
     def weights_changed(self) -> None:
-        """Declare that the module, or what else its forward reads of Python, was written.
+        """Declare that the host changed the module, or Python state that its forward reads.
 
-        Weights, buffers and submodules that were replaced are taken over. Raises `RetraceError` for
-        what the code has baked in otherwise: attributes, hooks, `train()`, globals, closures, which
-        weights are tied; from then on eager calls look each time. Calls that replay a graph do not.
+        Replaced weights, buffers and submodules are taken over. Raises `RetraceError` for changes
+        that the code has baked in: attributes, hooks, `train()`, globals, closures, tied weights.
+        After it each eager call checks for them; calls that replay a graph do not.
         """
         example = self._example
         if example is None:
@@ -313,7 +315,7 @@ class CompiledModule:
             wrapper.unseal()
 
     def _follow_weights(self) -> None:
-        """Rebind if anything is not where it was; on the way of every call that is no replay."""
+        """Rebind if a weight or submodule was replaced; every call that is no replay asks."""
         if not self._released:
             for held, name, value in self._weights_held:
                 if held.get(name) is not value:
@@ -323,12 +325,12 @@ class CompiledModule:
         self.rebind_weights()
 
     def _runs_itself(self, context: ForwardContext, error: RetraceError) -> bool:
-        """Whether the module itself runs in a step that compiled code is not right for.
+        """Whether the module runs uncompiled in a step that its code does not fit.
 
-        A trial also runs the batch without padding, whose size may take another branch. And a
-        sealed runner runs steps eagerly that its graphs no longer stand for.
+        It does in a trial's run without padding: the forward may branch on that size. It does in an
+        eager step of a sealed module that has changed since it was compiled.
         """
-        # A warm-up that serves a batch is the run of a trial.
+        # Warm-ups of a capture have no live batch: this is a trial's run.
         if error.of_sizes and context.live is not None and warming_up.get():
             return True
         if not (error.of_module and self._sealed) or context.capture is not None:
@@ -365,10 +367,11 @@ class CompiledModule:
         self._built, self._static_sizes = built, static
         self._weights_held = self._subject.holdings()
         self._example = without_memory(bound)
-        for small in built.small:  # which the forward itself may have no way for; calls say so
+        for small in built.small:
             try:
                 self._compile_small(at_size(self._subject, bound, small), small)
             except TraceError as error:
+                # The forward may not run at this size; a call with it will raise.
                 logger.info("no code for a size of %s: %s", dict(small), error)
 
     def _compile_small(self, bound: inspect.BoundArguments, small: Small) -> Built:

@@ -63,10 +63,12 @@ class Arena:
         self._torn = False
         """Whether an interrupt may have left the tables half-way."""
         self.wrapped: dict[int, Any] = {}
-        """Weak references to storages that a capture made of the host's memory, by their number."""
+        """number of a storage -> weak reference, for storages that a capture made over the host's
+        memory (an array, a buffer, a file)."""
         self._shares = 1
         self._constants: Arena | None = None
-        """Apart: a block that was free before is written by the replays of those who had it."""
+        """Memory of constants alone. A block of this arena may have been another graph's before,
+        and the replays of that graph still write it."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -98,18 +100,20 @@ class Arena:
         )
 
     def constant(self, like: torch.Tensor) -> tuple[torch.Tensor, object, ref[memoryview]]:
-        """A tensor with the sizes and strides of `like`, in memory that no graph writes otherwise;
-        what keeps its block in use, even when the tensor is gone; and whether anything but that
-        still refers to it."""
+        """A new tensor like `like`, in memory that no other graph writes.
+
+        Returns the tensor; an object that keeps its block in use when the tensor is gone; and a
+        weak reference, which is dead once nothing refers to the tensor's storage.
+        """
         with self._lock:
             self._check_open()
             if self._constants is None:
                 self._constants = Arena()
         held = self._constants._allocate(_extent_bytes(like.size(), like.stride(), like.dtype))
-        seen = held[:]
+        view = held[:]
         tensor = torch.empty(0, dtype=like.dtype, device="cpu")
-        tensor.set_(_storage(seen), 0, like.size(), like.stride())
-        return tensor, held, ref(seen)
+        tensor.set_(_storage(view), 0, like.size(), like.stride())
+        return tensor, held, ref(view)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Same address, sizes, strides and extent of its storage; keeps the memory mapped, but not
@@ -126,8 +130,8 @@ class Arena:
                 expected="memory that this arena allocated",
                 advice="ask owns(tensor) first",
             )
-        # Of the block's own extent: an operator that grows an output, or views the storage, does
-        # the same as to the tensor itself, and never reaches a neighbour.
+        # The storage is as large as the block's own, so no operator reaches the neighbour: not one
+        # that grows an output, nor a view of the storage.
         start = address - chunk.base
         weak = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             _storage(chunk.buffer[start : start + whole.nbytes()]),
@@ -207,7 +211,7 @@ class Arena:
             return block
 
     def _mend(self) -> None:
-        """Find out anew what is free, from the blocks that are referenced."""
+        """After an interrupt: rebuild all tables from the blocks that are still referenced."""
         self._dropped.clear()
         alive = {token for token, ref in list(self._refs.items()) if ref() is not None}
         for token in [token for token in self._spans if token not in alive]:
@@ -260,7 +264,7 @@ class Arena:
         chunk = _Chunk(step)
         self._chunks.append(chunk)
         self._by_base[chunk.base] = chunk
-        # In one go, for a thread that looks for an address meanwhile.
+        # One assignment: another thread may be looking for an address.
         self._edges = sorted([*self._edges, chunk.base, chunk.base + chunk.nbytes])
         self._reserved += step
         self._add_free(chunk, 0, step)

@@ -31,7 +31,7 @@ def blocks_of(segments: Iterable[Mapping[str, Any]], internal: frozenset[int]) -
     """The blocks in use of a snapshot (`torch.cuda.memory_snapshot()`), of all devices.
 
     `internal` are sizes of what may be torch's own. A block that was freed and still waits for a
-    stream is nobody's any more. Memory of `torch.cuda.MemPool` cannot be told from a graph pool's.
+    stream is left out. Memory of `torch.cuda.MemPool` cannot be told from a graph pool's.
     """
     blocks = []
     for segment in segments:

@@ -138,7 +138,7 @@ def explain(
             if refusal is None:
                 explanation = _explained(runner, forward, inputs, tokens, obstacles, tuple(breaks))
                 if explanation.trial is None or mode is GraphMode.PIECEWISE:
-                    # In pieces without an eager part it is the one graph of before.
+                    # Without an eager part the pieces are the one graph that was tried before.
                     return explanation if in_one is None or explanation.eager_parts else in_one
                 in_one, mode = explanation, GraphMode.PIECEWISE
                 continue

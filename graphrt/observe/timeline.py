@@ -1,12 +1,12 @@
 """`trace`: the steps, captures and trials of runners as a timeline for Perfetto.
 
 The file is in Chrome's trace format (https://ui.perfetto.dev opens it). Each runner is a process
-with four tracks: captures and trials (those from before the trace just before its beginning), steps
-by graphs, eager steps, findings. The report of each
-runner is in the file too, so that `graphrt report trace.json` makes a page with the timeline of it.
+with four tracks: captures and trials, steps by graphs, eager steps, findings. Captures that were
+over before the trace are drawn right before its beginning. The report of each runner is in the file
+too, so that `graphrt report trace.json` makes a page with the timeline.
 
-Times are the host's. On a device a step returns when it is launched: torch's profiler, which sees a
-range for every step and capture meanwhile, shows what the device does.
+Times are the host's. On a device a step returns once it is launched. torch's profiler shows what
+the device does: it gets a range for every step and capture.
 """
 
 from __future__ import annotations
@@ -96,24 +96,24 @@ class Trace(AbstractContextManager["Trace"]):
     def to_dict(self) -> dict[str, Any]:
         """The timeline so far, in Chrome's format."""
         reports = [runner.report() for runner in self._runners]
-        figures = [report.to_dict() for report in reports]
+        summaries = [report.to_dict() for report in reports]
         spans = [
             track.with_captures(report) for track, report in zip(self._tracks, reports, strict=True)
         ]
         zero = min(track.began_s for track in self._tracks)
         zero = min([zero, *(seen.began_s for each in spans for seen in each)])
         events: list[Event] = []
-        for pid, (track, plain) in enumerate(zip(self._tracks, figures, strict=True), 1):
-            name = f"{plain['mode']} on {plain['device']}"
+        for pid, (track, summary) in enumerate(zip(self._tracks, summaries, strict=True), 1):
+            name = f"{summary['mode']} on {summary['device']}"
             events += _names(pid, name if len(reports) == 1 else f"runner {pid}: {name}")
             slices = [_span(seen, zero, pid) for seen in spans[pid - 1]]
             slices += [_step(seen, zero, pid) for seen in track.steps]
             last = max((each["ts"] + each["dur"] for each in slices), default=0.0)
-            events += [*slices, *_findings(findings_of(plain), track, last, pid)]
+            events += [*slices, *_findings(findings_of(summary), track, last, pid)]
         return {
             "traceEvents": events,
             "displayTimeUnit": "ms",
-            "otherData": {"graphrt_reports": figures},
+            "otherData": {"graphrt_reports": summaries},
         }
 
 
@@ -128,8 +128,8 @@ class _Track(Observer):
         self._nvtx = nvtx
 
     def with_captures(self, report: RunnerReport) -> list[SpanSeen]:
-        """What was seen, the warm-ups in it, and the captures of before. Those are moved together
-        up to the beginning of the trace: else hours without a step would lie between."""
+        """Captures and trials of the trace with their warm-ups, and the captures before it. Those
+        are moved to its beginning: else hours without a step could lie between."""
         records = report.graphs
         early = [record for record in records if record.began_s < self.began_s]
         gap = self.began_s - max((each.began_s + each.capture_s for each in early), default=0.0)
@@ -203,7 +203,7 @@ def _step(seen: StepSeen, zero: float, pid: int) -> Event:
 
 
 def _findings(findings: Sequence[Finding], track: _Track, last: float, pid: int) -> list[Event]:
-    """A slice as long as the timeline for each, so that its text can be read."""
+    """Each finding as a slice that is as long as the timeline, so that its text can be read."""
     if track.lost:
         lost = f"{counted(track.lost, 'earlier step')} are not in this timeline"
         note = Finding("note", lost, "", "trace(most_steps=)")

@@ -14,8 +14,8 @@ from graphrt.core.device.contract import TaskUpdate
 
 @dataclass
 class Launch:
-    """A replay that waits for its tasks: where they are updated, what that comes behind, and the
-    stream that the replay is on."""
+    """A replay that waits for its tasks: the stream to update them on, the event that the update
+    waits for (the replay before), and the stream of the replay."""
 
     updating: UpdateStream
     fence: Any

@@ -50,14 +50,18 @@ class Tasks:
         self._brackets = Groups(npu) if strategy == "groups" else AutoDispatch(npu)
         self._watchdog = watchdog
         self._allocations = AllocationWatch(npu)
+        # Numbers of streams on which no task is updated: a capture is open on them, or graphs of
+        # this memory were captured on them.
         self._capturing: set[int] = set()
         self._captured_on: WeakKeyDictionary[GraphMemory, set[int]] = WeakKeyDictionary()
         self._memories: WeakKeyDictionary[Any, GraphMemory] = WeakKeyDictionary()
         self._streams: WeakKeyDictionary[GraphMemory, UpdateStream] = WeakKeyDictionary()
+        # graph -> the event behind its last replay, for which the next update waits.
         self._replayed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        # Launched graphs whose update is to come, also where nobody else has them any more, and
-        # graphs updated whose launch is to come.
+        # Launched before their update. Kept alive: the device waits for their signals, even if the
+        # host has let go of them.
         self._launched: dict[Any, Launch] = {}
+        # Updated before their launch.
         self._ahead: WeakKeyDictionary[Any, Ahead] = WeakKeyDictionary()
 
     def begin(self, graph: Any) -> None:
@@ -199,7 +203,7 @@ class Tasks:
             raise still_waiting(name)
         ahead = self._ahead.pop(graph, None)
         if ahead is not None:
-            # Its signals would let the tasks of this step run with what it was updated to.
+            # That update's signals would start this step's tasks, with old arguments.
             current.wait_event(ahead.fence)
             self._settle(updating.stream, current, updates)
         replayed = self._replayed.get(graph)
@@ -249,13 +253,13 @@ class Tasks:
             raise
 
     def _settle(self, updating: Any, current: Any, updates: Sequence[TaskUpdate]) -> None:
-        """Let a replay come to its end, which waits for every task, and leave no signal behind: the
-        next one would run too early.
+        """Signal every task after a failed step, so that its replay ends; then take the signals
+        back, or the next replay would run too early.
 
-        Nobody knows whether there is such a replay, nor which of its tasks were signalled: an
-        interrupt may have come right after either. So each is signalled, perhaps once more, and
-        its signal taken where that comes behind the replay. To wait for one that may not be there
-        it is given first; `reset` alone takes none where CANN has a value wait.
+        An interrupt may come right after the launch, or after a signal. So it is unknown whether a
+        replay waits, and which tasks were signalled: each is signalled, perhaps twice. `current`
+        then takes the signals behind the replay. It gives each once more before it waits, as a wait
+        without a signal never ends. `reset` alone takes no signal where CANN has a value wait.
         """
         if not self.update_first:
             for update in updates:
@@ -268,12 +272,12 @@ class Tasks:
                 event.record(current)
                 event.wait(current)
                 event.reset(current)
-        # What is updated next would be signalled before that.
+        # Else the next update could signal before `current` has taken these signals.
         updating.wait_stream(current)
 
     @contextmanager
     def _locked_stream(self, graph: Any, current: Any) -> Iterator[UpdateStream]:
-        """The stream to update on, which nobody else does or begins to compute on meanwhile."""
+        """The stream to update on. Under its lock nobody else updates or computes on it."""
         while True:
             update_stream = self._update_stream(graph, current)
             with update_stream.lock:

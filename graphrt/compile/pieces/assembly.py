@@ -44,7 +44,7 @@ from graphrt.core.replay.recording import frozen_gc
 @dataclass(frozen=True)
 class Built:
     """A compiled subject. `run` takes the calls that `checker` lets pass, as long as `outside` has
-    not changed. `small` are sizes of 1 that need code of their own."""
+    not changed. `small` are the axes that need code of their own at a size of 1."""
 
     run: Callable[..., Any]
     checker: CallChecker

@@ -155,7 +155,7 @@ class Guards:
         return self._changed(arguments) or ""
 
     def value_of(self, source: str, arguments: Mapping[str, Any]) -> object:
-        """The value of now at Dynamo's name `source`; raises as Python does if it is gone."""
+        """The present value at Dynamo's name `source`; raises as Python does if it is gone."""
         value: object = eval(source, {"__builtins__": {}}, {"L": arguments, "G": self._globals})
         return value
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.cache.key.sources import TracedSources, covers
+from graphrt.compile.cache.key.sources import TracedSources, is_library
 from graphrt.compile.cache.key.values import Values
 from graphrt.compile.private_torch.operators import operator_names, storage_identity
 from graphrt.compile.private_torch.registered import triton_call
@@ -65,7 +65,7 @@ def target_name(target: Any) -> str:
 def _body(node: fx.Node, kernel: object) -> str:
     """The content of a function or kernel, as two of one name may differ."""
     function = kernel if kernel is not None else node.target
-    needs_body = isinstance(function, FunctionType) and not covers(function)
+    needs_body = isinstance(function, FunctionType) and not is_library(function)
     return f" {Values(TracedSources()).of(function)}" if needs_body or kernel is not None else ""
 
 

@@ -35,7 +35,7 @@ class Rewritten:
     _is_attribute: bool
 
     def now(self) -> object:
-        """The value of now; "nothing" if the place is gone."""
+        """The present value; "nothing" if the place is gone."""
         try:
             return getattr(self._owner, self._key) if self._is_attribute else self._owner[self._key]
         except (AttributeError, LookupError):

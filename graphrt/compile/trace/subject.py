@@ -38,8 +38,11 @@ Method = tuple[type, str, FunctionType, CodeType]
 
 @dataclass(frozen=True)
 class Subject:
-    """The module or function to compile, and how it is called. `small` are the axes that are
-    no batch ones in `dims`, because their size is 0 or 1."""
+    """The module or function to compile, and how it is called.
+
+    `small` are batch axes with their size, 0 or 1. The code is for that size alone, so `dims` has
+    these axes no more.
+    """
 
     module: Callable[..., Any]
     call: Callable[..., Any]
@@ -48,19 +51,19 @@ class Subject:
     small: tuple[tuple[str, int], ...] = ()
 
     def at(self, small: tuple[tuple[str, int], ...]) -> Subject:
-        """The same for calls with axes of size 0 or 1 only."""
+        """The same subject for calls in which these axes have size 0 or 1."""
         return replace(self, dims=self.dims.without(dict(small)), small=small)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All tensors of the module by name, those that share a name's tensor too; of a function,
-        those of the modules that it refers to."""
+        """All tensors of the module by name; a tensor with two names is there twice. Of a function:
+        those of modules in its globals and closure."""
         weights: dict[str, torch.Tensor] = {}
         for prefix, module in self._modules():
             weights.update(_tensors_of(prefix, module))
         return weights
 
     def holdings(self) -> list[Holding]:
-        """The containers of the module's weights and submodules, with the objects of now."""
+        """The containers of weights and submodules: each key, with its present object."""
         holdings: list[Holding] = []
         for _, module in self._modules():
             attributes = vars(module)
@@ -72,7 +75,7 @@ class Subject:
         return holdings
 
     def methods(self, codes: Iterable[CodeType]) -> list[Method]:
-        """The methods of the modules whose code is among `codes`."""
+        """The modules' methods whose code is among `codes`."""
         traced = set(codes)
         methods: list[Method] = []
         for kind in {type(module): None for _, module in self._modules()}:

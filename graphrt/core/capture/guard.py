@@ -263,13 +263,14 @@ class SideDoors:
     the eager part makes another. A tensor of an earlier run is a place like any other (a workspace
     that the first run allocates, say), unless the same line makes another one in this capture.
 
-    Storages are known by weak references, not by addresses, which are used again. Not seen is what
-    no operator makes: results of compiled functions, and what a custom operator's own body keeps.
+    Storages are known by weak references: an address may be used again. Limit: memory that no
+    operator makes is not seen, such as results of compiled functions, or a tensor that a custom
+    operator's body keeps.
     """
 
     def __init__(self) -> None:
-        # What a graph must not read, by the numbers of storages, which nothing else has while there
-        # is a weak reference.
+        # Number of a storage -> memory that no graph may read. The weak reference keeps the number
+        # from becoming another storage's.
         self.made: dict[int, tuple[StorageWeakRef, _Made]] = {}
         self._capture = 0
         # A graph has read a tensor that an earlier run made. By part and line of its making, the
@@ -351,9 +352,9 @@ class SideDoors:
         news = results.keys() - self.made.keys() - arguments.keys()
         if news:
             made = part, user_source(), self._capture
-            for name in news:
-                storage = results[name].untyped_storage()
-                self.made[name] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
+            for number in news:
+                storage = results[number].untyped_storage()
+                self.made[number] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
         return news
 
 
@@ -373,36 +374,37 @@ class _PartWatch(ThreadMode):
         self.doors = doors
         self._part = part
         self._guard = guard
-        # What it may read without a look, held so that nothing else comes by its names meanwhile.
+        # Memory that the part was given, and may read: number of the storage -> storage. Held, as
+        # the number of a freed storage can become another's.
         self._arguments: dict[int, torch.UntypedStorage] = {}
         self._addresses: set[int] = set()
-        # What it has made itself: to ask the pool whether that is its memory takes 20 us.
+        # Numbers of storages that its operators made: to ask the pool about one takes 20 us.
         self._fresh: set[int] = set()
-        for name, each in arguments.items() if guard is not None else ():
-            storage = self._arguments[name] = each.untyped_storage()
+        for number, each in arguments.items() if guard is not None else ():
+            storage = self._arguments[number] = each.untyped_storage()
             self._addresses.add(storage.data_ptr())
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         guard, facts = self._guard, facts_of(func)
-        if guard is None and facts.makes_nothing:
+        if guard is None and facts.makes_no_memory:
             return func(*args, **kwargs)
         tensors = tree.tensors(args, kwargs)
         memory = _memory_of(tensors)
         if guard is not None:
             if guard.issued is not None:
                 guard.issued.append(func)
-            for name, tensor in memory.items():
-                if name not in self._arguments and name not in self._fresh:
+            for number, tensor in memory.items():
+                if number not in self._arguments and number not in self._fresh:
                     self._check_read(guard, tensor, func)
             if guard.copies:
                 guard.check_written(func, args, kwargs)
         result = func(*args, **kwargs)
-        if not facts.makes_nothing:
+        if not facts.makes_no_memory:
             if facts.writes:
-                memory = _memory_of(tensors)  # `set_` has given one other memory
-            # What is made of Python data is memory that it was given.
+                memory = _memory_of(tensors)  # `set_` gives a tensor other memory
+            # LIFT_FRESH is given the tensor that torch made of Python data: new memory, not ours.
             made = self.doors.note_made(self._part, result, {} if func is LIFT_FRESH else memory)
-            # A custom operator may return a graph's tensor that it looks up in a registry.
+            # A custom operator's result may be a graph's tensor, kept in a registry: check it.
             if facts.is_aten:
                 self._fresh.update(made)
         return result
@@ -413,8 +415,8 @@ class _PartWatch(ThreadMode):
 
 
 in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_part", default=None)
-"""What names the memory that was given to the eager part that this thread runs, if it is watched:
-replays give it the same."""
+"""Numbers of the storages that were given to the eager part that this thread runs, if it is
+watched: replays give it the same."""
 
 side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", default=None)
 """Those of the session whose warm-ups and captures this thread runs, if some are in pieces."""
@@ -430,16 +432,16 @@ def refuse_transform(function: Callable[..., Any]) -> None:
 
 
 def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The memory of tensors, and of what a subclass is made of: by the number of its storage, a
-    tensor there, which is empty only if all are."""
+    """number of a storage -> a tensor in it, for all tensors and those inside of subclasses. That
+    tensor is empty only if all in the storage are."""
     memory: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         # Parts see each operator: most have plain tensors alone.
         plain = type(tensor) in tree.BARE and tensor.layout is torch.strided
         for part in (tensor,) if plain else _parts_of(tensor):
-            name = part.untyped_storage()._cdata
-            if name not in memory or not memory[name].numel():
-                memory[name] = part
+            number = part.untyped_storage()._cdata
+            if number not in memory or not memory[number].numel():
+                memory[number] = part
     return memory
 
 

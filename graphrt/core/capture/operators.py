@@ -46,7 +46,7 @@ class OperatorFacts(NamedTuple):
     rows: Callable[[Sequence[Any]], Rows] | None
     is_aten: bool
     is_view: bool
-    makes_nothing: bool
+    makes_no_memory: bool
     overwrites: bool
     draws: bool = False
     may_draw: bool = False

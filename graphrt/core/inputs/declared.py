@@ -83,7 +83,7 @@ class DeclaredInputs:
         return flat
 
     def infer(self, values: Mapping[str, Any]) -> tuple[int, int | None]:
-        """Tokens and requests as the shapes of the inputs say; None where they say nothing."""
+        """Tokens and requests, from the inputs' shapes; requests are None if no shape has them."""
         counts: dict[str, int] = {}
         try:
             flat = dict(flat_of(values)) if self.nested else values
@@ -102,6 +102,7 @@ class DeclaredInputs:
                         f"dimension {dim}, as the inputs before it have",
                     )
         except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+            # A value is no tensor, or has too few dimensions: `check` raises, and names it.
             self.check(values, None, None, error)
             raise
         if not counts:
@@ -137,9 +138,9 @@ class DeclaredInputs:
     # What padding rows hold, for checks --------------------------------------------------------
 
     def unused_addresses(self, values: Mapping[str, Any]) -> list[int]:
-        """The padding values of index inputs that no live row of theirs holds, in values that
-        `check` has taken: what they address is nobody's. A block table may hold its own for what a
-        request does not use, while a slot mapping says so. Waits for the device."""
+        """The padding values of index inputs that no live row of the same input holds: their rows
+        belong to no request. `values` were checked. Each input is asked by itself, as a block table
+        may hold its padding value for unused pages of a live request. Waits for the device."""
         unused: set[int] = set()
         for name, value in flat_of(values):
             spec = self.specs[name]
@@ -152,10 +153,12 @@ class DeclaredInputs:
     def differing(
         self, values: Mapping[str, Any], axes: Collection[str]
     ) -> dict[str, frozenset[str]]:
-        """By these axes, the inputs of which a live row is another than the padding rows: only
-        these can show that rows are mixed. And those integers of which a live row is the padding's:
-        where they are addresses, only these show that padding writes what is live. Waits for the
-        device."""
+        """By these axes, the inputs that a trial of this step can say something about.
+
+        An input with a live row unlike its padding can show that rows are mixed. An integer input
+        with a live row equal to its padding can show, if it is an address, that padding writes
+        live memory. Waits for the device.
+        """
         names: dict[str, set[str]] = {axis: set() for axis in axes}
         for name, value in flat_of(values):
             spec = self.specs.get(name)

@@ -368,7 +368,7 @@ class _Moves:
             if slot.get() is was:
                 back.add(slot.path)
         self.note_left(with_keys(tensors))
-        # No tensor of a graph is where each run makes one and that of before is back.
+        # Each run made a tensor there, and the old one was put back: no graph reads it there.
         remade = back & self.of_weights
         reads.remade |= remade
         self._left = [path for path in self._left if path not in remade]

@@ -21,11 +21,11 @@ from graphrt.cpu.tape.refusals import WRITTEN_WRAP
 
 
 class _Birth:
-    def __init__(self, held: Any, seen: ReferenceType[Any], call: Call) -> None:
+    def __init__(self, held: Any, in_use: ReferenceType[Any], call: Call) -> None:
         self.held = held
         """Keeps the block in use, so that nothing else is ever written into it."""
-        self.seen = seen
-        """Whether the forward still has it."""
+        self.in_use = in_use
+        """Dead once the forward has let go of the constant."""
         self.restore = call
         self.written = False
 
@@ -41,7 +41,7 @@ class Births:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._born: dict[int, _Birth] = {}
-        # By what names their memory; while there is a weak reference nothing else has the name.
+        # Number of a storage -> weak reference, which keeps the number from becoming another's.
         self._constant: dict[int, StorageWeakRef] = {}
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -53,15 +53,15 @@ class Births:
             self.wrapped(tensor)
             return tensor
         value = tensor.detach().clone()
-        out, held, seen = self._arena.constant(value)
+        out, held, in_use = self._arena.constant(value)
         out.copy_(value)
         restore = Call(torch.Tensor.copy_, (self._arena.alias(out), value))
-        self._born[out.untyped_storage().data_ptr()] = _Birth(held, seen, restore)
+        self._born[out.untyped_storage().data_ptr()] = _Birth(held, in_use, restore)
         self._note_constant(out)
         return out
 
     def are_constant(self, arguments: Any) -> bool:
-        """Whether there are tensors in `given`, and all are constants."""
+        """Whether there are tensors in `arguments`, and all are constants."""
         tensors = tree.tensors(arguments)
         return bool(tensors) and all(map(self._is_constant, tensors))
 
@@ -123,7 +123,7 @@ class Births:
         births = list(self._born.values())
         self._born.clear()
         self._constant.clear()
-        restores = [b.restore for b in births if b.written or b.seen() is not None]
+        restores = [b.restore for b in births if b.written or b.in_use() is not None]
         return restores, [b.held for b in births]
 
 

@@ -81,7 +81,8 @@ class Recorder:
 
     def __init__(self, counts: UpdateCounts) -> None:
         self._counts = counts
-        # Of the functions of one graph, which keeps them from being unloaded.
+        # CUDA function -> sizes of its parameters. The graph keeps its functions loaded, so none of
+        # these addresses becomes another function's.
         self._sizes: dict[int, tuple[int, ...] | None] = {}
 
     def handle(self, tasks: GraphTasks, nodes: Sequence[int]) -> TaskHandle:
@@ -240,8 +241,9 @@ class Tasks:
     """The tasks of open captures, and the updates of captured ones."""
 
     def __init__(self) -> None:
+        # graph -> the nodes that were captured before its open task.
         self._before: dict[Any, set[int]] = {}
-        # A graph is known here as long as it is captured; then its handles know the rest.
+        # Read in captures only, so it is weak; for replays each handle holds its graph's tasks.
         self._graphs: WeakKeyDictionary[Any, GraphTasks] = WeakKeyDictionary()
 
     def begin(self, graph: Any, counts: UpdateCounts) -> None:
@@ -262,8 +264,7 @@ class Tasks:
 
     def replay(self, graph: Any, updates: Sequence[TaskUpdate], changed: bool) -> None:
         if changed:
-            # Nodes are set by functions that are kept, perhaps in a thread that has no context yet.
-            need()
+            need()  # The driver is called directly, and this thread may have no CUDA context yet.
             tasks: GraphTasks = updates[0].handle.tasks
             tasks.update(graph, updates)
         graph.replay()

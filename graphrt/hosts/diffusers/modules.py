@@ -12,7 +12,8 @@ not be replayed. So each call compares the module with a picture of it:
 
 C does most of the comparing, at half a microsecond a module. A module that leads to an object
 of unknown insides, or to too many values, is named in `unseen`: it could change without a sign.
-Not seen are attributes of classes, globals, and what the standard library's own objects hold.
+Limit: attributes of classes, globals, and values inside of the standard library's own objects are
+not compared.
 """
 
 from __future__ import annotations

@@ -568,7 +568,7 @@ class StepStates(LinearAttentionLayer):  # type: ignore[misc]
             self.dtype, self.device = state.dtype, state.device
 
     def write_back(self) -> None:
-        """Copy the states into the memory; padding's into the last row, which is nobody's."""
+        """Copy the states into the memory; padding's into the last row, which no sequence has."""
         for states, memory in (
             (self.conv_states, self._memory.conv),
             (self.recurrent_states, self._memory.recurrent),

@@ -141,7 +141,7 @@ class Seam(ABC):
         self._changed = None if captured is None else captured.first_change()
 
     def _why_other_model(self) -> str | None:
-        """Why the model of now is not the one that graphs stand for; None if it is."""
+        """Why graphs do not stand for the model as it is now; None if they do."""
         if self.model.training:
             return "the model is in training mode"
         if torch.is_grad_enabled():

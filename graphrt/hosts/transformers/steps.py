@@ -88,17 +88,20 @@ class StepGraphs:
             length = max_encoder_len if signature.masks_encoder else encoded.length
             shapes = shapes_of(twin.cross_attention_cache)
             self.cross = Memory(shapes, max_batch, length, device)
-        self._hosts_rows = torch.arange(max_batch, device="cpu")
-        self._hosts_length = torch.arange(max_len, device="cpu")
+        # On the host: a runner copies them to its graphs.
+        self._row_numbers = torch.arange(max_batch, device="cpu")
+        self._position_numbers = torch.arange(max_len, device="cpu")
         self._batches = [Batch(max(rows, 1)) for rows in range(max_batch + 1)]
         self._takes_positions = signature.positions is not None
         has_states = any(layer.states() for layer in self.memory.layers)
         has_room = _PROMPT + checked <= max_len
         self.checked = checked if self.memory.has_keys and has_room and not has_states else 0
+        """Tokens of a step that checks drafts of assisted generation; 0: such steps run eagerly."""
         self.counts_positions = False
-        """Whether steps without positions have the number of tokens before them, padding too."""
+        """Whether the model, given no positions, counts all earlier tokens, padding too."""
         self.known = signature.served
-        """Arguments of steps that graphs take, or that only prompts of this model read."""
+        """Arguments that a step by graph may have: its graph takes them, or the model reads them in
+        prompts alone."""
         self._attention = attention_of(signature.model)
         self._pool = GraphPool(device.type, device=device)
         # By the number of tokens of a row.
@@ -148,7 +151,7 @@ class StepGraphs:
             planes = self.signature.planes
             shape = ("tokens", count) if planes is None else ("tokens", count, planes)
             inputs["positions"] = InputSpec(torch.int64, shape)
-        # Padding writes the memory's last row, which is nobody's.
+        # Padding writes the memory's last row, which no sequence has.
         inputs["rows"] = InputSpec(torch.int64, ("tokens",), pad=self._max_batch, index=True)
         inputs["length"] = InputSpec(torch.int64, (1,))
         return inputs
@@ -177,12 +180,13 @@ class StepGraphs:
             self._compare_past(self.memory.window, lengths[0])
         if self.checked:
             self._compare(tokens[:1], mask[:1], None, [max(self.checked - 1, 2)])
-        self._find_out(tokens, mask)
+        self._probe_arguments(tokens, mask)
         self.clear()
 
-    def _find_out(self, tokens: torch.Tensor, mask: torch.Tensor) -> None:
+    def _probe_arguments(self, tokens: torch.Tensor, mask: torch.Tensor) -> None:
         """Whether the model counts positions itself, and which arguments no step reads."""
-        # M-RoPE without positions goes by what the last call of `generate` has left.
+        # Models with planes (M-RoPE) are left out: without positions they use what the last call of
+        # `generate` left in the model.
         if self._takes_positions and self.memory.has_keys and self.signature.planes is None:
             counted = torch.full_like(tokens[:, :1], _PROMPT)
             self.counts_positions = all(
@@ -207,9 +211,11 @@ class StepGraphs:
         name: str,
         *values: torch.Tensor | None,
     ) -> bool:
-        """Whether the model's own step after a prompt has one result for all values of an argument:
-        positions are the number of tokens before in some models, and leave padding out in others;
-        PaliGemma reads the types of a prompt's tokens alone, others those of all tokens."""
+        """Whether the model's own step after a prompt has one result for all values of an argument.
+
+        Models differ: positions count the padding or leave it out; PaliGemma reads `token_type_ids`
+        in prompts alone, others in each step.
+        """
         seen = None if mask is None else torch.cat([mask, mask[:, -1:]], 1)
         logits = []
         for value in values:
@@ -249,7 +255,7 @@ class StepGraphs:
             self._run(prompt, mask, encoded, cache)
         for tokens in torch.split(self._random_tokens(len(prompt), sum(counts)), [*counts], 1):
             mask = torch.cat([mask, torch.ones_like(tokens)], 1)
-            # `generate` passes no mask to steps of models of states alone.
+            # To a model that has states and no keys (Mamba) `generate` passes no mask in steps.
             masked = self.memory.has_keys
             call = self.signature.call(tokens, mask, encoded, theirs, masked=masked)
             if "logits_to_keep" in call:
@@ -283,7 +289,8 @@ class StepGraphs:
     # Steps ----------------------------------------------------------------------------------------
 
     def new_cache(self, *, attached: bool = True) -> KeptCache | KeptPair:
-        """A cache over the memory, which has to be nobody's; or one with tensors of its own."""
+        """A cache over the memory, which no other cache may be using; or, not `attached`, one with
+        tensors of its own."""
         cache = KeptCache(self.memory, attached=attached)
         if self.cross is None:
             return cache
@@ -319,7 +326,7 @@ class StepGraphs:
         self._set_masks(cache, count, mask, encoder_mask)
         positions = None if signature.positions is None else call.get(signature.positions)
         if positions is None:
-            positions = self._hosts_length[cache.seen : cache.seen + count][None]
+            positions = self._position_numbers[cache.seen : cache.seen + count][None]
         captured = 1 if count == 1 else self.checked
         runner, more = self._runners[captured], captured - count
         if more:
@@ -360,8 +367,8 @@ class StepGraphs:
         rows = tokens.shape[0]
         values = {
             "tokens": tokens,
-            "rows": self._hosts_rows[:rows],
-            "length": self._hosts_length[seen : seen + 1],
+            "rows": self._row_numbers[:rows],
+            "length": self._position_numbers[seen : seen + 1],
         }
         if self._takes_positions:
             planes = self.signature.planes

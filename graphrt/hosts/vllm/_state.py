@@ -13,7 +13,7 @@ from graphrt.hosts.vllm.table import Table, save
 
 
 class State:
-    """vLLM has one pool of graph memory and one forward context for a process, and so has this."""
+    """One for the process, as vLLM has one pool of graph memory and one forward context for it."""
 
     def __init__(self) -> None:
         self.serving = False
@@ -30,13 +30,13 @@ class State:
         return self.table.report(self.eager.reasons, self.pools.graph_pools)
 
     def not_dispatched(self, num_tokens: int | None) -> None:
-        """vLLM runs a step eagerly; before there are graphs it warms up so."""
+        """Count a step that vLLM runs eagerly. Before there are graphs such steps are warm-ups."""
         if self.serving and self.pools.captures and not self.pools.capturing:
             self.eager.not_dispatched(num_tokens, self.pools.largest)
 
 
 def _count_nothing(wrapper: Any) -> None:
-    """Before vLLM's counter is there."""
+    """The default, until graphrt is installed into vLLM and finds its counter."""
 
 
 state = State()

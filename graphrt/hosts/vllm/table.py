@@ -85,6 +85,7 @@ class Table:
 
     def captured(self, mode: GraphMode, descriptor: BatchDescriptor, pool: GraphPool) -> None:
         """Something was captured in `pool`."""
+        # A FULL graph of the V2 runner: vLLM's own batch is inside the key.
         if isinstance(descriptor.variant, FullKey):
             descriptor = descriptor.variant.descriptor
         now = _figures(pool)
@@ -93,6 +94,7 @@ class Table:
         row = self.row(mode, descriptor)
         if row.session != self._session or not row.graphs:
             fresh = Row(mode, descriptor, began_s=began, session=self._session)
+            # In place: graphs and `Steps` hold the row and count in it.
             vars(row).update(vars(fresh))
             # Rows are in the order of their captures, also where vLLM captures again.
             self._rows[mode, descriptor] = self._rows.pop((mode, descriptor))

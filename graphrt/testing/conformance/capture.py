@@ -40,7 +40,7 @@ class Outputs:
 
 class CaptureConformance(ConformanceBase):
     def test_the_wrapper_class_names_this_platform(self) -> None:
-        # Raises for another platform's: without a pool such a wrapper makes one there.
+        # Raises for the wrapper class of another platform: without a pool it would make one there.
         assert wrapper_class(self.platform).platform_name == self.platform.name
 
     def test_replay_equals_eager_bit_for_bit_on_new_inputs(self, pool: GraphPool) -> None:
@@ -137,6 +137,7 @@ class CaptureConformance(ConformanceBase):
         big, small = self.tensor(1, 2, 3, 4), self.tensor(5, 6)
         self.capture(wrapper, FULL, big, descriptor=D4, slot=0)
         self.capture(wrapper, FULL, small, descriptor=D2, slot=1)
+        # Slot 0 is D4's here. A second dispatcher may give the same number to D2.
         assert self.first(self.step(wrapper, FULL, small, descriptor=D2, slot=0)) == [6, 7]
 
     def test_cleared_graphs_can_be_captured_again(self, pool: GraphPool) -> None:
@@ -278,7 +279,7 @@ class CaptureConformance(ConformanceBase):
         def forward(x: torch.Tensor) -> torch.Tensor:
             context = current_context()
             assert context is not None
-            # As a longest context: what is masked, or padding, adds nothing.
+            # A bound, such as the longest context: rounds beyond the live value add 0.
             return sum((x[:, :1] * 0 for _ in range(context.metadata)), x) + 1
 
         host = Host(metadata=lambda descriptor: descriptor.num_tokens * 2)

@@ -24,7 +24,8 @@ def issue_scaled_sum(x: torch.Tensor, out: torch.Tensor, *, lengths: list[int]) 
 
 class TaskConformance(ConformanceBase):
     def task(self) -> UpdatableTask:
-        """A task whose result is x * (1 + sum(lengths)); override where add has no such form."""
+        """A task whose result is x * (1 + sum(lengths)). Override it if the device's `add` cannot
+        change `alpha` in a captured graph."""
         return UpdatableTask(
             "attention",
             issue_scaled_sum,
@@ -194,7 +195,7 @@ class TaskConformance(ConformanceBase):
         self.platform.synchronize()
         with pytest.raises(MissingUpdateError, match="half-way"):
             self.run(wrapper, x, UNCHANGED)
-        # Equal to the arguments before the failure, which the device may have no more.
+        # Equal to the arguments before the failure. The device may have lost them: give them again.
         assert self.run(wrapper, x, {"attention": {"lengths": [2]}}) == [13, 22, 31, 40]
         assert self.run(wrapper, x, UNCHANGED) == [13, 22, 31, 40]
 

@@ -32,8 +32,8 @@ class PageLists:
 def page_lists(context_lens: Sequence[int], page_size: int, max_blocks: int) -> PageLists:
     """Pages of requests with these lengths in a block table of `max_blocks` columns.
 
-    A padding request gets one token of its first page: the kernels want at least one, and what
-    they find there is nobody's. Raises `InvalidInputError`.
+    A padding request gets one token of its first page: the kernels want at least one, and that
+    page belongs to no request. Raises `InvalidInputError`.
     """
     longest = max(context_lens, default=0)
     if longest > max_blocks * page_size:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphrt.compile.cache.key.sources import TracedSources, covers, is_known
+from graphrt.compile.cache.key.sources import TracedSources, is_library, is_library_file
 from graphrt.compile.cache.key.values import Values
 from graphrt.compile.private_torch.operators import is_higher_order, overload_name, overloads
 from graphrt.compile.private_torch.registered import (
@@ -72,7 +72,7 @@ class CalledSources:
             self._attribute(node, outer=outer)
         elif node.op == "call_method":
             target = getattr(_TENSOR, str(target), None)
-            if isinstance(target, FunctionType) and not covers(target):
+            if isinstance(target, FunctionType) and not is_library(target):
                 self._function(node, target)
         elif node.op == "call_function":
             self._arguments(node)
@@ -86,7 +86,7 @@ class CalledSources:
                 self._function(node, target)
 
     def _function(self, node: fx.Node, function: Any) -> None:
-        if isinstance(function, FunctionType) and covers(function):
+        if isinstance(function, FunctionType) and is_library(function):
             return
         module = getattr(function, "__module__", None) or ""
         if module.partition(".")[0] in ("torch", "_operator", "builtins", "math"):
@@ -157,7 +157,7 @@ class CalledSources:
             # What watches operators while a runner warms up decides about no code.
             module = str(running.f_globals.get("__name__"))
             generated = code.co_filename.startswith("<") and _is_generated_for_others(module)
-            if not (generated or is_known(code.co_filename) or module.startswith(_WATCHING)):
+            if not (generated or is_library_file(code.co_filename) or module.startswith(_WATCHING)):
                 seen.append(self._values.frame(code, running.f_globals, running.f_locals))
 
         try:
@@ -183,7 +183,7 @@ def _is_generated_for_others(module: str) -> bool:
     """Whether code without a file is a named tuple's, or of torch's data classes: how often that
     runs depends on what torch has cached."""
     loaded = sys.modules.get(module)
-    return module.startswith("namedtuple_") or (loaded is not None and covers(loaded))
+    return module.startswith("namedtuple_") or (loaded is not None and is_library(loaded))
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -203,6 +203,6 @@ def _extensions() -> set[str]:
     files = set(torch.ops.loaded_libraries)
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
-        if file.endswith((".so", ".pyd", ".dylib")) and not covers(module):
+        if file.endswith((".so", ".pyd", ".dylib")) and not is_library(module):
             files.add(file)
     return {each for each in files if Path(each).is_file()}

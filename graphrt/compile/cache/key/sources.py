@@ -45,7 +45,7 @@ class TracedSources:
     def add(self, code: CodeType) -> bool:
         """Take in a code object; whether its source could be read."""
         path = code.co_filename
-        if code in self._seen or is_known(path):
+        if code in self._seen or is_library_file(path):
             return path not in self.unreadable
         self._seen.add(code)
         name, content = module_name(path), _source(path)
@@ -101,8 +101,8 @@ def module_name(path: str) -> str:
 
 
 @functools.cache
-def is_known(path: str) -> bool:
-    """Whether a file belongs to Python, to torch, or to `PACKAGES`."""
+def is_library_file(path: str) -> bool:
+    """Whether a file belongs to Python, torch or `PACKAGES`, whose versions are in the key."""
     if path.startswith("<frozen "):
         return True
     real = os.path.realpath(path)
@@ -159,14 +159,14 @@ def names_in(code: CodeType) -> Names:
     return frozenset(name for each in codes_in(code) for name in each.co_names)
 
 
-def covers(value: Any) -> bool:
-    """Whether a module, class or function is torch's or Python's own."""
+def is_library(value: Any) -> bool:
+    """Whether a module, class or function comes from such a file, or is built in."""
     if isinstance(value, FunctionType):
-        return is_known(value.__code__.co_filename)
+        return is_library_file(value.__code__.co_filename)
     module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__ or "")
     file = getattr(module, "__file__", None)
     if file is not None:
-        return is_known(file)
+        return is_library_file(file)
     name = "" if module is None else module.__name__
     return name.partition(".")[0] in {"torch", *sys.builtin_module_names}
 

@@ -2,8 +2,9 @@
 
 A function is its file and its bytecode, its defaults and closure, and of the globals that its code
 names: constants by their values, functions and Triton kernels like itself, modules, classes and
-objects by those of their attributes that its code names. Variables of the environment count where
-code that reads some has their names.
+objects by those of their attributes that its code names. Code of Python, torch and `PACKAGES` (a
+library here) counts by its version, which is elsewhere in the key. Variables of the environment
+count where code that reads some has their names.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from graphrt.compile.cache.key.sources import (
     Names,
     TracedSources,
     code_digest,
-    covers,
     globals_set_by,
-    is_known,
+    is_library,
+    is_library_file,
     module_name,
     names_in,
     texts_in,
@@ -57,26 +58,26 @@ class Values:
         self.unknown: list[str] = []
         self._sources = sources
         self._described: dict[tuple[int, Names, bool], str] = {}
-        self._alive: list[object] = []  # whose ids are used
+        self._alive: list[object] = []  # a freed object's id could become another's
         self._state_counts = True
 
     def of(self, value: Any, names: Names = frozenset()) -> str:
-        """A value, and of a module or an object its attributes `names`."""
+        """The text of a value; of a module, class or object its attributes `names` alone count."""
         if isinstance(value, _PLAIN) and type(value) in _PLAIN:
             return f"{type(value).__name__} {value!r}"
         if isinstance(value, _NAMED):
             return str(value)
         key = id(value), names, self._state_counts
         if key not in self._described:
-            # For what refers to itself.
+            # Else a value that refers to itself would be described for ever.
             self._described[key] = f"again {type(value).__name__}"
             self._alive.append(value)
-            self._described[key] = _short(self._parts(value, names))
+            self._described[key] = _digest(self._parts(value, names))
         return self._described[key]
 
     def runs(self, function: Any) -> str:
-        """A function that compiled code calls as it is when it runs: by its source and constants,
-        not by the state that it may keep."""
+        """A function that compiled code calls at run time: by its source and constants. The state
+        that it keeps is read then, so it does not count."""
         self._state_counts = False
         try:
             return self.of(function)
@@ -92,10 +93,10 @@ class Values:
                 parts.append(f"{name} = {self.of(local[name], names)}")
         for name in code.co_varnames[: code.co_argcount]:
             argument = local.get(name)
-            counts = hasattr(argument, "__dict__") and not covers(type(argument))
+            counts = hasattr(argument, "__dict__") and not is_library(type(argument))
             if counts or type(argument) in _PLAIN:
                 parts.append(f"{name} = {self.of(argument, names)}")
-        return _short(parts)
+        return _digest(parts)
 
     def _parts(self, value: Any, names: Names) -> list[str]:
         called = self._callable(value, names)
@@ -144,7 +145,7 @@ class Values:
     def _function(self, function: FunctionType) -> list[str]:
         code = function.__code__
         cells = [_content(cell) for cell in function.__closure__ or ()]
-        if is_known(code.co_filename):
+        if is_library_file(code.co_filename):
             # torch's own wrappers hold what they wrap.
             held = [self.of(each) for each in cells if callable(each)]
             return [f"{function.__module__}.{function.__qualname__}", *held]
@@ -179,7 +180,7 @@ class Values:
         module = getattr(function, "__module__", None) or ""
         loaded = sys.modules.get(module.partition(".")[0])
         file = getattr(sys.modules.get(module), "__file__", None)
-        if file and loaded is not None and not is_known(file):
+        if file and loaded is not None and not is_library_file(file):
             return f"{_name(function)} {self.file(file)}"
         return _name(function)
 
@@ -208,20 +209,20 @@ class Values:
         return [type(value).__name__, *described]
 
     def _module(self, module: ModuleType, names: Names) -> Iterator[str]:
-        covered = covers(module)
+        of_library = is_library(module)
         for name in sorted(names & vars(module).keys()):
             value = vars(module)[name]
-            # Of torch and Python only what somebody has replaced.
-            if not covered or (isinstance(value, FunctionType) and not covers(value)):
+            # Of a library's names only those that somebody has replaced.
+            if not of_library or (isinstance(value, FunctionType) and not is_library(value)):
                 yield f"{name} = {self.of(value, names)}"
 
     def _class(self, kind: type, names: Names) -> Iterator[str]:
         for each in kind.__mro__:
             attributes = vars(each)
-            covered = covers(each)
+            of_library = is_library(each)
             for name in sorted((names | {"__init__", "__new__", "__call__"}) & attributes.keys()):
                 value = attributes[name]
-                if not covered or (isinstance(value, FunctionType) and not covers(value)):
+                if not of_library or (isinstance(value, FunctionType) and not is_library(value)):
                     yield f"{_name(each)}.{name} = {self.of(value, names)}"
 
     def _object(self, value: Any, names: Names) -> list[str]:
@@ -240,7 +241,7 @@ class Values:
         parts = [_name(kind), *self._class(kind, names)]
         held = {name for name in names if name in _attributes(value)}
         parts += [f"{name} = {self.of(getattr(value, name), names)}" for name in sorted(held)]
-        if not held and not hasattr(value, "__dict__") and not covers(kind):
+        if not held and not hasattr(value, "__dict__") and not is_library(kind):
             self.unknown.append(f"a {_name(kind)}")
         return parts
 
@@ -275,5 +276,5 @@ def _name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
 
 
-def _short(parts: list[str]) -> str:
+def _digest(parts: list[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -166,7 +166,7 @@ class Watch(ThreadMode):
             op.total = _sum_of_live(result, *self._rows)
         if targets and self.is_compared:
             self._note_written(targets, from_inputs)
-        if not facts.makes_nothing:
+        if not facts.makes_no_memory:
             self._note_made(op, result, from_inputs)
         return result
 
