@@ -30,7 +30,7 @@ _begun: weakref.WeakKeyDictionary[OpaqueAttention, tuple[object, AttentionStep]]
     weakref.WeakKeyDictionary()
 )
 
-# In the name, for the operator to see: a compiler cannot trace an error raised around its call.
+# Marks the name of a copy. The operator raises for it; a compiler could not trace a `raise` here.
 _COPY = "\0copy"
 
 
@@ -39,7 +39,7 @@ class OpaqueAttention:
 
     It is a splitting operator of `graphrt.compile`: in one graph with the rest under FULL, eager
     between pieces. The backend's step is begun at the first call of every step. A copy cannot be
-    called while the original has its name: it needs an `OpaqueAttention` of its own.
+    called while the original is alive, which owns the name: make it an `OpaqueAttention` anew.
     """
 
     def __init__(self, backend: AttentionBackend, name: str = "attention") -> None:
@@ -85,6 +85,7 @@ class OpaqueAttention:
         """
         if out is None:
             out = query.new_empty(query.shape[0], query.shape[1], self.backend.shape.value_dim)
+        # For a copy the operator raises: see `_refuse_copy`.
         layer = self.name if self._owns_name else self.name + _COPY
         _call(query, list(caches), block_table, context_lens, query_start_loc, out, layer)
         return out

@@ -397,8 +397,9 @@ class GraphWrapper(errors.Uncopied):
         return inner.unwrap() if isinstance(inner, GraphWrapper) else inner
 
     def serve_owner(self) -> None:
-        """Work for a caller that owns the arguments, which stay where they are, and that keeps the
-        outputs in: replays return the entry's themselves. A capture gets arguments made for it."""
+        """Work for a runner: it owns the arguments, at fixed addresses, so none is compared; and it
+        hands out the outputs, so replays return the entry's own. A capture gets arguments made
+        for it."""
         self._owner_served = True
         graphs = self._graphs
         graphs.fresh_containers = graphs.checks = graphs.always_checks = False

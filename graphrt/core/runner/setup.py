@@ -52,7 +52,7 @@ class RunnerSetup:
         check_plan_arguments(arguments, plan)
         announced = arguments.pop("compiled", ()) if plan is None else plan.compiled
         check_callable("forward", forward)
-        # Those too that the forward is or, as a module, has; each once.
+        # The announced modules, the forward if it is one, and its submodules; each once.
         modules = (*compiled_in(forward), *all_compiled(announced))
         compiled = list({id(module): module for module in modules}.values())
         self.forward = forward
@@ -70,7 +70,7 @@ class RunnerSetup:
         # Compiled modules, which compile themselves at their first call and not later. In a warm-up
         # or a capture each calls `enlist(self)` of its context. See `graphrt.compile`.
         self.compiled = plan.compiled
-        # For the largest of the planned graphs, and for the largest batch.
+        # As large as the largest planned graph, and the largest batch.
         self.inputs = StaticInputs(
             inputs,
             platform=self.pool.platform,
@@ -82,14 +82,14 @@ class RunnerSetup:
         check_forward(forward, inputs)
         self.outputs = OutputLayout(outputs)
         self.run_forward = EagerForward(forward)
-        # Of the pool, in every step and in whatever changes the graphs: see `in_turn`.
+        # `GraphPool.owner` in a step or a change of graphs, as errors call it: see `in_turn`.
         self.owner = "a step, or a capture, of a runner"
         self.wrappers = self._wrappers()
 
     @property
     def ring(self) -> Any:
-        """Where graphs fetch their inputs from. They are not there yet when `bind` is called, which
-        may read or write them: with it there is none."""
+        """The ring that graphs fetch their inputs from; None with `bind`, which may read or write
+        the inputs: they would not be in the buffers before the launch."""
         return None if self.host.bind is not None else self.inputs.transport.ring
 
     def enlist(self, module: Any) -> None:
@@ -107,10 +107,11 @@ class RunnerSetup:
             )
 
     def _wrappers(self) -> dict[GraphMode, GraphWrapper]:
-        """A FULL wrapper around a breakable PIECEWISE one, as far as the mode asks for them. Pieces
+        """A FULL wrapper around a breakable PIECEWISE one, or the one that the mode needs. Pieces
         of compiled modules are captured with the same options."""
         mode, hooks = self.plan.mode, self.host.around_graph
-        # Only whole steps are captured lazily, and only live rows are cloned: both by the runner.
+        # Wrappers neither capture lazily nor clone: the runner captures whole steps, and clones the
+        # live rows.
         outputs = "static" if self.options.outputs == "static" else "pool"
         options = self.options.merged({"lazy": False, "outputs": outputs})
         for_pieces = options.merged({"breaks": ()})
@@ -139,14 +140,14 @@ def _pool_for(
     """The pool of a runner with these modules, theirs if none was given; the device of its buffers;
     and whether the pool is the runner's own.
 
-    Raises `InvalidOptionError` for modules that capture somewhere else, for a pool of another
-    platform or device, and for a device that there is not.
+    Raises `InvalidOptionError` for modules that capture in another pool, for a pool of another
+    platform or device, and for a device that does not exist.
     """
     for module in modules:
         of_module = getattr(module, "pool", None)
         if of_module is not None and of_module is not pool:
             if pool is not None:
-                # Nothing would know which of its results the next step overwrites.
+                # A step in this pool would not expire outputs that live in the module's pool.
                 raise InvalidOptionError(
                     "a compiled module of the forward captures its pieces in another pool",
                     got=f"pool={pool!r}",
@@ -171,10 +172,10 @@ def _pool_for(
 
 
 def _fetched(forward: Callable[..., Any], ring: Any, /, **arguments: Any) -> Any:
-    """The forward behind the fetch of its inputs, where no graph has done that.
+    """Fetch the inputs, if no graph has, then call the forward.
 
-    Called in a capture the fetch is the first that is captured. A replay does not come here; a step
-    that a wrapper runs eagerly after all does, and fetches by itself.
+    In a capture the fetch is the graph's first operation, so a replay does not come here. A step
+    that a wrapper runs eagerly after all does.
     """
     if ring.pending is not None:
         ring.fetch_pending()

@@ -1,9 +1,10 @@
 """Trying a graph: one step by replay and several times eagerly, all from the same state.
 
-1. `Trial._judge` makes the runs, the same in the same order whatever they give, so that several
-   ranks that try a step at once wait for one another nowhere. After each the state is put back.
+1. `Trial._judge` makes the runs. Where ranks try a step together, all make the same runs in the
+   same order, whatever these give: else one would wait for ever in a collective of another. After
+   each run the state is put back.
 2. Each question about them is a method `_judge_...`; the words of its answer are in `verdict.py`.
-3. The last run is eager, and what it has left remains: it is the step that the host asked for.
+3. The last run is eager, and its effects stay: it is the step that the host asked for.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ class Run(NamedTuple):
 
 @dataclass
 class Trial:
-    """Tries one step of one graph against the warm-up of its kind. With strict options a failed
-    trial leaves no effects.
+    """Tries one step of one graph: compares its runs with one another, and with the operators that
+    the warm-up of its kind issued. With strict options a failed trial leaves no effects.
     """
 
     step: TriedStep
@@ -125,18 +126,18 @@ class Trial:
         self._has_parts = record.mode is GraphMode.PIECEWISE
         # Whether the warm-up had the size of this graph.
         self._same_size = warm is not None and warm.tokens == record.descriptor.num_tokens
-        # The rows that index writes save are saved anew in each run.
+        # Each run saves the rows that its index writes touch; all of them count for one limit.
         limit_bytes = self.options.state_limit(platform) * _RUNS
         self._state = snapshot.StateSnapshot(platform.device_type, limit_bytes, sums=False)
         self._state.reach(places_of(self.step.forward))
         self._verdict = verdicts.Verdict()
-        # In words, where the capture issued other operators than eager runs do.
+        # The first operator that the capture issued otherwise than eager runs, as text; "": none.
         self._another_way = ""
 
     @undoing
     def run(self, undo: Undo, *, undone: bool = False) -> verdicts.Verdict:
-        """Run the trial; `undone`, its last run leaves no effects either. What a forward itself
-        raises is raised, and what else goes wrong, with its state as it was."""
+        """Run the trial; if `undone`, its last run leaves no effects either. After an error, of the
+        forward or of anything else, the state is as before the trial."""
         undo.after_error(self._state.restore)
         self._judge()
         if undone or (self.options.strict and self._verdict.failure is not None):
@@ -145,7 +146,7 @@ class Trial:
 
     def _judge(self) -> None:
         step, state, verdict = self.step, self._state, self._verdict
-        # All rows and the live ones, where they are to be compared with a run without padding.
+        # Padded and live tokens, if there is a run without padding to compare with.
         rows = step.sizes[0] if step.sizes else None
         first = self._watch(rows=rows, keeps_sources=True, compared=True)
         outputs, asked = _asked_in(partial(step.eager, first))
@@ -166,7 +167,7 @@ class Trial:
         verdict.asks = asked and self._depends_on_modes()
         moved = state.python.changed(state.python.was, eager.left.python)
         numbers = self._numbers(moved)
-        # Tensors that are rebound have a name for it already.
+        # Rebound tensors are a failure of their own, below.
         if moved or numbers:
             self._judge_moved({} if rebound else moved, numbers)
         last = self._watch()
@@ -192,8 +193,8 @@ class Trial:
         self._leave_what_was_asked(alone)
 
     def _leave_what_was_asked(self, alone: Run | None) -> None:
-        """Have the step end without padding, or as its caller's modes are, where that is another
-        step than the last run was."""
+        """Leave the step that the host asked for, if the last run was another one: after a failure
+        the run without padding; else one under the caller's modes, if results depend on them."""
         step, state, verdict = self.step, self._state, self._verdict
         if alone is not None and verdict.failure is not None:
             # The step as it is without graphs. Not run again: ranks whose trial passed would make
@@ -212,12 +213,12 @@ class Trial:
         more |= {"compared": compared, "reads_arrays": self.platform.device_type == "cpu"}
         return Watch(self.step.inputs, memory, generators=generators, **more)
 
-    def _more(
+    def _extra_run(
         self, how: str, call: Callable[[Watch], Any], start: _Start | None = None, **watch: Any
     ) -> Run | None:
-        """Make a run that only a trial makes, and that finds in Python what is at its `start`, and
-        put the state back. Where it raises it is noted `how`, and no failure; one that has left
-        the way that it follows has its `Deviation` for outputs."""
+        """Make a run beyond the host's step, which finds in Python what `start` has, and put the
+        state back. An error is noted as `how` and is no failure: returns None. A run that leaves
+        the operators that it `follows` has a `Deviation` in place of outputs."""
         seen = self._watch(**watch)
         try:
             if start is not None:
@@ -236,18 +237,20 @@ class Trial:
             self._state.restore()
 
     def _padding(self, rows: tuple[int, int]) -> tuple[Run | None, Run | None]:
-        """The step without padding, and what tells whether live rows, and state, depend on padding
-        rows: the same, or, where fewer rows would draw other random numbers, the step with changed
-        padding rows. No such run where those draw others too."""
+        """The run without padding, and the run that shows whether live rows depend on padding.
+
+        Both are one run, unless the step draws random numbers: fewer rows would draw others. Then
+        the second is a run with changed padding rows, or None if that draws other numbers too.
+        """
         run, live = self.step.eager, (rows[1], rows[1])
         generators, drawn = self._state.generators, self._eager.left.generators
         # It may be made for the sizes of graphs alone.
         how = "does not run without padding"
-        alone = self._more(how, partial(run, rows="alone"), rows=live, compared=True)
+        alone = self._extra_run(how, partial(run, rows="alone"), rows=live, compared=True)
         if alone is None or not generators.have_drawn(drawn):
             return alone, alone
         how = "with changed padding rows"
-        disturbed = self._more(how, partial(run, rows="disturbed"), rows=rows, compared=True)
+        disturbed = self._extra_run(how, partial(run, rows="disturbed"), rows=rows, compared=True)
         if disturbed is not None and generators.have_drawn(drawn, disturbed.left.generators):
             self._verdict.notes.append(
                 "how many random numbers it draws depends on their parameters (as in a Poisson "
@@ -262,7 +265,7 @@ class Trial:
         otherwise = not torch.is_inference_mode_enabled()
         call = partial(self.step.with_gradients, inference=otherwise)
         # With the mode switched torch may refuse to change a tensor in place: that tells nothing.
-        run = self._more("with inference mode changed", call)
+        run = self._extra_run("with inference mode changed", call)
         apart = None if run is None else _apart(run, self._eager, rounded=True)
         return apart is not None and apart.relative > self._rounding
 
@@ -270,7 +273,7 @@ class Trial:
         """Allow any distance where two eager runs differ by more than rounding because of eager
         parts alone, which read a clock at every replay too."""
         self._state.restore()
-        third = self._more("once more", self.step.eager, compared=True)
+        third = self._extra_run("once more", self.step.eager, compared=True)
         self._state.restore(again.left)
         if third is None or spread is None:
             return
@@ -421,7 +424,7 @@ class Trial:
             return
         python, padded = self._state.python, self._eager.left.python
         differing = python.diff(padded, alone.left.python)
-        # Times and latencies, say, are others in each run.
+        # Two equal runs differ in these too, such as in times and latencies.
         for path in python.diff(padded, again.left.python):
             differing.pop(path, None)
         if not differing:
@@ -443,8 +446,8 @@ class Trial:
         self._fail(verdicts.PYTHON_MOVES, got, how=how)
 
     def _reaches(self, differing: snapshot.Changes, alone: Sequence[Any]) -> str | None:
-        """How a few steps from here differ where the first finds in Python what a padded step has
-        left, and not what one without padding has; None if they do not."""
+        """Do the next steps differ if a padded step left its Python values, and not a step without
+        padding? Returns how, or None."""
         padded, rounding = self._eager.left.python, self._rounding
         # Memory that only later runs write is left out of the comparison.
         count = len(self._state.memory.take())
@@ -464,7 +467,7 @@ class Trial:
         for far in _STEPS[1:] if numbers else ():
             on = {path: snapshot.further(*both, far) for path, both in numbers.items()}
             starts.append((padded, on))
-        expected, *later = [self._more("after a padded step", steps, each) for each in starts]
+        expected, *later = [self._extra_run("after a padded step", steps, each) for each in starts]
         for run in later:
             if run is not None and expected is not None:
                 apart = difference(run.outputs, expected.outputs)
@@ -484,9 +487,11 @@ class Trial:
         }
 
     def _judge_moved(self, moved: snapshot.Changes, numbers: snapshot.Changes) -> None:
-        """Does it do something else when the numbers that it moves have moved on, in one of the
-        next runs, or when lists and texts that it moves are much longer, or empty? All of these
-        runs are made where ranks try a step together."""
+        """Does the forward do something else later? The runs find its own Python values as later
+        steps would: numbers that it moves (a counter) further on, lists and texts longer or empty.
+
+        Where ranks try a step together, all of these runs are made.
+        """
         for kind, changes, effect in self._moved_on(moved, numbers):
             if effect is not None:
                 how = (
@@ -505,7 +510,7 @@ class Trial:
     def _moved_on(
         self, moved: snapshot.Changes, numbers: snapshot.Changes
     ) -> Iterator[tuple[str, snapshot.Changes, str | None]]:
-        """By kind of value, what has moved, and the effect of each run in which it has moved on."""
+        """For each run with later values: the kind of value, the changes, and their effect."""
         python, left = self._state.python, self._eager.left.python
         how = f"with {', '.join(numbers)} moved on"
         for steps in _STEPS if numbers else ():
@@ -533,15 +538,16 @@ class Trial:
         moved: Mapping[str, Any] = _NONE,
         leaves: list[list[Any]] | None = None,
     ) -> str | None:
-        """What is otherwise where the step finds `start` in Python, with numbers that have `moved`;
-        None where nothing is, or it raises. What the run has left in Python is added to `leaves`.
+        """What the step does otherwise if it finds `start` in Python, with numbers `moved` on;
+        None if nothing, or if it raises. What the run leaves in Python is added to `leaves`.
 
-        A run that is none of the next ones may do harm, so it ends at the first operator that
-        the first did not issue: but for ranks, which would wait for it in the next collective.
+        Without `leaves` the values are made up, and the run may do harm. So it ends at the first
+        operator that the first run did not issue; not among ranks, which would wait for it in the
+        next collective.
         """
         follows = None if self.step.together or leaves is not None else self._eager.watch.trace
         found = start, moved
-        run = self._more(how, self.step.eager, found, follows=follows, compared=True)
+        run = self._extra_run(how, self.step.eager, found, follows=follows, compared=True)
         if run is None:
             return None
         if leaves is not None:
@@ -554,9 +560,9 @@ class Trial:
         """What a run does otherwise than the first, and than a replay from its `start`."""
         eager, has_parts, together = self._eager, self._has_parts, self.step.together
         if isinstance(run.outputs, Deviation):
-            # What an eager part would do it does at the replay too.
+            # In an eager part: a replay runs that part too, so it deviates as well.
             return None if has_parts and run.outputs.in_part else "it does other things"
-        # Eager parts go by what is in Python, and by clocks, at the replay too.
+        # Replays run eager parts, with the same Python values and clocks: only segments count.
         is_same = run.watch.trace.same_captured(eager.watch.trace, has_parts=has_parts)
         if is_same and not together:
             return None
@@ -565,7 +571,7 @@ class Trial:
         is_same |= apart is None and not _writes_elsewhere(run.watch, eager)
         if has_parts and (together or not is_same):
             # Tensors that they make anew may be elsewhere in each run.
-            replayed = self._more(how, lambda _: self.step.replay(), start)
+            replayed = self._extra_run(how, lambda _: self.step.replay(), start)
             is_same |= replayed is None or _apart(replayed, run) is None
         if is_same:
             return None
@@ -573,8 +579,7 @@ class Trial:
 
 
 def _memory(*runs: Run) -> list[list[torch.Tensor]]:
-    """What several runs have left in memory that each of them has written, or found written, and
-    that was still there each time."""
+    """For each run, the memory that it left, as far as all runs have it and none was freed."""
     left = zip(*[run.left.memory for run in runs], strict=False)
     kept = [each for each in left if len({tensor.shape for tensor in each}) == 1]
     return [[each[at] for each in kept] for at in range(len(runs))]
@@ -593,7 +598,7 @@ def _writes_elsewhere(watch: Watch, eager: Run) -> bool:
 
 
 def _apart(ours: Run, theirs: Run, *, rounded: bool = False) -> Difference | None:
-    """How far apart is what two runs have given, and left in memory."""
+    """The difference of two runs: of their outputs, and of the memory that they left."""
     now, before = _memory(ours, theirs)
     return difference([ours.outputs, now], [theirs.outputs, before], rounded=rounded)
 

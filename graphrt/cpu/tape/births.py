@@ -1,5 +1,5 @@
-"""What one capture has made itself: memory of Python data, with which each replay begins as the
-capture saw it, and tensor objects, whose shape it may change."""
+"""Tensors that one capture has made itself: those of Python data, whose values each replay begins
+with, and tensor objects, whose shape the capture may change."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class _Birth:
 
 
 class Births:
-    """The constants of one tape.
+    """The constants of one tape: tensors of Python data (`torch.tensor([1, 2])`).
 
-    No operator makes them. One that is neither written nor kept by the forward costs a replay
-    nothing: its block is the graph's own. What operators compute of nothing else is a constant too:
-    its values are the same at every replay, so the forward may read them.
+    No operator makes one, so no replay would. It lies in a block of the graph alone. A replay sets
+    its values again only if the forward writes or keeps it. Results of operators that are given
+    constants alone are constants too: their values are the same at every replay, so the forward
+    may read them on the host.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -45,11 +46,12 @@ class Births:
         self._constant: dict[int, StorageWeakRef] = {}
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the forward gets for a tensor that was just made of Python data."""
+        """The tensor that the forward gets for one that was just made of Python data."""
         plain = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_quantized
         if not plain or not tensor.numel() or self._arena.owns(tensor):
             return tensor
         if not tensor.untyped_storage().resizable():
+            # It is over memory of the host's, such as an array: `torch.from_numpy`.
             self.wrapped(tensor)
             return tensor
         value = tensor.detach().clone()
@@ -66,7 +68,7 @@ class Births:
         return bool(tensors) and all(map(self._is_constant, tensors))
 
     def derive(self, op: Operator, arguments: tuple[Any, ...], result: Any) -> None:
-        """Note what an operator has computed: constants, if all that it was given is."""
+        """Note the result of an operator as constant if all tensors that it was given are."""
         if (
             op.repeatable
             and not op.allocates
@@ -119,7 +121,7 @@ class Births:
                     birth.written = True
 
     def finish(self) -> tuple[list[Call], list[Any]]:
-        """What a replay begins with, and what the graph keeps in use."""
+        """The calls that a replay begins with, and the blocks that the graph keeps in use."""
         births = list(self._born.values())
         self._born.clear()
         self._constant.clear()

@@ -10,7 +10,7 @@ from graphrt.cuda.update.images import KERNEL, WORD, Image, offsets
 
 
 class Setting(Protocol):
-    """What a node is set to next; `reference` is how the driver is told."""
+    """The next parameters of a node; the driver is passed `reference`."""
 
     @property
     def reference(self) -> Any: ...
@@ -44,7 +44,8 @@ class _Parameters:
 
 
 class WholeSetting:
-    """All of an image; `load` takes others with arguments of the same sizes."""
+    """The parameters of one image: its launch, and the bytes of its arguments. `load` takes further
+    images with arguments of the same sizes."""
 
     __slots__ = ("_buffer", "_bytes", "image", "parameters", "reference")
 
@@ -66,6 +67,7 @@ class WholeSetting:
         if image is before:
             return
         self._bytes[: len(image.data)] = image.data
+        # The launch of another capture, perhaps an equal one.
         if image.launch is not before.launch:
             self.parameters.set_launch(image)
         self.image = image

@@ -167,7 +167,7 @@ class StepGraphs:
         seen = torch.cat([mask, mask[:, -1:]], 1)
         self._set_masks(cache, 1, seen, None if encoded is None else encoded.mask)
         for count, runner in self._runners.items():
-            # The end of a capture compares the config with what compiled code was traced with.
+            # `capture()` checks at its end that the config is as it was when code was compiled.
             with grouped(self._attention if count == 1 else None):
                 runner.capture()
         lengths: list[int | None] = [None if encoded is None else encoded.length]

@@ -293,7 +293,7 @@ class BreakConformance(ConformanceBase):
         with pytest.raises(RefusedOpError, match="breakable=True"):
             self.capture(wrapper, PIECEWISE, x)
         assert not wrapper.entries
-        # Around it nothing breaks: under FULL, and in a wrapper that does.
+        # Inside of another wrapper it runs: under FULL nothing breaks, and a breakable one breaks.
         whole = self.wrap(wrapper, FULL, pool)
         self.capture(whole, FULL, x)
         assert self.first(self.step(whole, FULL, x)) == [21, 31, 41, 51]

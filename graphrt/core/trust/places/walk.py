@@ -562,7 +562,7 @@ class Walk:
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
             slot = Place(place, f"{before}closure {name}", slots.CELL, cell)
             each = slot.get()
-            # A decorator of torch wraps what is the user's, and has numbers of its own.
+            # torch's decorators (`no_grad`) hold the user's function; their numbers are torch's.
             if not library or self._shapes[type(each)].kind is not Kind.PLAIN:
                 variables.append((slot, each))
         variables += self._attributes(value, place, shape)
