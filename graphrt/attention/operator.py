@@ -39,7 +39,7 @@ class OpaqueAttention:
 
     It is a splitting operator of `graphrt.compile`: in one graph with the rest under FULL, eager
     between pieces. The backend's step is begun at the first call of every step. A copy cannot be
-    called while the original is alive, which owns the name: make it an `OpaqueAttention` anew.
+    called while the original is alive and owns the name: make an `OpaqueAttention` for it.
     """
 
     def __init__(self, backend: AttentionBackend, name: str = "attention") -> None:

@@ -106,7 +106,7 @@ class CompiledModule:
         self._places = ArgumentPlaces()
         self._weights_held: list[Holding] = []
         self._warned: set[str] = set()
-        # Since `unseal` weights may have moved: the next call takes them anew.
+        # Since `unseal` weights may have moved: the next call looks them up again.
         self._released = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -261,8 +261,8 @@ class CompiledModule:
         self._outdated = False
 
     def use_capture_sizes(self, sizes: Collection[int]) -> None:
-        """Say which further sizes batches are padded to; raises `CompileSizeError` for compile
-        sizes that are none of them all."""
+        """Add sizes that batches are padded to; raises `CompileSizeError` for a compile size that
+        is no capture size."""
         sizes = (self._capture_sizes or frozenset()) | frozenset(sizes)
         numbers = [size for size in self.options.compile_sizes if isinstance(size, int)]
         check_sizes({*numbers, *self._static_sizes}, sizes)

@@ -61,7 +61,7 @@ class Agreement:
         abort: Iterable[dist.ProcessGroup] = (),
     ) -> None:
         """`group` is used for nothing else; by default a gloo group of all ranks, made here. Its
-        backend says where a vote lies: with NCCL the host waits for the device at every step.
+        backend decides which device holds a vote: with NCCL the host waits for it at every step.
         `timeout_s` is how long a rank may be late. `same` is what of the host's own has to be equal
         on all ranks, as text: a checkpoint's name, a LoRA's revision. `abort` are the groups whose
         collectives graphs hold: they are aborted once a rank has been silent for `timeout_s`, so
@@ -422,7 +422,7 @@ def _lines(of: Sequence[str], beside: Sequence[str]) -> list[str]:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Where votes of this group lie."""
+    """The device that holds votes of this group."""
     if dist.get_backend(group) == "gloo":
         return torch.device("cpu")
     return torch.device(torch.accelerator.current_accelerator() or "cpu")

@@ -133,8 +133,8 @@ class BridgedPiece:
 class ArgumentPlaces:
     """Addresses of the arguments that may move: neither a runner's inputs nor pool memory.
 
-    Pieces that are captured one by one replay whatever their arguments are: what an eager part of
-    a larger forward computes anew lies somewhere else in every step.
+    A piece that is captured by itself replays wherever its arguments are. The result of an eager
+    part of a larger forward is at another address in every step, and the piece would not read it.
     """
 
     def __init__(self) -> None:

@@ -169,10 +169,12 @@ HostCheck = Callable[[Any, Sequence[Any], Mapping[str, Any]], None]
 def host_check(
     tensors: Iterable[torch.Tensor], error: type[CaptureError], *, may_draw: bool
 ) -> HostCheck | None:
-    """What looks at operators for work of the host that no replay of a graph on a device repeats:
-    to draw random numbers there is a `RefusedOpError`, and to read or write one of the caller's
-    `tensors` that lie there an `error`; views of it are made, and pinned memory is copied. None
-    where there is nothing to look for, as it takes some microseconds for each operator."""
+    """Return a check that refuses work on the host, which no replay on a device repeats.
+
+    Drawing random numbers there is a `RefusedOpError`; reading or writing one of the caller's
+    `tensors` there is an `error`. Views, and copies of pinned memory, pass. Returns None if there
+    is nothing to refuse: a check takes some microseconds an operator.
+    """
     # Of an empty one nothing is read.
     withheld = {_address(each) for each in tensors if _is_on_host(each) and each.numel()}
     refusal = refusals.HOST_ARGUMENT._replace(error=error)
@@ -402,7 +404,7 @@ class _PartWatch(ThreadMode):
         if not facts.makes_no_memory:
             if facts.writes:
                 memory = _memory_of(tensors)  # `set_` gives a tensor other memory
-            # LIFT_FRESH is given the tensor that torch made of Python data: new memory, not ours.
+            # LIFT_FRESH is given the tensor that torch made of Python data: the part made it.
             made = self.doors.note_made(self._part, result, {} if func is LIFT_FRESH else memory)
             # A custom operator's result may be a graph's tensor, kept in a registry: check it.
             if facts.is_aten:

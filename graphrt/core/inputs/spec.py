@@ -73,8 +73,8 @@ class InputSpec:
 
 
 LOWEST_ADDRESS = 1 << 24
-"""A smaller address is looked at before it is read: a tensor whose storage was freed has its offset
-as address. Memory rarely lies so low."""
+"""A smaller address is checked before it is read: a tensor whose storage was freed has its offset
+as address. Real addresses are rarely so low."""
 
 
 _axis_of = lru_cache(maxsize=64)(Axis.parse)

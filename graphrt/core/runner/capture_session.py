@@ -140,8 +140,8 @@ def capture_for_step(
         return dispatch, values
     if wanted.slot in graphs.left_out or graphs.checks.glances.changed_settings():
         return dispatch, values
-    # The capture fills the buffers, in which inputs may lie; and inputs may be outputs of the last
-    # step, which ran on another stream. To copy memory that was given back would end the process.
+    # The capture fills the buffers, and these may be the inputs. Inputs may also be outputs of the
+    # last step, which ran on another stream; copying memory that was freed would end the process.
     graphs.setup.pool.streams.follow()
     declared = graphs.setup.inputs.declared
     values = tree.cloned(declared.check(values, batch.num_tokens, batch.num_reqs))

@@ -361,7 +361,7 @@ class WrapperStep(TriedStep):
         self.wrapper, self.entry, self.forward = wrapper, entry, wrapper.runnable
         self.watch: Watch | None = None
         self._context, self._args, self._kwargs = context, args, kwargs
-        # They may lie in the pool, where a replay makes room for its own results.
+        # They may be in the pool, where a replay overwrites them with its own results.
         places = unseen(lambda: [*map(_memory_of, tree.tensors(args, kwargs))])
         self._before = [(place, place.clone()) for place in places]
 

@@ -97,8 +97,8 @@ _FIRST = itemgetter(0)
 
 
 class Generators:
-    """Torch's default generators, of the CPU and of one device, Python's and NumPy's, as they were;
-    and those that `note` was told of before they were used."""
+    """The states of generators before a run: torch's defaults of the CPU and of one device,
+    Python's, NumPy's, and those that `note` was given before their first use."""
 
     def __init__(self, device_type: str) -> None:
         self._kept: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
@@ -281,7 +281,7 @@ class PythonState:
         """Where two runs have left other values, which are compared by what is in them."""
         differing: dict[str, tuple[Any, Any]] = {}
         for slot, mine, other in zip(self.slots, ours, theirs, strict=True):
-            # Memory that is made anew lies elsewhere in each run.
+            # Memory that a run makes is at another address in each run.
             if slot.way is MEMORY or _alike(mine, other):
                 continue
             if slot.way is slots.CONTENTS:

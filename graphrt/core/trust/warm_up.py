@@ -297,7 +297,7 @@ class _Moves:
         self._counts = [0] * len(self.python.slots)
         self._last: Sequence[Any] = self.python.was
         self._before: tuple[Sequence[Any], list[int]] = self._last, self._counts
-        # Where tensors lie in graph memory that were not there before the session.
+        # Paths of tensors in graph memory that the session left in Python.
         self._left: list[str] = []
 
     def begin(self, reads: ReadSet) -> None:

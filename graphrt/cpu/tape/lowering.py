@@ -352,7 +352,7 @@ def _signature(value: Any) -> object:
 
 
 def identity(t: torch.Tensor) -> tuple[object, ...]:
-    """Where and how `t` lies, which an operator that was given it must not change."""
+    """The address and layout of `t`, which an operator that is given it must not change."""
     # linalg.lu_solve marks the output that it is given as conjugated in place of conjugating it.
     return t.data_ptr(), t.dtype, t.size(), t.stride(), t.is_conj(), t.is_neg()
 

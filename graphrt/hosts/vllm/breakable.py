@@ -89,7 +89,7 @@ class _BreakableCalls:
 
     @property
     def graph_pool(self) -> Any:
-        """vLLM's handle of the pool; what is captured after it was set lies in another one."""
+        """vLLM's handle of the pool; setting another one moves later captures to its pool."""
         return self._handle
 
     @graph_pool.setter

@@ -106,7 +106,7 @@ class Sites:
                 self._kept[tokens] = self._recording.captured_ref(workspace)
 
     def captured(self) -> None:
-        """The capture is over: what lies in the graph's memory is held by the graph alone."""
+        """The capture is over: workspaces in the graph's memory are held by the graph alone."""
         self.workspaces = self._kept
         del self._recording
 

@@ -333,8 +333,7 @@ class WriteWatch:
 _watch: ContextVar[WriteWatch | None] = ContextVar("graphrt_write_watch", default=None)
 
 _settled: set[str] = set()
-"""Operators of torch's own, and those that have a kernel, which goes by the name: nobody needs to
-look at them again."""
+"""Names of operators that are done: torch's own, and those that have a kernel of ours."""
 
 
 def note_operators() -> None:
@@ -365,7 +364,7 @@ def _library(namespace: str) -> Any:
 def _kernel(namespace: str, name: str, overload: str) -> Callable[..., Any]:
     """The kernel of an operator that writes, which shows its arguments to the watch of the thread.
 
-    It goes by the name: what is defined again later is another operator.
+    It looks the operator up by its name at each call, as a name may be defined again later.
     """
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
