@@ -294,7 +294,7 @@ def is_equal(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-def main(programs: int = 30) -> None:
+def main(programs: int) -> None:
     RingGraph.replay = _launch  # type: ignore[method-assign]
     # A torch without CUDA can mark nothing; what would be marked is counted.
     handout.can_mark_unreadable = True  # type: ignore[attr-defined]

@@ -12,8 +12,7 @@ from graphrt.core.base.native_sources import fingerprints
 from tests import starts
 from tests.core.native_build import LOAD, ROOT, build, built_by, run
 
-SLOTS = ("test_slots.py",)
-ALL = ("test_alike.py", "test_input_ring.py", *SLOTS, "test_capture_next.py")
+FETCHED = ("test_alike.py", "test_input_ring.py", "test_slots.py", "test_capture_next.py")
 
 # Says at the end how often the build wrote a slot.
 PLUGIN = f"""{LOAD}
@@ -37,17 +36,14 @@ raise SystemExit(code)
 """
 
 
-# The others run with it as ordinary tests, wherever it is built.
-@pytest.mark.parametrize(
-    ("names", "least"), [(SLOTS, 20), pytest.param(ALL, 1000, marks=pytest.mark.long)]
-)
-def test_the_tests_of_fetched_inputs_pass_with_it(
-    built: Path, names: tuple[str, ...], least: int
-) -> None:
-    tests = [ROOT / "tests" / "core" / name for name in names]
-    assert int(run(PLUGIN, *tests, built).rpartition("slots:")[2]) > least
+# Where it is built, these run with it as ordinary tests.
+@pytest.mark.long
+def test_the_tests_of_fetched_inputs_pass_with_it(built: Path) -> None:
+    tests = [ROOT / "tests" / "core" / name for name in FETCHED]
+    assert int(run(PLUGIN, *tests, built).rpartition("slots:")[2]) > 1000
 
 
+@pytest.mark.long
 def test_the_tests_of_watched_dicts_and_glances_pass_with_it(built: Path) -> None:
     assert " passed" in run(PLUGIN, ROOT / "tests" / "core" / "test_dict_watch.py", built)
 

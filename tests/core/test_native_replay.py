@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.core.native_build import LOAD, run
 
 STEPS = f"""{LOAD}
 from tests.core import native_replays
-native_replays.main()
+native_replays.main(int(sys.argv[1]))
 """
 
 
-def test_random_steps_and_faults_leave_the_same_with_it_and_without(built: Path) -> None:
-    for each in run(STEPS, built).rpartition("fast: ")[2].split(" and "):
+@pytest.mark.parametrize("programs", [8, pytest.param(60, marks=pytest.mark.long)])
+def test_random_steps_and_faults_leave_the_same_with_it_and_without(
+    built: Path, programs: int
+) -> None:
+    for each in run(STEPS, programs, built).rpartition("fast: ")[2].split(" and "):
         fast, _, steps = each.split()
         assert int(fast) > int(steps) / 5, each
 

@@ -18,7 +18,7 @@ from tests.demo.tiny_checkpoints import LLAMA, QWEN3, write
 
 def demo(**options):
     text = io.StringIO()
-    options = {"max_new_tokens": 4} | options
+    options = {"max_new_tokens": 4, "sizes": [4, 16, 64]} | options
     code = run_demo(console=Console(file=text, width=120), **options)
     return code, text.getvalue()
 
@@ -53,7 +53,7 @@ def test_every_mode_is_equal_and_uses_its_graphs(mode, decode, mixed):
 @pytest.mark.parametrize("raw", [LLAMA, QWEN3], ids=["llama", "qwen3"])
 def test_a_checkpoint(tmp_path, raw):
     write(tmp_path, raw)
-    code, text = demo(model=tmp_path, sizes=[4, 16, 64])
+    code, text = demo(model=tmp_path)
     assert code == 0
     assert "as plain bytes" in " ".join(text.split())
 
@@ -117,7 +117,7 @@ def test_graphs_are_tried_as_they_are_captured_and_not_by_the_steps_that_are_ser
         honest(engine)
 
     monkeypatch.setattr(report.Engine, "step", step_of)
-    assert demo()[0] == 0
+    assert demo(sizes=[1, 2, 4, 8, 16, 24, 32, 48, 64])[0] == 0
     assert len(made) == 3
     first = served[: len(served) // 3]
     assert first[0] >= 4 and len(set(first)) == 1
