@@ -285,3 +285,21 @@ def test_rows_that_every_run_moves_on_are_put_back_before_the_next():
     runner.capture()
     assert len(runner.report().graphs) == 8
     assert lengths.tolist() == [0, 0, 0]
+
+
+def test_what_smaller_sizes_write_by_an_operator_that_the_first_warm_up_defines_is_put_back(
+    library,
+):
+    of_size = {size: torch.zeros(4) for size in (2, 4, 8)}
+    operators = list[Any]()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not operators:
+            operators.append(defined(library, "late(Tensor(a!) x) -> ()", one_more_in_numpy))
+        operators[0](of_size[len(x)])
+        return x + 1
+
+    inputs = {"x": InputSpec(torch.float32, ("tokens",))}
+    runner = GraphRunner(forward, inputs=inputs, sizes=[2, 4, 8], mode="FULL", platform="cpu")
+    runner.capture()
+    assert not any(state.any() for state in of_size.values())

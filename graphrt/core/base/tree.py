@@ -175,28 +175,18 @@ def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
             left[:0] = [getattr(value, name) for name in flatten()[0]]
             continue
         key, address = None, 0
-        storage = _storage_of(value)
-        if storage is not None:
-            key, address = storage._cdata, storage.data_ptr()
+        if value.layout is torch.strided and not value.is_meta:
+            # A tracer's tensors have a storage, and no memory: some raise where it is asked for.
+            try:
+                storage = value.untyped_storage()
+                if storage.device.type != "meta":
+                    key, address = storage._cdata, storage.data_ptr()
+            except (NotImplementedError, RuntimeError):
+                pass
         tensors.append((value, key, address))
     return tensors
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
     """What a tensor's memory is known by while it lives; None where it has none of its own."""
-    storage = _storage_of(tensor)
-    return None if storage is None else storage._cdata
-
-
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return None
-    try:
-        storage = tensor.untyped_storage()
-        # A tracer's tensors have a storage, and no memory: some raise where it is asked for.
-        if storage.device.type == "meta":
-            return None
-        storage.data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return None
-    return storage
+    return placed([tensor])[0][1]

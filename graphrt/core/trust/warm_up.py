@@ -16,6 +16,7 @@ from graphrt.core.base.thread_mode import without_kept_casts
 from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.capture.guard import SideDoors, side_doors
+from graphrt.core.capture.operators import facts_of
 from graphrt.core.trust.compare import listed
 from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import Keyed, with_keys
@@ -121,7 +122,10 @@ class WatchedState:
         self._kinds.add(kind)
         reads, memory = self.reads, self.snapshot.memory
         watch, result = run()
-        note_operators()
+        # To look for new operators takes milliseconds; a run that called torch's own alone has
+        # defined none that the next run calls.
+        if not all(facts_of(op.func).is_aten for op in watch.trace):
+            note_operators()
         self.inputs_written = watch.inputs_written
         made = moves.note_made(watch, reads)
         if made or watch.written():
