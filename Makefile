@@ -22,6 +22,8 @@ test: setup-test
 # What takes minutes: random programs, operator samples, long runs; see docs/development/testing.md.
 test-long: setup-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "long and not cuda and not npu" $(PARALLEL) $(ARGS)
+	GRAPHRT_TEST_MORE=10 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest \
+	    -m "draws and not long and not cuda and not npu" $(PARALLEL) $(ARGS)
 
 # The C part, built anew under GCC's sanitizers, against Python. Python itself leaks at its end.
 SANITIZE = -fsanitize=address,undefined

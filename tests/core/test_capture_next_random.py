@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -21,8 +20,8 @@ from graphrt import (
     eager_break,
 )
 from tests.core.soft_ring import RingPlatform
+from tests.draws import MORE
 
-EXAMPLES = int(os.environ.get("GRAPHRT_TEST_CAPTURE_NEXT", "60"))
 SIZES = [1, 2, 4, 8]
 MOST = 10
 """Tokens of the largest batch, which no graph serves."""
@@ -205,7 +204,8 @@ class World:
             self.same_state()
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@pytest.mark.draws
+@settings(max_examples=20 * MORE, deadline=None)
 @given(SETTINGS, ACTIONS)
 def test_whatever_comes_between_results_are_those_of_eager(how, actions):
     world = World(**how)

@@ -26,11 +26,13 @@ from graphrt.core.batch.descriptor import Batch, BatchDescriptor, unpadded
 from graphrt.core.batch.modes import GraphMode
 from graphrt.core.dispatch.dispatcher import REMEMBERED, GraphDispatcher
 from graphrt.core.dispatch.reasons import Dispatch, Reason
+from tests.draws import MORE
 
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE
 
 
-@settings(max_examples=400, deadline=None)
+@pytest.mark.draws
+@settings(max_examples=100 * MORE, deadline=None)
 @given(
     st.sets(KEYS, max_size=24),
     st.sets(KEYS, max_size=4),
@@ -82,7 +84,8 @@ def test_dispatch_finds_what_brute_force_finds_and_says_why(
     assert +Counter(dispatcher.counts()) == told
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.draws
+@settings(max_examples=60 * MORE, deadline=None)
 @given(batches(), st.sampled_from([None, 0, -1]), st.sampled_from([0, -2]))
 def test_the_descriptor_of_a_batch_without_a_graph_says_what_the_batch_says(batch, reqs, loras):
     reqs_, query_len = normalised(batch)

@@ -38,10 +38,11 @@ from graphrt.core.inputs.outputs import OutputLayout
 from graphrt.core.replay.recording import current_capture, under_way, warming_up
 from graphrt.cpu import graph
 from graphrt.cpu.tape import refusals
+from tests.draws import MORE
 
 SEED = int(os.environ.get("GRAPHRT_TEST_SEED", "0"))
-COUNT = int(os.environ.get("GRAPHRT_TEST_INTERRUPTS", "12"))
-"""How many interrupts of each kind and way; what a release is tested with is 500."""
+COUNT = 4 * MORE
+"""How many interrupts of each kind and way."""
 
 NUMPY = torch.Tensor.numpy
 
@@ -212,6 +213,7 @@ def interrupt(kind: str, call: Callable[[Callable[[], Any]], Any]) -> bool:
     return stopped
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("lines", [False, True], ids=["signals", "lines"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_any_place_leaves_all_usable(kind, lines):
@@ -286,6 +288,7 @@ def test_axes_that_an_interrupted_recapture_forgot_are_found_again(line):
     assert interrupt("recapture", call) == (line < 5)
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_any_time_leaves_all_usable(kind):
     rng = random.Random(f"{SEED} {kind}")

@@ -21,6 +21,7 @@ from graphrt import (
     Reason,
 )
 from graphrt.core.base.errors import InvalidInputError
+from tests.draws import MORE
 
 FULL, PIECEWISE = GraphMode.FULL, GraphMode.PIECEWISE
 
@@ -96,7 +97,8 @@ def test_a_lazy_step_captures_what_ranks_agreed_on():
     assert [graph.descriptor for graph in runner.report().graphs] == [agreed]
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.draws
+@settings(max_examples=60 * MORE, deadline=None)
 @given(
     st.sets(KEYS, max_size=16),
     st.sets(KEYS, max_size=16),

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from graphrt import GraphOptions, GraphRunner, Host, InputSpec, Reason, current_context, eager_break
+from tests.draws import MORE
 
 sys.path.append(str(Path(__file__).parent.parent / "core"))
 import interrupts
@@ -22,7 +23,7 @@ import interrupts
 pytestmark = pytest.mark.cuda
 
 SEED = int(os.environ.get("GRAPHRT_TEST_SEED", "0"))
-COUNT = int(os.environ.get("GRAPHRT_TEST_INTERRUPTS", "6"))
+COUNT = 6 * MORE
 WIDTH = 4
 
 

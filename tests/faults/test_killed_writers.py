@@ -15,10 +15,11 @@ import pytest
 from graphrt import Plan
 from graphrt.compile.cache.entry import CacheEntry
 from tests.compile.test_cache_crash import content, key_of, remove_all, write
+from tests.draws import MORE
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 
-KILLS = 40
+KILLS = 10 * MORE
 
 
 def kill_while(write_once: Callable[[], None], after_s: float) -> None:
@@ -41,6 +42,7 @@ def kill_while(write_once: Callable[[], None], after_s: float) -> None:
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "the writer ended by itself"
 
 
+@pytest.mark.draws
 def test_a_plan_is_the_one_before_or_the_new_one(tmp_path: Path):
     target = tmp_path / "plan.json"
     plans = [Plan(mode="FULL", sizes=[1, 2]), Plan(mode="FULL", sizes=list(range(1, 200)))]
@@ -53,6 +55,7 @@ def test_a_plan_is_the_one_before_or_the_new_one(tmp_path: Path):
     assert counts == {2, 199}
 
 
+@pytest.mark.draws
 def test_a_cache_entry_is_whole_or_a_miss(tmp_path: Path):
     directory = tmp_path / "cache"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import starts
+from tests.draws import MORE
 from tests.fuzz.counting import Counts, counted, judged_on
 from tests.fuzz.growing import grown
 from tests.fuzz.minimising import minimised
@@ -28,8 +29,9 @@ def test_a_seed_gives_the_same_program_each_time() -> None:
     assert [grown(seed) for seed in range(5)] == [grown(seed) for seed in range(5)]
 
 
+@pytest.mark.draws
 def test_random_programs_are_right_or_named() -> None:
-    _check(counted(range(50)))
+    _check(counted(range(25 * MORE)))
 
 
 @pytest.mark.long
@@ -53,7 +55,7 @@ def test_a_bridge_that_is_not_filled_is_found_and_made_small(
     monkeypatch.setattr(
         "graphrt.core.replay.entry.EagerPart._deliver_tensor", lambda *args, **kwargs: None
     )
-    counts = counted(range(100, 120))
+    counts = counted(range(100, 105))
     assert {verdict.outcome for verdict in counts.defects.values()} == {"wrong"}
     number = next(iter(counts.defects))
     small = minimised(program_of(number), judged_on("cpu"), most=80)

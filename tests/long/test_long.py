@@ -37,7 +37,7 @@ def check(totals: long.Totals, steps: int) -> None:
 
 
 def test_random_steps_of_clean_models_come_to_no_finding():
-    check(long.run(100, level="capture"), 100)
+    check(long.run(60, level="capture"), 60)
 
 
 @pytest.mark.long

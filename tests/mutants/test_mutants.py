@@ -110,6 +110,7 @@ def test_every_folder_has_tests_that_are_asked_first(file):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mutants run in forked processes")
+@pytest.mark.long
 def test_a_line_that_is_broken_is_noticed():
     code = (
         "import torch\n"
