@@ -148,6 +148,8 @@ def _describe(value: Any) -> str:
             f"{value.dtype} {tuple(value.size())} stride {tuple(value.stride())} "
             f"at {value.data_ptr():#x}"
         )
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_describe, value))}]"
     return repr(value)
 
 

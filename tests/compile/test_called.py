@@ -5,13 +5,19 @@ from __future__ import annotations
 import functools
 import linecache
 import warnings
+import weakref
+from collections import deque
 from dataclasses import fields
+from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.compiler.config
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphrt
 from graphrt.compile import CompileOptions, compile_module
@@ -103,8 +109,30 @@ def closed_over(value: Any) -> Any:
     return lambda x: x * value
 
 
-def reads_an_attribute(holder: Holder) -> Any:
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+class Percent(float):
+    def __repr__(self) -> str:
+        return "some percent"
+
+
+def reads_an_attribute(holder: Any) -> Any:
     return lambda x: x * holder.factor
+
+
+def reads_an_attribute_by_text(holder: Any) -> Any:
+    return lambda x: x * getattr(holder, "factor", 1.0)
+
+
+@functools.cache
+def kept(factor: float) -> Holder:
+    """One that lives on."""
+    return Holder(factor)
 
 
 @pytest.mark.parametrize(
@@ -119,12 +147,82 @@ def reads_an_attribute(holder: Holder) -> Any:
         lambda n: closed_over(torch.tensor([1.0, n])),
         lambda n: closed_over(closed_over(n)),
         lambda n: closed_over(staticmethod(closed_over(n))),
+        lambda n: closed_over(deque([n])),
+        lambda n: closed_over(bytearray([int(n)])),
+        lambda n: closed_over(Fraction(n)),
+        lambda n: closed_over(Percent(n)),
+        lambda n: reads_an_attribute(weakref.ref(kept(n))),
+        lambda n: reads_an_attribute(Slotted(n)),
+        lambda n: reads_an_attribute_by_text(Holder(n)),
     ],
 )
 def test_what_a_function_holds_counts(of: Any):
     (one, unknown), (same, _), (other, _) = described(of(2.0)), described(of(2.0)), described(of(3))
     assert one == same != other
     assert unknown == []
+
+
+# What an operator's body hands on to what it calls.
+
+
+def scaled(x: Any, holder: Any) -> Any:
+    return x * holder.factor
+
+
+def hands_on(holder: Any) -> Any:
+    return lambda x: scaled(x, holder)
+
+
+def by_keyword(value: Any) -> Any:
+    def body(x: Any, *, by: Any = value) -> Any:
+        return x * by
+
+    return body
+
+
+def by_default(value: Any) -> Any:
+    def body(x: Any, by: Any = value) -> Any:
+        return x if by is None else x * 2
+
+    return body
+
+
+def key_of_operator(body: Any) -> tuple[str, list[str]]:
+    """The key of a graph that calls a composite operator of that body."""
+    with torch.library._scoped_library("test_called_body", "DEF") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", body, "CompositeImplicitAutograd")
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["example_value"] = FakeTensorMode().from_tensor(torch.ones(2))
+        graph.output(graph.call_function(torch.ops.test_called_body.op.default, (x,)))
+        compilation = Compilation(
+            CompileOptions(), [], fx.GraphModule({}, graph), torch.device("cpu")
+        )
+        return compilation.key().digest, compilation.unknown
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        by_keyword,
+        lambda n: by_default((n, 1.0)),
+        lambda n: by_default([{"a": n}]),
+        lambda n: by_default(torch.float16 if n == 2 else torch.float32),
+        lambda n: by_default(np.array(n)),
+        lambda n: by_default(Percent(n)),
+        lambda n: by_default(Fraction(n)),
+        lambda n: hands_on(Holder(n)),
+        lambda n: hands_on(Slotted(n)),
+        lambda n: hands_on(SimpleNamespace(factor=n)),
+        lambda n: hands_on(type("Settings", (), {"factor": n})),
+        lambda n: hands_on(type("Settings", (), {"factor": n})()),
+    ],
+)
+def test_what_the_body_of_an_operator_is_given_and_hands_on_counts(of: Any):
+    one, same, other = key_of_operator(of(2.0)), key_of_operator(of(2.0)), key_of_operator(of(3.0))
+    assert one == same and one[0] != other[0]
+    assert one[1] == other[1] == []
 
 
 def test_types_of_constants_count():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,8 @@ from graphrt.compile import (
     TraceError,
     compile_module,
 )
+from graphrt.compile.trace.check import Overlaps
+from graphrt.compile.trace.parameters import Leaf
 from tests.compile.guard_changes import CHANGES, Change, Scaled, outcome, rows
 
 FINE = ("right", "both raise", "RetraceError", "at compile time: TraceError")
@@ -272,3 +276,63 @@ def test_an_argument_that_was_none_and_is_a_tensor_now_is_named_by_its_type():
     with pytest.raises(RetraceError, match=r"mask differs .* in the type") as caught:
         compiled(torch.randn(3, 4), torch.ones(3, 4))
     assert "got: Tensor" in str(caught.value) and "expected: NoneType" in str(caught.value)
+
+
+# Arguments in one memory ---------------------------------------------------------------------
+
+
+def test_arguments_of_which_one_is_written_share_no_byte_and_columns_of_one_matrix_share_none():
+    base = torch.zeros(4, 6)
+    columns = [base[:, :3], base[:, 3:], base[1:, 3:], base[:2, :3], base[:, 2:4], base[:, 4:]]
+    cube = base.view(4, 2, 3)
+    views = [
+        *columns,
+        cube[:, 0],
+        cube[:, 1],
+        cube[1:, :, :1],
+        cube[..., 1:],
+        base[::2],
+        base[1::2],
+    ]
+    views += [base, base[2:], base[0], base[1, 1:2], base[:, 0], base[:, 5], base[0, 0], base[3, 5]]
+    views += [base.t(), base[:, :0], base[:0], base[1:2, 1:4], base[:1].expand(3, 6)]
+    views += [base.view(torch.int32), base.view(torch.float64).view(2, 6)[:, 3:4]]
+    places = [_bytes(each) for each in views]
+    told = Overlaps({"one"}, writes_weights=False)
+    for (one, mine), (other, others) in itertools.product(
+        zip(views, places, strict=True), repeat=2
+    ):
+        refused = _refuses(told, [Leaf("one", one), Leaf("other", other)])
+        assert refused == _refuses(told, [Leaf("other", other), Leaf("one", one)])
+        assert refused or not mine & others
+        if one.dtype is other.dtype and one.stride() == other.stride() and one.dim() <= 2:
+            assert refused == bool(mine & others)
+
+
+def _bytes(tensor: torch.Tensor) -> set[int]:
+    both = zip(tensor.shape, tensor.stride(), strict=True)
+    places = itertools.product(*([n * step for n in range(size)] for size, step in both))
+    width = tensor.element_size()
+    firsts = [tensor.data_ptr() + sum(each) * width for each in places]
+    return {first + n for first in firsts for n in range(width)}
+
+
+def _refuses(overlaps: Overlaps, leaves: list[Leaf], **weights: torch.Tensor) -> bool:
+    try:
+        overlaps.check(leaves, weights)
+    except RetraceError:
+        return True
+    return False
+
+
+def test_what_nobody_writes_may_share_memory_and_weights_count_where_the_code_writes_them():
+    weight = torch.zeros(4, 6)
+    one, other = Leaf("one", weight[1:]), Leaf("other", weight[0])
+    same = [one, Leaf("other", weight[1])]
+    read, writes = Overlaps((), writes_weights=False), Overlaps((), writes_weights=True)
+    assert not _refuses(read, same, w=weight) and not _refuses(writes, same)
+    assert _refuses(writes, [one, other], w=weight) and not _refuses(writes, [one], w=weight[:1])
+    assert _refuses(Overlaps({"one"}, writes_weights=False), [one], w=weight)
+    assert not _refuses(Overlaps({"other"}, writes_weights=False), [one], w=weight)
+    with pytest.raises(RetraceError, match="argument one shares memory with the module's w"):
+        writes.check([one], {"w": weight})

@@ -102,6 +102,86 @@ def test_a_violation_names_both_sides_and_changes_nothing(name):
     assert task.result.tolist() == task.expected([1, 2, 3])
 
 
+def captured_task(issue, inference):
+    """A task of operators on `hidden`, its two halves and `out`, and how to issue others."""
+    graph, x, out = TapeGraph(), torch.arange(12.0).view(3, 4), torch.zeros(3, 4)
+    with torch.inference_mode(inference), torch.no_grad():
+        graph.capture_begin(Arena())
+        hidden = x * 1
+        tensors = hidden, hidden[:, :2], hidden[:, 2:], out
+        graph.task_begin()
+        issue(*tensors)
+        handle = graph.task_end()
+        graph.capture_end()
+    return graph, out, lambda other: graph.update_task(handle, lambda: other(*tensors))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (
+            lambda h, a, b, out: out.copy_(h).clamp_(2),
+            lambda h, a, b, out: out.copy_(h).clamp_(2, 5),
+        ),
+        (
+            lambda h, a, b, out: out.copy_(h).clamp_(2, 5),
+            lambda h, a, b, out: out.copy_(h).clamp_(2),
+        ),
+        (
+            lambda h, a, b, out: out.fill_(1).flatten().add_(1),
+            lambda h, a, b, out: out.fill_(1).flatten().add_(3),
+        ),
+        (
+            lambda h, a, b, out: torch.cat([a, b], 1, out=out),
+            lambda h, a, b, out: torch.cat([a, b], dim=-1, out=out),
+        ),
+    ],
+    ids=["a default given", "a default left", "composite", "tensors in a list"],
+)
+def test_arguments_with_defaults_and_lists_of_tensors_are_those_of_the_update(
+    first, then, inference
+):
+    graph, out, update = captured_task(first, inference)
+    update(then)
+    x, expected = torch.arange(12.0).view(3, 4), torch.zeros(3, 4)
+    then(x, x[:, :2], x[:, 2:], expected)
+    graph.replay()
+    assert out.equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "told"),
+    [
+        (
+            lambda h, a, b, out: torch.cat([a, b], 1, out=out),
+            lambda h, a, b, out: torch.cat([b, a], 1, out=out),
+            "'tensors' is another tensor than",
+        ),
+        (
+            lambda h, a, b, out: torch.cat([a, b], 1, out=out),
+            lambda h, a, b, out: torch.cat([h], 1, out=out),
+            "'tensors' is another list of tensors",
+        ),
+        (
+            lambda h, a, b, out: torch.clamp(h, h, out=out),
+            lambda h, a, b, out: torch.clamp(h, max=h, out=out),
+            "'min' changed between tensor and host value",
+        ),
+    ],
+)
+def test_other_tensors_in_a_list_or_left_out_are_refused_by_their_places(first, then, told):
+    graph, out, update = captured_task(first, False)
+    graph.replay()
+    before = out.clone()
+    with pytest.raises(TaskContractError, match=told) as caught:
+        update(then)
+    assert "stride (4, 1) at 0x" in caught.value.got + caught.value.expected
+    assert "tensor(" not in caught.value.got + caught.value.expected, "no values of the pool"
+    graph.replay()
+    assert out.equal(before)
+
+
 def test_an_error_inside_issue_changes_nothing():
     task = Captured()
 

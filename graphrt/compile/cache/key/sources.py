@@ -155,8 +155,10 @@ def _constant(value: object) -> str:
 
 
 def names_in(code: CodeType) -> Names:
-    """The names of globals and attributes in code, and in the functions that are made in it."""
-    return frozenset(name for each in codes_in(code) for name in each.co_names)
+    """The names of globals and attributes in code, and in the functions that are made in it; where
+    it asks for `getattr`, its texts may be names."""
+    names = frozenset(name for each in codes_in(code) for name in each.co_names)
+    return names | texts_in(code) if "getattr" in names else names
 
 
 def is_library(value: Any) -> bool:

@@ -18,10 +18,21 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import torch
@@ -40,7 +51,10 @@ from graphrt.compile.cache.key.sources import (
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_NUMBERS = (int, float, complex, str, bytes, bytearray, Decimal, Fraction)
 _STATELESS = (logging.Logger, logging.LoggerAdapter, torch.library.Library, torch.SymInt)
+_ARGUMENTS = (torch.dtype, torch.layout, torch.memory_format, SimpleNamespace, *_NUMBERS[5:])
+"""Besides plain ones; a device has another number on every rank."""
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _MOST_BYTES = 1 << 24
 _MOST_ITEMS = 10_000
@@ -91,10 +105,9 @@ class Values:
         for name in code.co_freevars:
             if name in local:
                 parts.append(f"{name} = {self.of(local[name], names)}")
-        for name in code.co_varnames[: code.co_argcount]:
+        for name in _arguments_of(code):
             argument = local.get(name)
-            counts = hasattr(argument, "__dict__") and not is_library(type(argument))
-            if counts or type(argument) in _PLAIN:
+            if _is_described(argument):
                 parts.append(f"{name} = {self.of(argument, names)}")
         return _digest(parts)
 
@@ -113,14 +126,16 @@ class Values:
             return [_name(type(value)), self.of(wrapped) if wrapped is not value else ""]
         if isinstance(value, torch.Tensor):
             return [self._tensor(value)]
+        if isinstance(value, weakref.ref):
+            return ["weak reference", self.of(value(), names)]
         if isinstance(value, ContextVar):
             return [f"context variable {value.name}", self.of(value.get(None), names)]
         if isinstance(value, Mapping):
             both = (f"{self.of(k, names)}: {self.of(v, names)}" for k, v in value.items())
             return self._items(value, both)
-        if isinstance(value, (list, tuple, set, frozenset)):
+        if isinstance(value, (list, tuple, set, frozenset, deque)):
             inside = (self.of(each, names) for each in value)
-            ordered = isinstance(value, (list, tuple))
+            ordered = isinstance(value, (list, tuple, deque))
             return self._items(value, inside if ordered else iter(sorted(inside)))
         return self._object(value, names)
 
@@ -238,10 +253,12 @@ class Values:
         wrapped = inspect.unwrap(value, stop=lambda each: isinstance(each, FunctionType))
         if wrapped is not value:
             return [_name(kind), self.of(wrapped)]
-        parts = [_name(kind), *self._class(kind, names)]
+        # Of a subclass, whose own text may be anything.
+        number = [base.__repr__(value) for base in _NUMBERS if isinstance(value, base)]
+        parts = [_name(kind), *number, *self._class(kind, names)]
         held = {name for name in names if name in _attributes(value)}
         parts += [f"{name} = {self.of(getattr(value, name), names)}" for name in sorted(held)]
-        if not held and not hasattr(value, "__dict__") and not is_library(kind):
+        if not _has_attributes(value) and not number and not is_library(kind):
             self.unknown.append(f"a {_name(kind)}")
         return parts
 
@@ -255,6 +272,29 @@ class Values:
             yield f"{self.of(value.all_kwargs())} {self.of(getattr(value, 'pre_hook', None))}"
         else:
             yield re.sub(r"0x[0-9a-f]+", "", repr(value))
+
+
+def _arguments_of(code: CodeType) -> Sequence[str]:
+    more = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + more]
+
+
+def _is_described(argument: Any) -> bool:
+    """Whether an argument of running code is none of the trace's tensors, whose key is the graph,
+    nor anything else of torch's."""
+    if isinstance(argument, (tuple, list, set, frozenset)):
+        return all(map(_is_described, argument))
+    if isinstance(argument, dict):
+        return all(map(_is_described, argument.values()))
+    kind = type(argument)
+    if issubclass(kind, (type, ModuleType)):
+        return not is_library(argument)
+    known = kind in _PLAIN or kind in _ARGUMENTS or kind.__module__ == "numpy"
+    return known or (_has_attributes(argument) and not is_library(kind))
+
+
+def _has_attributes(value: Any) -> bool:
+    return hasattr(value, "__dict__") or bool(_attributes(value))
 
 
 def _attributes(value: Any) -> set[str]:
