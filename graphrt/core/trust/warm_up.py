@@ -21,7 +21,7 @@ from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import Keyed, with_keys
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
-from graphrt.core.trust.watching.watch import IssuedWatch, Kept, Trace, Use, Watch
+from graphrt.core.trust.watching.watch import IssuedWatch, OwnMemory, Trace, Use, Watch
 from graphrt.core.trust.watching.writes import SavedWrites, WriteWatch, note_operators
 
 T = TypeVar("T")
@@ -215,7 +215,7 @@ class WatchedState:
 
 
 def _left_for_good(
-    made: dict[int, tuple[str, Kept]],
+    made: dict[int, tuple[str, OwnMemory]],
     watch: Watch,
     again: Watch,
     run: Callable[[], tuple[Watch, object]],
@@ -234,7 +234,7 @@ def _left_for_good(
         for key, use in first.items()
         if key not in second or len(use.writes) > len(second[key].writes)
     }
-    if not once or second.keys() - first.keys() - watch.kept().keys():
+    if not once or second.keys() - first.keys() - watch.made_alive().keys():
         # All runs write the same, or each writes other memory than the one before.
         return None
     third = run()[0].written()
@@ -324,9 +324,9 @@ class _Moves:
                 self._counts[at] += 2 if self.is_captured else 1
         self.has_moved |= bool(moved)
 
-    def note_made(self, watch: Watch, reads: ReadSet) -> dict[int, tuple[str, Kept]]:
+    def note_made(self, watch: Watch, reads: ReadSet) -> dict[int, tuple[str, OwnMemory]]:
         """What a run has computed from its inputs, or written twice, and left in Python."""
-        kept, made = watch.kept(), {}
+        kept, made = watch.made_alive(), {}
         for place, tensor, key in reads.walk().keyed if kept else ():
             if key not in kept:
                 continue
