@@ -5,7 +5,7 @@
 2. `restore` puts everything back, any number of times; `restore_memory` only memory and what is
    declared.
 3. `take` copies the state that a run has left, and `restore` puts that back. `PythonState.diff` and
-   `SavedWrites.spoilt` compare what two runs have left.
+   `SavedWrites.spoilt_by_padding` compare what two runs have left.
 
 Each part has `take() -> values` and `restore(values)`; without values those of the beginning are
 put back. Not saved are the state of iterators and of C extensions, and arrays above 1 MiB.

@@ -421,7 +421,7 @@ class Trial:
             mixing = trace.at_source(trace.first_mixed(other_padding.watch.trace, rounding))
             first = mixing and f"\n    the first operator that mixes rows is {mixing}"
             self._fail(verdicts.ROWS_MIXED, apart.text + first, how=how, rounding=rounding)
-        spoilt = self._state.memory.spoilt(
+        spoilt = self._state.memory.spoilt_by_padding(
             eager.left.memory, other_padding.left.memory, self.step.pads, self.step.sizes, rounding
         )
         if spoilt is not None:
