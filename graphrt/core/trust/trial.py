@@ -152,6 +152,7 @@ class Trial:
         return self._verdict
 
     def _judge(self) -> None:
+        """Make the runs, put the state back after each, and ask the questions about them."""
         step, state, verdict = self.step, self._state, self._verdict
         # Padded and live tokens; None if no run can differ in padding.
         rows = step.sizes[0] if step.sizes else None

@@ -141,6 +141,7 @@ _library_shapes: dict[type, Shape] = {
     **{of: Shape(kind) for of, kind in _KIND_OF_TYPE.items()},
     types.FunctionType: Shape(Kind.FUNCTION, dict_of=vars(types.FunctionType)["__dict__"].__get__),
     _LRU_CACHE: Shape(Kind.CACHED, dict_of=vars(_LRU_CACHE)["__dict__"].__get__),
+    # With the `__dict__` of the calling thread.
     threading.local: Shape(Kind.OBJECT, dict_of=lambda held: _local_dict(held, "__dict__")),
 }
 
@@ -189,6 +190,8 @@ def _new_shape(of: type) -> Shape:
 
 
 def _kind_of_base(of: type) -> tuple[type | None, Kind | None]:
+    """The base class that decides the kind of a type, and that kind; None where no base class
+    does."""
     for base, kind in _KIND_OF_BASE:
         if issubclass(of, base):
             return base, kind
@@ -208,6 +211,7 @@ def _defaults(users: list[type]) -> tuple[str, ...]:
 
 def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> Kind:
     for base in bases_of(of):
+        # A wrapper of graphrt, unless a user's subclass has its own `unwrap`.
         if "unwrap" in namespace_of(base):
             if base not in users and slots.module_of(base).partition(".")[0] == "graphrt":
                 return Kind.WRAPPER
@@ -224,8 +228,8 @@ def _is_generator(of: type) -> bool:
     """Whether its objects are generators of random numbers, whose state can be read and set."""
     numpy = sys.modules.get("numpy.random")
     generators = getattr(numpy, "Generator", ()), getattr(numpy, "RandomState", ())
-    is_generator = issubclass(of, (torch.Generator, random.Random, generators))
-    return is_generator and not issubclass(of, random.SystemRandom)
+    draws = issubclass(of, (torch.Generator, random.Random, generators))
+    return draws and not issubclass(of, random.SystemRandom)
 
 
 def is_array(kind: type) -> bool:
@@ -266,7 +270,7 @@ INNER = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_
 _MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module())) - {"training"}
 
 _default_torch_function: Any = torch.Tensor.__torch_function__
-_PLAIN_KEYS = {str, int}
+_SHOWN_KEYS = {str, int}
 _LEAVES = (Kind.ARRAY, Kind.PACKED)
 _CODE = (Kind.FUNCTION, Kind.CLASS, Kind.BOUND, Kind.DESCRIPTOR, Kind.CACHED)
 _MAY_BE_SKIPPED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND)
@@ -520,7 +524,7 @@ class Walk:
             way, items = slots.ODD_ITEM, items[:_MOST_SEARCHED]
         entries: Slots = []
         for key, each in items:
-            text = repr(key) if type(key) in _PLAIN_KEYS else f"<{name_of(type(key))}>"
+            text = repr(key) if type(key) in _SHOWN_KEYS else f"<{name_of(type(key))}>"
             entries.append((Place(place, f"[{text}]", way, value, key), each))
         return entries
 
