@@ -162,21 +162,21 @@ class Constants:
         if not results:
             return
         arrays: Iterable[Check]
-        others: tuple[torch.Tensor, ...] = ()
+        not_constant: tuple[torch.Tensor, ...] = ()
         if func is LIFT_FRESH:
             # A storage that cannot be resized is a NumPy array's: the host may write it.
             shared = [each for each in results.values() if not each.untyped_storage().resizable()]
             arrays = [_unchanged(each, user_source()) for each in shared]
         else:
             operands = [each for each in tree.tensors(args, kwargs) if _is_of_host(each)]
-            others = tuple(each for each in operands if not self._is_constant(each))
+            not_constant = tuple(each for each in operands if not self._is_constant(each))
             constants = [self._made[_key(each)] for each in operands if self._is_constant(each)]
             arrays = (array for constant in constants for array in constant.arrays)
-        checks, not_new = tuple(dict.fromkeys(arrays)), set(map(_key, others))
+        checks, not_new = tuple(dict.fromkeys(arrays)), set(map(_key, not_constant))
         for key, each in results.items():
             if key not in not_new:
                 ref = StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
-                self._made[key] = _Made(ref, checks, others)
+                self._made[key] = _Made(ref, checks, not_constant)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         made = self._made.get(_key(tensor))

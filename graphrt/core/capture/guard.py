@@ -207,8 +207,8 @@ def _draws_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if not facts_of(func).draws:
         return False
     of_tensors = [tensor.device.type for tensor in tree.tensors(args, kwargs)]
-    asked = kwargs.get("device")
-    devices = of_tensors or ["cpu" if asked is None else torch.device(asked).type]
+    device = kwargs.get("device")
+    devices = of_tensors or ["cpu" if device is None else torch.device(device).type]
     return "cpu" in devices
 
 
@@ -271,8 +271,8 @@ class SideDoors:
     """
 
     def __init__(self) -> None:
-        # Number of a storage -> memory that no graph may read. The weak reference keeps the number
-        # from becoming another storage's.
+        # Key of a storage -> memory that no graph may read. While there is the weak reference, no
+        # other storage gets the key.
         self.made: dict[int, tuple[StorageWeakRef, _Made]] = {}
         self._capture = 0
         # For tensors of earlier runs that a graph has read: (part, line) that made it -> the error
@@ -326,9 +326,9 @@ class SideDoors:
 
     def check(self, tensors: Iterable[torch.Tensor], what: str, op: object = None) -> None:
         """Raise `SideDoorError` if the open capture may not read one of these."""
-        for name, tensor in _memory_of(tensors).items():
+        for key, tensor in _memory_of(tensors).items():
             # Of an empty one nothing can be read.
-            _, made = self.made.get(name, (None, None)) if tensor.numel() else (None, None)
+            _, made = self.made.get(key, (None, None)) if tensor.numel() else (None, None)
             if made is None:
                 continue
             part, source, capture = made
@@ -352,13 +352,13 @@ class SideDoors:
         """Note the storages that an operator returned and was not given in its `arguments`;
         returns the keys of those that were not known before."""
         results = _memory_of(tree.tensors(result))
-        news = results.keys() - self.made.keys() - arguments.keys()
-        if news:
+        new_keys = results.keys() - self.made.keys() - arguments.keys()
+        if new_keys:
             made = part, user_source(), self._capture
-            for number in news:
-                storage = results[number].untyped_storage()
-                self.made[number] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
-        return news
+            for key in new_keys:
+                storage = results[key].untyped_storage()
+                self.made[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
+        return new_keys
 
 
 class _PartWatch(ThreadMode):
@@ -378,14 +378,14 @@ class _PartWatch(ThreadMode):
         self.doors = doors
         self._part = part
         self._guard = guard
-        # Memory that the part was given, and may read: number of the storage -> storage. Held, as
-        # the number of a freed storage can become another's.
+        # Memory that the part was given, and may read: key of the storage -> storage. Held, as
+        # another storage may get the key of a freed one.
         self._arguments: dict[int, torch.UntypedStorage] = {}
         self._addresses: set[int] = set()
-        # Numbers of storages that its operators made: to ask the pool about one takes 20 us.
+        # Keys of storages that its operators made: to ask the pool about one takes 20 us.
         self._fresh: set[int] = set()
-        for number, each in arguments.items() if guard is not None else ():
-            storage = self._arguments[number] = each.untyped_storage()
+        for key, each in arguments.items() if guard is not None else ():
+            storage = self._arguments[key] = each.untyped_storage()
             self._addresses.add(storage.data_ptr())
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -397,8 +397,8 @@ class _PartWatch(ThreadMode):
         if guard is not None:
             if guard.issued is not None:
                 guard.issued.append(func)
-            for number, tensor in memory.items():
-                if number not in self._arguments and number not in self._fresh:
+            for key, tensor in memory.items():
+                if key not in self._arguments and key not in self._fresh:
                     self._check_read(guard, tensor, func)
             if guard.copies:
                 guard.check_written(func, args, kwargs)
@@ -419,7 +419,7 @@ class _PartWatch(ThreadMode):
 
 
 in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_part", default=None)
-"""Numbers of the storages that were given to the eager part that this thread runs, if it is
+"""Keys of the storages that were given to the eager part that this thread runs, if it is
 watched: replays give it the same."""
 
 side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", default=None)
@@ -437,16 +437,16 @@ def refuse_transform(function: Callable[..., Any]) -> None:
 
 
 def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """number of a storage -> a tensor in it, for all tensors and those inside of subclasses. That
+    """key of a storage -> a tensor in it, for all tensors and those inside of subclasses. That
     tensor is empty only if all in the storage are."""
     memory: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         # Parts see each operator: most have plain tensors alone.
-        plain = type(tensor) in tree.BARE and tensor.layout is torch.strided
-        for part in (tensor,) if plain else _parts_of(tensor):
-            number = part.untyped_storage()._cdata
-            if number not in memory or not memory[number].numel():
-                memory[number] = part
+        is_bare = type(tensor) in tree.BARE and tensor.layout is torch.strided
+        for part in (tensor,) if is_bare else _parts_of(tensor):
+            key = part.untyped_storage()._cdata
+            if key not in memory or not memory[key].numel():
+                memory[key] = part
     return memory
 
 

@@ -52,8 +52,8 @@ def difference(got: Any, expected: Any, *, rounded: bool = False) -> Difference 
     ours, theirs = dict(tree.leaves(got)), dict(tree.leaves(expected))
     if ours.keys() != theirs.keys():
         return Difference(f"another structure: {[*ours]}, not {[*theirs]}", float("inf"))
-    apart = map(_of_leaf, ours, ours.values(), map(theirs.get, ours), repeat(rounded))
-    return max(filter(None, apart), key=attrgetter("relative"), default=None)
+    differences = map(_of_leaf, ours, ours.values(), map(theirs.get, ours), repeat(rounded))
+    return max(filter(None, differences), key=attrgetter("relative"), default=None)
 
 
 def rounding_of(
@@ -82,24 +82,24 @@ def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | N
         # NaN is itself, though not equal to itself.
         if type(ours) is type(theirs) and (ours == theirs or repr(ours) == repr(theirs)):
             return None
-        mine, other = told(ours), told(theirs)
+        got, expected = told(ours), told(theirs)
     elif ours.dtype is not theirs.dtype or ours.shape != theirs.shape:
-        mine, other = (f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs))
+        got, expected = (f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs))
     # As bytes, so that NaN equals itself and 0.0 does not equal -0.0.
     elif torch.equal(tree.octets(ours), tree.octets(theirs)):
         return None
     else:
         return _of_values(ours, theirs, at, rounded)
-    return Difference(f"{mine}, not {other}{at}", float("inf"))
+    return Difference(f"{got}, not {expected}{at}", float("inf"))
 
 
 def _of_values(ours: torch.Tensor, theirs: torch.Tensor, at: str, rounded: bool) -> Difference:
-    wide = torch.complex128 if ours.is_complex() else torch.float64
-    a, b = ours.detach().to(wide), theirs.detach().to(wide)
-    apart = (a - b).abs()
-    apart[(a == b) | (a.isnan() & b.isnan())] = 0
-    largest = apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
-    count = int((apart != 0).sum())
+    wide_dtype = torch.complex128 if ours.is_complex() else torch.float64
+    a, b = ours.detach().to(wide_dtype), theirs.detach().to(wide_dtype)
+    distances = (a - b).abs()
+    distances[(a == b) | (a.isnan() & b.isnan())] = 0
+    largest = distances.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
+    count = int((distances != 0).sum())
     text = f"{count} of {ours.numel()} values, by at most {largest:.3g}{at}"
     if ours.is_floating_point() or ours.is_complex():
         # NaN without a finite value.

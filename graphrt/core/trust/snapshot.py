@@ -281,13 +281,15 @@ class PythonState:
         """path -> (ours, theirs), where two runs have left different values. Objects and containers
         are compared by what is in them."""
         differing: dict[str, tuple[Any, Any]] = {}
-        for slot, mine, other in zip(self.slots, ours, theirs, strict=True):
+        for slot, our_value, their_value in zip(self.slots, ours, theirs, strict=True):
             # Memory that a run makes is at another address in each run.
-            if slot.way is MEMORY or _alike(mine, other):
+            if slot.way is MEMORY or _alike(our_value, their_value):
                 continue
             if slot.way is slots.CONTENTS:
-                mine, other = (slots.entries(slot.holder, items) for items in (mine, other))
-            differing.setdefault(slot.path, (mine, other))
+                our_value, their_value = (
+                    slots.entries(slot.holder, items) for items in (our_value, their_value)
+                )
+            differing.setdefault(slot.path, (our_value, their_value))
         return differing
 
     def rebound(self, now: Sequence[Any], used: Collection[int | None]) -> list[str]:
@@ -381,11 +383,11 @@ def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST) -> bool:
     """Whether two values have equal contents. Objects that no walk enters count as equal."""
     if ours is theirs or depth == 0:
         return True
-    mine, other = _members(ours), _members(theirs)
-    if type(ours) is not type(theirs) or mine is None or other is None:
+    our_members, their_members = _members(ours), _members(theirs)
+    if type(ours) is not type(theirs) or our_members is None or their_members is None:
         return _same_leaf(ours, theirs)
-    return len(mine) == len(other) and all(
-        _alike(*pair, depth - 1) for pair in zip(mine, other, strict=True)
+    return len(our_members) == len(their_members) and all(
+        _alike(*pair, depth - 1) for pair in zip(our_members, their_members, strict=True)
     )
 
 

@@ -89,10 +89,10 @@ class WatchedState:
         moves.begin(self.reads)
         # Autocast would keep its cast of a weight, and the run would read that and not the weight.
         without_kept_casts(undo)
-        known = self.warmed_up.get(kind)
+        largest = self.warmed_up.get(kind)
         # Each session has to save what a forward writes, so a kind that writes is watched anew.
-        is_saved = known is not None and (kind in self._kinds or not known.writes)
-        if known is not None and known.tokens >= tokens and is_saved:
+        is_saved = largest is not None and (kind in self._kinds or not largest.writes)
+        if largest is not None and largest.tokens >= tokens and is_saved:
             memory = self.snapshot.memory
             self._writes_of_size.restore()
             self._writes_of_size = SavedWrites(memory.limit)
@@ -149,13 +149,13 @@ class WatchedState:
                 )
             self._steady |= again.written().keys()
         reads.note(watch)
-        known = self.warmed_up.get(kind, WarmedUp(0, watch.trace, False, {}))
+        largest = self.warmed_up.get(kind, WarmedUp(0, watch.trace, False, {}))
         # A later session may watch a smaller size than an earlier one.
-        if known.tokens <= tokens:
-            known = WarmedUp(tokens, watch.trace, known.writes, {})
+        if largest.tokens <= tokens:
+            largest = WarmedUp(tokens, watch.trace, largest.writes, {})
         if kind is not None:
-            writes = known.writes or bool(watch.written())
-            self.warmed_up[kind] = known._replace(writes=writes)
+            writes = largest.writes or bool(watch.written())
+            self.warmed_up[kind] = largest._replace(writes=writes)
         return result
 
     @undoing
@@ -176,13 +176,13 @@ class WatchedState:
         """Capture a forward, as one graph (`in_one`) or as pieces, and note which Python slots that
         changes. Operators are noted too if its size was watched, once for each kind and mode: that
         takes some microseconds an operator."""
-        known = self.warmed_up.get(descriptor.kind)
-        if known is None or known.tokens != descriptor.num_tokens or mode in known.captured:
+        largest = self.warmed_up.get(descriptor.kind)
+        if largest is None or largest.tokens != descriptor.num_tokens or mode in largest.captured:
             result = call()
         else:
             watch = IssuedWatch()
             result = watch.run(call, in_one=in_one)
-            known.captured[mode] = watch.operators
+            largest.captured[mode] = watch.operators
         if self._moves is not None:
             self._moves.note(captured=True)
         return result

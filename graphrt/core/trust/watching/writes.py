@@ -182,8 +182,8 @@ class SavedWrites:
                 is_there = ours.numel() and ours.shape == theirs.shape
                 if not is_there or not getattr(region.use, "exposed", True):
                     continue
-                others = region.without_padding(pads, sizes)
-                apart = difference(ours[others], theirs[others])
+                compared = region.without_padding(pads, sizes)
+                apart = difference(ours[compared], theirs[compared])
                 if apart is not None and apart.relative > rounding:
                     return region.use, apart.text
             return None
@@ -236,13 +236,13 @@ def protection_check(tensor: torch.Tensor, name: str) -> Callable[[Sequence[int]
 
     def check(pads: Sequence[int]) -> str:
         changed = torch.nonzero(_sums(tensor) != was).flatten().tolist()
-        named = _rows_of_padding(tensor, pads)
-        other = [row for row in changed if row not in named]
-        if other:
+        padding_rows = _rows_of_padding(tensor, pads)
+        not_padding = [row for row in changed if row not in padding_rows]
+        if not_padding:
             raise StateTooLargeError(
                 f"the warm-up wrote rows of {name} that no padding names, and they are too "
                 "much to be saved",
-                got=f"rows {listed(other)}",
+                got=f"rows {listed(not_padding)}",
                 expected=f"rows of the padding of index inputs ({sorted(set(pads)) or 'none'})",
                 advice="give the inputs that address it InputSpec(index=True, pad=a dummy row), or "
                 "declare it: Host(state=[State(tensor, rows=...)]); or raise state_limit_bytes",
