@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from graphrt.core.base import tree
 from graphrt.core.base.errors import StateTooLargeError
 from graphrt.core.trust.watching.watch import Watch
-from graphrt.core.trust.watching.writes import SavedWrites, protected
+from graphrt.core.trust.watching.writes import SavedWrites, protection_check
 
 MUCH = 1 << 20
 ROWS, COLUMNS = 6, 4
@@ -311,10 +311,10 @@ def test_only_rows_that_padding_names_may_differ_without_padding(name, pads):
         saves.restore()
     # Rows behind the live ones of an index by rows are of padding, if anything is.
     expected = not pads or (name in ("scatter_", "whole") and pads == [5])
-    assert (saves.spoilt(left[2], left[3], pads, [(4, 2)], 0.0) is not None) is expected
+    assert (saves.spoilt_by_padding(left[2], left[3], pads, [(4, 2)], 0.0) is not None) is expected
     # Live rows may not differ.
     left[2] = [each + 1 for each in left[2]]
-    assert saves.spoilt(left[2], left[3], pads, [(4, 2)], 0.0) is not None
+    assert saves.spoilt_by_padding(left[2], left[3], pads, [(4, 2)], 0.0) is not None
 
 
 # Memory that only padding protects ---------------------------------------------------------------
@@ -339,11 +339,11 @@ def test_each_changed_row_is_seen_and_none_else(dtype, shape):
     keys_and_values = shape[0] == 2
     rows = shape[1 if keys_and_values else 0]
     for row in range(rows):
-        own = protected(tensor, "cache")
+        own = protection_check(tensor, "cache")
         for place in [(0, row), (1, row)] if keys_and_values else [(row,)]:
             flat = tensor[place].view(-1) if tensor.dim() > len(place) else tensor[place]
             last = (-1,) if flat.dim() else ()
-            now = protected(tensor, "cache")
+            now = protection_check(tensor, "cache")
             flat[last] = 1
             assert now([row]) == f"cache: rows {row} written by padding"
             flat[last] = 0
@@ -381,7 +381,7 @@ def test_each_changed_row_is_seen_and_none_else(dtype, shape):
 )
 def test_rows_are_right_if_padding_names_them_or_their_page(shape, written, pads, ok):
     tensor = torch.zeros(shape)
-    own = protected(tensor, "cache")
+    own = protection_check(tensor, "cache")
     keys_and_values = len(shape) > 1 and shape[0] <= 2
     for row in written:
         (tensor[-1] if keys_and_values else tensor)[row] = 3.0
@@ -397,7 +397,7 @@ def test_rows_are_right_if_padding_names_them_or_their_page(shape, written, pads
 
 def test_many_rows_are_shown_as_the_first_of_them():
     tensor = torch.zeros(20, 2)
-    own = protected(tensor, "cache")
+    own = protection_check(tensor, "cache")
     tensor[3:] = 1
     with pytest.raises(StateTooLargeError, match=r"rows 3, 4, 5, 6, 7, 8, 9, 10 and 9 more"):
         own([])
@@ -406,7 +406,7 @@ def test_many_rows_are_shown_as_the_first_of_them():
 def test_a_view_with_strides_and_an_odd_offset_is_summed_row_by_row():
     base = torch.zeros(10, 16, dtype=torch.uint8)
     for view in (base[1::2, 3:12], base.view(-1)[1:145].view(9, 16), base.t()):
-        own = protected(view, "cache")
+        own = protection_check(view, "cache")
         view[2, 0] = 1
         assert own([2]) == "cache: rows 2 written by padding"
         view[2, 0] = 0
@@ -415,7 +415,7 @@ def test_a_view_with_strides_and_an_odd_offset_is_summed_row_by_row():
 def test_keys_moved_to_values_are_seen():
     tensor = torch.zeros(2, 4, 3)
     tensor[0, 1] = 5
-    own = protected(tensor, "cache")
+    own = protection_check(tensor, "cache")
     tensor[1, 1], tensor[0, 1] = 5.0, 0.0
     assert own([1]) == "cache: rows 1 written by padding"
 

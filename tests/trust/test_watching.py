@@ -270,7 +270,7 @@ def test_higher_order_operators_are_seen_and_write_nothing():
 def kept_in(run: Callable[[list[torch.Tensor]], Any], x: torch.Tensor) -> list[tuple[bool, bool]]:
     held: list[torch.Tensor] = []
     watch = watched(lambda: run(held), x)
-    kept = watch.kept()
+    kept = watch.made_alive()
     assert set(kept) == {tree.storage_key(each) for each in held}
     found = [kept[tree.storage_key(each)] for each in held]
     return [(each.from_inputs, each.is_written) for each in found]
@@ -320,7 +320,7 @@ def test_a_read_of_what_was_computed_from_inputs_and_left_outside_counts_as_inpu
         held.append(state + 1)
 
     watch = watched(run, X)
-    assert watch.kept()[tree.storage_key(held[0])].from_inputs
+    assert watch.made_alive()[tree.storage_key(held[0])].from_inputs
 
 
 def test_what_compiled_code_writes_is_its_own_and_noted():

@@ -43,15 +43,15 @@ _READ = _aten._local_scalar_dense.default
 _TO_COPY, _COPY = _aten._to_copy.default, _aten.copy_.default
 
 _kept: WeakKeyDictionary[DeviceGraph, list[torch.Tensor]] = WeakKeyDictionary()
-"""The page-locked memory that a graph copies from, as long as there is the graph: it may be running
-when its entry is dropped, and is reset only behind that."""
+"""Graph -> the page-locked memory that it copies from. This lives as long as the graph and not its
+entry: a graph may be running when its entry is dropped."""
 
 
 Check: TypeAlias = Callable[[], None]
 
 
 def _unchanged(tensor: torch.Tensor, source: Source | None = None) -> Check:
-    """What raises `BakedScalarError` once the bytes of a host tensor are others than now: the host
+    """A check that raises `BakedScalarError` once the bytes of a host tensor have changed: the host
     may write it, such as the memory of a NumPy array."""
     held = _bytes_of(tensor)
 
@@ -64,8 +64,9 @@ def _unchanged(tensor: torch.Tensor, source: Source | None = None) -> Check:
 
 
 class _Made(NamedTuple):
-    """A storage on the host that a capture made: of which arrays, each with its check, and, unless
-    it is a constant, of which tensors besides."""
+    """A storage on the host that a capture made: checks of the `arrays` that it was computed from,
+    and those of its `operands` that are no constants. Without such operands it is a constant
+    itself."""
 
     storage: StorageWeakRef
     arrays: tuple[Check, ...]
@@ -82,13 +83,13 @@ class Constants:
     def __init__(self, pool: GraphPool) -> None:
         self._platform = pool.platform
         self._returned = _returned.setdefault(pool, {})
-        for name, known in list(self._returned.items()):
-            if known.storage.expired():  # type: ignore[no-untyped-call]
-                del self._returned[name]
-        # By the number of the storage, which its weak reference keeps from being used again.
+        for key, made in list(self._returned.items()):
+            if made.storage.expired():  # type: ignore[no-untyped-call]
+                del self._returned[key]
+        # By the key of the storage, which no other gets while there is the weak reference.
         self._made: dict[int, _Made] = {}
         self._pinned: list[torch.Tensor] = []
-        # Those of the open segment.
+        # Checks for the open segment, in order, each once.
         self._arrays: dict[Check, None] = {}
 
     def begin(self, graph: DeviceGraph) -> None:
@@ -110,19 +111,19 @@ class Constants:
         """Keep the constants in a capture's result: the next piece may take them as arguments."""
         for tensor in tree.tensors(result):
             if _is_of_host(tensor) and self._is_constant(tensor):
-                name = _name(tensor)
-                self._returned[name] = self._made[name]
+                key = _key(tensor)
+                self._returned[key] = self._made[key]
 
     def take(self, tensor: torch.Tensor) -> bool:
-        """Whether an argument is a constant that another capture has returned. The host may have
-        written it since, or may yet."""
+        """Whether an argument is a constant that another capture has returned. The host may write
+        it, so replays compare it."""
         if not _is_of_host(tensor):
             return False
-        known = self._made.get(_name(tensor)) or self._returned.get(_name(tensor))
-        if known is not None:
-            arrays = (*known.arrays, _unchanged(tensor))
-            self._made[_name(tensor)] = known._replace(arrays=arrays)
-        return known is not None
+        made = self._made.get(_key(tensor)) or self._returned.get(_key(tensor))
+        if made is not None:
+            arrays = (*made.arrays, _unchanged(tensor))
+            self._made[_key(tensor)] = made._replace(arrays=arrays)
+        return made is not None
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Issue an operator; what it copies from the host is copied from page-locked memory."""
@@ -137,7 +138,7 @@ class Constants:
                 type(value) is torch.Tensor
                 and value.is_cpu
                 and not value.dim()
-                # Beside others on the device its value is an argument of the kernel.
+                # Beside tensors of the device, its value is an argument of the kernel.
                 and not all(each.is_cpu for each in tree.tensors(args, kwargs))
             ):
                 self._arrays |= dict.fromkeys(self._arrays_behind(value))
@@ -146,40 +147,40 @@ class Constants:
         return self._as_it_is(func, args, kwargs)
 
     def _arrays_behind(self, tensor: torch.Tensor) -> Sequence[Check]:
-        """The memory behind a host tensor, directly or by way of operators, that the host may still
-        write."""
-        known = self._made.get(_name(tensor))
-        if known is None:
+        """Checks of the memory that a host tensor was computed from, by any number of operators,
+        and that the host may still write."""
+        made = self._made.get(_key(tensor))
+        if made is None:
             return [_unchanged(tensor, user_source())]
-        behind = (self._arrays_behind(each) for each in known.operands)
-        return [*known.arrays, *(array for arrays in behind for array in arrays)]
+        of_operands = (self._arrays_behind(each) for each in made.operands)
+        return [*made.arrays, *(array for arrays in of_operands for array in arrays)]
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note which arrays and tensors results on the host were made of: what is made of nothing
         but constants is a constant itself."""
-        results = {_name(each): each for each in tree.tensors(result) if _is_of_host(each)}
+        results = {_key(each): each for each in tree.tensors(result) if _is_of_host(each)}
         if not results:
             return
         arrays: Iterable[Check]
-        others: tuple[torch.Tensor, ...] = ()
+        not_constant: tuple[torch.Tensor, ...] = ()
         if func is LIFT_FRESH:
-            # Memory of an array belongs to the host, which may write it.
+            # A storage that cannot be resized is a NumPy array's: the host may write it.
             shared = [each for each in results.values() if not each.untyped_storage().resizable()]
             arrays = [_unchanged(each, user_source()) for each in shared]
         else:
             operands = [each for each in tree.tensors(args, kwargs) if _is_of_host(each)]
-            others = tuple(each for each in operands if not self._is_constant(each))
-            constants = [self._made[_name(each)] for each in operands if self._is_constant(each)]
+            not_constant = tuple(each for each in operands if not self._is_constant(each))
+            constants = [self._made[_key(each)] for each in operands if self._is_constant(each)]
             arrays = (array for constant in constants for array in constant.arrays)
-        of, memory = tuple(dict.fromkeys(arrays)), set(map(_name, others))
-        for name, each in results.items():
-            if name not in memory:
+        checks, not_new = tuple(dict.fromkeys(arrays)), set(map(_key, not_constant))
+        for key, each in results.items():
+            if key not in not_new:
                 ref = StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
-                self._made[name] = _Made(ref, of, others)
+                self._made[key] = _Made(ref, checks, not_constant)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
-        known = self._made.get(_name(tensor))
-        return known is not None and not known.operands
+        made = self._made.get(_key(tensor))
+        return made is not None and not made.operands
 
     def _on_device(
         self, func: Any, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype
@@ -187,7 +188,7 @@ class Constants:
         """What a copy of `tensor` from the host to the device gives, as captured."""
         if not self._is_constant(tensor):
             raise refusals.PAGEABLE_COPY(described(tensor), op=func)
-        arrays = self._made[_name(tensor)].arrays
+        arrays = self._made[_key(tensor)].arrays
         for check in arrays:
             check()
         self._arrays |= dict.fromkeys(arrays)
@@ -258,9 +259,9 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(whole.data_ptr(), whole.nbytes)
 
 
-def _name(tensor: torch.Tensor) -> int:
-    name: int = tensor.untyped_storage()._cdata
-    return name
+def _key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _is_of_host(tensor: torch.Tensor) -> bool:
@@ -279,6 +280,6 @@ def _make_on_host(undone_by: list[Callable[[], object]]) -> None:
     make_on_host(True)
 
 
-# Another thread gets the same tensor by one operator more.
+# This is for all threads: others get the same tensors, by one operator more.
 _host_first = ProcessChange(_make_on_host)
 """Has torch make tensors of Python data on the host first."""

@@ -43,10 +43,10 @@ class CaptureGuard(ThreadMode):
     """Sees every operator of an open segment: breaks at those of `breaks`, and refuses what no
     replay would repeat.
 
-    A FULL graph has no eager parts, so there only work of the host and the context are looked at.
-    With `constants`, tensors that the forward makes on the host are lifted out of the graph. Where
-    a list is `issued`, the operators are noted in it. The mode
-    is only entered where an operator has to be looked at.
+    A FULL graph has no eager parts: there it looks only at work of the host, and at the context.
+    With `constants`, tensors that the forward makes on the host are lifted out of the graph. If
+    `issued` has a list, operators are noted there. The dispatch mode is entered only if one of
+    these needs to see operators.
     """
 
     supports_higher_order_operators = True
@@ -60,8 +60,8 @@ class CaptureGuard(ThreadMode):
         constants: Constants | None,
         owns: Callable[[torch.Tensor], bool],
     ) -> None:
-        """`owns` says whether a tensor lies in the pool, which graphs of all sizes share: by the
-        time of a replay another one may have written there."""
+        """`owns` says whether a tensor's memory is of the pool, which graphs of all sizes share:
+        when this graph is replayed, another one may have written there."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder: Recording | None = recorder
         self.issued = issued.get()
@@ -73,8 +73,8 @@ class CaptureGuard(ThreadMode):
         self.owns = owns
         self.doors = SideDoors() if (doors := side_doors.get()) is None else doors
         self.doors.begin_capture()
-        # Copies that graphs read in place of memory which eager parts returned and others hold too:
-        # a write would reach the copy alone.
+        # Copies of memory that an eager part returned and others hold too, with the name of the
+        # part. Graphs read the copy, so a write of it would not reach the others.
         self.copies: dict[StorageWeakRef, str] = {}
         self._entered = self._handling = False
 
@@ -84,9 +84,9 @@ class CaptureGuard(ThreadMode):
         if self.constants is not None:
             self.constants.begin(graph)
         in_pieces = self._in_pieces and (self._breaks or self.doors.made or self.copies)
-        looks = self._check_host or self.constants
-        wanted = in_pieces or looks is not None or self.issued is not None
-        # While an operator is being handled torch has taken this mode off its stack already.
+        looks_at_host = self._check_host or self.constants
+        wanted = in_pieces or looks_at_host is not None or self.issued is not None
+        # In `handle` torch has taken this mode off its stack, and puts it back afterwards.
         if wanted and not (self._handling or self._entered):
             self.__enter__()
             self._entered = True
@@ -104,8 +104,8 @@ class CaptureGuard(ThreadMode):
             self.constants.end()
 
     def remove(self) -> None:
-        """Let go of a segment that failed, whatever the forward left on top of this mode; once
-        more changes nothing."""
+        """Leave the mode after a segment has failed, whatever modes the forward left above it. May
+        be called again."""
         hand_back(self._context)
         self._entered = False
         remove_dispatch_mode(self)
@@ -175,7 +175,7 @@ def host_check(
     `tensors` there is an `error`. Views, and copies of pinned memory, pass. Returns None if there
     is nothing to refuse: a check takes some microseconds an operator.
     """
-    # Of an empty one nothing is read.
+    # Nothing is read of an empty tensor.
     withheld = {_address(each) for each in tensors if _is_on_host(each) and each.numel()}
     refusal = refusals.HOST_ARGUMENT._replace(error=error)
 
@@ -187,7 +187,7 @@ def host_check(
         for tensor in tree.tensors(args, kwargs):
             if not _is_on_host(tensor) or _address(tensor) not in withheld:
                 continue
-            # Every replay repeats a copy of pinned memory.
+            # A copy of pinned memory is captured: every replay reads what is there then.
             if str(func) not in _COPIES or not tensor.is_pinned():
                 raise refusal(described(tensor), op=func)
 
@@ -207,8 +207,8 @@ def _draws_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if not facts_of(func).draws:
         return False
     of_tensors = [tensor.device.type for tensor in tree.tensors(args, kwargs)]
-    asked = kwargs.get("device")
-    devices = of_tensors or ["cpu" if asked is None else torch.device(asked).type]
+    device = kwargs.get("device")
+    devices = of_tensors or ["cpu" if device is None else torch.device(device).type]
     return "cpu" in devices
 
 
@@ -216,9 +216,9 @@ def _draws_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 class _Withholding:
-    """A context while a segment is open: a graph would keep one step's values for ever.
+    """The class of a context while a segment is open: the graph would keep what it reads for ever.
 
-    A class of its own, given to the context for that time, so that a replay's context pays nothing.
+    The context gets another class for that time, so that at replays reads of it cost nothing more.
     """
 
     __slots__ = ()
@@ -226,13 +226,13 @@ class _Withholding:
     def __getattribute__(self, name: str) -> Any:
         if name == "metadata":
             raise refusals.METADATA()
-        # As where nobody said it: a graph of mixed batches serves others than this one too.
+        # None: a graph of mixed batches serves batches of other query lengths too.
         return None if name == "query_len" else super().__getattribute__(name)
 
 
 def withhold(context: ForwardContext) -> None:
-    """Until `hand_back`, nothing in `context` is of one live step, and its metadata is refused,
-    unless the capture it allows says that it is declared."""
+    """Until `hand_back`, `context` refuses to give its metadata, and has no query length; unless
+    its capture says that the host has declared the metadata."""
     kind: Any = type(context)
     declared = context.capture is not None and context.capture.metadata_is_declared
     if not declared and not issubclass(kind, _Withholding):
@@ -259,24 +259,24 @@ _Made = tuple[str, Source | None, int]
 
 
 class SideDoors:
-    """What eager parts made that outlived them, in the warm-ups and captures of one session.
+    """Finds tensors that leave an eager part by a side door: not as a result, but in an attribute
+    or a list. It notes what eager parts made in the warm-ups and captures of one session.
 
-    A graph that reads such a tensor reads at every replay the one that it was captured with, while
-    the eager part makes another. A tensor of an earlier run is a place like any other (a workspace
-    that the first run allocates, say), unless the same line makes another one in this capture.
+    A graph that reads such a tensor reads the one of its capture at every replay, while the eager
+    part makes another. One that an earlier run made may be read (a workspace that the first run
+    allocates, say), unless the same line makes another one in this capture.
 
-    Storages are known by weak references: an address may be used again. Limit: memory that no
-    operator makes is not seen, such as results of compiled functions, or a tensor that a custom
-    operator's body keeps.
+    Limit: memory that no operator makes is not seen, such as results of compiled functions, or a
+    tensor that a custom operator's body keeps.
     """
 
     def __init__(self) -> None:
-        # Number of a storage -> memory that no graph may read. The weak reference keeps the number
-        # from becoming another storage's.
+        # Key of a storage -> memory that no graph may read. While there is the weak reference, no
+        # other storage gets the key.
         self.made: dict[int, tuple[StorageWeakRef, _Made]] = {}
         self._capture = 0
-        # A graph has read a tensor that an earlier run made. By part and line of its making, the
-        # error to raise if the same line makes another one.
+        # For tensors of earlier runs that a graph has read: (part, line) that made it -> the error
+        # to raise if the line makes another one in this capture.
         self._remade: dict[tuple[str, Source | None], GraphRTError] = {}
 
     def begin_capture(self) -> None:
@@ -293,17 +293,18 @@ class SideDoors:
         kwargs: dict[str, Any],
         guard: CaptureGuard | None = None,
     ) -> Any:
-        """Run an eager part, and see what it makes; those inside of it are part of it. In a capture
-        it may read no tensor that `guard` owns, unless it was given it, and write no copy."""
+        """Run an eager part, and note what it makes; a part inside of it belongs to it. In a
+        capture, which has a `guard`, it may read pool memory only if it was given that, and write
+        no copy."""
         for mode in torch_names.dispatch_modes():
             if isinstance(mode, _PartWatch) and mode.doors is self:
                 return function(*args, **kwargs)
-        if guard is None:  # else the capture has looked
+        if guard is None:  # in a capture `run_eagerly` has called it
             refuse_transform(function)
         memory = _memory_of(tree.tensors(args, kwargs))
         undo.set(in_eager_part, frozenset(memory))
-        # A torch.autocast that the forward has made earlier keeps casts of weights. They are for
-        # one side alone: graph and part each make their own at a replay.
+        # Autocast keeps casts of weights. Without this line a part would read a cast that the graph
+        # has made, or the graph one of the part; at a replay each makes its own.
         torch.clear_autocast_cache()
         watch = _PartWatch(self, name_of(function), memory, guard)
         result = watch.around(partial(function, *args, **kwargs))
@@ -311,9 +312,9 @@ class SideDoors:
         return result
 
     def settle(self) -> None:
-        """An eager part is over, and what it returned is where it belongs: forget what is gone.
+        """After an eager part, when its results are copied: forget memory that is freed.
 
-        Raises `SideDoorError` if it made what the graph has read, once more.
+        Raises `SideDoorError` if the part made anew what the graph has read.
         """
         self.made = {
             key: each
@@ -325,9 +326,9 @@ class SideDoors:
 
     def check(self, tensors: Iterable[torch.Tensor], what: str, op: object = None) -> None:
         """Raise `SideDoorError` if the open capture may not read one of these."""
-        for name, tensor in _memory_of(tensors).items():
+        for key, tensor in _memory_of(tensors).items():
             # Of an empty one nothing can be read.
-            _, made = self.made.get(name, (None, None)) if tensor.numel() else (None, None)
+            _, made = self.made.get(key, (None, None)) if tensor.numel() else (None, None)
             if made is None:
                 continue
             part, source, capture = made
@@ -351,17 +352,18 @@ class SideDoors:
         """Note the storages that an operator returned and was not given in its `arguments`;
         returns the keys of those that were not known before."""
         results = _memory_of(tree.tensors(result))
-        news = results.keys() - self.made.keys() - arguments.keys()
-        if news:
+        new_keys = results.keys() - self.made.keys() - arguments.keys()
+        if new_keys:
             made = part, user_source(), self._capture
-            for number in news:
-                storage = results[number].untyped_storage()
-                self.made[number] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
-        return news
+            for key in new_keys:
+                storage = results[key].untyped_storage()
+                self.made[key] = StorageWeakRef(storage), made  # type: ignore[no-untyped-call]
+        return new_keys
 
 
 class _PartWatch(ThreadMode):
-    """Sees the operators of an eager part."""
+    """Sees the operators of an eager part: notes memory that they make, and refuses reads and
+    writes that no replay would repeat."""
 
     supports_higher_order_operators = True
 
@@ -376,14 +378,14 @@ class _PartWatch(ThreadMode):
         self.doors = doors
         self._part = part
         self._guard = guard
-        # Memory that the part was given, and may read: number of the storage -> storage. Held, as
-        # the number of a freed storage can become another's.
+        # Memory that the part was given, and may read: key of the storage -> storage. Held, as
+        # another storage may get the key of a freed one.
         self._arguments: dict[int, torch.UntypedStorage] = {}
         self._addresses: set[int] = set()
-        # Numbers of storages that its operators made: to ask the pool about one takes 20 us.
+        # Keys of storages that its operators made: to ask the pool about one takes 20 us.
         self._fresh: set[int] = set()
-        for number, each in arguments.items() if guard is not None else ():
-            storage = self._arguments[number] = each.untyped_storage()
+        for key, each in arguments.items() if guard is not None else ():
+            storage = self._arguments[key] = each.untyped_storage()
             self._addresses.add(storage.data_ptr())
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -395,8 +397,8 @@ class _PartWatch(ThreadMode):
         if guard is not None:
             if guard.issued is not None:
                 guard.issued.append(func)
-            for number, tensor in memory.items():
-                if number not in self._arguments and number not in self._fresh:
+            for key, tensor in memory.items():
+                if key not in self._arguments and key not in self._fresh:
                     self._check_read(guard, tensor, func)
             if guard.copies:
                 guard.check_written(func, args, kwargs)
@@ -417,11 +419,12 @@ class _PartWatch(ThreadMode):
 
 
 in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_part", default=None)
-"""Numbers of the storages that were given to the eager part that this thread runs, if it is
+"""Keys of the storages that were given to the eager part that this thread runs, if it is
 watched: replays give it the same."""
 
 side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", default=None)
-"""Those of the session whose warm-ups and captures this thread runs, if some are in pieces."""
+"""The side doors of the session whose warm-ups and captures this thread runs, if some are in
+pieces."""
 
 
 def refuse_transform(function: Callable[..., Any]) -> None:
@@ -434,16 +437,16 @@ def refuse_transform(function: Callable[..., Any]) -> None:
 
 
 def _memory_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """number of a storage -> a tensor in it, for all tensors and those inside of subclasses. That
+    """key of a storage -> a tensor in it, for all tensors and those inside of subclasses. That
     tensor is empty only if all in the storage are."""
     memory: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         # Parts see each operator: most have plain tensors alone.
-        plain = type(tensor) in tree.BARE and tensor.layout is torch.strided
-        for part in (tensor,) if plain else _parts_of(tensor):
-            number = part.untyped_storage()._cdata
-            if number not in memory or not memory[number].numel():
-                memory[number] = part
+        is_bare = type(tensor) in tree.BARE and tensor.layout is torch.strided
+        for part in (tensor,) if is_bare else _parts_of(tensor):
+            key = part.untyped_storage()._cdata
+            if key not in memory or not memory[key].numel():
+                memory[key] = part
     return memory
 
 
@@ -503,7 +506,7 @@ def operator_break(call: Callable[P, R]) -> Callable[P, R]:
     return splitting
 
 
-# All marked functions have one code in common.
+# The code of `breaking`, which all marked functions share.
 _codes: set[CodeType] = set()
 
 
@@ -517,13 +520,13 @@ def check_traced(codes: Iterable[CodeType]) -> None:
 def check_break(name: str) -> None:
     """Raise `InvalidOptionError` for an operator that cannot be seen, and so would not break."""
     base, _, overload = name.partition(".")
-    # Overloads for named dimensions call another one of the same name.
-    known = {
+    # Overloads for named dimensions do not count: they call another overload.
+    composites = {
         each: _is_composite(f"{base}.{each}" if each else base)
         for each in (schema.overload_name for schema in torch_names.schemas_of_operator(base))
         if overload in ("", each) and "dimname" not in each.lower() and not each.startswith("names")
     }
-    overloads = {each: composite for each, composite in known.items() if composite is not None}
+    overloads = {each: composite for each, composite in composites.items() if composite is not None}
     if not overloads:
         raise InvalidOptionError(
             "no operator of that name is registered",
@@ -542,8 +545,8 @@ def check_break(name: str) -> None:
 
 
 def _is_composite(operator: str) -> bool | None:
-    """Whether an operator has no kernel of its own; None where it is none for tensors: TorchScript
-    has overloads for lists and numbers."""
+    """Whether an operator has no kernel of its own; None if it is not for tensors, as TorchScript's
+    overloads for lists and numbers."""
     try:
         return torch_names.has_kernel(operator, "CompositeImplicitAutograd")
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Graphs by a key of the host's: captured now, replayed by key."""
+"""Graphs for hosts that dispatch by keys of their own: captured by a call, replayed by key."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class KeyedGraphs(Uncopied):
         hooks: SegmentHooks | None = None,
         trials: Callable[[], CallChecks | None] | None = None,
     ) -> None:
-        """In `pool`, by default one of its own; `options` and `hooks` are `GraphWrapper`'s. With
-        `trials=WrapperTrials` each graph has one of its own, and is checked by it as that of a
-        wrapper is; it keeps its forward."""
+        """Graphs are captured in `pool`, by default a new one; `options` and `hooks` are those of
+        `GraphWrapper`. With `trials=WrapperTrials` each graph has one, which checks it as it does a
+        wrapper's; it keeps its forward."""
         check_kind("pool", pool, GraphPool)
         if trials is not None:
             check_callable("trials", trials)
         self.pool = GraphPool() if pool is None else pool
         make, mode = wrapper_class(self.pool.platform), GraphMode.FULL
         self._wrap = partial(make, runtime_mode=mode, pool=self.pool, options=options, hooks=hooks)
-        # What is wrong with the options is said now.
+        # Raises now, not at the first capture, if an option is wrong.
         self._wrap(_destroyed)
         self._new_trials = trials
         self._graphs: dict[Hashable, KeyedGraph] = {}
@@ -66,12 +66,13 @@ class KeyedGraphs(Uncopied):
         descriptor = BatchDescriptor(1, variant=key)
         if is_inside_capture():
             raise NESTED_CAPTURE()
-        # The device's, and no lock besides it: who holds that one may come to drop a graph.
+        # The device's lock, and no second one: a thread that captures, and so has the first, may
+        # drop a graph here, and would wait for the second.
         with self.pool.capture_lock:
             trials = None if self._new_trials is None else self._new_trials()
             wrapper = self._wrap(forward, trials=trials)
             graph = self._captured(key, descriptor, wrapper)
-        # Outside of it: what is told may wait for another thread that captures.
+        # After the lock: `pool.on_capture` may wait for another thread that captures.
         if not graph.is_eager:
             self.pool._captured(wrapper, descriptor)
         return graph
@@ -159,7 +160,7 @@ class KeyedGraph:
         self._wrapper = wrapper
         self._updates: Any = WORST_CASE if self.is_eager else None
         if self.is_eager:
-            # Without a graph, and it ends as the others do.
+            # An entry without a graph, so that it is destroyed with the pool as others are.
             wrapper._graphs.entries[descriptor] = Entry(descriptor, (), outputs, {}, None)
         elif self.trials is None:
             wrapper.runnable = _destroyed
@@ -204,15 +205,15 @@ class KeyedGraph:
         with ForwardContext(GraphMode.FULL, self.descriptor, 0, updates=updates):
             outputs = self._wrapper()
         if self._wrapper.runnable is not _destroyed:
-            # The host may write its own again before the next replay.
+            # A copy: the host may change its own before the next replay.
             self._updates = deepcopy(updates) if isinstance(updates, Mapping) else updates
-        # A wrapper counts eager calls where it is in quarantine alone: it has run its forward now.
+        # Only in quarantine does the wrapper count eager calls: then its forward has run now.
         if self.is_eager or self._wrapper._eager_calls:
             self._wrapper.entries[self.descriptor].outputs = outputs
         return outputs
 
     def destroy(self) -> None:
-        """Destroy it, for who has the pool's turn."""
+        """Destroy it; the caller has the pool's turn."""
         self._wrapper.destroy_graphs(None)
         self._wrapper.runnable = _destroyed
 

@@ -9,24 +9,24 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
-"""What every tensor made from Python data, or from a NumPy array, goes through."""
+"""The operator that returns every tensor made from Python data, or from a NumPy array."""
 
 
 Index: TypeAlias = tuple[slice | torch.Tensor, ...]
 
 
 class Rows(NamedTuple):
-    """The rows of a tensor that an operator will write: their index, and which of its tensors the
-    caller has `chosen`."""
+    """The rows of a tensor that an operator will write: the index `at`, and the tensors in it that
+    have row numbers from the caller, `chosen`."""
 
     at: Index
     chosen: tuple[torch.Tensor, ...] = ()
 
     @property
     def dim(self) -> int:
-        """The first dimension of an indexed tensor that comes of the index."""
+        """At which dimension of `tensor[at]` those of the index tensors begin."""
         places = [at for at, each in enumerate(self.at) if isinstance(each, torch.Tensor)]
-        # Dimensions of indices with others between them come first.
+        # They come first if there are other dimensions between the index tensors.
         return places[0] if places[-1] - places[0] < len(places) else 0
 
 
@@ -35,41 +35,43 @@ WHOLE = Rows(())
 
 
 class OperatorFacts(NamedTuple):
-    """Of one overload: its name; the arguments that it writes, by place and name; how to save only
-    the rows that it writes; whether it is one of torch's own, makes a view and touches no memory,
-    makes no memory, reads nothing of what it writes, says that it draws random numbers, or may be
-    given a generator. A higher-order one, which says nothing of itself, has no name.
-    """
+    """What is known of one overload of an operator."""
 
     name: str
+    """Without the overload; "" for a higher-order operator, which has no schema."""
     writes: tuple[tuple[int, str], ...]
+    """The arguments that it writes, by position and name."""
     rows: Callable[[Sequence[Any]], Rows] | None
+    """Returns the rows that a call will write; None if it may write all."""
     is_aten: bool
     is_view: bool
+    """Whether it reads and writes no memory, as it makes a view or changes a shape."""
     makes_no_memory: bool
     overwrites: bool
+    """Whether it reads nothing of what it writes."""
     draws: bool = False
+    """Whether it says that it draws random numbers."""
     may_draw: bool = False
+    """Whether it may be given a generator."""
 
 
 @cache
 def facts_of(func: Any) -> OperatorFacts:
-    """The facts of an overload; of a higher-order operator, which says nothing, that it writes
-    nothing."""
+    """The facts of an overload. A higher-order operator, which has no schema, counts as one that
+    writes nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return OperatorFacts("", (), None, False, False, False, False, may_draw=True)
     writes, is_aten = writes_of(schema), schema.name.startswith("aten::")
-    aliases = [result.alias_info for result in schema.returns]
+    alias_infos = [result.alias_info for result in schema.returns]
     return OperatorFacts(
         schema.name,
         writes,
         _ROWS.get(schema.name),
         is_aten,
-        schema.name in _TOUCHING or (not writes and any(each is not None for each in aliases)),
-        is_aten and schema.name not in _MAKING and all(each is not None for each in aliases),
-        # Of an operator of the host's own nobody knows whether it reads what it writes; most fill
-        # a buffer anew.
+        schema.name in _RESHAPING or (not writes and any(each is not None for each in alias_infos)),
+        is_aten and schema.name not in _MAKING and all(each is not None for each in alias_infos),
+        # Whether a host's own operator reads what it writes is not known; most fill a buffer anew.
         schema.name in _OVERWRITING
         or any(name == "out" for _, name in writes)
         or (bool(writes) and not is_aten),
@@ -79,12 +81,12 @@ def facts_of(func: Any) -> OperatorFacts:
 
 
 def writes_of(schema: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operator writes, by place and name."""
+    """The arguments that an operator writes, by position and name."""
     return tuple(
         (at, argument.name)
         for at, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
-        # Their schemas do not say so.
+        # The schemas of batch norms do not say that these are written.
         or ("batch_norm" in schema.name and argument.name in ("running_mean", "running_var"))
     )
 
@@ -108,14 +110,14 @@ def indices_of(args: Sequence[Any]) -> int:
 def _by_index(args: Sequence[Any]) -> Rows:
     at = tuple(slice(None) if i is None else _copied(i) for i in args[1])
     chosen = tuple(i for i in at if isinstance(i, torch.Tensor))
-    # How many rows a mask chooses is read on the host.
+    # A mask has no row numbers.
     return Rows(at, () if any(i.dtype is torch.bool for i in chosen) else chosen)
 
 
 def _copied(index: torch.Tensor) -> torch.Tensor:
-    # It may itself be written before the rows are put back.
+    # The index may itself be written before the rows are put back.
     copy = index.clone()
-    # One without dimensions would be taken for a number, which makes a view.
+    # An index without dimensions would be taken for a number, and `tensor[at]` would be a view.
     return copy if copy.dim() or copy.dtype is torch.bool else copy.reshape(1)
 
 
@@ -145,11 +147,11 @@ _ROWS: dict[str, Callable[[Sequence[Any]], Rows]] = {
     **dict.fromkeys(("aten::scatter_", "aten::scatter_add_", "aten::scatter_reduce_"), _by_element),
 }
 
-# These put a storage that is no tensor, or Python data, into one.
+# They bring in memory that no operator made: a storage, or Python data.
 _MAKING = {"aten::set_", "aten::lift_fresh"}
 
-# They change a tensor, and no memory.
-_TOUCHING = {"aten::resize_", "aten::resize_as_", "aten::set_"}
+# They change a tensor's shape or storage, and write no memory.
+_RESHAPING = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 
 _OVERWRITING = {
     f"aten::{name}_"
@@ -163,8 +165,8 @@ _BY_DIM = {
 
 
 def in_bounds(func: Any, args: Sequence[Any]) -> bool:
-    """Whether all indices that an operator of torch is given are inside of their tensor. A run
-    with other numbers may have wrong ones. Waits for the device."""
+    """Whether all indices that an operator of torch is given are inside of their tensor: in a run
+    with made-up numbers they may not be. Waits for the device."""
     name = func._schema.name.partition("::")[2].strip("_")
     indexed: list[tuple[int, Any]] = []
     if name in ("embedding", "embedding_bag"):

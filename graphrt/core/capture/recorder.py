@@ -36,10 +36,12 @@ from graphrt.core.replay.tasks import CapturedTask
 
 
 class Bridges:
-    """Fixed buffers for tensors that come from somewhere else at every step.
+    """Fixed buffers for tensors that have another address at every step, such as results of an
+    eager part, so that graphs can read them.
 
-    There is one buffer per site and tensor, as large as the largest capture needed; smaller
-    captures use a part of it, as only one step runs in a pool at a time.
+    There is one buffer for each tensor of each site (an eager part, or the outputs), as large as
+    the largest capture needed. Smaller captures use a part of it, as only one step runs in a pool
+    at a time.
     """
 
     def __init__(self) -> None:
@@ -54,11 +56,11 @@ class Bridges:
         stays: Callable[[str, torch.Tensor], bool],
         allocate: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
     ) -> tuple[Any, frozenset[str]]:
-        """`result` with its tensors copied to where every step will find them, and the paths of
-        those that `stays(path, tensor)` left where they are, as empty ones are.
+        """Copy the tensors of `result` into fixed memory. Returns the result with the copies, and
+        the paths of tensors that were not copied: empty ones, and those that `stays(path, tensor)`.
 
-        `allocate` gives the memory for a tensor, or None for a buffer of this object. A tensor that
-        is there twice has two places: another step may return two.
+        `allocate` returns memory for a tensor, or None to use a buffer of this object. A tensor
+        that is in the result twice has two copies: at another step it may be two tensors.
         """
         unmoved: set[str] = set()
         fixed: list[torch.Tensor] = []
@@ -78,27 +80,26 @@ class Bridges:
         return tree.map_leaves(lambda _: next(in_order), result), frozenset(unmoved)
 
     def buffer(self, key: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
-        """The buffer of `key` with the shape of `like`; grows if it is too small.
-
-        It has the strides of `like` too, unless elements of that share memory.
+        """A tensor in the buffer of `key` with the shape of `like`; a buffer that is too small is
+        replaced. It has the strides of `like` too, unless elements of that share memory.
         """
         shape, strides = like.shape, separate_strides(like)
-        last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        need = like.element_size() * (1 + last) if like.numel() else 0
+        last_element = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        needed_bytes = like.element_size() * (1 + last_element) if like.numel() else 0
 
-        def placed() -> torch.Tensor:
+        def place() -> torch.Tensor:
             flat = self._buffers.get(key)
-            if flat is None or flat.numel() < need or flat.device != like.device:
+            if flat is None or flat.numel() < needed_bytes or flat.device != like.device:
                 if flat is not None:
-                    # Graphs that were captured with it write and read it still.
+                    # Graphs captured with the old buffer still write and read it.
                     self._outgrown.append(flat)
-                flat = torch.empty(need, dtype=torch.uint8, device=like.device)
+                flat = torch.empty(needed_bytes, dtype=torch.uint8, device=like.device)
                 self._buffers[key] = flat
             typed = torch.empty(0, dtype=like.dtype, device=like.device)
             return typed.set_(flat.untyped_storage(), 0, shape, strides)
 
         # Nothing of this may be recorded, and replays write outside of inference mode too.
-        return unseen(placed)
+        return unseen(place)
 
     def clear(self) -> None:
         self._buffers.clear()
@@ -136,8 +137,8 @@ class Recorder:
         hooks: entry.SegmentHooks | None,
         bake: bool,
     ) -> None:
-        """Of a `call`, whose arguments are `owned` if they were made for it; with `bake` numbers of
-        the host may be those of the capture for ever."""
+        """For one `call`, whose arguments are `owned` if they were made for this capture. With
+        `bake` the graph may keep values of CPU tensors among them."""
         self.pool = pool
         self.context = context
         self.breakable = breakable
@@ -146,17 +147,17 @@ class Recorder:
         self._open: tuple[DeviceGraph, list[CapturedTask]] | None = None
         self._bridges = bridges
         self._hooks = hooks
-        # By the id of a tensor, how entries hold it: a part that is given one tensor twice, or by
-        # two names, is given one at its replays too.
+        # id of a tensor -> (the tensor, how entries hold it): a part that is given one tensor twice
+        # is given one tensor twice at replays too.
         self._aliases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         tensors = tree.tensors(*call)
-        # Tensors outside of the pool: the caller's as they are before the forward, an eager part's
-        # arguments as they are before the part. They must be the same at the end.
+        # Tensors outside of the pool: the caller's before the forward, and arguments of an eager
+        # part before it. At the end of each segment their shapes and addresses must be the same.
         self._places = _Places()
         if not owned:
             self._places.add(tensors)
-        self._around: Mapping[str, Any] = {}
+        self._settings: Mapping[str, Any] = {}
         listed = frozenset(breaks if self.must_break else ())
         for name in listed:
             guard.check_break(name)
@@ -165,11 +166,11 @@ class Recorder:
         constants = Constants(pool) if pins and lifts else None
         check_host = None
         if pool.platform.device_type != "cpu":
-            # The error that asks for another try, which lifts constants.
+            # `PageableCopyError` asks the session for another try, which lifts constants.
             error = PageableCopyError if pins and not lifts else RefusedOpError
-            # No constants of an earlier piece.
-            withheld = [t for t in tensors if not bake and not (constants and constants.take(t))]
-            check_host = guard.host_check(withheld, error, may_draw=transaction.may_draw)
+            # Constants that an earlier piece returned may be read.
+            unreadable = [t for t in tensors if not bake and not (constants and constants.take(t))]
+            check_host = guard.host_check(unreadable, error, may_draw=transaction.may_draw)
         self._guard = guard.CaptureGuard(self, context, listed, check_host, constants, pool._owns)
         self.give(tensors if owned else ())
 
@@ -189,7 +190,8 @@ class Recorder:
         outer = active.get()
         if outer is not None and outer.segment_open:
             raise refusals.NESTED_CAPTURE()
-        # A lock of C: no interrupt comes between taking it and the body, nor before it is released.
+        # The lock is in C: no interrupt comes between taking it and the body, or before its
+        # release.
         with self.pool.capture_lock:
             try:
                 return self._record(body)
@@ -212,18 +214,19 @@ class Recorder:
         enter_under_way(undo, self)
         undo.set(active, self)
         undo.later(partial(setattr, self._guard, "recorder", None))  # each knows the other
-        # A collection may destroy the graphs of others, which no device allows meanwhile.
+        # A garbage collection may destroy other graphs, which no device allows during a capture.
         freeze_garbage(undo, self)
         pool.check_open()
         pool._enter_capture(context)
-        # The capture stream is behind all that was done in the pool. Undone, the caller's stream is
-        # behind the capture, and counts as the last that used the pool: others wait for it.
+        # The capture stream waits for all earlier work in the pool. When that is undone, the
+        # caller's stream waits for the capture, and is the last that used the pool: others wait for
+        # it.
         pool.streams.follow()
         work = None if context.capture is None else context.capture.work
         undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
         pool._expire_outputs()
         undo.after_error(partial(self.discard, depth))
-        self._around = entry.settings_now() if self.breakable else {}
+        self._settings = entry.settings_now() if self.breakable else {}
         self._begin()
         result = body()
         self._end()
@@ -234,8 +237,8 @@ class Recorder:
     def run_eagerly(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """End the segment, run `function`, begin the next segment; returns what readers capture."""
-        # Tensors inside of a transform have no memory to be looked at.
+        """End the segment, run `function`, begin the next segment. Returns its results, with
+        tensors that segments can read at every replay."""
         guard.refuse_transform(function)
         self._end()
         name, call = entry.name_of(function), (args, kwargs)
@@ -245,42 +248,43 @@ class Recorder:
         places.add(tensors)
         # Replays call it with the tensors of the capture.
         kept = tree.map_leaves(self.captured_ref, call)
-        outside = set(map(id, tree.tensors(*kept)))
+        outside_pool = set(map(id, tree.tensors(*kept)))
         called = entry.under_settings(
-            entry.on_copies(function) if can_change(args, kwargs) else function, self._around
+            entry.on_copies(function) if can_change(args, kwargs) else function, self._settings
         )
         memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
         places.check()
-        self._places.add([tensor for tensor in tensors if id(tensor) in outside])
+        self._places.add([tensor for tensor in tensors if id(tensor) in outside_pool])
         strided(result, f"eager break {name}")
         readable, aliased, recorded = unseen(partial(self._readable, result, memory))
         self.give([leaf for path, leaf in tree.leaves(readable) if path not in aliased])
         self.parts.append(entry.EagerPart(called, kept, recorded, aliased))
         copies = _copies(result, readable)
-        # Below a storage that is still alive is one that the part has also kept elsewhere, so this
+        # A storage that is alive below is one that the part has also kept elsewhere, so this
         # reference to it has to go first.
         del result
-        for storage, others in copies.items():
-            if len(others) > 1 or not storage.expired():  # type: ignore[no-untyped-call]
-                self._guard.copies |= dict.fromkeys(map(_memory, others), name)
+        for storage, same_memory in copies.items():
+            if len(same_memory) > 1 or not storage.expired():  # type: ignore[no-untyped-call]
+                self._guard.copies |= dict.fromkeys(map(_memory, same_memory), name)
         self._guard.doors.settle()
         self._begin()
         return readable
 
     def _readable(self, result: Any, memory: set[int]) -> tuple[Any, frozenset[str], Any]:
-        """The results of an eager part where graphs can read them at every replay; the paths of
-        those that stay where they are, in `memory`, which it was given, or in the pool; and the
-        results as its entry keeps them."""
+        """Copy the results of an eager part to where graphs read them at every replay. Returns the
+        results with the copies; the paths of tensors that are not copied, as they are in `memory`
+        that the part was given, or in the pool; and the results as the entry keeps them."""
 
         def stays(path: str, tensor: torch.Tensor) -> bool:
             return tensor.untyped_storage().data_ptr() in memory or self.pool._owns(tensor)
 
-        # Not of all parts: a segment may have operators at one size only.
+        # Among eager parts alone: a segment may be empty at one size, and then is no part.
         site = len([part for part in self.parts if isinstance(part, entry.EagerPart)])
         allocate = self.pooled_like
         readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=allocate)
-        # Readers get strong references, so that liveness is theirs; the entry keeps weak ones.
+        # The forward gets strong references, and decides how long they live; the entry keeps weak
+        # ones.
         return readable, aliased, tree.map_leaves(self._kept_apart, readable)
 
     def bracketed(self, issue: Callable[[], object]) -> Any:
@@ -297,7 +301,7 @@ class Recorder:
         self._open[1].append(task)
 
     def give(self, leaves: Iterable[Any]) -> None:
-        """Note tensors that the forward gets as objects of its own."""
+        """Note tensors of which the forward has the only Python object: see `made`."""
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 self._made[id(leaf)] = weakref.ref(leaf)
@@ -308,7 +312,7 @@ class Recorder:
         return reference is not None and reference() is tensor
 
     def forward_returned(self, result: Any) -> None:
-        """What is captured from here on is none of the forward's operators."""
+        """The forward is over: operators captured from here on are not its own."""
         self.check_read(strided(result), "the forward returns")
         self._guard.issued = None
 
@@ -320,10 +324,10 @@ class Recorder:
 
     def captured_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
-        known = self._aliases.get(id(tensor))
+        noted = self._aliases.get(id(tensor))
         # An eager part may have given it another shape, or other memory.
-        if known and known[0]() is tensor and tree.identity(known[1]) == tree.identity(tensor):
-            return known[1]
+        if noted and noted[0]() is tensor and tree.identity(noted[1]) == tree.identity(tensor):
+            return noted[1]
         # An alias of memory would lose a conjugation that torch has put off.
         if not self.pool._owns(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor
@@ -340,7 +344,7 @@ class Recorder:
     def pooled_like(self, like: torch.Tensor) -> torch.Tensor | None:
         """Pool memory with the shape and dtype of `like`; None where there can be none."""
         platform = self.pool.platform
-        # Only a graph that is captured already keeps the pool alive as long as the entry.
+        # The pool lives as long as the entry only if a graph of the entry is captured already.
         keeps_pool = Capability.ALLOCATE_IN_POOL in platform.capabilities and entry.graphs_of(
             self.parts
         )
@@ -359,7 +363,7 @@ class Recorder:
         if self._hooks is not None:
             self._hooks.before_capture()
         platform = self.pool.platform
-        # First, so that whatever interrupts the rest, there is something to take back.
+        # Noted first, so that `discard` finds it whatever interrupts the rest.
         graph = platform.new_graph()
         self._open = graph, []
         try:
@@ -388,13 +392,13 @@ class Recorder:
             self.parts.append(segment)
         self._open = None
         if recorded and not platform.capture_executes:
-            # A capturing call has the effect of one eager call, and what follows reads its results.
-            # As at a step, no dispatch mode of the capturing call sees what a replay does.
+            # A capturing call has the effect of an eager call, and later parts read its results. As
+            # at a step, no dispatch mode of the caller sees the operators of a replay.
             outside_modes(segment.replay)
 
     def discard(self, depth: int | None = None) -> None:
-        """Discard the captured parts and the open segment, and leave the dispatch modes above
-        `depth` that a failed forward has left. May be called again."""
+        """Discard the captured parts and the open segment, and exit the dispatch modes above
+        `depth` that a failed forward has not exited. May be called again."""
         self._guard.remove()
         captured = entry.graphs_of(self.parts)
         if self._open is not None:
@@ -456,8 +460,9 @@ def strided(result: Any, what: str = "the forward") -> Any:
 
 
 def can_change(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether what is called with these is given containers, and may put anything else into them.
-    Copied at every replay, so not asked of what no copy is made of, such as a module."""
+    """Whether a function called with these arguments gets lists, dicts or dataclasses, whose items
+    it may replace: then each replay passes copies. A module among them is not copied, and not
+    asked."""
     return any(map(_holds_container, (*args, *kwargs.values())))
 
 

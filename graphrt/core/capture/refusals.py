@@ -65,7 +65,7 @@ def user_source() -> Source | None:
     """The innermost frame outside torch and graphrt, or the line that generated code stands for."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # Watches ask at every operator, from deep inside of torch and graphrt.
+        # A `Source` only where needed: watches ask at every operator, deep inside of torch.
         code = frame.f_code
         if _is_users(code.co_filename):
             return Source(code.co_filename, frame.f_lineno, code.co_name)
@@ -78,7 +78,7 @@ def user_source() -> Source | None:
 
 
 def source_of(error: BaseException) -> Source | None:
-    """The innermost such frame that `error` came through."""
+    """The innermost frame outside torch and graphrt that `error` came through."""
     source = None
     trace = error.__traceback__
     while trace is not None:
@@ -93,7 +93,7 @@ def source_of(error: BaseException) -> Source | None:
 
 @cache
 def _is_users(filename: str) -> bool:
-    # contextlib is between a capture and its body.
+    # A frame of contextlib may be between a capture and its body.
     return not filename.startswith(_NOT_THE_USERS) and filename != contextlib.__file__
 
 

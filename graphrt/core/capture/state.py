@@ -53,7 +53,8 @@ class State:
                     expected="an index of its first dimension",
                     advice="State(tensor) for all of it, or rows=slice(0, 4)",
                 ) from None
-        # An index that copies (a list or tensor of rows) must write back into the tensor itself.
+        # Not `tensor[rows]`: of a list or tensor of rows that is a copy, which `restore` must not
+        # write in the tensor's place.
         self.tensor = tensor
         """The tensor that is saved; None for the host's own functions."""
         self._rows = ... if rows is None else rows
@@ -96,5 +97,5 @@ class State:
 
 
 def as_states(states: Iterable[State | torch.Tensor]) -> Sequence[State]:
-    """Tensors wrapped as `State`."""
+    """The states, with tensors among them wrapped as `State`."""
     return [state if isinstance(state, State) else State(state) for state in states]

@@ -27,10 +27,10 @@ from graphrt.core.replay.recording import is_inside_capture, under_way
 
 _FULL = GraphMode.FULL
 _STATIC = -1
-"""Buffers of a wrapper are kept by number: an eager part has its place among the parts, from 0 on,
-and static outputs have this one."""
+"""The site of static outputs among a wrapper's `Bridges`; those of eager parts are 0, 1, ..."""
 
 _EAGERLY = object()
+"""What `_capture` returns for a call that is to run eagerly, after the pool's turn."""
 
 
 @public("graphrt.types")
@@ -41,7 +41,7 @@ class CallChecks(Protocol):
         """A graph is about to be captured."""
 
     def captured(self, wrapper: GraphWrapper, descriptor: BatchDescriptor) -> None:
-        """It was."""
+        """A graph was captured."""
 
     def dropped(self, descriptor: BatchDescriptor | None) -> None:
         """The graph of a descriptor is destroyed, or all of them."""
@@ -53,11 +53,12 @@ class CallChecks(Protocol):
 
 
 class WrapperGraphs:
-    """The entries of a wrapper, by descriptor and by slot, and the buffers between their parts.
+    """What a wrapper has captured: entries by descriptor and by slot, and buffers between their
+    parts.
 
-    An entry is found by its slot once its descriptor and its arguments were looked at: until then,
-    and where arguments are compared at every replay, by its descriptor. Apart from the wrapper,
-    because a class with `__getattr__` loads its own attributes slowly.
+    A step that finds its entry in `by_slot` replays at once. An entry is there only when its
+    arguments need no check any more; other steps look in `entries`. This class is not part of the
+    wrapper, because a class with `__getattr__` loads its own attributes slowly.
     """
 
     def __init__(
@@ -76,17 +77,18 @@ class WrapperGraphs:
         self.checks = options.checks("capture")
         self.always_checks = trials is not None or options.checks("sample")
         self.clones = options.outputs == "clone"
+        # Whether each replay returns new lists and dicts, which the host may change.
         self.fresh_containers = True
         self.mode = mode
         self.read_context = read_context
         self.pool = pool
 
     def replay(self, entry: Entry, context: ForwardContext) -> Any:
-        """Replay an entry in the turn of `context`; returns its outputs. A step that waits for its
-        updates has the pool from then on."""
+        """Replay an entry in the turn of `context`; returns its outputs. If the step waits for its
+        updates, it keeps the pool."""
         pool = self.pool
-        whole = self.mode is _FULL
-        if whole:
+        is_full = self.mode is _FULL
+        if is_full:
             if pool.pieces.replaying is not None:
                 pool._leave_step(context)
             pool.generation += 1
@@ -102,7 +104,7 @@ class WrapperGraphs:
         if entry.graph is not None:
             entry.graph.replay()
         else:
-            owner = entry.launch(context, all_tasks=whole)
+            owner = entry.launch(context, all_tasks=is_full)
             if owner is not None:
                 pool.owner = owner
         if self.clones:
@@ -112,25 +114,25 @@ class WrapperGraphs:
         return entry.outputs
 
     def find_at(self, slot: int, entry: Entry) -> None:
-        """Let steps of this slot find `entry` without looking it up; -1 is no slot."""
+        """Let steps of this slot find `entry` at once, if no check is due; -1 is no slot."""
         if slot >= 0 and not entry.unchecked:
             self.by_slot[slot] = entry
 
     def take(self, descriptor: BatchDescriptor | None) -> Sequence[DeviceGraph]:
-        """The graphs of one descriptor, or of all, which no step finds any more."""
+        """Remove the entry of one descriptor, or all entries; returns their graphs."""
         option_values.check_hashable("descriptor", descriptor)
         keys = list(self.entries) if descriptor is None else [descriptor]
         taken = [self.entries[key] for key in keys if key in self.entries]
         self.by_slot.clear()
         for entry in taken:
-            # By that a runner's step knows that there is nothing to replay any more.
+            # A runner's step that still has the entry sees that there is nothing to replay.
             entry.graph = None
             self.entries.pop(entry.descriptor, None)
         return graphs_of([part for entry in taken for part in entry.parts])
 
     def clear_buffers(self) -> None:
-        """Let go of the buffers if no graph is left: they may lie in the pool, and keep what the
-        graphs had there."""
+        """Let go of the buffers if no graph is left: they may be memory of the pool, and keep
+        it."""
         if not self.entries:
             self.bridges.clear()
 
@@ -191,7 +193,7 @@ class GraphWrapper(errors.Uncopied):
             )
         self.pool = GraphPool(self.platform_name) if pool is None else pool
         self.options = options or GraphOptions()
-        # With graphs off no context is of its mode.
+        # With graphs off it is None, which is no context's mode: all calls run eagerly.
         mode = None if graphs_off() else self.runtime_mode
         self._graphs = WrapperGraphs(mode, self.pool, self.options, read_context, trials)
         self._new_recorder = partial(
@@ -204,7 +206,7 @@ class GraphWrapper(errors.Uncopied):
         self._eager_calls = Counter[Reason]()
         self._sealing = Sealing(self.options)
         self._owner_served = False
-        # Last: a session that is under way has it capture from now on.
+        # Last: a capture session that is under way includes the wrapper from here on.
         self.pool.holders.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +222,7 @@ class GraphWrapper(errors.Uncopied):
             return self.runnable(*args, **kwargs)
         if context.mode is not graphs.mode or (under_way and is_inside_capture()):
             return self.runnable(*args, **kwargs)
-        # A turn of the context, written out: see `in_turn`.
+        # `in_turn`, written out: every step goes through here.
         pool = graphs.pool
         outer = pool.owner
         if outer is not None and outer is not context:
@@ -236,26 +238,26 @@ class GraphWrapper(errors.Uncopied):
                 entry = self._find(context, args, kwargs)
             if entry is not None:
                 outputs = graphs.replay(entry, context)
-                # Inside of `try`, and no `finally`: an interrupt on the way out must not keep it. A
-                # step that waits for its updates keeps the pool.
+                # Not in a `finally`, which an interrupt could end before this line: here `except`
+                # gives the pool back then. A step that waits for its updates keeps it.
                 if pool.owner is context:
                     pool.owner = outer
                 return outputs
             outputs = self._capture(context, args, kwargs)
             pool.owner = outer
-        except BaseException:  # `undoing`, written out: on the way of every step
+        except BaseException:  # `undoing`, written out
             if pool.owner is context:  # a step that waits for its updates keeps the pool
                 pool.owner = outer
             raise
-        # Out of the turn: what the host calls there may step and capture in the pool itself.
+        # After the turn: code of the host may step and capture in the pool itself.
         if outputs is _EAGERLY:
             return self.runnable(*args, **kwargs)
         self._tell_pool(context)
         return outputs
 
     def _find(self, context: ForwardContext, args: Any, kwargs: Any) -> Entry | None:
-        """The entry of a step that its slot does not lead to, with its arguments compared where
-        that is asked for; None where there is none to replay."""
+        """The entry to replay for a step that finds none in `by_slot`, with its arguments compared
+        if that is due; None if there is none."""
         graphs, descriptor = self._graphs, context.descriptor
         if descriptor is None:
             return None
@@ -266,8 +268,8 @@ class GraphWrapper(errors.Uncopied):
         entry = graphs.entries.get(descriptor)
         if entry is None:
             return None
-        again = context.token is not None and entry.captured_in is context.token
-        if again or context.capture is not None:
+        in_its_capture = context.token is not None and entry.captured_in is context.token
+        if in_its_capture or context.capture is not None:
             raise errors.CaptureError(
                 "a wrapper was called for a descriptor that it has captured, in the step that "
                 "captures it, or to capture it a second time",
@@ -279,29 +281,32 @@ class GraphWrapper(errors.Uncopied):
         pieces = self.pool.pieces
         if context.token is pieces.without_graph:
             return None
-        # Without a token nobody knows whether a piece of the same step has run eagerly.
-        is_alone = context.token is None and graphs.mode is not _FULL
-        if entry.unchecked or is_alone:
+        # A context without a token does not tell whether an earlier piece of the step ran eagerly:
+        # arguments are compared at every replay.
+        has_no_token = context.token is None and graphs.mode is not _FULL
+        if entry.unchecked or has_no_token:
             entry.check_arguments(args, kwargs, name_of(self.runnable))
             entry.unchecked = graphs.always_checks
         trials = graphs.trials
         if trials is not None and not trials.may_replay(self, entry, context, args, kwargs):
             self._miss(context)
             return None
-        if not is_alone:
+        if not has_no_token:
             graphs.find_at(context.slot, entry)
         return entry
 
     def _miss(self, context: ForwardContext) -> None:
-        """Note that a piece of a step runs eagerly: no piece behind it is replayed."""
+        """Note that a piece runs eagerly: its results are not where later pieces of the step read
+        them, so none of these is replayed."""
         if context.mode is not _FULL and context.token is not None:
             self.pool.pieces.without_graph = context.token
 
     def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
-        """Capture a call where it may be; returns its result, or `_EAGERLY`, which is counted."""
+        """Capture a call, if that is allowed, and return its result; else count an eager call, and
+        return `_EAGERLY`."""
         graphs, transaction = self._graphs, context.capture
         if context.descriptor in graphs.entries:
-            # Behind a piece that had no graph, and left its results elsewhere: it has none either.
+            # An earlier piece of the step ran eagerly: its results are not where this graph reads.
             self._eager_calls[Reason.MISSING_GRAPH] += 1
             return _EAGERLY
         allowed = transaction is not None or self._sealing.may_capture
@@ -318,15 +323,15 @@ class GraphWrapper(errors.Uncopied):
         entry.unchecked = graphs.checks
         if graphs.trials is not None:
             graphs.trials.captured(self, entry.descriptor)
-        # A lazy entry gets its slot when the next step looks for it: see `_find`.
+        # An entry captured lazily gets its slot at its next step: see `_find`.
         graphs.find_at(-1 if transaction is None else transaction.slot, entry)
         return tree.cloned(result) if graphs.clones else result
 
     @undoing
     def _record(self, undo: Undo, recorder: Recorder, args: Any, kwargs: Any) -> tuple[Entry, Any]:
-        """The entry of a call, which is then among the graphs, and its result. If it raises, the
-        pieces that the same step has captured before are gone too, unless a transaction sees to
-        them."""
+        """Capture a call; returns its entry, which is among `entries` then, and its result. If that
+        raises, pieces that the same step captured before are destroyed too, unless there is a
+        transaction, which does so."""
         pool, context, graphs = self.pool, recorder.context, self._graphs
         descriptor, transaction = context.descriptor, context.capture
         assert descriptor is not None
@@ -356,7 +361,7 @@ class GraphWrapper(errors.Uncopied):
             pool.pieces.hold_loosely(kept for kept, tensor in pairs if kept is not tensor)
         if transaction is not None:
             transaction.add(self, partial(self.destroy_graphs, descriptor))
-        # The one store from which on it is captured.
+        # From this one store on it is captured: an interrupt before it undoes everything.
         graphs.entries[descriptor] = entry
         if transaction is None:
             pool.pieces.captured(self, context)
@@ -454,7 +459,7 @@ class GraphWrapper(errors.Uncopied):
         in_turn(self.pool, "drop()", partial(self.destroy_graphs, descriptor))
 
     def destroy_graphs(self, descriptor: BatchDescriptor | None) -> None:
-        """The same for who has the pool's turn; all of them, if none is named."""
+        """`drop`, by a caller that has the pool's turn; None destroys all graphs."""
         graphs = self._graphs
         self.pool._reset_graphs(graphs.take(descriptor))
         if graphs.trials is not None:

@@ -13,18 +13,19 @@ from graphrt.core.base import tree
 from graphrt.core.base.option_values import told
 
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-"""Of the root mean square: what kernels for another number of rows may make of it in many layers.
-8-bit types count as bfloat16."""
+"""The allowed difference, as a part of the root mean square: kernels for another number of rows
+round otherwise, and layers add that up. 8-bit types count as bfloat16."""
 
 _ROUNDING_OF_FLOAT32 = {"tf32": 1e-2, "bf16": 1e-1}
-"""The same where a setting lets float32 operators round what they read to a shorter format."""
+"""The same for float32, by the shorter format to which a setting lets operators round operands."""
 
-_BY_NAME = {"conv": "convolution", "rnn": "rnn", "lstm": "rnn", "gru": "rnn"}
-"""What is in the names of operators that a setting of their own governs. That of matrix products
-counts for all others: few forwards have none, and kernels of a host's own obey it too."""
+_SETTINGS = {"conv": "convolution", "rnn": "rnn", "lstm": "rnn", "gru": "rnn"}
+"""Part of an operator's name -> the setting that governs its precision. The setting of matrix
+products counts always: few forwards have none, and a host's own kernels obey it too."""
 
 _FLIPPED = 1 / 8
-"""The share of integers that rounding may flip: tokens that a sampler chose of equal ones."""
+"""The share of integers that rounding may change: a sampler then chooses another of equal
+tokens."""
 
 
 _MOST_TOLD = 8
@@ -51,8 +52,8 @@ def difference(got: Any, expected: Any, *, rounded: bool = False) -> Difference 
     ours, theirs = dict(tree.leaves(got)), dict(tree.leaves(expected))
     if ours.keys() != theirs.keys():
         return Difference(f"another structure: {[*ours]}, not {[*theirs]}", float("inf"))
-    apart = map(_of_leaf, ours, ours.values(), map(theirs.get, ours), repeat(rounded))
-    return max(filter(None, apart), key=attrgetter("relative"), default=None)
+    differences = map(_of_leaf, ours, ours.values(), map(theirs.get, ours), repeat(rounded))
+    return max(filter(None, differences), key=attrgetter("relative"), default=None)
 
 
 def rounding_of(
@@ -67,7 +68,7 @@ def rounding_of(
         if dtype.is_floating_point:
             rounding = max(rounding, _ROUNDING.get(dtype, 1e-1))
     names = " ".join(map(str, {*operators}))
-    for part, use in _BY_NAME.items():
+    for part, use in _SETTINGS.items():
         if part in names:
             uses.add(use)
     for use in uses:
@@ -81,27 +82,27 @@ def _of_leaf(path: str, ours: Any, theirs: Any, rounded: bool) -> Difference | N
         # NaN is itself, though not equal to itself.
         if type(ours) is type(theirs) and (ours == theirs or repr(ours) == repr(theirs)):
             return None
-        mine, other = told(ours), told(theirs)
+        got, expected = told(ours), told(theirs)
     elif ours.dtype is not theirs.dtype or ours.shape != theirs.shape:
-        mine, other = (f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs))
+        got, expected = (f"{each.dtype} {tuple(each.shape)}" for each in (ours, theirs))
     # As bytes, so that NaN equals itself and 0.0 does not equal -0.0.
     elif torch.equal(tree.octets(ours), tree.octets(theirs)):
         return None
     else:
         return _of_values(ours, theirs, at, rounded)
-    return Difference(f"{mine}, not {other}{at}", float("inf"))
+    return Difference(f"{got}, not {expected}{at}", float("inf"))
 
 
 def _of_values(ours: torch.Tensor, theirs: torch.Tensor, at: str, rounded: bool) -> Difference:
-    wide = torch.complex128 if ours.is_complex() else torch.float64
-    a, b = ours.detach().to(wide), theirs.detach().to(wide)
-    apart = (a - b).abs()
-    apart[(a == b) | (a.isnan() & b.isnan())] = 0
-    largest = apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
-    count = int((apart != 0).sum())
+    wide_dtype = torch.complex128 if ours.is_complex() else torch.float64
+    a, b = ours.detach().to(wide_dtype), theirs.detach().to(wide_dtype)
+    distances = (a - b).abs()
+    distances[(a == b) | (a.isnan() & b.isnan())] = 0
+    largest = distances.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
+    count = int((distances != 0).sum())
     text = f"{count} of {ours.numel()} values, by at most {largest:.3g}{at}"
     if ours.is_floating_point() or ours.is_complex():
-        # The mean of none is NaN.
+        # NaN without a finite value.
         scale = float(b[b.isfinite()].abs().pow(2).mean().sqrt())
         relative = largest / scale if scale > 0 else float("inf")
         return Difference(text, relative if largest else 0.0)

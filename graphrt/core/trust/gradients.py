@@ -1,5 +1,5 @@
-"""Outputs that say so where `backward` reaches them: graphs, and the eager steps of a runner, have
-no gradients. Which outputs depend on an input is not looked for: all of them do.
+"""Marks the outputs of a runner, so that `backward` raises where it reaches one: graphs, and the
+eager steps of a runner, have no gradients. All outputs count as computed from all inputs.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _ENDS = (
 
 
 def marked(outputs: Any, required: Sequence[torch.Tensor]) -> Any:
-    """The outputs of a step of which the inputs `required` require a gradient: with gradients on
-    `backward` raises where it reaches an output."""
+    """The outputs of a step, such that `backward` raises where it reaches one, if gradients are on.
+    The inputs in `required` require a gradient."""
     is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     if not is_on or not bool(delayed_error):
         return outputs
-    made: dict[int, torch.Tensor] = {}
+    marks: dict[int, torch.Tensor] = {}
 
     def mark(tensor: torch.Tensor) -> torch.Tensor:
         differentiable = tensor.is_floating_point() or tensor.is_complex()
         if type(tensor) is not torch.Tensor or not differentiable:
             return tensor
-        if id(tensor) not in made:
+        if id(tensor) not in marks:
             ending = delayed_error(_ENDS, 1 + len(required))
-            made[id(tensor)] = ending(tensor.detach(), *required)[0]
-        return made[id(tensor)]
+            marks[id(tensor)] = ending(tensor.detach(), *required)[0]
+        return marks[id(tensor)]
 
     return tree.map_leaves(mark, outputs)

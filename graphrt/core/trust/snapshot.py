@@ -1,13 +1,14 @@
-"""The state of a forward: taken once, put back after every run, and compared between runs.
+"""The state of a forward: saved once, put back after every run, and compared between runs.
 
-1. `StateSnapshot(...)` takes what is declared and the generators; `reach` takes Python values.
-   Memory is taken by watches, each piece before its first write.
-2. `restore` puts all of it back, any number of times; `restore_memory` what a replay reads.
-3. `take` keeps what a run has left, and `restore` brings that back; `PythonState.diff` and
-   `SavedWrites.spoilt` compare two.
+1. `StateSnapshot(...)` saves declared state and random generators; `reach` saves Python values.
+   A `Watch` saves memory, each part before a run first writes it.
+2. `restore` puts everything back, any number of times; `restore_memory` only memory and what is
+   declared.
+3. `take` copies the state that a run has left, and `restore` puts that back. `PythonState.diff` and
+   `SavedWrites.spoilt_by_padding` compare what two runs have left.
 
-Each part has `take() -> values` and `restore(values)`, where None are the values of the beginning.
-It does not see state of iterators and of C extensions, nor arrays above 1 MiB.
+Each part has `take() -> values` and `restore(values)`; without values those of the beginning are
+put back. Not saved are the state of iterators and of C extensions, and arrays above 1 MiB.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from graphrt.core.trust.watching.writes import SavedWrites, too_large
 
 
 class Left(NamedTuple):
-    """What a run has left."""
+    """The state that a run has left."""
 
     memory: list[torch.Tensor]
     python: list[Any]
@@ -45,10 +46,11 @@ class Left(NamedTuple):
 
 
 class StateSnapshot:
-    """The state of a forward as it was; runs save in `memory` what they write."""
+    """The state of a forward at one moment, to put it back after runs. What a run writes is added
+    to `memory` before it is written."""
 
     python: PythonState
-    """Once `reach` was called."""
+    """Python values, once `reach` was called."""
 
     def __init__(
         self,
@@ -58,8 +60,8 @@ class StateSnapshot:
         declared: Collection[State | torch.Tensor] = (),
         sums: bool = True,
     ) -> None:
-        """Raises `StateTooLargeError` if what is declared takes more than `limit_bytes`; nothing is
-        saved then."""
+        """Raises `StateTooLargeError` if declared state takes more than `limit_bytes`; then nothing
+        is saved."""
         states = as_states(declared) if declared else []
         total = sum(map(attrgetter("bytes"), states))
         if total > limit_bytes:
@@ -69,25 +71,25 @@ class StateSnapshot:
         self.generators = Generators(device_type)
 
     def reach(self, places: Places) -> None:
-        """Take what the Python side of the forward holds."""
+        """Save the Python values, and the generators, that a walk has found."""
         for generator in places.generators:
             self.generators.note(generator)
         self.python = PythonState(places)
 
     def take(self) -> Left:
-        """What is there now, out of the reach of later runs; not what is declared."""
+        """Copies of the state now, but for declared state: later runs do not change them."""
         return Left(self.memory.take(), self.python.take(), self.generators.take())
 
     def restore(self, left: Left | None = None) -> None:
-        """Put back what was there at first, or what a run has left."""
+        """Put back the state of the beginning, or that which a run has left."""
         memory, python, generators = (None, None, None) if left is None else left
         self.memory.restore(memory)
         self.generators.restore(generators)
         self.python.restore(python)
 
     def restore_memory(self) -> None:
-        """Put back what tensors held, and what is declared; the first error of the host's own
-        functions is raised when all is done."""
+        """Put back memory and declared state. The first error of the host's own functions is raised
+        when all is done."""
         Undo([self.memory.restore, *reversed(self._declared)]).now()
 
 
@@ -97,59 +99,58 @@ _FIRST = itemgetter(0)
 
 
 class Generators:
-    """The states of generators before a run: torch's defaults of the CPU and of one device,
-    Python's, NumPy's, and those that `note` was given before their first use."""
+    """The states of random generators: torch's default ones of the CPU and of one device, Python's,
+    NumPy's, and those that `note` was given before their first use."""
 
     def __init__(self, device_type: str) -> None:
-        self._kept: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
+        self._saved: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
         self._noted: list[Any] = []
-        self._keep(torch.get_rng_state, torch.set_rng_state)
+        self._save(torch.get_rng_state, torch.set_rng_state)
         if device_type != "cpu":
             device = torch.get_device_module(device_type)
             if hasattr(device, "get_rng_state"):
-                self._keep(device.get_rng_state, device.set_rng_state)
-        self._keep(random.getstate, random.setstate)
+                self._save(device.get_rng_state, device.set_rng_state)
+        self._save(random.getstate, random.setstate)
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
-            self._keep(numpy.get_state, numpy.set_state)
+            self._save(numpy.get_state, numpy.set_state)
 
     def note(self, generator: Any) -> None:
-        """Keep a generator of the forward's own as it is now, unless it is kept already: one of
-        torch's, Python's or NumPy's."""
+        """Save the state of a generator that the forward has itself, unless it is saved already."""
         if any(generator is each for each in self._noted):
             return
         self._noted.append(generator)
         if isinstance(generator, random.Random):
-            self._keep(generator.getstate, generator.setstate)
+            self._save(generator.getstate, generator.setstate)
         elif hasattr(generator, "bit_generator"):
             bits = generator.bit_generator
-            self._keep(lambda: bits.state, lambda state: setattr(bits, "state", state))
+            self._save(lambda: bits.state, lambda state: setattr(bits, "state", state))
         else:
-            self._keep(generator.get_state, generator.set_state)
+            self._save(generator.get_state, generator.set_state)
 
     def note_given(self, values: Iterable[Any]) -> None:
-        """Keep the generators among the arguments of an operator."""
+        """Save those of the generators among the arguments of an operator."""
         for value in values:
             if isinstance(value, torch.Generator):
                 self.note(value)
 
     def take(self) -> list[Any]:
-        """The states now."""
-        return [*map(call, map(_FIRST, self._kept))]
+        """The states at this moment."""
+        return [*map(call, map(_FIRST, self._saved))]
 
     def have_drawn(self, states: Sequence[Any], since: Sequence[Any] | None = None) -> bool:
-        """Whether a run that left these states has drawn other numbers than one that left `since`,
-        or any at all."""
-        then = [was for *_, was in self._kept] if since is None else since
-        return unseen(lambda: not all(map(_same_state, then, states)))
+        """Whether a run that left these states has drawn other numbers than one that left `since`;
+        without `since`, whether it has drawn any."""
+        before = [was for *_, was in self._saved] if since is None else since
+        return unseen(lambda: not all(map(_same_state, before, states)))
 
     def restore(self, states: Sequence[Any] | None = None) -> None:
-        """Let all of them go on from where they were at first, or from what `take` returned."""
-        for at, (_, put, was) in enumerate(self._kept):
+        """Put back the states of the beginning, or those that `take` returned."""
+        for at, (_, put, was) in enumerate(self._saved):
             put(states[at] if states is not None and at < len(states) else was)
 
-    def _keep(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        self._kept.append((get, put, get()))
+    def _save(self, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self._saved.append((get, put, get()))
 
 
 def _same_state(ours: Any, theirs: Any) -> bool:
@@ -162,7 +163,7 @@ def _same_state(ours: Any, theirs: Any) -> bool:
 # What it holds in Python --------------------------------------------------------------------------
 
 Changes = Mapping[str, tuple[Any, Any]]
-"""By path, the values at two times, or of two runs."""
+"""path -> (before, after), or (of one run, of another)."""
 
 _MOST_ITEMS = 4096
 _MOST_ARRAY_BYTES = 1 << 20
@@ -174,17 +175,17 @@ _ROUNDED = 1e-2
 """Tensors count as the same up to this difference, relative to their root mean square."""
 
 
-def _give_back(held: torch.Tensor, memory: torch.Tensor, address: object) -> None:
+def _set_memory(held: torch.Tensor, memory: torch.Tensor, address: object) -> None:
     if address == memory.data_ptr():
         held.data = memory.detach()
 
 
-MEMORY = Way(lambda held, memory: held.data_ptr(), _give_back, eq)
-"""Where the memory of a tensor is, which `set_` and `.data =` change; and the memory that it had,
-which lives on, so that its address is nobody else's."""
+MEMORY = Way(lambda held, memory: held.data_ptr(), _set_memory, eq)
+"""The address of a tensor's memory, which `set_` and `.data =` change. The place's key is an alias
+of the first memory: it keeps that alive, so that no other memory gets its address."""
 
 
-def _memory_of(places: Places) -> list[Place]:
+def _memory_places(places: Places) -> list[Place]:
     # A subclass may have no detach() of the ordinary kind.
     return [
         Place(place, "", MEMORY, held, held.detach())
@@ -194,30 +195,29 @@ def _memory_of(places: Places) -> list[Place]:
 
 
 class PythonState:
-    """The Python values that a forward reaches: numbers, which tensor or object is where, what is
-    in containers and in NumPy's arrays, and the memory of its tensors. `was` has them as at first,
-    in the order of `slots`."""
+    """The Python values that a forward reaches: plain values, which object or tensor each slot has,
+    the contents of containers and of NumPy's arrays, and which memory tensors have. `was` has the
+    values of the beginning, in the order of `slots`."""
 
     def __init__(self, places: Places, *, baked: bool = False) -> None:
-        """`baked`: only what a capture may have baked in, which is cheap to compare: the lengths of
-        containers in place of their contents, which class and `__dict__` objects have, and no
-        tensors."""
+        """With `baked`, only what a capture may have baked in and is cheap to compare: lengths of
+        containers in place of contents, which class and `__dict__` objects have, no tensors."""
         # Holders first: `restore` puts an old container back before what was in it.
-        held, contents = [*map(_FIRST, places.objects)], []
-        held += map(_FIRST, places.outline if baked else (*places.arrays, *places.tensors))
+        objects, content = [*map(_FIRST, places.objects)], []
+        objects += map(_FIRST, places.outline if baked else (*places.arrays, *places.tensors))
         for place, items in places.containers:
             if baked or len(items) <= _MOST_ITEMS:
                 way = slots.LENGTH if baked else slots.CONTENTS
-                contents.append(Place(place, "", way, items, slots.base_of(items)))
+                content.append(Place(place, "", way, items, slots.base_of(items)))
         for place, array in places.arrays:
             # Arrays of objects are neither compared nor put back, nor are read-only ones.
             is_put_back = array.flags.writeable and array.dtype != object
             if array.nbytes <= (_MOST_BAKED_BYTES if baked else _MOST_ARRAY_BYTES) and (
                 baked or is_put_back
             ):
-                contents.append(Place(place, "", slots.ARRAY, array))
-        memory = [] if baked else outside_modes(partial(_memory_of, places))
-        self.slots = (*held, *places.numbers, *contents, *memory)
+                content.append(Place(place, "", slots.ARRAY, array))
+        memory = [] if baked else outside_modes(partial(_memory_places, places))
+        self.slots = (*objects, *places.numbers, *content, *memory)
         self._getters = slots.getters(self.slots[: len(self.slots) - len(memory)])
         self._getters += [partial(torch.Tensor.data_ptr, slot.holder) for slot in memory]
         self.numbers: Sequence[Place] = places.numbers
@@ -225,11 +225,11 @@ class PythonState:
         self.was = self.take()
 
     def take(self) -> list[Any]:
-        """What is there now."""
+        """The values at this moment."""
         return [*map(call, self._getters)]
 
     def restore(self, values: Sequence[Any] | None = None) -> None:
-        """Put back what was there at first, or what `take` has returned."""
+        """Put back the values of the beginning, or those that `take` returned."""
         wanted = self.was if values is None else values
         for slot, get, value in zip(self.slots, self._getters, wanted, strict=True):
             if slot.way.set is None or (value is MISSING and slot.way is not slots.DEFAULT):
@@ -239,16 +239,16 @@ class PythonState:
                 put_back(slot, value)
 
     def begin(self, values: Sequence[Any], numbers: Mapping[str, Any]) -> None:
-        """Put back what `take` has returned, and then other numbers at these paths: where one is in
-        a dict, the contents of that have been put back before."""
+        """Put back what `take` returned, and then other numbers at these paths. In the other order
+        the contents of a dict would replace the numbers in it."""
         self.restore(values)
         for slot in self.numbers if numbers else ():
             if slot.path in numbers:
                 put_back(slot, numbers[slot.path])
 
     def much_later(self, now: Sequence[Any]) -> list[Any] | None:
-        """What would be there after many more runs like the one that left `now`; None if that can
-        be told of no slot."""
+        """Likely values after many more runs like the one that left `now`; None if they can be told
+        of no slot."""
         values = [*now]
         for at, slot in enumerate(self.slots):
             is_dict = slot.way is slots.CONTENTS and isinstance(slot.holder, dict)
@@ -258,19 +258,19 @@ class PythonState:
         return None if all(map(is_, values, now)) else values
 
     def changed(self, was: Sequence[Any], now: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
-        """What is another value now, by identity."""
+        """path -> (before, after), for the slots whose value has changed."""
         return {self.slots[at].path: (was[at], now[at]) for at in self.moved_slots(was, now)}
 
     def are_same(self, was: Sequence[Any], now: Sequence[Any]) -> bool:
-        """Whether no slot holds another object, or has another value where it makes one whenever it
-        is asked: a model with sets would be taken for a changed one at every look."""
+        """Whether each slot has the same object. A slot whose object is made at each look (`anew`)
+        is compared by value: else a model with sets would count as changed at every look."""
         return all(map(is_, was, now)) or all(
             before is after or (slot.way.anew and slot.way.same(before, after))
             for slot, before, after in zip(self.slots, was, now, strict=True)
         )
 
     def moved_slots(self, was: Sequence[Any], now: Sequence[Any]) -> list[int]:
-        """The slots in which another value is now."""
+        """The indices of the slots whose value has changed."""
         return [
             at
             for at, (before, after) in enumerate(zip(was, now, strict=True))
@@ -278,20 +278,23 @@ class PythonState:
         ]
 
     def diff(self, ours: Sequence[Any], theirs: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
-        """Where two runs have left other values, which are compared by what is in them."""
+        """path -> (ours, theirs), where two runs have left different values. Objects and containers
+        are compared by what is in them."""
         differing: dict[str, tuple[Any, Any]] = {}
-        for slot, mine, other in zip(self.slots, ours, theirs, strict=True):
+        for slot, our_value, their_value in zip(self.slots, ours, theirs, strict=True):
             # Memory that a run makes is at another address in each run.
-            if slot.way is MEMORY or _alike(mine, other):
+            if slot.way is MEMORY or _alike(our_value, their_value):
                 continue
             if slot.way is slots.CONTENTS:
-                mine, other = (slots.entries(slot.holder, items) for items in (mine, other))
-            differing.setdefault(slot.path, (mine, other))
+                our_value, their_value = (
+                    slots.entries(slot.holder, items) for items in (our_value, their_value)
+                )
+            differing.setdefault(slot.path, (our_value, their_value))
         return differing
 
     def rebound(self, now: Sequence[Any], used: Collection[int | None]) -> list[str]:
-        """Where a run that has just ended has put another tensor in the place of one that it had
-        `used`, by the keys of storages."""
+        """The paths where the run that has just ended put another tensor in the place of one that
+        it had read. `used` are the keys of the storages that it read."""
         replaced: dict[str, int | None] = {}
         for at in self.moved_slots(self.was, now):
             slot, was = self.slots[at], self.was[at]
@@ -300,14 +303,14 @@ class PythonState:
                 replaced[slot.path] = tree.storage_key(held)
         if not replaced:
             return []
-        # A slot may begin with a tensor that another slot holds too, and still holds: a normalized
-        # weight with the weight itself. The run has read that one, not the replaced slot.
-        stays = {
+        # The slot of a normalized weight may begin with the weight itself, which another slot still
+        # holds: the run has read that slot, not the replaced one.
+        still_held = {
             tree.storage_key(was)
             for was, value in zip(self.was, now, strict=True)
             if value is was and isinstance(was, torch.Tensor)
         }
-        return [path for path, key in replaced.items() if key in used and key not in stays]
+        return [path for path, key in replaced.items() if key in used and key not in still_held]
 
 
 def put_back(slot: Place, value: object) -> None:
@@ -321,7 +324,7 @@ def put_back(slot: Place, value: object) -> None:
 
 
 def step_of(was: Any, now: Any) -> Any:
-    """By how much a number was moved; None for what is none."""
+    """By how much a number has changed (a bool by 1); None for anything but numbers."""
     if isinstance(was, bool) and isinstance(now, bool):
         return 1
     if type(was) is not type(now) or not isinstance(was, int | float):
@@ -335,8 +338,9 @@ def further(was: Any, now: Any, steps: int) -> Any:
 
 
 def much_later(was: Any, now: Any) -> Any:
-    """What a text or the items of a list are after many runs more like the one that made `now` of
-    `was`: far longer, or empty; a tuple has its numbers moved on. None where nobody can tell."""
+    """What a text, tuple or list is likely to be after many runs like the one that made `now` of
+    `was`: far longer, or empty; of a tuple, numbers are moved on. None where that cannot be
+    told."""
     if type(was) is not type(now) or not isinstance(now, str | bytes | tuple | list):
         return None
     was, now = cast(tuple[Any, ...], was), cast(tuple[Any, ...], now)
@@ -356,10 +360,10 @@ def much_later(was: Any, now: Any) -> Any:
 
 def described(changes: Changes, text: str = "{path} = {0}, then {1}") -> str:
     """Changes in words; of two runs, with another `text`."""
-    return listed([text.format(*map(_told, both), path=path) for path, both in changes.items()])
+    return listed([text.format(*map(_in_words, both), path=path) for path, both in changes.items()])
 
 
-def _told(value: object) -> str:
+def _in_words(value: object) -> str:
     return "nothing" if value is MISSING else told(value)
 
 
@@ -367,7 +371,7 @@ def _told(value: object) -> str:
 
 
 def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
-    """Whether it holds plain values alone: no tensor, and nothing that is not known."""
+    """Whether a value is plain, or a container or an object that holds plain values alone."""
     if shape_of(type(value)).kind is Kind.PLAIN or is_array(type(value)):
         return True
     is_set = shape_of(type(value)).base in (set, frozenset)
@@ -376,14 +380,14 @@ def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
 
 
 def _alike(ours: Any, theirs: Any, depth: int = _DEEPEST) -> bool:
-    """Whether two runs have left the same. Objects of which nothing is known count as the same."""
+    """Whether two values have equal contents. Objects that no walk enters count as equal."""
     if ours is theirs or depth == 0:
         return True
-    mine, other = _members(ours), _members(theirs)
-    if type(ours) is not type(theirs) or mine is None or other is None:
+    our_members, their_members = _members(ours), _members(theirs)
+    if type(ours) is not type(theirs) or our_members is None or their_members is None:
         return _same_leaf(ours, theirs)
-    return len(mine) == len(other) and all(
-        _alike(*pair, depth - 1) for pair in zip(mine, other, strict=True)
+    return len(our_members) == len(their_members) and all(
+        _alike(*pair, depth - 1) for pair in zip(our_members, their_members, strict=True)
     )
 
 
@@ -402,8 +406,8 @@ def _same_leaf(ours: Any, theirs: Any) -> bool:
 
 
 def _members(value: Any) -> list[Any] | None:
-    """What a container but a set, or an object holds, of a dict and of attributes as pairs; None
-    for what is neither."""
+    """The items of a container, or the attributes of an object; pairs, of a dict and an object.
+    None for a set, and for anything else."""
     shape = shape_of(type(value))
     if shape.kind is Kind.OBJECT:
         held = {} if shape.dict_of is None else dict(shape.dict_of(value))

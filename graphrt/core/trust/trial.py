@@ -1,10 +1,11 @@
-"""Trying a graph: one step by replay and several times eagerly, all from the same state.
+"""Tries a graph: runs a step by replay and several times eagerly, each time from the same state,
+and compares what the runs return and leave.
 
-1. `Trial._judge` makes the runs. Where ranks try a step together, all make the same runs in the
-   same order, whatever these give: else one would wait for ever in a collective of another. After
-   each run the state is put back.
-2. Each question about them is a method `_judge_...`; the words of its answer are in `verdict.py`.
-3. The last run is eager, and its effects stay: it is the step that the host asked for.
+1. `Trial._judge` makes the runs, and puts the state back after each. Ranks that try a step together
+   make the same runs in the same order, whatever these give: else one would wait for ever in a
+   collective of a run that another does not make.
+2. Each question about the runs is a method `_judge_...`; `verdict.py` has the errors.
+3. One eager run is made last, and its effects stay: it is the step that the host asked for.
 """
 
 from __future__ import annotations
@@ -40,69 +41,75 @@ _SPREADS = 4
 """A replay may differ from eager by this many times the difference of two eager runs."""
 
 _RUNS = 8
-"""The usual most of runs in a trial, each of which saves rows that index writes touch."""
+"""How many runs a trial has at most, as a rule. Each saves the rows that its index writes touch, so
+together they may take as many times the limit."""
 
 _STEPS_AFTER = 4
-"""Steps after a padded one that may show what it has left in Python: a value may go another way
-round before it reaches an output."""
+"""How many steps are run after a padded one, to see whether an output depends on what it left in
+Python: a value may take several steps to reach one."""
 
 _NEXT_RUNS = 3
-"""Runs that each begin with the Python state that the one before left: a list may be emptied at
-every third run."""
+"""How many runs in a row each begin with the Python state that the run before left: a list may be
+emptied at every third run."""
 
-_STEPS = (1, 999_983, -999_983)
-"""How far Python numbers that a run moves are moved further, in steps of that run."""
+_MULTIPLES = (1, 999_983, -999_983)
+"""How far a Python number that a run changes is moved on: by so many times that change."""
 
-_NONE: Mapping[str, Any] = MappingProxyType({})
+_NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
 
 _Start: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
-"""What a run finds in Python: values as a run has left them, and numbers that were moved since."""
+"""The Python state in which a run begins: values that another run left, and, by path, numbers that
+are put in place of some of them."""
 
 _IGNORED_CALLERS = ("torch", "graphrt")
-"""Packages whose questions for the gradient mode are no branch of the forward: entering `no_grad`
-asks too. Where torch's own layers branch on it, the results differ by rounding only."""
+"""Packages that may ask for the gradient mode without a branch of the forward, as `no_grad` does
+when it is entered. Where torch's own layers branch on the mode, results differ by rounding only."""
 
 
 Rows = Literal["padded", "padding", "disturbed", "alone"]
-"""Of an eager run: those of the graph; nothing but padding, as in a warm-up; padding that holds
-live rows, in all inputs whose padding addresses nothing; or the live rows alone."""
+"""Which rows an eager run has. "padded": live rows and padding, as the graph has. "padding":
+padding alone, as a warm-up has. "disturbed": as "padded", but padding rows hold values of live
+rows, except in inputs whose padding is an address. "alone": live rows without padding."""
 
 
 class TriedStep:
-    """One step that can be run again and again; each run returns copies of the live outputs."""
+    """A step that a trial runs several times, for a runner (`StepRuns`) or a wrapper
+    (`WrapperStep`). Each run returns copies of the live outputs."""
 
     forward: Any
-    """What graphs stand for: its Python side is put back after each run."""
+    """The callable that was captured: its Python values are put back after each run."""
     inputs: frozenset[int] = frozenset()
     """The addresses of the storages of its inputs."""
     sizes: Sequence[tuple[int, int]] = ()
-    """Padded and live tokens, and requests; none where all are live, or live rows may depend on
-    padding."""
+    """(padded, live) of tokens, then of requests. Empty if there is no padding, or if the host says
+    that live rows may depend on it."""
     pads: Sequence[int] = ()
-    """Rows that only padding addresses: runs with and without it may leave other values there."""
+    """Rows of state that only padding addresses: there runs with and without padding may differ."""
     has_gradients = False
     """Whether its caller has gradients on."""
     has_metadata = False
-    """Whether operators may be given numbers of its metadata."""
+    """Whether the host has metadata for its steps: numbers of it may be arguments of operators."""
     together = False
-    """Whether other ranks try the step too, on other values: then no run depends on results."""
+    """Whether other ranks try their part of the step now. Results differ from rank to rank, so
+    which runs are made must not depend on them."""
 
     def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
-        """The forward under `watch`, on such `rows`; of "alone" None where all are live."""
+        """Run the forward under `watch`, on these `rows`."""
         raise NotImplementedError
 
     def with_gradients(self, watch: Watch, inference: bool) -> Any:
-        """`eager`, where torch reports that gradients are on, and `inference` mode as on or off: a
-        forward may branch on them, and a graph has one branch."""
+        """`eager`, with torch reporting that gradients are on, and inference mode as `inference`
+        says: a forward may branch on either, and a graph has one branch."""
         return self.eager(watch)
 
     def replay(self) -> Any:
-        """The graph on the padded inputs."""
+        """Replay the graph on the padded inputs."""
         raise NotImplementedError
 
 
 class Run(NamedTuple):
-    """One run: its live outputs, and what it has left."""
+    """One run of a step: its live outputs, the state that it left, and the watch that saw it (a
+    replay has that of the first eager run)."""
 
     outputs: Any
     left: snapshot.Left
@@ -111,8 +118,8 @@ class Run(NamedTuple):
 
 @dataclass
 class Trial:
-    """Tries one step of one graph: compares its runs with one another, and with the operators that
-    the warm-up of its kind issued. With strict options a failed trial leaves no effects.
+    """One trial of one graph. It compares runs of one step with one another, and with the operators
+    that the warm-up of the kind issued. With strict options a failed trial leaves no effects.
     """
 
     step: TriedStep
@@ -126,12 +133,12 @@ class Trial:
         self._has_parts = record.mode is GraphMode.PIECEWISE
         # Whether the warm-up had the size of this graph.
         self._same_size = warm is not None and warm.tokens == record.descriptor.num_tokens
-        # Each run saves the rows that its index writes touch; all of them count for one limit.
+        # Rows that index writes touch are saved anew in each run, all in one snapshot.
         limit_bytes = self.options.state_limit(platform) * _RUNS
         self._state = snapshot.StateSnapshot(platform.device_type, limit_bytes, sums=False)
         self._state.reach(places_of(self.step.forward))
         self._verdict = verdicts.Verdict()
-        # The first operator that the capture issued otherwise than eager runs, as text; "": none.
+        # The first operator that the capture has and eager runs do not, as text; "" without one.
         self._another_way = ""
 
     @undoing
@@ -145,38 +152,39 @@ class Trial:
         return self._verdict
 
     def _judge(self) -> None:
+        """Make the runs, put the state back after each, and ask the questions about them."""
         step, state, verdict = self.step, self._state, self._verdict
-        # Padded and live tokens, if there is a run without padding to compare with.
+        # Padded and live tokens; None if no run can differ in padding.
         rows = step.sizes[0] if step.sizes else None
-        first = self._watch(rows=rows, keeps_sources=True, compared=True)
-        outputs, asked = _asked_in(partial(step.eager, first))
-        eager, used = Run(outputs, state.take(), first), first.uses
+        first_watch = self._watch(rows=rows, keeps_sources=True, compared=True)
+        outputs, asks_modes = _asks_modes(partial(step.eager, first_watch))
+        eager, used = Run(outputs, state.take(), first_watch), first_watch.uses
         self._eager = eager
         rebound = state.python.rebound(eager.left.python, used)
         state.restore()
-        # A run of padding comes between: if the replay needed something that the eager run left in
-        # memory that is not saved, it would find the padding's instead.
+        # Between the eager run and the replay, a run of padding. If the replay reads memory that is
+        # not saved, it finds padding's values there, not those of the eager run, and differs.
         step.eager(self._watch(), "padding")
         state.restore()
-        replayed = Run(step.replay(), state.take(), first)
+        replayed = Run(step.replay(), state.take(), first_watch)
         state.restore()
-        alone, compared = (None, None) if rows is None else self._padding(rows)
+        unpadded, other_padding = (None, None) if rows is None else self._padding_runs(rows)
         dtypes = map(attrgetter("dtype"), used.values())
         precision = self.platform.float32_precision
-        self._rounding = rounding_of(dtypes, first.trace.overloads(), precision)
-        verdict.asks = asked and self._depends_on_modes()
+        self._rounding = rounding_of(dtypes, first_watch.trace.overloads(), precision)
+        verdict.asks = asks_modes and self._depends_on_modes()
         moved = state.python.changed(state.python.was, eager.left.python)
-        numbers = self._numbers(moved)
-        # Rebound tensors are a failure of their own, below.
+        numbers = self._movable_numbers(moved)
+        # A replaced tensor fails as `REBOUND` below.
         if moved or numbers:
             self._judge_moved({} if rebound else moved, numbers)
-        last = self._watch()
-        again = Run(step.eager(last), state.take(), last)
+        last_watch = self._watch()
+        again = Run(step.eager(last_watch), state.take(), last_watch)
         verdict.outputs = again.outputs
-        self._judge_constants(first, last)
+        self._judge_constants(first_watch, last_watch)
         if rebound:
             self._fail(verdicts.REBOUND, ", ".join(rebound))
-        self._note_another_way(first)
+        self._note_another_way(first_watch)
         spread = difference(again.outputs, eager.outputs)
         self._rounding = max(self._rounding, 1e-6)
         if self._has_parts and (spread is not None or step.together):
@@ -186,21 +194,22 @@ class Trial:
             before, after, by_replay = _memory(eager, again, replayed)
             where, how = " in the state that it writes", "leave different state"
             self._judge_replay(where, how, difference(after, before), after, by_replay)
-        self._judge_change(first.trace)
-        if compared is not None:
-            self._judge_python(again, compared)
-            self._judge_padding(compared)
-        self._leave_what_was_asked(alone)
+        self._judge_change(first_watch.trace)
+        if other_padding is not None:
+            self._judge_python(again, other_padding)
+            self._judge_padding(other_padding)
+        self._leave_asked_step(unpadded)
 
-    def _leave_what_was_asked(self, alone: Run | None) -> None:
-        """Leave the step that the host asked for, if the last run was another one: after a failure
-        the run without padding; else one under the caller's modes, if results depend on them."""
+    def _leave_asked_step(self, unpadded: Run | None) -> None:
+        """Leave the effects of the step that the host asked for, where the last run was another
+        one. After a failure that is the run without padding. If results depend on gradient and
+        inference modes, it is a run under the caller's."""
         step, state, verdict = self.step, self._state, self._verdict
-        if alone is not None and verdict.failure is not None:
-            # The step as it is without graphs. Not run again: ranks whose trial passed would make
-            # no such run, and a collective in it would wait for them.
-            state.restore(alone.left)
-            verdict.outputs = alone.outputs
+        if unpadded is not None and verdict.failure is not None:
+            # That run is not made again: ranks whose trial passed would make no such run, and a
+            # collective in it would wait for them.
+            state.restore(unpadded.left)
+            verdict.outputs = unpadded.outputs
         elif verdict.asks and step.has_gradients:
             state.restore()
             inference = torch.is_inference_mode_enabled()
@@ -208,26 +217,28 @@ class Trial:
 
     # Runs ----------------------------------------------------------------------------------------
 
-    def _watch(self, *, compared: bool = False, **more: Any) -> Watch:
+    def _watch(self, *, compared: bool = False, **options: Any) -> Watch:
         memory, generators = self._state.memory, self._state.generators
-        more |= {"compared": compared, "reads_arrays": self.platform.device_type == "cpu"}
-        return Watch(self.step.inputs, memory, generators=generators, **more)
+        options |= {"compared": compared, "reads_arrays": self.platform.device_type == "cpu"}
+        return Watch(self.step.inputs, memory, generators=generators, **options)
 
     def _extra_run(
         self, how: str, call: Callable[[Watch], Any], start: _Start | None = None, **watch: Any
     ) -> Run | None:
-        """Make a run beyond the host's step, which finds in Python what `start` has, and put the
-        state back. An error is noted as `how` and is no failure: returns None. A run that leaves
-        the operators that it `follows` has a `Deviation` in place of outputs."""
-        seen = self._watch(**watch)
+        """Make a run for comparison, with the Python state `start`, and put the state back.
+
+        An error is no failure of the graph: it is noted, after `how`, and None is returned. With
+        the option `follows` of a `Watch` the run ends where it deviates: then its outputs are that
+        `Deviation`."""
+        run_watch = self._watch(**watch)
         try:
             if start is not None:
                 self._state.python.begin(*start)
             try:
-                outputs = call(seen)
+                outputs = call(run_watch)
             except Deviation as deviation:
                 outputs = deviation
-            return Run(outputs, self._state.take(), seen)
+            return Run(outputs, self._state.take(), run_watch)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -236,19 +247,19 @@ class Trial:
         finally:
             self._state.restore()
 
-    def _padding(self, rows: tuple[int, int]) -> tuple[Run | None, Run | None]:
-        """The run without padding, and the run that shows whether live rows depend on padding.
+    def _padding_runs(self, rows: tuple[int, int]) -> tuple[Run | None, Run | None]:
+        """The run without padding, and the run to compare live rows with, whose padding differs.
 
-        Both are one run, unless the step draws random numbers: fewer rows would draw others. Then
-        the second is a run with changed padding rows, or None if that draws other numbers too.
+        Both are one run, unless the step draws random numbers: a run with fewer rows draws others.
+        Then the second has changed padding rows; it is None if it draws other numbers all the same.
         """
         run, live = self.step.eager, (rows[1], rows[1])
         generators, drawn = self._state.generators, self._eager.left.generators
-        # It may be made for the sizes of graphs alone.
+        # A forward that runs at the sizes of graphs alone raises here.
         how = "does not run without padding"
-        alone = self._extra_run(how, partial(run, rows="alone"), rows=live, compared=True)
-        if alone is None or not generators.have_drawn(drawn):
-            return alone, alone
+        unpadded = self._extra_run(how, partial(run, rows="alone"), rows=live, compared=True)
+        if unpadded is None or not generators.have_drawn(drawn):
+            return unpadded, unpadded
         how = "with changed padding rows"
         disturbed = self._extra_run(how, partial(run, rows="disturbed"), rows=rows, compared=True)
         if disturbed is not None and generators.have_drawn(drawn, disturbed.left.generators):
@@ -256,28 +267,28 @@ class Trial:
                 "how many random numbers it draws depends on their parameters (as in a Poisson "
                 "distribution), so whether it mixes rows cannot be tried"
             )
-            return alone, None
-        return alone, disturbed
+            return unpadded, None
+        return unpadded, disturbed
 
     def _depends_on_modes(self) -> bool:
         """Whether the forward does something else with gradients on (graphs have none) and with
         inference mode switched."""
-        otherwise = not torch.is_inference_mode_enabled()
-        call = partial(self.step.with_gradients, inference=otherwise)
-        # With the mode switched torch may refuse to change a tensor in place: that tells nothing.
+        switched = not torch.is_inference_mode_enabled()
+        call = partial(self.step.with_gradients, inference=switched)
+        # With inference mode switched torch may refuse to change a tensor in place: no answer.
         run = self._extra_run("with inference mode changed", call)
-        apart = None if run is None else _apart(run, self._eager, rounded=True)
+        apart = None if run is None else _run_difference(run, self._eager, rounded=True)
         return apart is not None and apart.relative > self._rounding
 
     def _look_for_clocks(self, again: Run, spread: Difference | None) -> None:
-        """Allow any distance where two eager runs differ by more than rounding because of eager
-        parts alone, which read a clock at every replay too."""
+        """Let replays differ by anything (`_rounding` is infinite) if eager runs differ, by more
+        than rounding, through eager parts alone: such a part reads a clock at every replay too."""
         self._state.restore()
         third = self._extra_run("once more", self.step.eager, compared=True)
         self._state.restore(again.left)
         if third is None or spread is None:
             return
-        # Two draws of a part may be near one another.
+        # Two random draws may be near one another by chance: the third run decides then.
         apart = difference(third.outputs, self._eager.outputs) or spread
         if max(spread.relative, apart.relative) <= self._rounding:
             return
@@ -290,18 +301,18 @@ class Trial:
 
     # Questions -----------------------------------------------------------------------------------
 
-    def _fail(self, refusal: Refusal, got: str, **more: Any) -> None:
-        """Note a failure; the first one counts. `more` is for its texts."""
+    def _fail(self, refusal: Refusal, got: str, **words: Any) -> None:
+        """Note a failure; the first one counts. `words` are for its text."""
         graph, record = self.graph, self.graph.record
         for who, changes in (("the host has", graph.changed), ("eager steps have", graph.moved)):
             if changes:
                 text = described_changes(changes)
                 got += f"\n    what {who} changed since the capture: {text}"
-        failure = refusal(got, graph=f"{record.mode.name} [{record.descriptor}]", **more)
+        failure = refusal(got, graph=f"{record.mode.name} [{record.descriptor}]", **words)
         self._verdict.failure = self._verdict.failure or failure
 
     def _judge_constants(self, first: Watch, last: Watch) -> None:
-        """Does it make tensors of Python data that is other data now?"""
+        """Does the forward make a tensor of Python data that is other data now?"""
         has_parts = self._has_parts
         other_data = last.trace.first_other_data(first.trace, has_parts=has_parts)
         if other_data is None and self.warm is not None and self._same_size:
@@ -313,8 +324,8 @@ class Trial:
     def _judge_replay(
         self, where: str, how: str, spread: Difference | None, again: Any, replay: Any
     ) -> None:
-        """Does the replay give, or leave, what eager runs do, as far as these repeat one another?
-        `again` is of an eager run, by `spread` apart from another one."""
+        """Does the replay return (or leave) what an eager run does, in `replay` and `again`? It may
+        differ about as much as two eager runs do, `spread`. `where` and `how` are for texts."""
         rounding = self._rounding
         if spread is not None and spread.relative > rounding:
             self._fail(verdicts.NOT_REPEATED, spread.text, how=how)
@@ -324,7 +335,7 @@ class Trial:
             self._verdict.notes.append(f"not deterministic: eager runs {how} in {spread.text}")
         apart = difference(replay, again, rounded=bool(self._another_way))
         allowed = 0.0 if spread is None else _SPREADS * max(spread.relative, 1e-7)
-        # Equal bits are meant where eager runs have them: another bit may be a difference of 0.
+        # Without a spread bits must be equal: 0.0 and -0.0 have a difference of 0, and fail.
         if apart is None or rounding == float("inf") or (spread and apart.relative <= allowed):
             return
         if self._another_way and apart.relative <= rounding:
@@ -333,30 +344,32 @@ class Trial:
                 f"way while it is captured, first {self._another_way}"
             )
             return
-        self._fail(verdicts.NOT_EAGER, apart.text + self._guilty(), where=where)
+        self._fail(verdicts.NOT_EAGER, apart.text + self._likely_cause(), where=where)
 
     def _note_another_way(self, now: Watch) -> None:
-        """Find the first operator that the capture issued otherwise than eager runs do. The capture
-        may have had another size, and other operators for that alone; so then the warm-up of that
-        size must differ from it too. So must it after a change of the host's: else the change is
-        the other way, whose effect may be as small as rounding."""
+        """Note the first operator of the capture that eager runs do not issue: then the forward
+        takes another way under captures, and rounding is allowed.
+
+        A capture of another size may have other operators for its size alone. So may one before a
+        change of the host's, whose effect may be as small as rounding. In both cases the warm-up,
+        of the capture's size and before the change, has to differ from the capture too."""
         warm, record = self.warm, self.graph.record
-        issued = None if warm is None else warm.captured.get(record.mode)
-        if warm is None or issued is None:
+        captured_operators = None if warm is None else warm.captured.get(record.mode)
+        if warm is None or captured_operators is None:
             return
-        other = watching.first_difference(now.trace.overloads(), issued)
-        is_own = self._same_size and not self.graph.changed
-        if is_own or watching.first_difference(warm.trace.overloads(), issued):
-            self._another_way = now.trace.at_source(other)
+        first = watching.first_difference(now.trace.overloads(), captured_operators)
+        is_comparable = self._same_size and not self.graph.changed
+        if is_comparable or watching.first_difference(warm.trace.overloads(), captured_operators):
+            self._another_way = now.trace.at_source(first)
 
     def _judge_change(self, now: Trace) -> None:
-        """Fail where eager runs issue other operators than the graph since a change of the host's,
-        or give them other numbers or tensors. Equal results are then those of these inputs alone:
-        `clamp(max=self.bound)` with another bound is equal wherever no value exceeds the lower one.
+        """After a change of the host's, fail if eager runs issue other operators than the graph, or
+        give them other numbers or tensors. Equal results of one step prove nothing then: with
+        another bound `clamp(max=self.bound)` is equal wherever no value exceeds the lower one.
 
-        What differs in a trial without a change as well does not count: lengths in metadata, and
-        buffers that no operator makes. Before there was one only numbers count, in a graph of the
-        warm-up's size whose host has no metadata. Else what differs is doubtful.
+        Arguments that differ without a change too do not count, such as lengths in metadata: a
+        trial before the change notes them as `varying`. Without such a trial addresses do not count
+        either, and a graph of another size than the warm-up's, or with metadata, is only doubtful.
         """
         graph, verdict = self.graph, self._verdict
         if self.warm is None:
@@ -367,19 +380,19 @@ class Trial:
             for each in (now, self.warm.trace)
         ]
         same = eq if self._same_size else watching.same_but_for_size
-        others = dict(watching.differences(ours, theirs, same))
+        differing = dict(watching.differences(ours, theirs, same))
         if not graph.changed:
-            verdict.varying = frozenset(others)
+            verdict.varying = frozenset(differing)
         elif not with_addresses and (self.step.has_metadata or not self._same_size):
-            verdict.is_doubtful = bool(others)
+            verdict.is_doubtful = bool(differing)
         else:
-            at = next((each for each in others if each not in (graph.varying or ())), None)
+            at = next((each for each in differing if each not in (graph.varying or ())), None)
             if at is not None:
-                self._fail(verdicts.CHANGED, ours.at_source((at, others[at])))
+                self._fail(verdicts.CHANGED, ours.at_source((at, differing[at])))
 
-    def _guilty(self) -> str:
-        """What the difference of a replay may come from: the first operator that this step does
-        otherwise than the graph was captured with, else random numbers."""
+    def _likely_cause(self) -> str:
+        """The likely cause of a difference, for an error: the first operator that differs between
+        this step and the capture, else random numbers."""
         text, now = self._another_way, self._eager.watch.trace
         if not text and self.warm is not None:
             same = eq if self._same_size else watching.same_but_for_size
@@ -393,44 +406,44 @@ class Trial:
             "that Python and NumPy drew at its capture"
         )
 
-    def _judge_padding(self, alone: Run) -> None:
-        """Are live rows, and state, what they are without padding?"""
+    def _judge_padding(self, other_padding: Run) -> None:
+        """Do live rows, or state, differ from the run whose padding differs?"""
         eager, rounding = self._eager, self._rounding
         how = "live rows are not what they are without padding"
         if self._state.generators.have_drawn(eager.left.generators):
             how = "live rows are other ones where padding rows have changed"
             self._verdict.notes.append("draws random numbers: padding was changed, not left out")
-        apart = difference(eager.outputs, alone.outputs, rounded=True)
+        apart = difference(eager.outputs, other_padding.outputs, rounded=True)
         if apart is not None and apart.relative <= rounding:
             why = "by rounding" if rounding < float("inf") else "as in any two runs"
             self._verdict.notes.append(f"{how}, {why}: {apart.text}")
         elif apart is not None:
             trace = eager.watch.trace
-            mixing = trace.at_source(trace.first_mixed(alone.watch.trace, rounding))
+            mixing = trace.at_source(trace.first_mixed(other_padding.watch.trace, rounding))
             first = mixing and f"\n    the first operator that mixes rows is {mixing}"
             self._fail(verdicts.ROWS_MIXED, apart.text + first, how=how, rounding=rounding)
-        spoilt = self._state.memory.spoilt(
-            eager.left.memory, alone.left.memory, self.step.pads, self.step.sizes, rounding
+        spoilt = self._state.memory.spoilt_by_padding(
+            eager.left.memory, other_padding.left.memory, self.step.pads, self.step.sizes, rounding
         )
         if spoilt is not None:
             use, text = spoilt
             how = "padding rows change state that later steps read"
             self._fail(verdicts.ROWS_MIXED, f"{text} of {use}", how=how, rounding=rounding)
 
-    def _judge_python(self, again: Run, alone: Run) -> None:
+    def _judge_python(self, again: Run, other_padding: Run) -> None:
         """Compare the Python values that eager parts leave with padding and without it: a failure
         where outputs depend on them, else a note."""
         if not self._has_parts or self._rounding == float("inf"):
             return
         python, padded = self._state.python, self._eager.left.python
-        differing = python.diff(padded, alone.left.python)
-        # Two equal runs differ in these too, such as in times and latencies.
+        differing = python.diff(padded, other_padding.left.python)
+        # Values in which two equal runs differ too, such as times, do not count.
         for path in python.diff(padded, again.left.python):
             differing.pop(path, None)
         if not differing:
             return
         self._state.restore()
-        how = self._reaches(differing, alone.left.python)
+        how = self._later_effect(differing, other_padding.left.python)
         self._state.restore(again.left)
         if how is None:
             self._verdict.notes.append(
@@ -445,11 +458,11 @@ class Trial:
         how = "padding rows change Python state that later steps depend on"
         self._fail(verdicts.PYTHON_MOVES, got, how=how)
 
-    def _reaches(self, differing: snapshot.Changes, alone: Sequence[Any]) -> str | None:
-        """Do the next steps differ if a padded step left its Python values, and not a step without
-        padding? Returns how, or None."""
+    def _later_effect(self, differing: snapshot.Changes, unpadded: Sequence[Any]) -> str | None:
+        """How later steps differ if a padded step has left its Python values, in place of those of
+        a step without padding; None if they do not."""
         padded, rounding = self._eager.left.python, self._rounding
-        # Memory that only later runs write is left out of the comparison.
+        # Memory that only these steps write is not compared.
         count = len(self._state.memory.take())
 
         def steps(watch: Watch) -> list[Any]:
@@ -459,14 +472,14 @@ class Trial:
         numbers = {
             path: (theirs, ours)
             for path, (ours, theirs) in differing.items()
-            # Floats that come of live rows are rounded otherwise without padding.
+            # A float computed from live rows may be rounded differently without padding.
             if snapshot.step_of(theirs, ours) is not None
             and not _is_rounded(ours, theirs, rounding)
         }
-        starts: list[_Start] = [(alone, _NONE), (padded, _NONE)]
-        for far in _STEPS[1:] if numbers else ():
-            on = {path: snapshot.further(*both, far) for path, both in numbers.items()}
-            starts.append((padded, on))
+        starts: list[_Start] = [(unpadded, _NO_NUMBERS), (padded, _NO_NUMBERS)]
+        for times in _MULTIPLES[1:] if numbers else ():
+            moved_on = {path: snapshot.further(*both, times) for path, both in numbers.items()}
+            starts.append((padded, moved_on))
         expected, *later = [self._extra_run("after a padded step", steps, each) for each in starts]
         for run in later:
             if run is not None and expected is not None:
@@ -475,24 +488,24 @@ class Trial:
                     return apart.text
         return None
 
-    def _numbers(self, moved: snapshot.Changes) -> snapshot.Changes:
-        """The numbers that a run has moved and that can be moved further, or that steps before this
-        one have: what they were, and what they are."""
-        both = {**moved, **self.graph.moved}
-        paths = [slot.path for slot in self._state.python.numbers if slot.writable] if both else ()
+    def _movable_numbers(self, moved: snapshot.Changes) -> snapshot.Changes:
+        """The Python numbers that this run or earlier eager steps changed, and that can be moved
+        on: path -> what they were, what they are."""
+        moves = {**moved, **self.graph.moved}
+        paths = [slot.path for slot in self._state.python.numbers if slot.writable] if moves else ()
         return {
-            path: both[path]
+            path: moves[path]
             for path in paths
-            if path in both and snapshot.step_of(*both[path]) is not None
+            if path in moves and snapshot.step_of(*moves[path]) is not None
         }
 
     def _judge_moved(self, moved: snapshot.Changes, numbers: snapshot.Changes) -> None:
-        """Does the forward do something else later? The runs find its own Python values as later
-        steps would: numbers that it moves (a counter) further on, lists and texts longer or empty.
+        """Will a later step do something else? Runs begin with the Python values that the forward
+        changes as a later step would find them: counters further on, lists longer or empty.
 
-        Where ranks try a step together, all of these runs are made.
+        Ranks that try a step together make all of these runs.
         """
-        for kind, changes, effect in self._moved_on(moved, numbers):
+        for kind, changes, effect in self._runs_moved_on(moved, numbers):
             if effect is not None:
                 how = (
                     f"the forward moves a Python {kind} and does something else later; replays "
@@ -507,15 +520,16 @@ class Trial:
                     return
         self._verdict.harmless = tuple(numbers)
 
-    def _moved_on(
+    def _runs_moved_on(
         self, moved: snapshot.Changes, numbers: snapshot.Changes
     ) -> Iterator[tuple[str, snapshot.Changes, str | None]]:
-        """For each run with later values: the kind of value, the changes, and their effect."""
+        """Makes the runs with later values. For each: the kind of value, the changes, the
+        effect."""
         python, left = self._state.python, self._eager.left.python
         how = f"with {', '.join(numbers)} moved on"
-        for steps in _STEPS if numbers else ():
-            on = {path: snapshot.further(*both, steps) for path, both in numbers.items()}
-            yield "number", numbers, self._effect(how, python.was, moved=on)
+        for times in _MULTIPLES if numbers else ():
+            moved_on = {path: snapshot.further(*both, times) for path, both in numbers.items()}
+            yield "number", numbers, self._effect(how, python.was, moved=moved_on)
         values = {
             path: both
             for path, both in moved.items()
@@ -535,51 +549,52 @@ class Trial:
         how: str,
         start: Sequence[Any],
         *,
-        moved: Mapping[str, Any] = _NONE,
+        moved: Mapping[str, Any] = _NO_NUMBERS,
         leaves: list[list[Any]] | None = None,
     ) -> str | None:
-        """What the step does otherwise if it finds `start` in Python, with numbers `moved` on;
-        None if nothing, or if it raises. What the run leaves in Python is added to `leaves`.
+        """What the step does differently, in words, if it begins with `start` in Python and with
+        the numbers in `moved`; None if nothing, or if it raises. Appends to `leaves` what it leaves
+        there.
 
-        Without `leaves` the values are made up, and the run may do harm. So it ends at the first
-        operator that the first run did not issue; not among ranks, which would wait for it in the
-        next collective.
+        Without `leaves` the values are made up, and the run may do harm with them. Once its
+        operators differ from those of the first run, it ends at the first that may do harm. Among
+        ranks it does not end: others would wait for it in the next collective.
         """
         follows = None if self.step.together or leaves is not None else self._eager.watch.trace
-        found = start, moved
-        run = self._extra_run(how, self.step.eager, found, follows=follows, compared=True)
+        begin = start, moved
+        run = self._extra_run(how, self.step.eager, begin, follows=follows, compared=True)
         if run is None:
             return None
         if leaves is not None:
             leaves.append(run.left.python)
-        effect = self._otherwise(run, how, found)
+        effect = self._what_differs(run, how, begin)
         first = run.watch.deviation and f", first {run.watch.deviation}"
         return effect and effect + first
 
-    def _otherwise(self, run: Run, how: str, start: _Start) -> str | None:
-        """What a run does otherwise than the first, and than a replay from its `start`."""
+    def _what_differs(self, run: Run, how: str, start: _Start) -> str | None:
+        """What a run does differently from the first, and from a replay with the same `start`."""
         eager, has_parts, together = self._eager, self._has_parts, self.step.together
         if isinstance(run.outputs, Deviation):
-            # In an eager part: a replay runs that part too, so it deviates as well.
+            # A replay runs the eager parts too, so it deviates there as well.
             return None if has_parts and run.outputs.in_part else "it does other things"
-        # Replays run eager parts, with the same Python values and clocks: only segments count.
+        # Replays run the eager parts too: only the operators of segments count.
         is_same = run.watch.trace.same_captured(eager.watch.trace, has_parts=has_parts)
         if is_same and not together:
             return None
-        # Rows of an index are saved anew in each run.
+        # Index rows that only one of the runs has saved are not compared.
         apart = difference(run.outputs, eager.outputs) or difference(*_memory(run, eager))
         is_same |= apart is None and not _writes_elsewhere(run.watch, eager)
         if has_parts and (together or not is_same):
-            # Tensors that they make anew may be elsewhere in each run.
+            # A tensor that a part makes may have another address in each run: a replay decides.
             replayed = self._extra_run(how, lambda _: self.step.replay(), start)
-            is_same |= replayed is None or _apart(replayed, run) is None
+            is_same |= replayed is None or _run_difference(replayed, run) is None
         if is_same:
             return None
         return "it writes other memory" if apart is None else f"the results differ in {apart.text}"
 
 
 def _memory(*runs: Run) -> list[list[torch.Tensor]]:
-    """For each run, the memory that it left, as far as all runs have it and none was freed."""
+    """For each run, the memory that it left; only what all runs have, and what none has freed."""
     left = zip(*[run.left.memory for run in runs], strict=False)
     kept = [each for each in left if len({tensor.shape for tensor in each}) == 1]
     return [[each[at] for each in kept] for at in range(len(runs))]
@@ -591,27 +606,27 @@ def _is_rounded(ours: Any, theirs: Any, rounding: float) -> bool:
 
 
 def _writes_elsewhere(watch: Watch, eager: Run) -> bool:
-    """Whether a run has written memory that `eager` has not, and that is still there. Compiled code
-    allocates past all operators, somewhere else in each run: that is gone."""
+    """Whether a run has written memory that `eager` has not, and that is still there. Memory that
+    compiled code allocates, which no operator shows, is gone after a run."""
     elsewhere = watch.written().keys() - eager.watch.written().keys()
     return any(storage_of(watch.uses[key].ref) is not None for key in elsewhere)
 
 
-def _apart(ours: Run, theirs: Run, *, rounded: bool = False) -> Difference | None:
+def _run_difference(ours: Run, theirs: Run, *, rounded: bool = False) -> Difference | None:
     """The difference of two runs: of their outputs, and of the memory that they left."""
     now, before = _memory(ours, theirs)
     return difference([ours.outputs, now], [theirs.outputs, before], rounded=rounded)
 
 
-def _asked_in(function: Callable[[], T]) -> tuple[T, bool]:
-    """Call `function`; returns its result, and whether code called by it asked for gradients or
-    inference mode, by which it may take another way. Under a profiler in C nobody can tell, so it
-    counts as asked; one in Python is told of everything as before."""
+def _asks_modes(function: Callable[[], T]) -> tuple[T, bool]:
+    """Call `function`; returns its result, and whether code in it asked for the gradient or
+    inference mode, on which it may branch. Under a profiler in C that cannot be seen, so the answer
+    is yes. A profiler in Python gets its events as before."""
     outer, asked = sys.getprofile(), False
     if not isinstance(outer, FunctionType | MethodType | None):
         return function(), True
 
-    def look(frame: FrameType, event: str, called: Any) -> None:
+    def profile(frame: FrameType, event: str, called: Any) -> None:
         nonlocal asked
         if called is torch.is_grad_enabled or called is torch.is_inference_mode_enabled:
             name: str = frame.f_globals.get("__name__", "")
@@ -620,7 +635,7 @@ def _asked_in(function: Callable[[], T]) -> tuple[T, bool]:
             outer(frame, event, called)
 
     try:
-        sys.setprofile(look)
+        sys.setprofile(profile)
         result = function()
     finally:
         sys.setprofile(outer)

@@ -1,4 +1,4 @@
-"""What came of a trial, and in which words."""
+"""The result of a trial, and the errors that a failed one raises."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ class TrialRecord:
 
 @dataclass
 class TriedGraph:
-    """One graph: the record of its trials, and what is known of it since its capture."""
+    """A graph that is tried: the record of its trials, and what has changed since its capture."""
 
     record: TrialRecord
     moved: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Python values that eager steps have changed since: path -> (then, now)."""
+    """Python values that eager steps have changed: path -> (then, now)."""
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Those that the host has changed."""
+    """Python values that the host has changed."""
     varying: frozenset[int] | None = None
-    """See `Verdict`: that of the trials before; None: there was none without a change."""
+    """`Verdict.varying` of earlier trials; None if the host had changed something before each."""
 
 
 @dataclass
 class Verdict:
-    """What came of a trial."""
+    """The result of a trial."""
 
     outputs: Any = None
-    """Of the last run, which was eager and whose effects remain."""
+    """Of the eager run whose effects remain."""
     failure: errors.GraphRTError | None = None
     deterministic: bool = True
     asks: bool = False
     """Whether the forward does something else where gradients or inference mode are on or off."""
     varying: frozenset[int] | None = None
-    """The places of the operators that were others than the graph's, or had other arguments, though
-    the host had changed nothing; None where it had."""
+    """Positions, in the run, of operators that are not the graph's, or have other arguments, though
+    the host has changed nothing; None if it has."""
     is_doubtful: bool = False
-    """Whether operators differ after a change of the host's, and may differ without it too: equal
-    results at one step show little."""
+    """Whether operators differ after a change of the host's, and may differ without it too. Then
+    one step with equal results proves little."""
     notes: list[str] = field(default_factory=list)
     harmless: tuple[str, ...] = ()
-    """Python numbers that were moved further, and no operator is another one then."""
+    """Paths of Python numbers that were moved on without an effect on results."""
 
 
 CONSTANT = Refusal(

@@ -1,5 +1,5 @@
-"""The eager runs of a capture session, watched: what the forward reads and writes, found and
-protected without being declared."""
+"""Watches the warm-ups of a capture session: finds what the forward reads, and what it writes,
+which is put back after each run without being declared."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from graphrt.core.trust.places.slots import CONTENTS, Place
 from graphrt.core.trust.places.walk import Keyed, with_keys
 from graphrt.core.trust.reads import ReadSet
 from graphrt.core.trust.snapshot import MEMORY, PythonState, StateSnapshot, is_plain, put_back
-from graphrt.core.trust.watching.watch import IssuedWatch, Kept, Trace, Use, Watch
+from graphrt.core.trust.watching.watch import IssuedWatch, OwnMemory, Trace, Use, Watch
 from graphrt.core.trust.watching.writes import SavedWrites, WriteWatch, note_operators
 
 T = TypeVar("T")
 
 Calls: TypeAlias = Callable[[], Callable[[], T]]
-"""Makes the call of each run, outside of what is watched: a run may reshape its arguments."""
+"""Called before each run, unwatched: returns the call to run, with fresh arguments, as a run may
+reshape them."""
 
 
 class WarmedUp(NamedTuple):
@@ -44,40 +45,41 @@ class WarmedUp(NamedTuple):
 
 @dataclass
 class WatchedState:
-    """State of a forward, for the time of one session: what `snapshot` declares, and, if `reads` is
-    watched, what its warm-ups write. `restore` puts it back after every run, `settle` ends the
-    session.
+    """The state of a forward during one capture session: what `snapshot` declares, and, if `reads`
+    is watched, what warm-ups write. A session calls `run` for each warm-up and `capture` for each
+    graph, `restore` after either, and `settle` at its end.
     """
 
     snapshot: StateSnapshot
     reads: ReadSet
     warmed_up: dict[Hashable, WarmedUp]
     pads: Sequence[int]
-    """The padding values of index inputs: rows that may be written."""
+    """The padding values of index inputs: rows of these numbers may be written."""
     is_in_graphs: Callable[[torch.Tensor], bool]
-    """Whether a tensor lies in graph memory."""
+    """Whether a tensor's memory is of a graph pool."""
     has_parts: bool
     """Whether graphs may have eager parts."""
     inputs_written: dict[int, Use] = field(default_factory=dict)
-    """What the last run wrote of its inputs, by where it begins, if it was watched."""
+    """Inputs that the last run wrote, by address, if it was watched."""
 
     def __post_init__(self) -> None:
-        # Memory that the last run wrote which was not watched; its capture writes it too.
-        self._of_size = SavedWrites(self.snapshot.memory.limit)
-        # Once something has run under watches.
+        # What the last run under a `WriteWatch` wrote: the capture of its size writes that too.
+        self._writes_of_size = SavedWrites(self.snapshot.memory.limit)
+        # None until a run is watched.
         self._moves: _Moves | None = None
         # The kinds of which this session has watched a run.
         self._kinds: set[Hashable] = set()
-        # The memory that runs after the first one write.
+        # Keys of the memory that second runs write too.
         self._steady: set[int] = set()
 
     @undoing
     def run(
         self, undo: Undo, kind: Hashable, tokens: int, inputs: frozenset[int], calls: Calls[T]
     ) -> T:
-        """Run a forward of so many tokens eagerly; it is watched if it is the largest of its kind
-        so far, or of no kind, or has written and moved what larger ones did not. `inputs` are the
-        addresses of the storages of its inputs.
+        """Run a forward of so many tokens eagerly. The run is watched if it is the largest of its
+        kind so far, or has no kind. Any other is run again, watched, if it changes Python values
+        and writes memory that larger ones did not. `inputs` are the addresses of its inputs'
+        storages.
 
         Raises `StateTooLargeError` if it writes what can be neither saved nor left.
         """
@@ -88,19 +90,19 @@ class WatchedState:
         moves.begin(self.reads)
         # Autocast would keep its cast of a weight, and the run would read that and not the weight.
         without_kept_casts(undo)
-        known = self.warmed_up.get(kind)
-        # What a forward writes has to be saved in every session.
-        is_saved = known is not None and (kind in self._kinds or not known.writes)
-        if known is not None and known.tokens >= tokens and is_saved:
+        largest = self.warmed_up.get(kind)
+        # Each session has to save what a forward writes, so a kind that writes is watched anew.
+        is_saved = largest is not None and (kind in self._kinds or not largest.writes)
+        if largest is not None and largest.tokens >= tokens and is_saved:
             memory = self.snapshot.memory
-            self._of_size.restore()
-            self._of_size = SavedWrites(memory.limit)
-            watch = WriteWatch(moves.before, self._of_size, memory, tokens)
+            self._writes_of_size.restore()
+            self._writes_of_size = SavedWrites(memory.limit)
+            watch = WriteWatch(moves.before, self._writes_of_size, memory, tokens)
             result = watch.around(calls())
             moves.note()
             if not moves.has_moved or watch.written <= self._steady:
                 return result
-            # It may have filled memory of this size for the first and last time.
+            # It may have filled a table for this size, once for all.
             self.restore()
             moves.take_back()
         run = partial(self._run_watched, moves, inputs, calls)
@@ -111,7 +113,7 @@ class WatchedState:
         self.snapshot.reach(places)
         note_operators()
         before = {key for _, _, key in places.keyed}
-        # Sessions before this one may have watched all that it captures.
+        # Earlier sessions may have watched all kinds, so that this one would not find `remade`.
         moves = _Moves(self.snapshot.python, before, self.is_in_graphs, {*self.reads.remade})
         self._moves = moves
         return moves
@@ -136,7 +138,7 @@ class WatchedState:
             memory.restore(left)
             again, result = run()
             reads.note(again)
-            padding = _left_for_good(made, watch, again, run, reads)
+            padding = _filled_once(made, watch, again, run, reads)
             if padding is not None:
                 self.snapshot.python.restore()
                 raise PythonStateError(
@@ -151,13 +153,13 @@ class WatchedState:
                 )
             self._steady |= again.written().keys()
         reads.note(watch)
-        known = self.warmed_up.get(kind, WarmedUp(0, watch.trace, False, {}))
-        # Sessions come in any order, and each watches what writes.
-        if known.tokens <= tokens:
-            known = WarmedUp(tokens, watch.trace, known.writes, {})
+        largest = self.warmed_up.get(kind, WarmedUp(0, watch.trace, False, {}))
+        # A later session may watch a smaller size than an earlier one.
+        if largest.tokens <= tokens:
+            largest = WarmedUp(tokens, watch.trace, largest.writes, {})
         if kind is not None:
-            writes = known.writes or bool(watch.written())
-            self.warmed_up[kind] = known._replace(writes=writes)
+            writes = largest.writes or bool(watch.written())
+            self.warmed_up[kind] = largest._replace(writes=writes)
         return result
 
     @undoing
@@ -175,32 +177,32 @@ class WatchedState:
     def capture(
         self, mode: GraphMode, descriptor: BatchDescriptor, call: Callable[[], T], *, in_one: bool
     ) -> T:
-        """Capture a forward, `in_one` or in pieces that it brings along, and note what that moves
-        in Python; of the size that was watched its operators are noted too. Of each kind once: that
+        """Capture a forward, as one graph (`in_one`) or as pieces, and note which Python slots that
+        changes. Operators are noted too if its size was watched, once for each kind and mode: that
         takes some microseconds an operator."""
-        known = self.warmed_up.get(descriptor.kind)
-        if known is None or known.tokens != descriptor.num_tokens or mode in known.captured:
+        largest = self.warmed_up.get(descriptor.kind)
+        if largest is None or largest.tokens != descriptor.num_tokens or mode in largest.captured:
             result = call()
         else:
             watch = IssuedWatch()
             result = watch.run(call, in_one=in_one)
-            known.captured[mode] = watch.operators
+            largest.captured[mode] = watch.operators
         if self._moves is not None:
             self._moves.note(captured=True)
         return result
 
     def restore(self) -> None:
-        """Put back what was declared and what was found."""
+        """Put back declared state, and memory that runs wrote."""
         if self._moves is not None:
             self._moves.restore_memory()
-        self._of_size.restore()
+        self._writes_of_size.restore()
         self.snapshot.restore_memory()
 
     @undoing
     def settle(self, undo: Undo, last_runs: Callable[[], None]) -> None:
-        """After captures, and after `last_runs` of the forward: put back random numbers and what
-        still moves in Python, look at memory that only padding protects, find what graphs read, and
-        warn of tensors of graphs that are left in Python.
+        """After captures, and after `last_runs` of the forward: put back generators and the Python
+        slots that runs go on changing, check memory that only padding protects, find what graphs
+        read, and warn of tensors of graphs that are left in Python.
 
         Raises what the runs raise, `StateTooLargeError` and `PythonStateError`."""
         moves, reads = self._moves, self.reads
@@ -218,45 +220,47 @@ class WatchedState:
             moves.warn_of_left(places.keyed)
 
 
-def _left_for_good(
-    made: dict[int, tuple[str, Kept]],
+def _filled_once(
+    made: dict[int, tuple[str, OwnMemory]],
     watch: Watch,
     again: Watch,
     run: Callable[[], tuple[Watch, object]],
     reads: ReadSet,
 ) -> str | None:
-    """The memory, in words, that a first run has `made` and from which `again` goes on, or that it
-    has written otherwise: a flag in Python says that it did, so no later `run` would."""
+    """Memory, in words, that the first run fills with padding's values once for all; None if there
+    is none. Either the first run has `made` it, and the second, `again`, goes on from it. Or only
+    the first writes it, or writes it more often: a flag in Python tells later runs that it is
+    filled."""
     uses = again.uses
     for key, (path, kept) in made.items():
         use = uses.get(key)
         if use is not None and use.exposed and (kept.from_inputs or use.is_written):
             return f"{path}: {use}"
     first, second = watch.written(), again.written()
-    once = {
+    only_first = {
         key: use
         for key, use in first.items()
         if key not in second or len(use.writes) > len(second[key].writes)
     }
-    if not once or second.keys() - first.keys() - watch.kept().keys():
-        # All runs write the same, or each writes other memory than the one before.
+    if not only_first or second.keys() - first.keys() - watch.made_alive().keys():
+        # All runs write the same memory, or each run writes other memory.
         return None
     third = run()[0].written()
-    if any(key in third and third[key].writes == use.writes for key, use in once.items()):
-        # Not only the first run: every second one does.
+    if any(key in third and third[key].writes == use.writes for key, use in only_first.items()):
+        # Every second run writes it, and not the first alone.
         return None
-    key, use = next(iter(once.items()))
+    key, use = next(iter(only_first.items()))
     paths = [place.path for place, _, held in reads.walk().keyed if held == key]
     return ": ".join([*paths[:1], str(use)])
 
 
 class _NotedParts(SideDoors):
-    """Eager parts, which `doors` run, and the Python slots that those move which move plain values
-    alone.
+    """Runs eager parts through `doors`, and notes the Python slots of parts that change plain
+    values alone, to have them put back.
 
-    A warm-up has only padding, so what a part keeps of it, such as the scale of the first batch, is
-    put back: parts run at every replay, and keep it of real rows then. A part that makes a tensor
-    too may have a flag that says so: both stay.
+    A warm-up has only padding. A part that keeps the scale of the first batch, say, keeps
+    padding's: once that is put back, it keeps the scale of real rows at a replay, which runs it
+    again. A part that makes a tensor too may set a flag that says so: both stay.
     """
 
     def __init__(self, doors: SideDoors, moves: _Moves) -> None:
@@ -277,50 +281,49 @@ class _NotedParts(SideDoors):
 
 @dataclass
 class _Moves:
-    """How many runs have moved each Python slot, and which tensors of graphs they left there.
-
-    Whether there was something else, which no walk finds (the state of an iterator, say), is not
-    known.
+    """Counts the runs of a session that have changed each Python slot, and notes which tensors of
+    graphs they left in such slots. State that no walk finds, as that of an iterator, is not known.
     """
 
     python: PythonState
     before: set[int]
-    """The memory that the forward has reached before."""
+    """Keys of the memory that the forward reached before the session."""
     is_in_graphs: Callable[[torch.Tensor], bool]
     of_weights: set[str]
     """Where a run has put a tensor that it computed without its inputs, as hooks that normalize a
     weight do at every call."""
     of_parts: set[int] = field(default_factory=set)
-    """Slots that eager parts have moved, which are put back however often that was."""
+    """Indices of the slots that eager parts have changed: put back even if that was once."""
     has_moved: bool = False
-    """Whether the last eager run has moved a slot."""
+    """Whether the last eager run has changed a slot."""
     is_captured: bool = False
-    """Whether all is captured: runs have sizes that no step may ever have from now on."""
+    """Whether all is captured: later runs have sizes that no step may ever have, so that one change
+    by them counts as two."""
 
     def __post_init__(self) -> None:
         self._counts = [0] * len(self.python.slots)
         self._last: Sequence[Any] = self.python.was
-        self._before: tuple[Sequence[Any], list[int]] = self._last, self._counts
+        self._before_run: tuple[Sequence[Any], list[int]] = self._last, self._counts
         # Paths of tensors in graph memory that the session left in Python.
-        self._left: list[str] = []
+        self._left_paths: list[str] = []
 
     def begin(self, reads: ReadSet) -> None:
-        """Before an eager run: what is there by now no run of the forward has moved."""
+        """Before an eager run: no run of the forward has made the changes since the last one."""
         self.has_moved = False
         if self.is_captured:
-            # The run puts other tensors in the place of those that graphs left.
+            # Now, as the run will replace the tensors that captures left.
             self.note_left(reads.walk().keyed)
         self._last = self.python.take()
 
     def take_back(self) -> None:
-        """Put back what the last run has moved."""
-        self._last, self._counts = self._before
+        """Put back, and do not count, what the last run has changed."""
+        self._last, self._counts = self._before_run
         self.python.restore(self._last)
 
     def note(self, *, captured: bool = False) -> None:
-        """A run is over. What captures alone move is the platform's, or of a hook around a graph,
-        and not counted."""
-        last, self._before = self._last, (self._last, [*self._counts])
+        """A run is over: count the slots that it has changed. Slots that only captures change are
+        the platform's, or those of a hook around a graph, and are not counted."""
+        last, self._before_run = self._last, (self._last, [*self._counts])
         self._last = self.python.take()
         moved = self.python.moved_slots(last, self._last)
         for at in moved:
@@ -328,13 +331,14 @@ class _Moves:
                 self._counts[at] += 2 if self.is_captured else 1
         self.has_moved |= bool(moved)
 
-    def note_made(self, watch: Watch, reads: ReadSet) -> dict[int, tuple[str, Kept]]:
-        """What a run has computed from its inputs, or written twice, and left in Python."""
-        kept, made = watch.kept(), {}
+    def note_made(self, watch: Watch, reads: ReadSet) -> dict[int, tuple[str, OwnMemory]]:
+        """The memory that a run made and left in Python, if it computed that from its inputs or
+        wrote it again: key -> (path, memory)."""
+        kept, made = watch.made_alive(), {}
         for place, tensor, key in reads.walk().keyed if kept else ():
             if key not in kept:
                 continue
-            # A table that is built once, say: graphs read it, whatever takes its place.
+            # Such as a table that is built once: graphs read it even if it is replaced later.
             reads.keep(tensor)
             if kept[key].from_inputs or kept[key].is_written:
                 made[key] = place.path, kept[key]
@@ -343,26 +347,26 @@ class _Moves:
         return made
 
     def restore_memory(self) -> None:
-        """Give tensors the memory back that more than one run took from them (`set_`, `.data =`): a
-        weight may be converted at the first call."""
+        """Give tensors their memory back if more than one run gave them other memory (`set_`,
+        `.data =`). Once is no state: the first call may convert a weight."""
         for slot, was, count in zip(self.python.slots, self.python.was, self._counts, strict=True):
             if count > 1 and slot.way is MEMORY:
                 put_back(slot, was)
 
     def settle(self, reads: ReadSet, *, contents: bool) -> None:
-        """After several runs: put back what more than one of them has moved, or what every run puts
-        there anew.
+        """After several runs: put back the slots that more than one of them has changed, or in
+        which every run puts a new tensor.
 
         What was made once stays, such as a table that the first run builds. So do containers and
         objects with tensors, which graphs may read. Plain values in containers are put back only
         with `contents`: eager parts may depend on them; without eager parts they are the host's.
         """
-        python, back = self.python, set()
+        python, put_back_at = self.python, set()
         tensors: list[tuple[Place, torch.Tensor]] = []
         for at, (slot, was) in enumerate(zip(python.slots, python.was, strict=True)):
-            moves = self._counts[at] > 1 or at in self.of_parts
-            now = slot.get() if moves or reads.remade else was
-            if not moves and (now is was or slot.path not in reads.remade):
+            is_moved = self._counts[at] > 1 or at in self.of_parts
+            now = slot.get() if is_moved or reads.remade else was
+            if not is_moved and (now is was or slot.path not in reads.remade):
                 continue
             if isinstance(now, torch.Tensor):
                 tensors.append((slot, now))
@@ -370,29 +374,30 @@ class _Moves:
             elif (contents or slot.way is not CONTENTS) and is_plain(now):
                 put_back(slot, was)
             if slot.get() is was:
-                back.add(slot.path)
+                put_back_at.add(slot.path)
         self.note_left(with_keys(tensors))
-        # Each run made a tensor there, and the old one was put back: no graph reads it there.
-        remade = back & self.of_weights
+        # Each run made a tensor there, and the old one is there again: no graph reads that.
+        remade = put_back_at & self.of_weights
         reads.remade |= remade
-        self._left = [path for path in self._left if path not in remade]
+        self._left_paths = [path for path in self._left_paths if path not in remade]
 
     def note_left(self, tensors: Keyed) -> None:
-        """Look at what the forward reaches now."""
+        """Note the paths of those `tensors`, reached now and not before, that are in graph
+        memory."""
         for place, tensor, key in tensors:
-            # What was refused once is, though it was taken back.
-            is_news = key not in self.before and place.path not in self._left
-            if is_news and self.is_in_graphs(tensor):
-                self._left.append(place.path)
+            # A path stays noted, even if a run puts another tensor there later.
+            is_new = key not in self.before and place.path not in self._left_paths
+            if is_new and self.is_in_graphs(tensor):
+                self._left_paths.append(place.path)
 
     def warn_of_left(self, tensors: Keyed) -> None:
-        """Warn of tensors of graphs among what the forward reaches now, and of those before."""
+        """Warn of tensors of graphs, among the `tensors` reached now and noted before."""
         self.note_left(tensors)
-        if self._left:
+        if self._left_paths:
             error = PythonStateError(
                 "the forward leaves tensors of its graphs in Python: no replay makes new ones, and "
                 "steps write in their memory",
-                got=listed(self._left),
+                got=listed(self._left_paths),
                 expected="results that are returned, or written in place",
                 advice="return them, copy_() them into a tensor that is there before capture(), or "
                 "leave clones of them in an @eager_break",

@@ -1,13 +1,15 @@
-"""The walk from a forward to everything that its Python side holds.
+"""Walks the Python objects behind a forward, and lists each tensor and plain value that it reaches.
 
-1. `Walk.run` takes the nearest object that was not read yet from a queue, so that an object gets
-   the shortest path, and calls the method for its kind, once an object.
-2. That returns the slots of the object, and `take` sorts them: plain values, tensors, arrays, and
-   objects, which join the queue.
-3. `Places.links` finds afterwards, if somebody asks, which slots lead to a tensor.
+A graph goes on with the numbers and the tensors that the forward found there at its capture. So
+checks compare the listed places with what is there later.
 
-Code is read as its names say: globals, modules there, and methods of classes. What an object of a
-type is to a walk is told by its type alone, its `Shape`: no object is asked.
+1. `places_of` starts a `Walk`. `Walk.run` takes objects from a queue, nearest first, so that each
+   gets its shortest path. It calls the method for the object's kind, once an object.
+2. That method returns the object's slots: attributes, items, closure cells. `Walk.take` sorts them
+   into the lists of `Places`. Objects among them join the queue.
+
+Code leads to the globals, attributes of modules and methods that its bytecode names, and to no
+others. The type alone decides how an object is read (`Shape`), so no code of a user runs.
 """
 
 from __future__ import annotations
@@ -42,33 +44,35 @@ Kind = enum.Enum(
     "PLAIN TENSOR MODULE OBJECT CONTAINER FUNCTION BOUND PARTIAL CLASS DESCRIPTOR PROXY REFERENCE "
     "CACHED WRAPPER PACKED ARRAY SKIPPED",
 )
-"""What an object is to a walk."""
+"""How a walk treats an object. It lists PLAIN values, NumPy's ARRAYs and torch's PACKED C++
+objects, enters no SKIPPED object, and reads the slots of all others by a method of `_READERS`.
+"""
 
 
 class Shape(NamedTuple):
-    """What a walk knows of a type."""
+    """How a walk reads the objects of one type."""
 
     kind: Kind
     base: Any = None
-    """The type that decides this: of a container Python's own, by whose methods it is read, as a
-    subclass may have its own."""
+    """The base class that decided the kind. A container is read by the methods of this class, as a
+    user's subclass may have its own."""
     dict_of: Callable[[Any], dict[str, Any]] | None = None
     """Returns an object's `__dict__`; None if it has none."""
     slots: tuple[tuple[str, Any], ...] = ()
-    """Its `__slots__`, by name, with their descriptors."""
+    """Name and descriptor of each of its `__slots__`."""
     users: tuple[type, ...] = ()
     """The classes among itself and its bases that a user wrote."""
     draws: bool = False
-    """Whether random numbers are drawn from its objects."""
+    """Whether its objects are generators of random numbers."""
     defaults: tuple[str, ...] = ()
-    """The class attributes of `users` that are numbers: defaults of an object's attributes."""
+    """Numbers that `users` define: an object has them until it sets its own (`self.steps += 1`)."""
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
-_CHANGING = (dict, list, set, collections.deque)
-_BY_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_CACHED = type(functools.lru_cache(len))
-_EXACT: dict[type, Kind] = {
+_RESIZABLE = (dict, list, set, collections.deque)
+_C_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_LRU_CACHE = type(functools.lru_cache(len))
+_KIND_OF_TYPE: dict[type, Kind] = {
     **dict.fromkeys((int, float, complex, bool, str, bytes, type(None), type(...)), Kind.PLAIN),
     **dict.fromkeys((torch.dtype, torch.device, torch.Size, torch.layout), Kind.PLAIN),
     **dict.fromkeys((torch.memory_format, range, slice), Kind.PLAIN),
@@ -80,14 +84,13 @@ _EXACT: dict[type, Kind] = {
     types.MappingProxyType: Kind.PROXY,
     contextvars.ContextVar: Kind.REFERENCE,
     functools.cached_property: Kind.DESCRIPTOR,
-    # Of C++: quantized weights, packed for their operators, are such.
+    # In C++: such as quantized weights, packed for their operators.
     torch.ScriptObject: Kind.PACKED,
 }
 _local_dict = threading.local.__getattribute__
-# The first that is a base decides. Without one, objects of users' classes are entered, and others
-# are skipped.
-_KINDS: tuple[tuple[type, Kind], ...] = (
-    # A subclass may run its `__init__` where a thread looks at it first.
+# The first base class in this list decides. For a type without one, `_kind_of_object` does.
+_KIND_OF_BASE: tuple[tuple[type, Kind], ...] = (
+    # Of a user's subclass: a thread's first look at such an object runs its `__init__`.
     (threading.local, Kind.SKIPPED),
     (torch.Tensor, Kind.TENSOR),
     (enum.EnumMeta, Kind.SKIPPED),
@@ -95,7 +98,7 @@ _KINDS: tuple[tuple[type, Kind], ...] = (
     (type, Kind.CLASS),
     (torch.nn.Module, Kind.MODULE),
     (functools.partial, Kind.PARTIAL),
-    # Only read where code names what is in it.
+    # Of a module only the globals that code names are read: see `_globals`.
     (types.ModuleType, Kind.SKIPPED),
     (weakref.ref, Kind.REFERENCE),
     (staticmethod, Kind.DESCRIPTOR),
@@ -104,7 +107,7 @@ _KINDS: tuple[tuple[type, Kind], ...] = (
     *((base, Kind.CONTAINER) for base in _CONTAINERS),
     *((base, Kind.PLAIN) for base in (int, float, complex, str, bytes)),
 )
-_ENTERED: frozenset[type] = frozenset({
+_HOLDERS: frozenset[type] = frozenset({
     types.SimpleNamespace, argparse.Namespace, functools.partialmethod,
     collections.UserDict, collections.UserList, collections.ChainMap,
     weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet,
@@ -115,11 +118,12 @@ _LIBRARIES = sys.stdlib_module_names | {
     "builtins", "torch", "torch_npu", "torchvision", "torchaudio", "numpy", "triton", "cuda",
     "pluggy", "typing_extensions", "pytest", "_pytest",
 }  # fmt: skip
-_PARTS_WITH_MODELS = ("demo", "testing", "attention", "hosts.transformers", "hosts.vllm")
+_WITH_MODELS = ("demo", "testing", "attention", "hosts.transformers", "hosts.vllm")
 """Parts of graphrt that hold models; the others are the runtime, and no user's forward."""
-_RUNTIMES = tuple(f"hosts.transformers.{name}" for name in ("seam", "graphs", "encoders"))
-"""Modules of these parts that are runtime all the same. A model leads to its graphs, and these to
-the cache of the sequence under way, which is another one at the next: it would count as moved."""
+_WITHOUT_MODELS = tuple(f"hosts.transformers.{name}" for name in ("seam", "graphs", "encoders"))
+"""Modules of these parts that are runtime all the same. Otherwise a walk goes from a model through
+its graphs to the KV cache of the sequence under way. The next sequence has another cache, which
+would count as a moved tensor."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,25 +131,26 @@ def is_library(module: str) -> bool:
     """Whether a module of this dotted name holds no code of a user."""
     root, _, rest = module.partition(".")
     if root == "graphrt":
-        return rest in _RUNTIMES or not rest.startswith(_PARTS_WITH_MODELS)
+        return rest in _WITHOUT_MODELS or not rest.startswith(_WITH_MODELS)
     return root in _LIBRARIES
 
 
-# Only types that live as long as their library: kept here, a class that a user's program makes
-# would keep what it holds alive, tensors included.
-_known: dict[type, Shape] = {
-    **{of: Shape(kind) for of, kind in _EXACT.items()},
+# Shapes of types of libraries, for all walks. A user's class in this dict would never be freed, nor
+# would the tensors that it holds.
+_library_shapes: dict[type, Shape] = {
+    **{of: Shape(kind) for of, kind in _KIND_OF_TYPE.items()},
     types.FunctionType: Shape(Kind.FUNCTION, dict_of=vars(types.FunctionType)["__dict__"].__get__),
-    _CACHED: Shape(Kind.CACHED, dict_of=vars(_CACHED)["__dict__"].__get__),
+    _LRU_CACHE: Shape(Kind.CACHED, dict_of=vars(_LRU_CACHE)["__dict__"].__get__),
+    # With the `__dict__` of the calling thread.
     threading.local: Shape(Kind.OBJECT, dict_of=lambda held: _local_dict(held, "__dict__")),
 }
 
 
 class Shapes(dict[type, Shape]):
-    """What one walk does with objects of each type, which it looks at once."""
+    """The shape of each type that one walk has met."""
 
     def __init__(self) -> None:
-        super().__init__(_known)
+        super().__init__(_library_shapes)
 
     def __missing__(self, of: type) -> Shape:
         shape = self[of] = shape_of(of)
@@ -153,47 +158,49 @@ class Shapes(dict[type, Shape]):
 
 
 def shape_of(of: type) -> Shape:
-    """What a walk does with objects of the type `of`."""
-    shape = _known.get(of)
+    """How a walk reads objects of the type `of`."""
+    shape = _library_shapes.get(of)
     if shape is None:
-        shape, module = _shape_of(of), slots.module_of(of)
+        shape, module = _new_shape(of), slots.module_of(of)
         home = sys.modules.get(module) if is_library(module) else None
         if isinstance(home, types.ModuleType) and slots.module_globals(home).get(name_of(of)) is of:
-            _known[of] = shape
+            _library_shapes[of] = shape
     return shape
 
 
-def _shape_of(of: type) -> Shape:
-    decides, kind = _kind_by_base(of)
+def _new_shape(of: type) -> Shape:
+    base, kind = _kind_of_base(of)
     if kind is Kind.PLAIN or kind is Kind.SKIPPED:
         return Shape(kind)
-    dict_of, slots, users = None, [], []
-    for base in bases_of(of):
-        names = namespace_of(base)
-        attributes, module = names.get("__dict__"), names.get("__module__")
-        # A property of that name is the user's, and is not run.
-        if dict_of is None and type(attributes) in _BY_C and base is not type:
-            dict_of = attributes.__get__
-        if "__slots__" in names:
-            slots += [each for each in names.items() if type(each[1]) is _BY_C[0]]
+    dict_of, members, users = None, [], []
+    for parent in bases_of(of):
+        namespace = namespace_of(parent)
+        dict_attribute, module = namespace.get("__dict__"), namespace.get("__module__")
+        # A user's property named `__dict__` is not run.
+        if dict_of is None and type(dict_attribute) in _C_DESCRIPTORS and parent is not type:
+            dict_of = dict_attribute.__get__
+        if "__slots__" in namespace:
+            members += [each for each in namespace.items() if type(each[1]) is _C_DESCRIPTORS[0]]
         if type(module) is str and not is_library(module):
-            users.append(base)
+            users.append(parent)
     if kind is None:
-        kind = _kind_of_object(of, users, bool(dict_of or slots))
+        kind = _kind_of_object(of, users, bool(dict_of or members))
     defaults = () if dict_of is None else _defaults(users)
-    return Shape(kind, decides, dict_of, tuple(slots), tuple(users), _draws(of), defaults)
+    return Shape(kind, base, dict_of, tuple(members), tuple(users), _is_generator(of), defaults)
 
 
-def _kind_by_base(of: type) -> tuple[type | None, Kind | None]:
-    for base, kind in _KINDS:
+def _kind_of_base(of: type) -> tuple[type | None, Kind | None]:
+    """The base class that decides the kind of a type, and that kind; None where no base class
+    does."""
+    for base, kind in _KIND_OF_BASE:
         if issubclass(of, base):
             return base, kind
-    numbers = getattr(sys.modules.get("numpy"), "generic", ())
-    return None, Kind.PLAIN if issubclass(of, numbers) else None
+    numpy_scalars = getattr(sys.modules.get("numpy"), "generic", ())
+    return None, Kind.PLAIN if issubclass(of, numpy_scalars) else None
 
 
 def _defaults(users: list[type]) -> tuple[str, ...]:
-    """The names of numbers that classes have, which a first `self.steps += 1` hides."""
+    """The names of class attributes that are numbers."""
     names: dict[str, None] = {}
     for base in users:
         for name, value in namespace_of(base).items():
@@ -204,25 +211,25 @@ def _defaults(users: list[type]) -> tuple[str, ...]:
 
 def _kind_of_object(of: type, users: list[type], has_attributes: bool) -> Kind:
     for base in bases_of(of):
+        # A wrapper of graphrt, unless a user's subclass has its own `unwrap`.
         if "unwrap" in namespace_of(base):
             if base not in users and slots.module_of(base).partition(".")[0] == "graphrt":
                 return Kind.WRAPPER
             break
     if is_array(of):
         return Kind.ARRAY
-    # Of torch only masks of attention and what is like them: streams, graphs and what the compiler
-    # keeps are no state of a model.
-    entered = of in users or slots.module_of(of).startswith("torch.nn.")
-    return Kind.OBJECT if of in _ENTERED or (entered and has_attributes) else Kind.SKIPPED
+    # Of torch only objects of `torch.nn`, such as attention masks, are entered: streams, graphs and
+    # objects of the compiler are no state of a model.
+    may_be_state = of in users or slots.module_of(of).startswith("torch.nn.")
+    return Kind.OBJECT if of in _HOLDERS or (may_be_state and has_attributes) else Kind.SKIPPED
 
 
-def _draws(of: type) -> bool:
-    """Whether random numbers are drawn from its objects, with a state that can be read and set."""
+def _is_generator(of: type) -> bool:
+    """Whether its objects are generators of random numbers, whose state can be read and set."""
     numpy = sys.modules.get("numpy.random")
-    numpys = getattr(numpy, "Generator", ()), getattr(numpy, "RandomState", ())
-    # The system's own randomness has no state.
-    drawn = issubclass(of, (torch.Generator, random.Random, numpys))
-    return drawn and not issubclass(of, random.SystemRandom)
+    generators = getattr(numpy, "Generator", ()), getattr(numpy, "RandomState", ())
+    draws = issubclass(of, (torch.Generator, random.Random, generators))
+    return draws and not issubclass(of, random.SystemRandom)
 
 
 def is_array(kind: type) -> bool:
@@ -233,7 +240,7 @@ def is_array(kind: type) -> bool:
 def hashes_plainly(key: object) -> bool:
     """Whether a dict can look `key` up without running a user's `__hash__` or `__eq__`."""
     of = type(key)
-    if _EXACT.get(of) is Kind.PLAIN:
+    if _KIND_OF_TYPE.get(of) is Kind.PLAIN:
         return True
     if of is tuple:
         return all(map(hashes_plainly, key))  # type: ignore[call-overload]
@@ -247,37 +254,39 @@ def hashes_plainly(key: object) -> bool:
 # The walk -----------------------------------------------------------------------------------------
 
 _MOST_PLAIN = 4096
-"""A container of more plain values than this is known by its identity and length only."""
+"""A container of more plain values than this is not read: only its identity and length count."""
 _SAMPLE = 64
 """Values of a long container that are looked at to see whether all are plain."""
-_MOST_ODD = 64
-"""Items that are read of a dict whose keys may run a user's `__hash__` or `__eq__`: each look at
-one is a search of all."""
+_MOST_SEARCHED = 64
+"""How many items are read of a dict with keys that may run a user's `__hash__` or `__eq__`: to find
+one of them again, the whole dict is searched."""
 
 _MOST_HOPS = 3
-"""Code is read that is so many calls away from the forward, or from a method of what it holds; a
-walk without this end would read all of an installed package."""
+"""How many calls away from the forward code is still read. Without a limit a walk would read all of
+an installed package."""
 
 INNER = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
-"""Attributes of a module that matter to a forward, of those that torch gives to all of them."""
-# The attributes that torch gives to every module: no state of a forward but for `INNER`.
-_OWN_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
+"""Of the attributes that torch gives to every module, those that matter to a forward."""
+_MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module())) - {"training"}
 
-_PLAINLY: Any = torch.Tensor.__torch_function__
-_PLAIN_KEYS = {str, int}
+_default_torch_function: Any = torch.Tensor.__torch_function__
+_SHOWN_KEYS = {str, int}
 _LEAVES = (Kind.ARRAY, Kind.PACKED)
 _CODE = (Kind.FUNCTION, Kind.CLASS, Kind.BOUND, Kind.DESCRIPTOR, Kind.CACHED)
-_OFTEN_SKIPPED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND)
-_WITHOUT_OUTLINE = (types.FunctionType, threading.local)
-"""Their class stays what it is, and of a `threading.local` each thread has another dict."""
+_MAY_BE_SKIPPED = (Kind.SKIPPED, Kind.CLASS, Kind.BOUND)
+_NO_OUTLINE = (types.FunctionType, threading.local)
+"""Types left out of `Places.outline`: a function's class cannot change, and a `threading.local` has
+another dict in each thread."""
 _FUNCTION = vars(types.FunctionType)
 _ONLY_IF_NAMED = frozenset(("__init__", "__new__", "__repr__", "__del__", "__post_init__"))
 """Special methods that are read only if some code names them; other special methods always are, as
 Python runs them unnamed."""
 
-_ROOTS = {Kind.MODULE: "model", Kind.PARTIAL: "partial"}
+_ROOT_NAMES = {Kind.MODULE: "model", Kind.PARTIAL: "partial"}
+"""With which name paths begin; for other kinds it is `self`, or a function's own name."""
 
 Slots = list[tuple[Place, Any]]
+"""Places, each with the value that the walk found there."""
 
 
 def where_is(tensor: torch.Tensor) -> tuple[object, ...] | None:
@@ -286,18 +295,18 @@ def where_is(tensor: torch.Tensor) -> tuple[object, ...] | None:
     try:
         if type(tensor) in tree.BARE:
             return tree.identity(tensor)
-        identity: tuple[object, ...] = _PLAINLY(tree.identity, (), (tensor,))
+        identity: tuple[object, ...] = _default_torch_function(tree.identity, (), (tensor,))
         return identity
     except RuntimeError:
         return None
 
 
 Keyed = list[tuple[Place, torch.Tensor, int]]
-"""Tensors that have memory, each with its `storage_key`."""
+"""Tensors that have memory, each with its place and its `storage_key`."""
 
 
 def with_keys(tensors: Iterable[tuple[Place, torch.Tensor]]) -> Keyed:
-    """The tensors that have memory, with their keys."""
+    """Those of the tensors that have memory, with the keys of their storages."""
     tensors = [*tensors]
     keyed: Keyed = []
     placed = tree.placed(map(itemgetter(1), tensors))
@@ -308,27 +317,26 @@ def with_keys(tensors: Iterable[tuple[Place, torch.Tensor]]) -> Keyed:
 
 
 class Places:
-    """What the Python side of a forward holds, mostly as pairs of a place and what is there.
+    """What one walk has found: lists of places, most of them with the value that was there.
 
-    It keeps the containers and tensors that it lists alive for as long as it lives itself.
-
-    A slot is looked up where the walk found it. Where a container was replaced since, a place still
-    looks into the old one: its link does not hold any more, and a new walk is needed.
+    It keeps the containers and tensors that it lists alive. A place looks into the container in
+    which the walk found it. Once the host has replaced that container, the place still looks into
+    the old one, and a new walk is needed.
     """
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Place, torch.Tensor]] = []
         """Every slot with a tensor; a tensor with several places is in it several times."""
         self.packed: Slots = []
-        """Objects of C++ that operators may be given in place of tensors."""
+        """C++ objects that operators take in place of tensors, such as packed weights."""
         self.code: Slots = []
-        """The code that was read, of functions and in classes."""
+        """Code of functions, methods in classes; functions and classes of libraries in slots."""
         self.outline: Slots = []
-        """Classes of objects, their `__dict__`, and the dicts in which modules register."""
+        """The class and `__dict__` of each object; a module's dicts of `INNER`."""
         self.slots: Slots = []
-        """Objects that were entered, holders before what they hold."""
+        """Objects and containers, a holder before what it holds."""
         self.containers: Slots = []
-        """Those of them that may get longer or shorter."""
+        """The dicts, lists, sets and deques: they may get longer or shorter."""
         self.numbers: list[Place] = []
         """Every slot with a plain value: a number, text, None, dtype, device, size, member of an
         enum, or a tuple of such. A set of them is one place, and its value a frozenset."""
@@ -337,14 +345,14 @@ class Places:
         self.generators: list[Any] = []
         """Generators of random numbers, torch's, Python's and NumPy's."""
         self.named: dict[int, tuple[dict[str, Any], set[str], str]] = {}
-        """By the id of a module's globals: these, the names that code has looked up there, and what
-        stands before a name in its place's label."""
+        """id of a module's globals -> the globals, the names that code looks up there, and what
+        such a name has before it in paths."""
         self.shapes = Shapes()
         self._keyed: Keyed | None = None
 
     @property
     def keyed(self) -> Keyed:
-        """The tensors with memory, as it was when this was first asked."""
+        """`with_keys` of the tensors, as of the first call."""
         # No `cached_property`: before Python 3.12 it has a lock, which another thread may hold
         # while the process forks, and then the child waits for ever.
         if self._keyed is None:
@@ -353,8 +361,7 @@ class Places:
 
     @property
     def objects(self) -> Slots:
-        """Everything but tensors that the forward gets at through a slot: another object may be
-        there at another time."""
+        """The slots, but those of tensors, in which another object may be at another time."""
         changing = [each for each in self.slots if each[0].way is not FIXED]
         return [*self.code, *changing, *self.packed]
 
@@ -365,31 +372,32 @@ def places_of(forward: Any, *, limit: int = 20_000) -> Places:
     `forward` is a function, method, module, partial or other callable. Nothing of it is called,
     and no code of a user runs. At most about `limit` slots are looked at, nearest first.
 
-    Seen are attributes, closures, defaults, what code names of globals and of modules, class
-    attributes, hooks, and what all these hold. Not entered are torch, NumPy and the standard
-    library, methods whose name no code says that was read, and code more than a few calls away.
+    It reads attributes, closures, defaults, class attributes, hooks, the globals and attributes of
+    modules that code names, and what all these hold. It does not enter torch, NumPy, the standard
+    library, methods that no code names, and code more than a few calls away.
     Paths read like `model.layers[0].scale`, `closure scale`, `global SCALE`, `default scale`.
     """
     walk = Walk(limit)
     shapes = walk.places.shapes
     while shapes[type(forward)].kind is Kind.WRAPPER:
         forward = forward.unwrap()
-    owner = forward
-    while shapes[type(owner)].kind is Kind.BOUND:
-        owner = owner.__self__
-    kind = shapes[type(owner)].kind
-    name = owner.__name__ if kind is Kind.FUNCTION else _ROOTS.get(kind, "self")
+    root = forward
+    while shapes[type(root)].kind is Kind.BOUND:
+        root = root.__self__
+    kind = shapes[type(root)].kind
+    name = root.__name__ if kind is Kind.FUNCTION else _ROOT_NAMES.get(kind, "self")
     walk.take([(Place(None, name, FIXED, forward), forward)])
     walk.run()
     return walk.places
 
 
 class Walk:
-    """One walk. A method for a kind returns the slots of an object that has a place."""
+    """One walk, nearest objects first. A method of `_READERS` is given an object, its place and its
+    shape, and returns the object's slots."""
 
     def __init__(self, limit: int) -> None:
         self.places = Places()
-        self._left = limit
+        self._slots_left = limit
         self._hops = 0
         self._queue: collections.deque[tuple[Any, Place, Shape, int]] = collections.deque()
         self._shapes = self.places.shapes
@@ -398,21 +406,23 @@ class Walk:
             Kind.ARRAY: self.places.arrays,
             Kind.PACKED: self.places.packed,
         }
-        # The ids of objects that were read, or are in the queue.
-        self._read: set[int] = set()
-        # Names in code that was read; and by name, methods that wait until one of these is theirs.
-        self._named = {"forward"}
-        self._unnamed: dict[str, Slots] = {}
-        # Names that were looked up in globals, and of modules all names of one function.
+        # Ids of objects that were read or are in the queue.
+        self._queued: set[int] = set()
+        # Names in code that was read; and, by name, the methods that no such code names yet.
+        self._names_read = {"forward"}
+        self._waiting_methods: dict[str, Slots] = {}
+        # What `_globals` has done: one name in some globals (by id), or all names of one function
+        # in a module.
         self._looked_up: set[tuple[int, object]] = set()
+        # Of the first function that was read: paths say no module for its globals.
         self._main_globals: dict[str, Any] | None = None
 
     def run(self) -> None:
-        """Read everything that is found, until nothing or nothing of the limit is left."""
+        """Read objects until the queue is empty or the limit is used up."""
         queue = self._queue
-        while queue and self._left > 0:
+        while queue and self._slots_left > 0:
             value, place, shape, self._hops = queue.popleft()
-            if shape.base in _CHANGING:
+            if shape.base in _RESIZABLE:
                 self.places.containers.append((place, value))
             for _ in range(4):
                 try:
@@ -425,33 +435,33 @@ class Walk:
         """Sort slots by the kind of what is there, and queue objects that were not read yet."""
         places, shapes = self.places, self._shapes
         for place, value in entries:
-            self._left -= 1
+            self._slots_left -= 1
             shape = shapes[type(value)]
             kind, base = shape.kind, shape.base
             if shape.draws:
                 places.generators.append(value)
             if kind is Kind.PLAIN or (base in (tuple, frozenset) and _is_plain(value, base)):
                 places.numbers.append(place)
-            elif kind in _OFTEN_SKIPPED and _is_skipped(kind, value):
+            elif kind in _MAY_BE_SKIPPED and _is_skipped(kind, value):
                 if kind is not Kind.SKIPPED and place.way is not FIXED:
                     places.code.append((place, value))
             else:
                 self._lists.get(kind, places.slots).append((place, value))
-                # Hardly any tensor has attributes.
-                is_entered = kind not in _LEAVES and id(value) not in self._read
-                if is_entered and (type(value) not in tree.BARE or value.__dict__):
-                    self._read.add(id(value))
+                # A tensor without attributes, as nearly all are, has no slots to read.
+                is_new = kind not in _LEAVES and id(value) not in self._queued
+                if is_new and (type(value) not in tree.BARE or value.__dict__):
+                    self._queued.add(id(value))
                     self._queue.append((value, place, shape, self._hops))
 
-    def _by_name(self, place: Place, value: Any) -> bool:
-        """`take` a slot that code names. Code in it is one hop further away; False, and nothing is
-        taken, if that is too far."""
-        further = self._shapes[type(value)].kind in _CODE
-        if further and self._hops >= _MOST_HOPS:
+    def _take_named(self, place: Place, value: Any) -> bool:
+        """`take` a slot that code names. What it holds is one hop further away if it is code too;
+        returns False, and takes nothing, if that is too far."""
+        is_code = self._shapes[type(value)].kind in _CODE
+        if is_code and self._hops >= _MOST_HOPS:
             return False
-        self._hops += further
+        self._hops += is_code
         self.take([(place, value)])
-        self._hops -= further
+        self._hops -= is_code
         return True
 
     # Objects and containers ----------------------------------------------------------------------
@@ -463,7 +473,7 @@ class Walk:
         attributes: Slots = []
         skipped: Collection[str] = ()
         if shape.kind is Kind.MODULE:
-            attributes, skipped = self._registered(held, place), _OWN_OF_MODULES
+            attributes, skipped = self._registered(held, place), _MODULE_ATTRIBUTES
         for name, each in dict.items(held):
             if name not in skipped and type(name) is str:
                 attributes.append((Place(place, f".{name}", slots.ITEM, held, name), each))
@@ -476,52 +486,51 @@ class Walk:
                 self.places.numbers.append(slot)
             else:
                 attributes.append((slot, each))
-        of = Place(place, ".__class__", slots.TYPE, value)
+        class_place = Place(place, ".__class__", slots.TYPE, value)
         for base in shape.users:
-            slot = of if base is type(value) else Place(place, name_of(base), FIXED, base)
+            slot = class_place if base is type(value) else Place(place, name_of(base), FIXED, base)
             attributes.append((slot, base))
-        if type(value) not in _WITHOUT_OUTLINE:
-            self.places.outline.append((of, type(value)))
+        if type(value) not in _NO_OUTLINE:
+            self.places.outline.append((class_place, type(value)))
             if shape.dict_of is not None:
                 slot = Place(place, ".__dict__", slots.ATTRIBUTES, value, shape.dict_of)
                 self.places.outline.append((slot, held))
         return attributes
 
     def _registered(self, held: dict[str, Any], place: Place) -> Slots:
-        """What a module has registered: parameters, buffers, submodules, hooks."""
+        """The parameters, buffers, submodules and hooks of a module, whose `__dict__` is `held`."""
         registered: Slots = []
         for name in INNER:
-            inner: Any = dict.get(held, name)
-            self.places.outline.append((Place(place, f".{name}", slots.ITEM, held, name), inner))
-            before = f".{name}" if name.endswith("hooks") else ""
-            for key, each in dict.items(inner) if issubclass(type(inner), dict) else ():
-                where = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
-                registered.append((Place(place, before + where, slots.ITEM, inner, key), each))
+            registry: Any = dict.get(held, name)
+            self.places.outline.append((Place(place, f".{name}", slots.ITEM, held, name), registry))
+            prefix = f".{name}" if name.endswith("hooks") else ""
+            for key, each in dict.items(registry) if issubclass(type(registry), dict) else ():
+                label = f".{key}" if type(key) is str and not key.isdigit() else f"[{key}]"
+                registered.append((Place(place, prefix + label, slots.ITEM, registry, key), each))
         return registered
 
     def _contents(self, value: Any, place: Place, shape: Shape) -> Slots:
-        """What is in a container; and of one of a user's class its attributes."""
+        """The items of a container; and, of a user's subclass, the attributes."""
         base, contents = shape.base, Slots()
         if base.__len__(value) <= _MOST_PLAIN or not _looks_plain(value, base):
-            read = self._items if base is dict else self._elements
-            contents = read(value, place, base)
+            read_items = self._items if base is dict else self._elements
+            contents = read_items(value, place, base)
         return contents + (self._attributes(value, place, shape) if shape.users else [])
 
     def _items(self, value: Any, place: Place, base: Any) -> Slots:
-        items, way = list(islice(dict.items(value), max(self._left, 0))), slots.ITEM
-        # One odd key is enough: a look-up of any other may compare with it.
+        items, way = list(islice(dict.items(value), max(self._slots_left, 0))), slots.ITEM
+        # One key with a user's `__eq__` is enough: to look up any other may compare with it.
         if not all(hashes_plainly(key) for key, _ in items):
-            # Every look at one is a search.
-            way, items = slots.ODD_ITEM, items[:_MOST_ODD]
+            way, items = slots.ODD_ITEM, items[:_MOST_SEARCHED]
         entries: Slots = []
         for key, each in items:
-            text = repr(key) if type(key) in _PLAIN_KEYS else f"<{name_of(type(key))}>"
+            text = repr(key) if type(key) in _SHOWN_KEYS else f"<{name_of(type(key))}>"
             entries.append((Place(place, f"[{text}]", way, value, key), each))
         return entries
 
     def _elements(self, value: Any, place: Place, base: Any) -> Slots:
-        """Those of a list, deque, tuple or set."""
-        held = list(islice(base.__iter__(value), max(self._left, 0)))
+        """The items of a list, deque, tuple or set."""
+        held = list(islice(base.__iter__(value), max(self._slots_left, 0)))
         if base is set and all(self._shapes[type(each)].kind is Kind.PLAIN for each in held):
             self.places.numbers.append(Place(place, "", slots.MEMBERS, value))
             return []
@@ -540,29 +549,30 @@ class Walk:
             elements.append((slot, each))
         return elements
 
-    def _referred(self, value: Any, place: Place, shape: Shape) -> Slots:
-        """What a weak reference or a context variable refers to now."""
+    def _referent(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """What a weak reference or a context variable refers to at this moment."""
         is_weak = shape.base is weakref.ref
         label, way = ("()", slots.TARGET) if is_weak else (".get()", slots.CONTEXT_VALUE)
         slot = Place(place, label, way, value)
         return [(slot, slot.get())]
 
-    def _seen_through(self, value: Any, place: Place, shape: Shape) -> Slots:
-        """A wrapper of graphrt; a view of a dict, whose methods would run the mapping's own."""
+    def _unwrapped(self, value: Any, place: Place, shape: Shape) -> Slots:
+        """What a wrapper of graphrt wraps; or the dict behind a mapping proxy, whose own methods
+        would run those of a user's mapping."""
         inner = [value.unwrap()] if shape.kind is Kind.WRAPPER else gc.get_referents(value)
         return _fixed(place, inner)
 
     # Code ----------------------------------------------------------------------------------------
 
     def _function(self, value: Any, place: Place, shape: Shape) -> Slots:
-        """A function's closure; and if it is a user's, its defaults, attributes and globals too."""
-        before, code = "" if place.owner is None else ", ", value.__code__
+        """A function's closure and attributes; of a user's also defaults and the globals used."""
+        separator, code = "" if place.owner is None else ", ", value.__code__
         library = is_library(str(value.__globals__.get("__name__")))
         variables: Slots = []
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=False):
-            slot = Place(place, f"{before}closure {name}", slots.CELL, cell)
+            slot = Place(place, f"{separator}closure {name}", slots.CELL, cell)
             each = slot.get()
-            # torch's decorators (`no_grad`) hold the user's function; their numbers are torch's.
+            # A decorator of torch (`no_grad`) holds the user's function, beside torch's numbers.
             if not library or self._shapes[type(each)].kind is not Kind.PLAIN:
                 variables.append((slot, each))
         variables += self._attributes(value, place, shape)
@@ -570,64 +580,66 @@ class Walk:
             return variables
         slot = Place(place, ".__code__", slots.FIELD, value, _FUNCTION["__code__"])
         self.places.code.append((slot, code))
-        values = value.__defaults__ or ()
-        defaults = Place(place, "", slots.FIELD, value, _FUNCTION["__defaults__"])
-        with_default = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
-        for index, (name, each) in enumerate(zip(with_default, values, strict=False)):
-            slot = Place(place, f"{before}default {name}", slots.TUPLE_ITEM, defaults, index)
+        defaults = value.__defaults__ or ()
+        at = Place(place, "", slots.FIELD, value, _FUNCTION["__defaults__"])
+        with_default = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        for index, (name, each) in enumerate(zip(with_default, defaults, strict=False)):
+            slot = Place(place, f"{separator}default {name}", slots.TUPLE_ITEM, at, index)
             variables.append((slot, each))
-        named = value.__kwdefaults__ or {}
-        if named:
+        keyword_defaults = value.__kwdefaults__ or {}
+        if keyword_defaults:
             slot = Place(place, ".__kwdefaults__", slots.FIELD, value, _FUNCTION["__kwdefaults__"])
-            self.places.code.append((slot, named))
-        for name, each in dict.items(named):
-            slot = Place(place, f"{before}default {name}", slots.ITEM, named, name)
+            self.places.code.append((slot, keyword_defaults))
+        for name, each in dict.items(keyword_defaults):
+            slot = Place(place, f"{separator}default {name}", slots.ITEM, keyword_defaults, name)
             variables.append((slot, each))
         self.take(variables)
         names = _names_in(code)
-        self._read_named(names)
+        self._read_waiting(names)
         self._globals(place, value.__globals__, names)
         return []
 
-    def _read_named(self, names: set[str]) -> None:
-        """Code that was read names these: read the methods that waited for one of them."""
+    def _read_waiting(self, names: set[str]) -> None:
+        """Code that was read names `names`: read the methods that waited for one of these."""
         if self._hops >= _MOST_HOPS:
             return
-        self._named |= names
-        for name in sorted(names & self._unnamed.keys()):
-            for place, value in self._unnamed.pop(name):
+        self._names_read |= names
+        for name in sorted(names & self._waiting_methods.keys()):
+            for place, value in self._waiting_methods.pop(name):
                 self._method(place, value)
 
     def _globals(self, owner: Place, held: dict[str, Any], names: set[str]) -> None:
-        """What `names` are among the globals `held` of a user's module, and in modules there."""
+        """Take the `names` that are among the globals `held` of a user's module; if one is a
+        module, also take those that are among its globals."""
         if self._main_globals is None:
             self._main_globals = held
-        module = "" if held is self._main_globals else f"{held.get('__name__')}."
-        self.places.named.setdefault(id(held), (held, set(), module))[1].update(names)
+        prefix = "" if held is self._main_globals else f"{held.get('__name__')}."
+        self.places.named.setdefault(id(held), (held, set(), prefix))[1].update(names)
         for name in sorted(names & held.keys()):
             value, key = held.get(name), (id(held), name)
             if key in self._looked_up or issubclass(type(value), types.ModuleType):
                 continue
-            if self._by_name(Place(owner, f"global {module}{name}", slots.ITEM, held, name), value):
+            slot = Place(owner, f"global {prefix}{name}", slots.ITEM, held, name)
+            if self._take_named(slot, value):
                 self._looked_up.add(key)
         for name in sorted(names):
             # A module may also be imported in the function itself.
             module_named = held.get(name, sys.modules.get(name))
             if issubclass(type(module_named), types.ModuleType):
                 inner = slots.module_globals(module_named)
-                entry = (id(inner), frozenset(names))
-                if not is_library(str(inner.get("__name__"))) and entry not in self._looked_up:
-                    self._looked_up.add(entry)
+                all_names = (id(inner), frozenset(names))
+                if not is_library(str(inner.get("__name__"))) and all_names not in self._looked_up:
+                    self._looked_up.add(all_names)
                     self._globals(owner, inner, names)
 
     def _bound(self, value: Any, place: Place, shape: Shape) -> Slots:
-        """A bound method, whose object and function stay what they are."""
-        root = place.owner is None
-        parts = _fixed(place, [value.__self__], "" if root else ".__self__")
+        """The object and the function of a bound method: it never gets others."""
+        is_root = place.owner is None
+        parts = _fixed(place, [value.__self__], "" if is_root else ".__self__")
         if type(value) is types.MethodType:
-            method = value.__func__
-            named = root and type(method) is types.FunctionType
-            parts += _fixed(place, [method], f".{method.__name__}" if named else "")
+            function = value.__func__
+            is_named = is_root and type(function) is types.FunctionType
+            parts += _fixed(place, [function], f".{function.__name__}" if is_named else "")
         return parts
 
     def _partial(self, value: Any, place: Place, shape: Shape) -> Slots:
@@ -637,38 +649,38 @@ class Walk:
         return parts + self._attributes(value, place, shape)
 
     def _class(self, value: Any, place: Place, shape: Shape) -> Slots:
-        """The values of a user's class, and those of its methods whose name some code says."""
+        """The attributes of a user's class, and the methods that code names; other methods wait."""
         values: Slots = []
         for name, each in namespace_of(value).copy().items():
             kind = self._shapes[type(each)].kind
-            dunder = name.startswith("__") and name.endswith("__")
+            is_special = name.startswith("__") and name.endswith("__")
             slot = Place(place, f"{name_of(value)}.{name}", slots.CLASS_ATTRIBUTE, value, name)
             if kind is not Kind.FUNCTION and kind is not Kind.DESCRIPTOR and kind is not Kind.CLASS:
-                if not dunder:
+                if not is_special:
                     values.append((slot, each))
-            elif name in self._named or (dunder and name not in _ONLY_IF_NAMED):
+            elif name in self._names_read or (is_special and name not in _ONLY_IF_NAMED):
                 self._method(slot, each)
             else:
-                self._unnamed.setdefault(name, []).append((slot, each))
+                self._waiting_methods.setdefault(name, []).append((slot, each))
         return values
 
     def _method(self, place: Place, value: Any) -> None:
         self.places.code.append((place, value))
-        self._by_name(Place(place.owner, place.label, FIXED, value), value)
+        self._take_named(Place(place.owner, place.label, FIXED, value), value)
 
     def _descriptor(self, value: Any, place: Place, shape: Shape) -> Slots:
         """The functions in a property, a static or a class method."""
         held = gc.get_referents(value)
         if type(value) is functools.cached_property:
             held.append(vars(value)["func"])
-        # Beside the functions it has a text and, since it was asked for, a `__dict__`.
+        # It also refers to its docstring and, once anybody has read that, to its `__dict__`.
         others = (Kind.PLAIN, Kind.CONTAINER)
         return _fixed(place, [each for each in held if self._shapes[type(each)].kind not in others])
 
     def _cached(self, value: Any, place: Place, shape: Shape) -> Slots:
         """A function with an `lru_cache`: what is in the cache now, and the function."""
         held = gc.get_referents(value)
-        # Without a size the results are in a dict, else they are held one by one.
+        # A cache with `maxsize=None` keeps its results in a dict, any other refers to each of them.
         held += [each for table in held if type(table) is dict for each in dict.values(table)]
         results = [each for each in held if self._shapes[type(each)].base in (torch.Tensor, tuple)]
         return _fixed(place, results, ", cached") + _fixed(place, [value.__wrapped__])
@@ -679,7 +691,7 @@ def _fixed(place: Place, values: Iterable[Any], label: str = "") -> Slots:
 
 
 def _is_skipped(kind: Kind, value: Any) -> bool:
-    """Whether an object of these kinds is not entered: a class of a library, a function of C."""
+    """Whether an object of such a kind is not entered: a library's class, a function in C."""
     if kind is Kind.CLASS:
         return is_library(slots.module_of(value))
     if kind is Kind.BOUND:
@@ -700,13 +712,13 @@ def _is_plain(value: Any, base: Any, depth: int = 4) -> bool:
 
 
 def _looks_plain(value: Any, base: Any) -> bool:
-    """Whether a long container is not worth reading: of plain values, by a sample."""
+    """Whether a sample of a long container is of plain values alone: then it is not read."""
     sample = islice(dict.values(value) if base is dict else base.__iter__(value), _SAMPLE)
     return all(shape_of(type(each)).kind is Kind.PLAIN for each in sample)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Names in code, and in the functions that are in it."""
+    """The names in code, and in functions and lambdas within it."""
     names = {*code.co_names}
     for constant in code.co_consts:
         if type(constant) is types.CodeType:
@@ -717,8 +729,8 @@ def _names_in(code: types.CodeType) -> set[str]:
 _READERS: dict[Kind, Callable[[Walk, Any, Place, Shape], Slots]] = {
     **dict.fromkeys((Kind.OBJECT, Kind.MODULE, Kind.TENSOR), Walk._attributes),
     Kind.CONTAINER: Walk._contents,
-    Kind.REFERENCE: Walk._referred,
-    **dict.fromkeys((Kind.WRAPPER, Kind.PROXY), Walk._seen_through),
+    Kind.REFERENCE: Walk._referent,
+    **dict.fromkeys((Kind.WRAPPER, Kind.PROXY), Walk._unwrapped),
     Kind.FUNCTION: Walk._function,
     Kind.BOUND: Walk._bound,
     Kind.PARTIAL: Walk._partial,

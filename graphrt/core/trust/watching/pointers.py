@@ -1,9 +1,9 @@
-"""What graphs may touch by the addresses in their nodes, beside what watched runs have used.
+"""Memory that graphs may touch and no watched run has shown: found by addresses in their nodes.
 
-A block is found where a word of a node points into it. That is certain of no block, and says
-nothing about memory that torch's allocator does not know. What is reported without being touched:
-a block that an old word between two fields of a struct still points to, and a workspace of a
-library of which the size is not known. Such words come and go with the capture; real ones stay.
+If a word of a node points into a block of torch's allocator, the graph may touch that block. This
+proves nothing, and memory of other allocators is not found. Blocks that are reported and never
+touched: one to which an old word between two fields of a struct still points, and a library's
+workspace of unknown size. Such words come and go with the capture; real ones stay.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class UnknownBlock(NamedTuple):
 
 @public("graphrt.types")
 class UnknownMemory(NamedTuple):
-    """All such blocks, the most used first; of `unread` nodes nobody can tell what they touch."""
+    """All such blocks, the most used first; what `unread` nodes touch cannot be told."""
 
     blocks: tuple[UnknownBlock, ...]
     unread: int
@@ -52,7 +52,7 @@ class UnknownMemory(NamedTuple):
 def unknown_memory(
     platform: Platform, graphs: Iterable[DeviceGraph], known: Iterable[int]
 ) -> UnknownMemory | None:
-    """What `graphs` may touch that is not `known`, which are addresses in memory with a name.
+    """The memory that `graphs` may touch, without blocks that have a `known` address.
 
     None if the platform cannot tell. It is a line for a report, and no proof of anything.
     """
@@ -77,20 +77,20 @@ def unknown_blocks(
     tensors: Callable[[], Iterable[int]] | None = None,
 ) -> tuple[UnknownBlock, ...]:
     """The blocks that words of `nodes` point into, the most used first, but for those with a
-    `known` address, those of graph pools, and what torch keeps for itself.
+    `known` address, those of graph pools, and those that torch keeps for itself.
 
-    That is a block of a size that torch is known to use so, in which no tensor begins; `tensors`
-    says where tensors do, by default all that Python has.
+    Torch is known to keep blocks of certain sizes: such a block counts if a tensor begins in it.
+    `tensors` returns where tensors begin, by default all that Python has.
     """
-    home_of = _homes(each for each in blocks if not each.in_graph_pool)
+    block_of = _block_finder(each for each in blocks if not each.in_graph_pool)
     counts: Counter[MemoryBlock] = Counter()
     for words in nodes:
-        counts.update({home for home in map(home_of, words) if home is not None})
-    named = set(map(home_of, known))
-    touched = [block for block in counts if block not in named]
+        counts.update({block for block in map(block_of, words) if block is not None})
+    known_blocks = set(map(block_of, known))
+    touched = [block for block in counts if block not in known_blocks]
     if any(block.may_be_internal for block in touched):
-        held = set(map(home_of, (tensors or tensor_addresses)()))
-        touched = [block for block in touched if block in held or not block.may_be_internal]
+        with_tensors = set(map(block_of, (tensors or tensor_addresses)()))
+        touched = [block for block in touched if block in with_tensors or not block.may_be_internal]
     unknown = [UnknownBlock(block.address, block.bytes, counts[block]) for block in touched]
     return tuple(sorted(unknown, key=lambda each: (-each.nodes, each.address)))
 
@@ -106,8 +106,8 @@ def address_of(tensor: torch.Tensor) -> int:
 def tensor_addresses() -> set[int]:
     """Where the storages of all tensors begin that Python has, but for what the host has frozen
     (`gc.freeze`)."""
-    # Most objects of a process are none; isinstance() would ask each of them. Those that a trace
-    # works with have no memory, and torch warns whoever asks for it.
+    # isinstance() would run the `__class__` of any object of the process. A tensor of a trace has
+    # no memory, and torch warns if asked for that.
     tensors = [
         each
         for each in gc.get_objects()
@@ -116,14 +116,14 @@ def tensor_addresses() -> set[int]:
     return unseen(lambda: {address for each in tensors if (address := address_of(each))})
 
 
-def _homes(blocks: Iterable[MemoryBlock]) -> Callable[[int], MemoryBlock | None]:
-    """What says which of the blocks an address is in."""
+def _block_finder(blocks: Iterable[MemoryBlock]) -> Callable[[int], MemoryBlock | None]:
+    """A function that returns the block that an address is in."""
     ordered = sorted(blocks)
     starts = [block.address for block in ordered]
 
     @cache
-    def home_of(address: int) -> MemoryBlock | None:
+    def block_of(address: int) -> MemoryBlock | None:
         at = bisect_right(starts, address) - 1
         return ordered[at] if at >= 0 and address < ordered[at].end else None
 
-    return home_of
+    return block_of

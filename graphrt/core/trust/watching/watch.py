@@ -1,6 +1,6 @@
-"""Watching a run of a forward: what memory from outside it reads and writes, operator by operator.
+"""Watching a run of a forward: which memory from outside it reads and writes, by its operators.
 
-`Watch` sees one run; its `Trace` are the operators of that run, so that two runs can be compared.
+`Watch` sees one run. Its `Trace` lists the operators of the run, so that two runs can be compared.
 
 A kernel that is no operator of torch's is not seen, nor what a custom operator touches beside what
 its schema says. What compiled code reads and writes by its own kernels is not seen either.
@@ -38,24 +38,23 @@ _FUNC, _KEY = attrgetter("func"), itemgetter(1)
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
-    """Memory that a run made. The weak reference also keeps the storage's name from being used
-    again."""
+class OwnMemory:
+    """Memory that a run made. While there is the weak reference, no other storage gets its key."""
 
     ref: StorageWeakRef
     from_inputs: bool = False
-    """Whether what is there by now was computed from the inputs."""
+    """Whether its values were computed from the step's inputs."""
     is_written: bool = False
     """Whether the run wrote it, after it was made."""
     data: Op | None = None
-    """What made it of Python data."""
+    """The operator that made it of Python data, if one did."""
 
 
-class Use(Kept):
+class Use(OwnMemory):
     """Memory from outside of a forward that a run used: one storage."""
 
     exposed = False
-    """Whether the run has read values from before it."""
+    """Whether the run has read values that were there before it."""
     overwritten = 0
     """How many elements the run wrote before it read any."""
 
@@ -67,7 +66,7 @@ class Use(Kept):
         self.dtype = tensor.dtype
         self.op = op
         self.source = source or user_source()
-        # Whether eager parts alone have used it, which find at every replay what is there then.
+        # Whether only eager parts have used it: they look it up again at every replay.
         self.in_parts = in_eager_part.get() is not None
 
     def note(self, part: torch.Tensor, facts: OperatorFacts, *, fills: bool) -> None:
@@ -86,8 +85,8 @@ class Use(Kept):
 
 
 class Deviation(Exception):
-    """A run that was told what to do did something else, which was not done; `in_part` says that it
-    was in an eager part."""
+    """Raised in a run that follows an earlier one, in place of an operator that differs and may do
+    harm; `in_part` says that this is an eager part's, as is the first that differs."""
 
     def __init__(self, op: str, *, in_part: bool) -> None:
         super().__init__(op)
@@ -95,15 +94,16 @@ class Deviation(Exception):
 
 
 class Watch(ThreadMode):
-    """Sees what one run does with memory from outside. What the step brings along does not count:
-    its `inputs`, by address of storages. Before memory is written, `saves` saves it.
+    """A dispatch mode for one run: notes its operators (`trace`), and which memory from outside it
+    reads and writes (`uses`). The step's `inputs`, by addresses of storages, are not outside.
+    `saves` saves memory before it is written.
 
-    With `follows`, the trace of an earlier run, the first operator that differs from it is looked
-    at: if it could do harm (an operator of the host's own, an index out of bounds) `Deviation` is
-    raised before it is done.
+    With `follows`, the trace of an earlier run, operators are compared with that. From the first
+    that differs on, `Deviation` is raised in place of one that could do harm: an operator of the
+    host's own, or an index out of bounds.
 
-    A run that is not `compared` with another one has only its writes and its operators noted: that
-    takes half as long.
+    Of a run that is not `compared` with another one only writes and operators are noted: that takes
+    half as long.
     """
 
     supports_higher_order_operators = True
@@ -122,7 +122,7 @@ class Watch(ThreadMode):
     ) -> None:
         """`reads_arrays` says that graphs read the memory of NumPy arrays, as they do on the CPU.
         With `keeps_sources` each operator has its line of code. With `rows`, (all, live), each has
-        a sum of the live rows of a result that has so many rows in all.
+        the sum of the live rows of its result, if that has as many rows in all.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
@@ -130,7 +130,7 @@ class Watch(ThreadMode):
         # Writes to `inputs` memory, by the address of the tensor that was written.
         self.inputs_written: dict[int, Use] = {}
         self.saw_compiled_code = False
-        self._deviating: Op | None = None
+        self._first_deviation: Op | None = None
         self._inputs = inputs
         self._saves = saves
         self._follows = follows
@@ -138,8 +138,9 @@ class Watch(ThreadMode):
         self._reads_arrays = reads_arrays
         self._keeps_sources = keeps_sources
         self.is_compared = compared
-        # What the run has made, and memory from outside: None where its uses are not noted.
-        self._memory: dict[int, Kept | None] = {}
+        # By the key of its storage, memory that the run made, and memory from outside: a `Use`, or
+        # None where uses are not noted.
+        self._memory: dict[int, OwnMemory | None] = {}
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts, is_data = facts_of(func), func is LIFT_FRESH
@@ -157,7 +158,7 @@ class Watch(ThreadMode):
         elif self.is_compared:
             from_inputs = self._use(op, facts, values, targets)
         else:
-            self._know(values)
+            self._note_outside(values)
         if self._follows is not None:
             self._follow(op, args, self._follows)
         self.trace.append(op)
@@ -170,18 +171,18 @@ class Watch(ThreadMode):
             self._note_made(op, result, from_inputs)
         return result
 
-    def _know(self, values: Sequence[Any]) -> None:
-        """Of what an operator is given that no operator has made, note that it is from outside."""
+    def _note_outside(self, values: Sequence[Any]) -> None:
+        """Note that arguments of an operator are from outside, if no operator has made them."""
         for _, key, _ in tree.placed(values, parts=True):
             if key is not None:
                 self._memory.setdefault(key, None)
 
     def _note_written(self, targets: list[torch.Tensor], from_inputs: bool) -> None:
         for _, key, _ in tree.placed(targets, parts=True):
-            known = None if key is None else self._memory.get(key)
-            if known is not None:
-                known.is_written |= type(known) is Kept
-                known.from_inputs |= from_inputs
+            memory = None if key is None else self._memory.get(key)
+            if memory is not None:
+                memory.is_written |= type(memory) is OwnMemory
+                memory.from_inputs |= from_inputs
 
     def _note_made(self, op: Op, result: Any, from_inputs: bool) -> None:
         """Note the memory that an operator has made."""
@@ -190,11 +191,12 @@ class Watch(ThreadMode):
                 continue
             storage = part.untyped_storage()
             if key not in self._memory:
-                self._memory[key] = Kept(StorageWeakRef(storage), from_inputs)  # type: ignore[no-untyped-call]
+                self._memory[key] = OwnMemory(StorageWeakRef(storage), from_inputs)  # type: ignore[no-untyped-call]
             made = self._memory[key]
-            # Memory of an array is read where it is, and a task makes its own anew at every replay.
+            # Not baked in: an array's memory, where replays read that, and what a task makes, as
+            # each replay makes it anew.
             is_baked = storage.resizable() or not self._reads_arrays
-            if op.func is LIFT_FRESH and type(made) is Kept and is_baked and not in_task.get():
+            if op.func is LIFT_FRESH and type(made) is OwnMemory and is_baked and not in_task.get():
                 made.data = op
 
     @property
@@ -203,8 +205,8 @@ class Watch(ThreadMode):
         return {key: use for key, use in self._memory.items() if isinstance(use, Use)}
 
     def begin_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
-        """An eager part begins: note the plain values that it is given, which a replay has of its
-        capture; returns the keys of the memory that it is given."""
+        """An eager part begins. Note its plain arguments: replays give it those of the capture.
+        Returns the keys of the memory that it is given."""
         tensors: list[torch.Tensor] = []
         for value in (*args, *kwargs.values()):
             for _, leaf in tree.leaves(value):
@@ -214,39 +216,40 @@ class Watch(ThreadMode):
 
     @property
     def deviation(self) -> str:
-        """The first operator that `follows` has not, and where it was issued."""
-        first = self._deviating
+        """The first operator that differs from `follows`, and its line; "" if none does."""
+        first = self._first_deviation
         return "" if first is None else f"{first} at {first.source or 'an unknown line'}"
 
-    def kept(self) -> dict[int, Kept]:
-        """What the run made that is still there."""
-        made = [(key, kept) for key, kept in self._memory.items() if type(kept) is Kept]
-        return {key: kept for key, kept in made if not kept.ref.expired()}  # type: ignore[no-untyped-call]
+    def made_alive(self) -> dict[int, OwnMemory]:
+        """The memory that the run made and that is still alive."""
+        made = [(key, memory) for key, memory in self._memory.items() if type(memory) is OwnMemory]
+        return {key: memory for key, memory in made if not memory.ref.expired()}  # type: ignore[no-untyped-call]
 
     def written(self) -> dict[int, Use]:
         """The memory from outside that the run has written."""
         return {key: use for key, use in self.uses.items() if use.is_written}
 
-    def _follow(self, op: Op, args: Sequence[Any], then: Trace) -> None:
-        """Raise `Deviation` where this run leaves the way of an earlier one and may do harm."""
+    def _follow(self, op: Op, args: Sequence[Any], earlier: Trace) -> None:
+        """Raise `Deviation` if this run differs by now from an earlier one, and this operator may
+        do harm."""
         at = len(self.trace)
-        first = self._deviating
+        first = self._first_deviation
         if first is None:
-            if at < len(then) and then[at] == op:
+            if at < len(earlier) and earlier[at] == op:
                 return
             op.source = op.source or user_source()
-            first = self._deviating = op
+            first = self._first_deviation = op
         if not (facts_of(op.func).is_aten and unseen(lambda: in_bounds(op.func, args))):
-            # A segment may have left the way, of which a collective in a part is the first harm.
+            # A segment may differ first, and a collective in a part be the first to do harm.
             raise Deviation(str(op), in_part=first.in_part and op.in_part)
 
     def _before_writes(
         self, op: Op, facts: OperatorFacts, args: Sequence[Any], targets: list[torch.Tensor]
     ) -> None:
-        """Save what an operator is about to write."""
+        """Note, and save, the memory that an operator is about to write."""
         for tensor, key, address in tree.placed(targets):
             use = None if key is None else self._memory.get(key)
-            if key is None or type(use) is Kept:
+            if key is None or type(use) is OwnMemory:
                 continue
             if address in self._inputs:
                 if torch.Tag.inplace_view not in op.func.tags:
@@ -256,7 +259,7 @@ class Watch(ThreadMode):
             if use is None and _from_compiled_code():
                 # Kernels of compiled code write into memory that no operator has made.
                 self.saw_compiled_code = True
-                self._memory[key] = Kept(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+                self._memory[key] = OwnMemory(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
                 continue
             if not isinstance(use, Use):
                 use = self._memory[key] = Use(tensor, str(op.func), op.source)
@@ -268,15 +271,15 @@ class Watch(ThreadMode):
     def _use(
         self, op: Op, facts: OperatorFacts, values: Sequence[Any], targets: list[torch.Tensor]
     ) -> bool:
-        """Note what an operator, which writes `targets`, uses of the `values` that it is given, and
-        describe these; returns whether some were computed from the inputs."""
+        """Note which memory an operator uses of its arguments, `values`, of which it writes
+        `targets`, and describe these in `op`. Returns whether any was computed from the inputs."""
         operands, memory = tree.placed(values), self._memory
         overwritten = _overwritten(targets, operands) if facts.overwrites else ()
         tensors: dict[int, Operand] = {}
         from_inputs = False
         for each in operands:
             whole, key, _ = each
-            is_own = key is None or type(memory.get(key)) is Kept
+            is_own = key is None or type(memory.get(key)) is OwnMemory
             tensors[id(whole)] = _operand(whole, is_own=is_own)
             parts = [each] if type(whole) in tree.BARE else tree.placed([whole], parts=True)
             for part, key, address in parts:
@@ -285,25 +288,25 @@ class Watch(ThreadMode):
                 if address in self._inputs:
                     from_inputs = True
                     continue
-                known = memory.get(key)
-                if known is None:
-                    known = memory[key] = Use(part, str(op.func), op.source)
-                if isinstance(known, Use):
-                    known.note(part, facts, fills=id(whole) in overwritten)
-                elif known.data is not None:
-                    known.data.is_used = True
-                from_inputs |= known.from_inputs
+                noted = memory.get(key)
+                if noted is None:
+                    noted = memory[key] = Use(part, str(op.func), op.source)
+                if isinstance(noted, Use):
+                    noted.note(part, facts, fills=id(whole) in overwritten)
+                elif noted.data is not None:
+                    noted.data.is_used = True
+                from_inputs |= noted.from_inputs
         if not in_task.get():
             op.arguments = _described(values, tensors)
         return from_inputs
 
 
 def _overwritten(targets: list[torch.Tensor], operands: list[tree.Placed]) -> Collection[int]:
-    """What an operator fills without reading it, by `id`."""
+    """The ids of the tensors that an operator fills and does not read."""
     filled = {id(each) for each in targets}
     if len(filled) > 1:
         return filled
-    # torch.add(state, x, out=state) reads it too.
+    # torch.add(state, x, out=state) reads what it fills.
     ids = [id(tensor) for tensor, *_ in operands]
     return {each for each in filled if ids.count(each) == 1}
 
@@ -339,10 +342,12 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 class IssuedWatch(ThreadMode):
-    """Notes the operators of a step that captures, in their order: some forwards take another way
-    then. What graphs record, and their eager parts, is noted by their captures, which find the list
-    in `issued`: a platform's own operators, which run below, are none of the forward's. As a mode
-    it sees what runs between the graphs of a forward that has several."""
+    """Notes the operators that a forward issues while it is captured, in their order: some forwards
+    take another way then.
+
+    Operators of segments and eager parts are noted by the `CaptureGuard`, in the list that it finds
+    in `issued`: this mode would also see those that the platform issues. It sees what a forward of
+    several graphs runs between them."""
 
     supports_higher_order_operators = True
 
@@ -352,7 +357,7 @@ class IssuedWatch(ThreadMode):
 
     @undoing
     def run(self, undo: Undo, function: Callable[[], T], *, in_one: bool) -> T:
-        """Call `function`, which captures; `in_one` says that all of it is one capture."""
+        """Call `function`, which captures; `in_one` says that it is one graph."""
         undo.set(issued, self.operators)
         return function() if in_one else self.around(function)
 
@@ -363,9 +368,9 @@ class IssuedWatch(ThreadMode):
 
 
 class WorkCount(ThreadMode):
-    """Counts what an eager run issues, from which a platform knows what a graph of it will take:
-    operators by the stream that is current; those in `breaks` count as breaks too. Kernels outside
-    of torch's operators are not seen, nor a stream that only they use."""
+    """Counts the operators of an eager run by stream, so that a platform can tell what a graph of
+    it will take. Operators in `breaks` count as breaks too. Kernels outside of torch's operators
+    are not seen, nor a stream that only they use."""
 
     supports_higher_order_operators = True
 
@@ -377,7 +382,7 @@ class WorkCount(ThreadMode):
 
     @undoing
     def run(self, undo: Undo, function: Callable[[], T]) -> T:
-        """Call `function`, which issues what is counted."""
+        """Call `function`, and count its operators in `work`."""
         undo.set(counted, self.work)
         return self.around(function)
 
@@ -401,8 +406,8 @@ of its bytes."""
 
 @dataclass(slots=True)
 class Op:
-    """One operator of a run. Two are equal by overload and arguments, tensors not by their values;
-    those of tasks have no arguments, as each step updates them."""
+    """One operator of a run. Two are equal if overloads and arguments are; values in tensors do not
+    count. Operators of tasks have no arguments here, as each step updates them."""
 
     func: Any
     arguments: tuple[object, ...] = ()
@@ -441,9 +446,9 @@ class Trace(list[Op]):
         self.values_of_parts: list[Any] = []
 
     def same_captured(self, other: Trace, *, has_parts: bool) -> bool:
-        """Whether what a replay has of its capture is the same in two runs: operators, with
-        `has_parts` but for those of eager parts, and the plain values that these are given. Where
-        results differ all the same, eager parts gave something else, as a clock does."""
+        """Whether captures of two runs would be equal: in operators, with `has_parts` without those
+        of eager parts, and in the plain values that eager parts are given. If results differ all
+        the same, an eager part has returned something else, as one does that reads a clock."""
         values, others = self.values_of_parts, other.values_of_parts
         same_values = len(values) == len(others) and all(map(same_value, values, others))
         ours, theirs = (each.captured(has_parts=has_parts) for each in (self, other))
@@ -454,13 +459,13 @@ class Trace(list[Op]):
         return [*map(_FUNC, self)]
 
     def captured(self, *, has_parts: bool) -> Trace:
-        """The operators that a graph has captured: with `has_parts` not those of eager parts. A
-        single graph has captured them too."""
+        """The operators that a graph has captured: one that `has_parts` without those of eager
+        parts, a single graph all of them."""
         return Trace([op for op in self if not op.in_part]) if has_parts else self
 
     def described(self, *, with_addresses: bool) -> Trace:
-        """The operators without the values of Python data, and where memory from outside is by
-        choice."""
+        """The operators without the values of Python data, and without the addresses of memory from
+        outside unless `with_addresses`."""
         trace = Trace()
         for op in self:
             arguments = () if op.func is LIFT_FRESH else op.arguments
@@ -470,7 +475,7 @@ class Trace(list[Op]):
         return trace
 
     def at_source(self, first: tuple[int, str] | None) -> str:
-        """What was first at a place, with the line of code there; "" for None."""
+        """The words of a `first_difference`, with the line of code of its operator; "" for None."""
         if first is None:
             return ""
         at, text = first
@@ -514,7 +519,7 @@ def _described(values: Iterable[Any], tensors: Mapping[int, Operand]) -> tuple[o
         elif isinstance(value, list | tuple):
             described.append(_described(value, tensors))
         else:
-            # Of fractions too: nan is not equal to itself, and 0.0 is equal to -0.0.
+            # As text: NaN is not equal to itself, and 0.0 is equal to -0.0.
             described.append(value if type(value) in _PLAIN else repr(value))
     return tuple(described)
 
@@ -532,42 +537,41 @@ def _operand(tensor: torch.Tensor, *, is_own: bool) -> Operand:
 
 
 def made_of_data(tensor: torch.Tensor) -> object:
-    """What describes a tensor that was made of Python data."""
+    """A description of the values of a tensor that was made of Python data."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         return _operand(tensor, is_own=True)
     if tensor.numel() <= _SHORT:
         return repr(tensor.tolist())
-    at_hand = tensor.detach().to("cpu").contiguous()
-    data = ctypes.string_at(at_hand.data_ptr(), at_hand.nbytes)
+    on_host = tensor.detach().to("cpu").contiguous()
+    data = ctypes.string_at(on_host.data_ptr(), on_host.nbytes)
     return f"{tuple(tensor.shape)} values, CRC {zlib.crc32(data):08x}"
 
 
 def first_difference(
     now: Sequence[Any], then: Sequence[Any], same: Callable[[Any, Any], bool] = eq
 ) -> tuple[int, str] | None:
-    """The first operator that a run did otherwise than a graph's, as its place and in words; None
-    where all are the `same`. Both are traces, or overloads alone."""
+    """The position, and a description, of the first operator of a run that differs from a graph's;
+    None if all are the `same`. Both are traces, or lists of overloads."""
     return next(differences(now, then, same), None)
 
 
 def differences(
     now: Sequence[Any], then: Sequence[Any], same: Callable[[Any, Any], bool]
 ) -> Iterator[tuple[int, str]]:
-    """All of them."""
+    """`first_difference` and all after it."""
     for at, (ours, theirs) in enumerate(zip_longest(now, then)):
         if ours is None or theirs is None:
             yield at, f"{ours or 'none'} where the graph has {theirs or 'none'}"
         elif not same(ours, theirs):
-            yield at, f"{ours}{_text(ours, theirs)}"
+            yield at, f"{ours}{_words(ours, theirs)}"
 
 
 def same_but_for_size(ours: Op, theirs: Op) -> bool:
-    """Whether two operators are the same but for what follows from the size of a graph: of tensors
-    their shapes and data, and whole numbers. Fractions, texts, and where memory from outside is do
-    not."""
+    """Whether two operators are the same but for what a graph's size may change: shapes of tensors,
+    Python data in them, and whole numbers. Floats, texts and addresses have to be equal."""
     if ours.func is not theirs.func:
         return False
-    return ours.func is LIFT_FRESH or _alike(ours.arguments, theirs.arguments)
+    return ours.func is LIFT_FRESH or _same_but_size(ours.arguments, theirs.arguments)
 
 
 def _without_addresses(value: Any) -> Any:
@@ -577,21 +581,21 @@ def _without_addresses(value: Any) -> Any:
     return tuple(map(_without_addresses, value)) if type(value) is tuple else value
 
 
-def _text(ours: Any, theirs: Any) -> str:
+def _words(ours: Any, theirs: Any) -> str:
     if not isinstance(theirs, Op) or ours.func is not theirs.func:
         return f" where the graph has {theirs}"
     pairs = [*zip_longest(ours.arguments, theirs.arguments)]
-    differing = [pair for pair in pairs if not _alike(*pair)]
+    differing = [pair for pair in pairs if not _same_but_size(*pair)]
     differing += [pair for pair in pairs if pair[0] != pair[1]]
     mine, other = (str(each)[:80] for each in differing[0])
     return f": {mine} where the graph has {other}"
 
 
-def _alike(ours: Any, theirs: Any) -> bool:
+def _same_but_size(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, Operand) and isinstance(theirs, Operand):
         return ours.address == theirs.address
     if type(ours) is int:
         return type(theirs) is int
     if type(ours) is tuple and type(theirs) is tuple:
-        return len(ours) == len(theirs) and all(map(_alike, ours, theirs))
+        return len(ours) == len(theirs) and all(map(_same_but_size, ours, theirs))
     return bool(ours == theirs)

@@ -1,4 +1,4 @@
-"""What a forward writes, saved before it is written; of what is too large for that, which rows."""
+"""Saves memory before a forward writes it; of memory too large for that, knows the written rows."""
 
 from __future__ import annotations
 
@@ -24,53 +24,53 @@ T = TypeVar("T")
 
 
 def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The memory, if it is still there."""
+    """The storage, if it is still alive."""
     if ref.expired():  # type: ignore[no-untyped-call]
         return None
     return torch_names.storage_of_weak(ref.cdata)
 
 
 class _Region:
-    """What one operator was about to write, as it was: a tensor, or rows of it.
+    """A copy of what one operator was about to write: a tensor, or rows of it.
 
-    Nobody keeps the memory for this: what compiled code allocates is no state, and is gone when the
-    run is over. No operator has made it, so nothing else tells it from state.
+    It does not keep the memory alive. Memory that compiled code allocates looks like state, as no
+    operator has made it; but it is gone when the run is over, and is left out from then on.
     """
 
     def __init__(self, tensor: torch.Tensor, rows: Rows, use: object) -> None:
         self.rows = rows
         self.use = use
-        """Of which memory it is, as its watch knows it."""
-        # The weak reference also keeps the storage's name from being used again.
+        """Which memory it is: a `Use`, or a description."""
+        # While there is the weak reference, no other storage gets this one's key.
         self._ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
         self.was = self.read()
 
     def read(self) -> torch.Tensor:
-        """A copy of what is there now; an empty tensor once the memory is gone."""
+        """A copy of the contents now; an empty tensor once the memory is gone."""
         now = self._now()
         if now is None:
             return self._like.clone()
         return now[self.rows.at] if self.rows.at else now.clone()
 
     def write(self, value: torch.Tensor) -> None:
-        """Write it, unless the memory is gone, or was when the value was read."""
+        """Write a value that `read` returned, unless the memory is gone or was gone then."""
         now = self._now()
         if now is not None and value.numel():
             now[self.rows.at] = value
 
-    def but_padding(
+    def without_padding(
         self, pads: Sequence[int], sizes: Sequence[tuple[int, int]]
     ) -> tuple[slice | torch.Tensor, ...]:
-        """The index of what is read, without the rows that padding names: see `spoilt`."""
+        """An index into what is read that leaves out padding's rows: see `spoilt_by_padding`."""
         value, indices = self.was, self.rows.chosen
         if not pads or not value.dim() or (self.rows.at and not indices):
             return ()
         if not self.rows.at:
-            dim, named = _dim_of_rows(value), _named(value, pads)
-            others = [row not in named for row in range(value.shape[dim])]
-            return *[slice(None)] * dim, torch.tensor(others, device=value.device)
+            dim, named = _dim_of_rows(value), _rows_of_padding(value, pads)
+            kept_rows = [row not in named for row in range(value.shape[dim])]
+            return *[slice(None)] * dim, torch.tensor(kept_rows, device=value.device)
         padding = torch.zeros((), dtype=torch.bool, device=value.device)
         for index in indices:
             for pad in pads:
@@ -87,22 +87,23 @@ class _Region:
 
 
 class SavedWrites:
-    """Memory from outside as it was before a run wrote it; index writes save only their rows.
+    """Saves memory from outside before runs write it, and puts it back. Of an index write it saves
+    only the rows.
 
-    Of what would take more than `limit_bytes` only sums of its rows are kept: such memory has to be
-    protected by padding, which `check_protected` looks at.
+    Of a tensor beyond `limit_bytes` it keeps a sum of each row alone. Then only rows that padding
+    addresses may be written, which `check_protected` checks.
     """
 
     def __init__(self, limit_bytes: int, *, sums: bool = True) -> None:
-        """Without `sums` what is too large is not looked at either."""
+        """Without `sums` a tensor that is too large is not checked either."""
         self.bytes = 0
-        # Which memory rows were written of, and by which operator.
+        # Keys of storages of which rows were written, each with the operator's name.
         self.row_writes: set[tuple[int, str]] = set()
         self._sums = sums
         self.limit = limit_bytes
         self._regions: list[_Region] = []
-        # Of which rows of each tensor nothing more is to be saved: every run of a forward writes
-        # the same ones.
+        # The rows of each tensor that need not be saved again: every run of a forward writes the
+        # same ones.
         self._saved: dict[tuple[object, ...], list[Index]] = {}
         self._protected: list[Callable[[Sequence[int]], str]] = []
 
@@ -126,7 +127,7 @@ class SavedWrites:
             return
         if rows is None and self.bytes + tensor.nbytes > self.limit:
             if self._sums:
-                self._protected.append(protected(tensor, str(use)))
+                self._protected.append(protection_check(tensor, str(use)))
                 saved.append(WHOLE.at)
             return
         region = _Region(tensor, rows or WHOLE, use)
@@ -135,17 +136,17 @@ class SavedWrites:
             got = f"{self.bytes} bytes, the last of them {use}"
             raise too_large("the state that the forward writes", got, self.limit)
         self._regions.append(region)
-        # Known only now: a run after one that had no memory for the copy would not save it.
+        # After the copy: where there was no memory for it, the next run has to save these rows.
         saved.append(region.rows.at)
 
     def take(self) -> list[torch.Tensor]:
-        """Copies of what is there now."""
+        """Copies of the contents now, of everything that is saved."""
         regions = self._regions
         return unseen(lambda: [region.read() for region in regions]) if regions else []
 
     def restore(self, values: Sequence[torch.Tensor] | None = None) -> None:
-        """Put everything back as it was, the last write first, or write what `take` returned; what
-        was saved since then stays as it is then. Called again it does so again."""
+        """Put everything back as it was, the last write first; or put back what `take` returned:
+        then what was saved later is left alone. May be called again."""
         if not self._regions:
             return
         pairs = [(region, region.was) for region in reversed(self._regions)]
@@ -158,7 +159,7 @@ class SavedWrites:
 
         unseen(write)
 
-    def spoilt(
+    def spoilt_by_padding(
         self,
         padded: Sequence[torch.Tensor],
         alone: Sequence[torch.Tensor],
@@ -166,13 +167,14 @@ class SavedWrites:
         sizes: Sequence[tuple[int, int]],
         rounding: float,
     ) -> tuple[object, str] | None:
-        """The first memory in which a padded run left something else than one without padding, but
-        for `rounding`, and what; `padded` and `alone` are what `take` returned after them.
+        """The first memory that differs, by more than `rounding`, after a padded run and after one
+        without padding, and the difference; None if none does. `take` returned `padded` and
+        `alone`.
 
-        Some memory may differ. Rows that `pads` name: only padding addresses them. If there are
-        any, also the rows that padding rows of the step write; an index has padding rows if it has
-        as many entries as the first number of one of `sizes`, (padded, live). And memory that runs
-        overwrite before they read it.
+        Some memory may differ. First, rows that `pads` name: only padding addresses them. If there
+        are any, also rows that padding rows of the step write: an index with as many entries as the
+        padded number of one of `sizes`, (padded, live), has its padding rows behind the live ones.
+        And memory that runs overwrite before they read it.
         """
 
         def compare() -> tuple[object, str] | None:
@@ -180,8 +182,8 @@ class SavedWrites:
                 is_there = ours.numel() and ours.shape == theirs.shape
                 if not is_there or not getattr(region.use, "exposed", True):
                     continue
-                others = region.but_padding(pads, sizes)
-                apart = difference(ours[others], theirs[others])
+                compared = region.without_padding(pads, sizes)
+                apart = difference(ours[compared], theirs[compared])
                 if apart is not None and apart.relative > rounding:
                     return region.use, apart.text
             return None
@@ -197,7 +199,7 @@ class SavedWrites:
 
 
 def _are_equal(ours: Index, theirs: Index) -> bool:
-    """Whether two indices are of the same rows."""
+    """Whether two indices choose the same rows."""
     return len(ours) == len(theirs) and all(
         a.dtype is b.dtype and a.device == b.device and torch.equal(a, b)
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
@@ -221,26 +223,26 @@ def too_large(state: str, got: str, limit_bytes: int) -> StateTooLargeError:
 # Memory that is too large to be saved ------------------------------------------------------------
 
 
-def protected(tensor: torch.Tensor, name: str) -> Callable[[Sequence[int]], str]:
-    """What tells of a tensor that only padding protects which rows were written since, as text,
-    given the values of padding.
+def protection_check(tensor: torch.Tensor, name: str) -> Callable[[Sequence[int]], str]:
+    """A check of a tensor that is too large to be saved. Given the padding values, it returns as
+    text which rows were written since this call.
 
-    It raises `StateTooLargeError` if one of them is none that padding names: neither a padding
-    value itself nor its page. Rows are known by sums of their bits. Sums of equal rows are equal;
-    that two changes in one row cancel is not likely.
+    It raises `StateTooLargeError` if no padding value names one of these rows, or its page. A row
+    counts as written if the sum of its bits is another one. It is not likely that two changes of a
+    row cancel.
     """
     tensor = tensor if tensor.dim() else tensor[None]
     was = _sums(tensor)
 
     def check(pads: Sequence[int]) -> str:
         changed = torch.nonzero(_sums(tensor) != was).flatten().tolist()
-        named = _named(tensor, pads)
-        other = [row for row in changed if row not in named]
-        if other:
+        padding_rows = _rows_of_padding(tensor, pads)
+        not_padding = [row for row in changed if row not in padding_rows]
+        if not_padding:
             raise StateTooLargeError(
                 f"the warm-up wrote rows of {name} that no padding names, and they are too "
                 "much to be saved",
-                got=f"rows {listed(other)}",
+                got=f"rows {listed(not_padding)}",
                 expected=f"rows of the padding of index inputs ({sorted(set(pads)) or 'none'})",
                 advice="give the inputs that address it InputSpec(index=True, pad=a dummy row), or "
                 "declare it: Host(state=[State(tensor, rows=...)]); or raise state_limit_bytes",
@@ -251,7 +253,7 @@ def protected(tensor: torch.Tensor, name: str) -> Callable[[Sequence[int]], str]
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum of the bits of each row; those of keys and of values weigh differently."""
+    """A sum of the bits of each row, in which keys and values have different weights."""
     dim = _dim_of_rows(tensor)
     sums = torch.zeros(tensor.shape[dim], dtype=torch.int64, device=tensor.device)
     for weight, part in enumerate(tensor if dim else [tensor], 1):
@@ -265,16 +267,17 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dim_of_rows(tensor: torch.Tensor) -> int:
-    """The first, or the second where the first has at most two rows (keys and values)."""
+    """Along which dimension rows are: the first, or the second if the first has at most two entries
+    (keys and values)."""
     return 1 if tensor.dim() > 1 and tensor.shape[0] <= 2 else 0
 
 
-def _named(tensor: torch.Tensor, pads: Sequence[int]) -> set[int]:
-    """The rows that padding names: a value itself, or its page."""
+def _rows_of_padding(tensor: torch.Tensor, pads: Sequence[int]) -> set[int]:
+    """The rows that padding values name: the row of that number, or the page with that slot."""
     dim = _dim_of_rows(tensor)
     rows = tensor.shape[dim]
     named = {pad for pad in pads if 0 <= pad < rows}
-    # [pages, slots, ...], or [pages, heads, slots, width] where that gives a page that there is.
+    # Of [pages, slots, ...]; else of [pages, heads, slots, width], if the first gives no such page.
     per_page = tensor.shape[dim + 1 : dim + (3 if tensor.dim() == dim + 4 else 2)] or (1,)
     for pad in pads:
         pages = (pad // max(slots, 1) for slots in per_page if pad >= 0)
@@ -286,17 +289,16 @@ def _named(tensor: torch.Tensor, pads: Sequence[int]) -> set[int]:
 
 
 class WriteWatch:
-    """Saves what a run of so many `tokens` writes of memory that is `known`, and looks at nothing
-    else.
+    """Saves `known` memory before a run of `tokens` tokens writes it, and looks at nothing else.
 
-    Not the rows that each token of it writes where those of the largest run of the kind did: that
-    run was of padding alone too, so its rows, which are in `shown`, are these. An index of another
-    length, and one of a single token, may name any row. To save them too takes a capture 1.15 times
-    as long (19 sizes, 16 layers with keys and values, H200).
+    Rows that an operator writes for each token are not saved if it did so in the largest run of the
+    kind, whose writes are `shown`: both runs have nothing but padding, and so write the same rows.
+    An index of another length, or of a single token, may name any row, and is saved. To save all
+    takes a capture 1.15 times as long (19 sizes, 16 layers with keys and values, H200).
 
-    It is no dispatch mode, under which every operator takes several times as long. It includes a
-    dispatch key of this thread that torch itself leaves free; there the operators that write have a
-    kernel, and all others are passed by in C++. `note_operators` gives it to them.
+    It is no dispatch mode: under one every operator takes several times as long. For this thread it
+    includes a dispatch key that torch leaves free. There the operators that write have a kernel of
+    ours, from `note_operators`, and C++ passes by all others.
     """
 
     def __init__(
@@ -307,7 +309,7 @@ class WriteWatch:
         self._shown = shown.row_writes if tokens > 1 else ()
         self._tokens = tokens
         self.written: set[int] = set()
-        """Those of the `known` that the run has written."""
+        """The keys of the `known` memory that the run has written."""
 
     @undoing
     def around(self, undo: Undo, function: Callable[[], T]) -> T:
@@ -318,7 +320,7 @@ class WriteWatch:
         return function()
 
     def look(self, facts: OperatorFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """An operator is about to write."""
+        """Save what an operator is about to write."""
         for tensor in operators.written(facts, args, kwargs):
             key = tree.storage_key(tensor)
             if key is None or key not in self._known:
@@ -332,32 +334,32 @@ class WriteWatch:
 
 _watch: ContextVar[WriteWatch | None] = ContextVar("graphrt_write_watch", default=None)
 
-_settled: set[str] = set()
-"""Names of operators that are done: torch's own, and those that have a kernel of ours."""
+_done: set[str] = set()
+"""Names of operators that need no look any more: torch's own, and those with a kernel of ours."""
 
 
 def note_operators() -> None:
-    """Give the operators that write their kernel. To be called whenever new ones may have been
-    defined: one that a run is the first to define is not seen by the watch of that run."""
-    names = {*torch_names.operator_names()} - _settled
-    # To ask for the schemas of all of torch's operators takes a capture 10 ms, twice a size.
+    """Give our kernel to the operators that write. To be called whenever new ones may have been
+    defined: an operator that a run itself defines is not seen in that run."""
+    names = {*torch_names.operator_names()} - _done
+    # Of new ones alone: to ask for all schemas of torch takes a capture 10 ms, twice a size.
     bases = {name.split(".")[0] for name in names}
     for schema in chain.from_iterable(map(torch_names.schemas_of_operator, bases)):
         name = ".".join(filter(None, (schema.name, schema.overload_name)))
-        if name in _settled or not (schema.is_mutable or "batch_norm" in name):
+        if name in _done or not (schema.is_mutable or "batch_norm" in name):
             continue
-        _settled.add(name)
+        _done.add(name)
         if not operators.writes_of(schema):
             continue
         namespace, _, short = name.partition("::")
         kernel = _kernel(namespace, short.partition(".")[0], schema.overload_name or "default")
         _library(namespace).impl(short, WATCH_KEY, kernel, True)
-    _settled.update(name for name in names if name.startswith(("aten::", "prims::", "quantized::")))
+    _done.update(name for name in names if name.startswith(("aten::", "prims::", "quantized::")))
 
 
 @cache
 def _library(namespace: str) -> Any:
-    """That of our kernels, which go with it."""
+    """The library of our kernels for a namespace: they live as long as it does."""
     return torch_names.kernel_library("IMPL", namespace, WATCH_KEY)
 
 
@@ -371,14 +373,14 @@ def _kernel(namespace: str, name: str, overload: str) -> Callable[..., Any]:
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         for at in _tensors_of(func):
             if at < len(args) and not isinstance(args[at], torch.Tensor):
-                # Torch shows a tensor that it made of a number as the number, and takes none here.
+                # A tensor that torch made of a number arrives as a number, which `func` refuses.
                 number = torch.tensor(args[at], device="cpu")
                 args = (*args[:at], number, *args[at + 1 :])
         if torch_names.in_transform():
-            # These are no tensors with memory. The transform issues the operator again on such.
+            # No tensors with memory: the transform issues the operator again on those that are.
             return func.redispatch(keys.remove(watch_key()), *args, **kwargs)
         watch, key = _watch.get(), watch_key()
-        # An operator says all that it writes, so that what its kernel calls need not be seen.
+        # The schema says all that the operator writes: operators that it calls need no look.
         include_key(key, False)
         try:
             if watch is not None:
@@ -392,6 +394,6 @@ def _kernel(namespace: str, name: str, overload: str) -> Callable[..., Any]:
 
 @cache
 def _tensors_of(func: Any) -> tuple[int, ...]:
-    """The places of single tensors among the arguments of an operator."""
+    """The positions of an operator's arguments that are single tensors."""
     kinds = [str(argument.type) for argument in func._schema.arguments]
     return tuple(at for at, kind in enumerate(kinds) if kind == "Tensor")
