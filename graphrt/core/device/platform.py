@@ -280,8 +280,8 @@ class Platform(ABC):
     def explain(self, error: BaseException) -> CaptureError:
         """The cause of a failed capture, with the offending operator and advice where known.
 
-        For an error that no device can have raised it returns `Unexplained`: core then raises the
-        forward's own exception as it is.
+        Where this default is returned, for an error that no device can have raised, core raises
+        the forward's own exception as it is.
         """
         if isinstance(error, CaptureError):
             return error
