@@ -1,12 +1,14 @@
-/* The looks of a step at Python slots and tensors, a few in turn: what ReadSet.glances of
-   graphrt/core/trust/reads.py puts together of iterators where this is not built. */
+/* An iterator with one answer for each step: whether the next few Python slots and the next tensor are
+   as they were. Where this is not built ReadSet.glances of graphrt/core/trust/reads.py makes it of
+   iterators.
+
+   SLOTS are triples (holder, key, value as it was). The value is an item of a dict or list, or what a
+   cell holds; for an object with its class as the key its `__dict__`, as long as it is of that class;
+   for a tuple of containers the tuple of their sizes; for any other holder what it returns when it is
+   called. MISSING stands for no value. TENSORS are triples (tensor, a call that gives its address,
+   shape, strides or dtype, that as it was). OVER is the iterator whose answer comes first. */
 #include "native.h"
 
-/* SLOTS are triples (holder, key, value as it was): of an object with its class as the
-   key its `__dict__`, as long as it is of that class; an item of a dict or list, or what a cell
-   holds; of a tuple of containers their sizes, as a tuple too; of any other holder, what it returns
-   when it is called. MISSING stands for no value. TENSORS are triples (tensor, what gives its
-   address, shape, strides or dtype, that as it was). OVER is the iterator whose answer comes first. */
 enum { SLOTS, TENSORS, MISSING, OVER, PARTS };
 enum { KINDS = 2 };
 

@@ -12,7 +12,7 @@
 
 enum { MOST_INPUTS = 64, MOST_PARTS = 18 };
 
-/* An object that is made of objects of Python: all that it owns are its parts. */
+/* The head of a C object that is made of Python objects, its parts `of`, and owns nothing else. */
 #define HOLDER_HEAD                                                                                \
     PyObject_HEAD                                                                                  \
     vectorcallfunc call;                                                                           \
@@ -26,7 +26,7 @@ int holder_traverse(PyObject *self, visitproc visit, void *arg);
 int holder_clear(PyObject *self);
 void holder_dealloc(PyObject *self);
 
-/* What its type has; `more` flags are those of one that is called as a function is. */
+/* The common fields of the types of such objects; `more` are the flags of one that can be called. */
 #define HOLDER_TYPE(name, size, more)                                                              \
     PyVarObject_HEAD_INIT(NULL, 0)                                                                 \
     .tp_name = "graphrt.core.base._native." name, .tp_basicsize = (size),                          \
@@ -36,7 +36,7 @@ void holder_dealloc(PyObject *self);
 
 extern PyTypeObject WriterType, ReplayType, PathType, GlancesType;
 
-/* Where CPython tells who changes a dict, in the versions that this was tried with. */
+/* The CPython versions whose watchers of dicts watch.c was tested with. */
 #define HAS_WATCH (PY_VERSION_HEX >= 0x030C0000 && PY_VERSION_HEX < 0x030E0000)
 #if HAS_WATCH
 extern PyTypeObject WatchType;
@@ -50,9 +50,9 @@ int prepare_path(void);
    it. Its caller has the pool's turn. */
 PyObject *replay_step(PyObject *replay, PyObject *batch, PyObject *values);
 
-/* Slots of Python classes, read and written in place, as the interpreter does. */
+/* Slots of Python classes, read and written at their offset in an object. */
 
-/* Where objects of a class have a slot; -1 with an error set where it has no such slot. */
+/* The offset of a slot in objects of a class; -1 with an error set where it has no such slot. */
 static inline Py_ssize_t offset_of(PyTypeObject *type, const char *name) {
     PyObject *found = PyObject_GetAttrString((PyObject *)type, name);
     if (found == NULL) return -1;
@@ -66,14 +66,14 @@ static inline Py_ssize_t offset_of(PyTypeObject *type, const char *name) {
     return offset;
 }
 
-/* A slot of a class, and where its place is noted. */
+/* A slot of a class, and where to store its offset. */
 typedef struct {
     void *type;
     const char *name;
     Py_ssize_t *into;
 } Slot;
 
-/* Note the places of so many slots; -1 with an error set. */
+/* Store the offsets of so many slots; -1 with an error set. */
 int find_slots(const Slot *slots, size_t count);
 
 #define COUNT(array) (sizeof(array) / sizeof(*(array)))
@@ -92,7 +92,7 @@ static inline void set_slot(PyObject *object, Py_ssize_t offset, PyObject *value
     Py_XDECREF(before);
 }
 
-/* Count one on in a slot; -1 with an error set. */
+/* Add `more` to the count in a slot; -1 with an error set. */
 static inline int add_to_slot(PyObject *object, Py_ssize_t offset, long long more) {
     PyObject *was = in_slot(object, offset);
     long long count = was == NULL ? -1 : PyLong_AsLongLong(was);

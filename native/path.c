@@ -1,9 +1,9 @@
-/* What a runner's step goes through before its graph, where its batch was dispatched before to a graph:
-   what StepEngine.step of graphrt/core/runner/engine.py does in Python. Every other step it leaves to
-   Python: to `step` before anything is done, to `check` or `serve` once the step is counted. */
+/* A runner's step from its call to its graph, for a batch that was dispatched to a graph before: what
+   StepEngine.step of graphrt/core/runner/engine.py does in Python. For every other step it calls
+   Python: `step` if it has done nothing yet, `check` or `serve` if it has counted the step. */
 #include "native.h"
 
-/* What it is made of, by Python. `failed` counts a step that raised; `owner` is who has the turn of
+/* Its parts, from StepEngine.entrance. `failed` counts a step that raised; `owner` has the turn of
    `pool` in a step; `steps` are prepared ones, by the dispatcher's slot. */
 enum {
     STEP, CHECK, SERVE, FAILED, POOL, OWNER, ENGINE, DISPATCHER, SEALING, CHECKS, GLANCES, STEPS,
@@ -34,8 +34,8 @@ static int is_here(const Path *self) {
     return elsewhere == Py_False;
 }
 
-/* The dispatcher's answer for an equal batch that a graph serves, owned: 1; 0 where Python has to
-   look, or -1 with an error set. Nothing is done yet. */
+/* The dispatcher's remembered answer, owned, where a graph serves the batch: 1; 0 where Python has to
+   look, or -1 with an error set. It changes nothing. */
 static int look_up(const Path *self, PyObject *batch, PyObject **answer) {
     if ((PyObject *)Py_TYPE(batch) != self->of[BATCHES]) return 0;
     if (in_slot(self->of[SEALING], self->may_capture) != Py_False) return 0;
@@ -45,14 +45,14 @@ static int look_up(const Path *self, PyObject *batch, PyObject **answer) {
     if ((PyObject *)Py_TYPE(version) == self->of[VERSION])
         answers = Py_XNewRef(in_slot(version, self->answers));
     Py_DECREF(version);
-    /* Its hash, or a comparison, may be the host's. */
+    /* The lookup may run a host's __hash__ or __eq__, of a variant: `answers` is owned meanwhile. */
     if (answers != NULL && PyDict_CheckExact(answers))
         known = Py_XNewRef(PyDict_GetItemWithError(answers, batch));
     Py_XDECREF(answers);
     if (known == NULL) {
         if (!PyErr_Occurred()) return 0;
         if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
-        /* No error is lost: Python comes to it again, and names what is wrong. */
+        /* Python looks the batch up again, and names the wrong field. */
         PyErr_Clear();
         return 0;
     }
@@ -104,7 +104,7 @@ static int is_clear(const Path *self, PyObject *slot, PyObject *batch) {
     return clear;
 }
 
-/* What the graph's own step returns in C; NULL without an error where Python has to run it. */
+/* The outputs of the step in replay.c; NULL without an error where Python has to run the step. */
 static PyObject *replayed(const Path *self, Py_ssize_t slot, PyObject *batch, PyObject *values) {
     PyObject *step = PyList_GetItem(self->of[STEPS], slot), *native = NULL;
     if (step == NULL) return NULL;
@@ -131,7 +131,7 @@ static void count_failed(const Path *self, PyObject *dispatch) {
     PyErr_Restore(type, error, trace);
 }
 
-/* The step, as it was dispatched. */
+/* Run the step as it was dispatched; its outputs, or NULL with an error set. */
 static PyObject *run_dispatched(Path *self, PyObject *const *args, PyObject *dispatch) {
     PyObject *batch = args[BATCH];
     PyObject *slot = PyTuple_GetItem(dispatch, 3), *tokens = PyTuple_GetItem(batch, 0);
@@ -175,8 +175,8 @@ static PyObject *path_call(PyObject *callable, PyObject *const *args, size_t fla
         in_slot(self->of[POOL], self->pool_owner) == Py_None) {
         int here = is_here(self);
         if (here < 0) return NULL;
-        /* First, so that nothing is looked up that may go: see in_turn. From the look to the store
-           nothing gives the interpreter away. */
+        /* Before the lookup: without a turn another thread may destroy the graph (see in_turn).
+           Nothing between this look and the store releases the GIL. */
         if (here && in_slot(self->of[POOL], self->pool_owner) == Py_None) {
             PyObject *outputs = NULL;
             set_slot(self->of[POOL], self->pool_owner, self->of[OWNER]);

@@ -1,10 +1,10 @@
-/* What runs a step that is one graph, whose inputs are like those before and whose output is one
-   tensor: what StepExecutor.run of graphrt/core/runner/executor.py does in Python. Every other step it
-   leaves to Python before it has done anything. */
+/* Runs a step that is one graph, with inputs like those of an earlier step and one tensor as output:
+   what StepExecutor.run of graphrt/core/runner/executor.py does in Python. Every other step it leaves
+   to Python before it has done anything. */
 #include "native.h"
 
-/* What it is made of, by Python. `SHELL`, of the class `SHELLS`, hands out the output, and `OUT` is
-   what the last step handed out: see graphrt/core/replay/handout.py. */
+/* Its parts, from PreparedStep.hold. `SHELL`, of the class `SHELLS`, hands out the output, and `OUT`
+   is the pool's list of shells that the last step used: see graphrt/core/replay/handout.py. */
 enum {
     ENTRY, POOL, PIECES, STREAMS, RING, FETCH, GRAPH, STREAM, MOVES, KNOWN, SHAPES,
     SHELL, SHELLS, OUT, USE_COUNT, WEAKREFS, IS_INFERENCE, PARTS
@@ -15,7 +15,7 @@ typedef struct {
     Py_ssize_t count;
     Py_ssize_t entry_graph, unchecked, closed, replaying, last_id, generation, alike;
     Py_ssize_t pending, ring_count, unsure;
-    /* In a shell, and how many references to its storage are those of who counts them. */
+    /* Slots of a shell; `own` is what _own_references in handout.py returns. */
     Py_ssize_t storage, cdata, alone, references, left, address, bases;
     long own;
 } Replay;
@@ -34,7 +34,7 @@ static int is_held(const Replay *self, PyObject *shell) {
     long references = PyLong_AsLong(in_slot(shell, self->references));
     long left = PyLong_AsLong(in_slot(shell, self->left));
     if (PyErr_Occurred()) return -1;
-    /* What Python counts there are two more, or as many as it holds while it asks. */
+    /* When Python counted the references, `own` of them were of the counting itself. */
     if (left < 0 || (long)Py_REFCNT(storage) != references - self->own) return 1;
     Py_INCREF(storage);
     int held = -1;
@@ -99,7 +99,8 @@ static PyObject *known_in(PyObject *dict, PyObject *key) {
     return Py_XNewRef(PyDict_GetItemWithError(dict, key));
 }
 
-/* What is known of the batch's rows, owned: 1, or 0 where nothing is, or -1 with an error. */
+/* What earlier steps with as many tokens and requests have left, owned: the moves and the output's
+   live shape. 1, or 0 where there is none, or -1 with an error. */
 static int look_up(const Replay *self, PyObject *batch, PyObject **moves, PyObject **shape) {
     PyObject *key = PyTuple_GetSlice(batch, 0, 2), *shapes = NULL;
     if (key == NULL) return -1;
@@ -116,7 +117,7 @@ static int look_up(const Replay *self, PyObject *batch, PyObject **moves, PyObje
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Whether the entry is still to be replayed. Whose turn it is in the pool the caller knows. */
+/* Whether the entry may be replayed. The caller has the pool's turn. */
 static int is_usable(const Replay *self) {
     PyObject *pool = self->of[POOL];
     return in_slot(self->of[ENTRY], self->entry_graph) == self->of[GRAPH] &&
@@ -147,7 +148,7 @@ static PyObject *run(Replay *self, PyObject *moves, PyObject *shape, PyObject *v
     Py_DECREF(alike);
     Py_XDECREF(written);
     if (written != Py_True) return NULL;
-    /* Not before: they may have been among the inputs. */
+    /* After the inputs are read: the last step's outputs may be among them. */
     if (PyList_GET_SIZE(self->of[OUT]) && expire(self) < 0) return NULL;
     if (add_to_slot(pool, self->generation, 1) < 0) return NULL;
     PyObject *launched = PyObject_CallMethodNoArgs(self->of[GRAPH], name_replay);

@@ -1,11 +1,11 @@
-/* What writes the slot of a step whose inputs are like those of an earlier one, in one call: what
+/* Writes the ring slot of a step whose inputs are like those of an earlier one, in one call: what
    RingTransport (graphrt/cuda/ring/transport.py) does in Python where this is not built. */
 #include "native.h"
 
-/* What it is made of, by Python. */
+/* Its parts, from writers.py beside it. */
 enum { RING, NAMES, CHECK, ADDRESS_OF, UNLIKE, MEMORY, PARTS };
 
-/* Where a ring keeps what it remembers between two steps (see graphrt/cuda/ring/slots.py). */
+/* The offsets of slots of a ring (graphrt/cuda/ring/slots.py). */
 typedef struct {
     Py_ssize_t count, free_until, pending, unsure;
 } Slots;
@@ -24,14 +24,13 @@ static int is_ready(PyObject *ring, const Slots *at, unsigned long long *count) 
     return unsure == Py_False && *count < until;
 }
 
-/* Bytes of an input: of which one, from which byte of it, and where they go in a slot's payload. */
+/* One copy: of which input, from which of its bytes on, to where in a slot's payload, how many. */
 typedef struct {
     uint64_t input, from, to, nbytes;
 } Copy;
 
-/* A word of the moves that is known only at a step. Of a row that is repeated: which word, the
-   row's place in the payload, its bytes, and what makes a word of it. Of an input's address: which
-   word, of which input, and how far after its start. */
+/* A word of the moves that each step works out: the payload's row at `place`, of `nbytes`, times
+   `factor`; or the address of input number `place` plus `nbytes`. See moves.py. */
 typedef struct {
     uint64_t word, place, nbytes, factor;
 } Late;
@@ -56,7 +55,7 @@ typedef struct {
     char on_device;
 } Writer;
 
-/* 0, or -1 where what was raised is nothing that looking at inputs raises. */
+/* 0, with the error cleared, where using a wrong input raises such an error; -1 for any other. */
 static int unlike(const Writer *self) {
     if (PyErr_Occurred()) {
         if (!PyErr_ExceptionMatches(self->of[UNLIKE])) return -1;
@@ -65,7 +64,8 @@ static int unlike(const Writer *self) {
     return 0;
 }
 
-/* Whether an input has no memory, or lies where inputs are written to. */
+/* Whether an input cannot be read where it is: it has no memory, or is in the memory that the step
+   writes. */
 static int is_elsewhere(const Writer *self, const uint64_t *starts) {
     for (Py_ssize_t each = 0; each < self->inputs; each++) {
         uint64_t start = starts[each];
@@ -148,7 +148,7 @@ static int write_inputs(Writer *self, PyObject *values, PyObject *fetch, int in_
     volatile uint64_t *words = (volatile uint64_t *)self->base;
     uint64_t starts[MOST_INPUTS];
     unsigned long long step;
-    /* First, as it may give the interpreter away: nobody can change an input after this. */
+    /* First, as it may release the GIL: no thread can change an input after this. */
     int ready = is_ready(self->of[RING], &self->at, &step);
     if (ready < 0) return -1;
     if (!ready || words[self->fault] != 0) {
@@ -179,7 +179,7 @@ static PyObject *write_slot(PyObject *callable, PyObject *const *args, size_t fl
         PyErr_SetString(PyExc_TypeError, "write(values, fetch, in_graph)");
         return NULL;
     }
-    /* Owned until all is copied: a mapping may make them when it is asked. */
+    /* Owned until all is copied: a mapping may make its tensors when it is asked. */
     PyObject *tensors[MOST_INPUTS] = {NULL};
     Writer *self = (Writer *)callable;
     int done = write_inputs(self, args[0], args[1], args[2] == Py_True, tensors);
@@ -254,7 +254,7 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         PyErr_NoMemory();
         goto failed;
     }
-    /* Where no input can be: not 0, which is the address of one without memory. */
+    /* An address that no input has; 0 is that of an input without memory. */
     memset(self->last, 0xff, MOST_INPUTS * sizeof(uint64_t));
     if (copies != Py_None) {
         self->copy = copied(copies, sizeof(Copy), &self->copies);

@@ -1,15 +1,15 @@
-/* Who changes a dict is told by CPython 3.12 and 3.13: a watched dict costs nothing at a read, nor at
-   a step. A `Watch` is an iterator over a runner's looks before its steps: each answer is that of the
-   iterator `looks` in it, and False once a watched dict was changed, until `take`.
+/* CPython 3.12 and 3.13 report changes of watched dicts, which costs nothing at a read, nor at a step.
+   A `Watch` is an iterator with one answer for each step of a runner: that of the iterator `looks`
+   in it, but False once a watched dict was changed, until `take`.
 
-   The interpreter calls `dict_changes` before a change, maybe while an exception is pending or from a
-   thread that runs anything at all. So it runs no code of a user, keeps no value, and only notes
-   which key of which dict it was; Python looks at the values later. */
+   The interpreter calls `dict_changes` before a change, maybe while an exception is pending, and in
+   any thread. So it runs no code of a user, keeps no value, and only notes which key of which dict it
+   was; Python looks at the values later. */
 #include "native.h"
 
 #if HAS_WATCH
 
-/* So many changed keys are noted one by one. */
+/* Of further changed keys only the dict is noted. */
 enum { MOST_CHANGES = 1024 };
 
 typedef struct Watch {
@@ -18,7 +18,7 @@ typedef struct Watch {
     /* address of a dict -> (the dict, or the class that it is of; the dict; keys that count, or None
        for all) */
     PyObject *dicts;
-    /* (address, key): what the forward changes itself, or makes no difference. */
+    /* (address, key) of changes that are the forward's own, or make no difference. */
     PyObject *ignored;
     /* (address, key) since the last `take`; the key is None where it may be any. */
     PyObject *changed;
@@ -34,7 +34,7 @@ enum { GIVEN, DICT, KEYS, ENTRY };
    back after the last. */
 static int watcher = -1;
 static Watch *live;
-/* At the interpreter's end, and in a child of a fork, until a watch is aimed again. */
+/* Set at the interpreter's end, and in a forked child until a watch is aimed again. */
 static char is_over;
 
 /* A key whose hash and comparisons are Python's own. */
@@ -142,7 +142,7 @@ static void unwatch_all(const Watch *self, PyObject *these, PyObject *but) {
     }
 }
 
-/* Have `dicts` in place of those before, of which it lets go. An exception that is pending stays. */
+/* Unwatch all dicts and put `dicts`, empty or NULL, in their place. A pending exception stays. */
 static void stop(Watch *self, PyObject *dicts) {
     PyObject *error = PyErr_GetRaisedException(), *before = self->dicts;
     unwatch_all(self, before, NULL);
@@ -153,17 +153,16 @@ static void stop(Watch *self, PyObject *dicts) {
     PyErr_SetRaisedException(error);
 }
 
-/* False, with an error set, for one that the garbage collector has taken apart. */
+/* False, with an error set, for a watch that the garbage collector has cleared. */
 static int is_whole(const Watch *self) {
     if (self->dicts != NULL) return 1;
     PyErr_SetString(PyExc_RuntimeError, "the watch is gone");
     return 0;
 }
 
-/* Python 3.13 keeps attributes in the object as long as its dict has values of its own there, and
-   tells of no change. The last attribute, taken out and put back, makes it an ordinary dict; an
-   empty one a key that is no text. Nobody sees the dict between the two: the lock is not given away.
-   */
+/* Python 3.13 stores attributes inside of the object while its dict has `ma_values`, and reports no
+   change of these. Taking the last attribute out and putting it back makes it an ordinary dict; for
+   an empty one a key that is no text does. The GIL is held, so no thread sees the dict in between. */
 static int take_from_object(PyObject *dict) {
 #if PY_VERSION_HEX >= 0x030D0000
     if (((PyDictObject *)dict)->ma_values == NULL) return 0;
@@ -185,7 +184,7 @@ static int take_from_object(PyObject *dict) {
 #endif
 }
 
-/* What `dicts` has for a dict or class, added to it; 0, or -1 with an error set. */
+/* Watch a dict or class, and add its entry to `dicts`; 0, or -1 with an error set. */
 static int add(Watch *self, PyObject *dicts, PyObject *given, PyObject *keys) {
     PyObject *dict = PyType_Check(given) ? PyType_GetDict((PyTypeObject *)given) : Py_NewRef(given);
     if (dict == NULL || !PyDict_Check(dict)) {
@@ -207,7 +206,7 @@ static int add(Watch *self, PyObject *dicts, PyObject *given, PyObject *keys) {
     return done;
 }
 
-/* Keep what is ignored of dicts that stay: another dict may have the address of one that goes. */
+/* Forget what is ignored of dicts that go: another dict may get the address of one. */
 static int drop_ignored(Watch *self, PyObject *dicts) {
     PyObject *kept = PySet_New(NULL), *iterator = PyObject_GetIter(self->ignored), *change;
     int done = kept == NULL || iterator == NULL ? -1 : 0;
@@ -338,7 +337,7 @@ static PyObject *watch_next(PyObject *object) {
     Watch *self = (Watch *)object;
     if (self->rung) return Py_NewRef(Py_False);
     if (self->looks == NULL) return NULL;
-    /* It may be replaced meanwhile. */
+    /* Owned, as the call may replace it. */
     PyObject *looks = Py_NewRef(self->looks);
     PyObject *answer = Py_TYPE(looks)->tp_iternext(looks);
     Py_DECREF(looks);

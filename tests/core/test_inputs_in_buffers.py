@@ -108,10 +108,10 @@ def test_inputs_are_seen_after_like_ones_as_they_are_by_themselves(change: str) 
     x, y = torch.rand(2, 4, 8)
     values = {"x": x, "y": CHANGES[change](y.clone(), view)}
     after, single = (sources_of(values, each, slab) for each in (moves, alone))
-    assert (after.kinds, after.plain) == (single.kinds, single.plain)
+    assert (after.kinds, after.used_as_given) == (single.kinds, single.used_as_given)
     assert all(map(torch.equal, after.tensors, single.tensors))
     assert torch.equal(after.tensors[1], y)
-    if after.plain:
+    if after.used_as_given:
         assert after.addresses == single.addresses
 
 
@@ -122,7 +122,7 @@ def test_kinds_of_inputs_that_take_turns_are_all_remembered() -> None:
     for step in range(100):
         y = torch.rand(4, 8, requires_grad=step % 2 == 0)
         seen = sources_of({"x": x, "y": y}, moves, slab)
-        assert seen.plain and seen.kinds == "hh" and seen.tensors[1] is y
+        assert seen.used_as_given and seen.kinds == "hh" and seen.tensors[1] is y
     assert moves._made == len(moves.like) == 2
 
 

@@ -1,4 +1,4 @@
-"""The door to what `setup.py` compiles of native/: each is None where Python does the same."""
+"""What `setup.py` compiles of native/. Without a build each is None, and Python does the same."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NOT_BUILT = "it was not built; install graphrt again where there is a C compile
 _STALE = "it was built from other sources than these; pip install . builds it again"
 
 
-def _found() -> tuple[Any, str]:
-    """The compiled module, and how it is; None where it is left out."""
+def _load() -> tuple[Any, str]:
+    """The compiled module, None where it is left out; and "in use", or why it is not."""
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None, "there is none for free-threaded builds of Python"
     if os.environ.get(VARIABLE) == "0":
@@ -38,7 +38,7 @@ def _found() -> tuple[Any, str]:
     return native, "in use"
 
 
-_native, native_state = _found()
+_native, native_state = _load()
 NativeWriter: Callable[..., Callable[..., bool]] | None = getattr(_native, "Writer", None)
 """Writes the slot of a step whose inputs are like those of an earlier one."""
 NativeReplay: Callable[..., Any] | None = getattr(_native, "Replay", None)
@@ -48,6 +48,6 @@ NativePath: Callable[..., Callable[..., Any]] | None = getattr(_native, "Path", 
 NativeGlances: Callable[..., Iterator[bool]] | None = getattr(_native, "Glances", None)
 """Looks at a few slots and tensors at each step."""
 NativeWatch: Any = getattr(_native, "Watch", None)
-"""Notes who changes a dict; CPython tells from 3.12 on, and it was tried with 3.12 and 3.13."""
+"""Notes changes of dicts, on CPython 3.12 and 3.13."""
 MOST_INPUTS = 0 if _native is None else _native.MOST_INPUTS
-"""So many inputs a `NativeWriter` can write."""
+"""The most inputs that a `NativeWriter` can write."""

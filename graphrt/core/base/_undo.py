@@ -6,14 +6,14 @@ function under `@undoing`, and nowhere else by `with` or `finally`:
 1. the function notes in its `Undo` how a change is undone, and then makes the change;
 2. when it returns, or raises, all that it noted is undone, the last change first, and the error
    that it raised is the one that the caller sees;
-3. an interrupt or an error while that is done has the change at hand undone once more, and then
-   the rest.
+3. if an interrupt or an error comes while a change is undone, that change is undone once more, and
+   then the rest.
 
-A `with` statement does not do: an interrupt as `__exit__` is entered, before its first instruction,
-loses what it should leave. Nor does `finally`, of which an interrupt leaves the rest undone. Here
-two places undo, inside of `try` and in its handler, so one interrupt never meets the last of them.
+A `with` statement is not enough: after an interrupt as `__exit__` is entered, before its first
+instruction, nobody leaves what was entered. Nor is `finally`, of which an interrupt skips the rest.
+Here changes are undone in two places, in `try` and in its handler: one interrupt cannot stop both.
 
-A few functions on the way of every replay write the same form out, because this costs 0.3 us.
+A few functions that every replay runs repeat this form inline, because `@undoing` costs 0.3 us.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 
 class Undo(list[Callable[[], object]]):
-    """What has to be undone, noted *before* it is done, by functions that may be called twice.
+    """Functions that undo changes, each noted *before* its change, and each safe to call twice.
 
-    `later(undo)` notes what undoes the change that is made next.
+    `later(undo)` notes the one that undoes the change that is made next.
     """
 
     __slots__ = ()
@@ -44,7 +44,7 @@ class Undo(list[Callable[[], object]]):
     later = list.append
 
     def after_error(self, undo: Callable[[], object]) -> None:
-        """Note what takes the result back unless there is one: a capture, of which half failed."""
+        """Note what is called only after an error, as to destroy a capture that is half made."""
         self.later(_AfterError(undo))
 
     def enter(self, manager: AbstractContextManager[T]) -> T:
@@ -78,7 +78,7 @@ class Undo(list[Callable[[], object]]):
                     if undo is not cut_short:
                         cut_short = undo
                         continue
-                # Only now: an interrupt before this has it undone once more.
+                # After the call: interrupted before this line, it is undone once more.
                 del self[at - 1]
             at -= 1
         if raised is not None:
@@ -123,9 +123,9 @@ def note(error: BaseException, text: str) -> None:
 class ProcessChange:
     """A change of the whole process that is there as long as anybody needs it.
 
-    Users are kept by name and not counted, so that leaving twice, or without having come in,
-    changes nothing. `make` is given a list to which it adds what undoes each step, before the step;
-    it is asked again for the next user where there was nothing to change yet.
+    Users are kept by `id` and not counted, so that leaving twice, or without having entered,
+    changes nothing. `make` is given a list to which it adds what undoes each step, before the step.
+    Where it adds nothing, as there is nothing to change yet, the next user calls it again.
     """
 
     def __init__(self, make: Callable[[list[Callable[[], object]]], None]) -> None:
@@ -159,5 +159,5 @@ class _AfterError(partial[object]):
 
 
 def _leave(manager: AbstractContextManager[object]) -> None:
-    # Without an exception a generator that an interrupt kept from starting would start now.
+    # With an exception: else a generator that an interrupt kept from starting would start now.
     manager.__exit__(BaseException, BaseException(), None)

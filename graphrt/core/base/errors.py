@@ -309,5 +309,5 @@ class Uncopied:
             advice="create another one; copy or pickle the plan and the model, not what was made",
         )
 
-    # Each, as a wrapper hands on to its forward what it has not itself.
+    # All three: a wrapper would look a missing one up in its forward.
     __copy__ = __deepcopy__ = __reduce_ex__ = _refuse

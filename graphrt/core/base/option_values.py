@@ -60,9 +60,9 @@ def nearest(name: object, known: Sequence[str]) -> str | None:
     if not isinstance(name, str):
         return None
     # Users leave out the prefix or the case as often as they mistype.
-    plain = {each.rpartition(".")[2].lower(): each for each in known}
-    match = difflib.get_close_matches(name.rpartition(".")[2].lower(), plain, n=1)
-    return plain[match[0]] if match else None
+    by_short_name = {each.rpartition(".")[2].lower(): each for each in known}
+    match = difflib.get_close_matches(name.rpartition(".")[2].lower(), by_short_name, n=1)
+    return by_short_name[match[0]] if match else None
 
 
 def shown(value: object) -> str:
@@ -103,8 +103,8 @@ def refused(
 def check_kind(
     name: str, value: object, kind: type, *, optional: bool = True, example: str | None = None
 ) -> None:
-    """Raise `InvalidOptionError` for an argument of another type than `kind`; None may be one if
-    it is `optional`. `example` is a right value, where `kind()` is none."""
+    """Raise `InvalidOptionError` for an argument of another type than `kind`, or None unless it is
+    `optional`. `example` is a right value for the message, by default `kind()`."""
     if not isinstance(value, kind) and not (optional and value is None):
         expected = kind.__name__ + (" or None" if optional else "")
         right = f"{name}={example or _EXAMPLES.get(kind, f'{kind.__name__}()')}"
@@ -120,8 +120,8 @@ def check_callable(name: str, value: object, advice: str | None = None) -> None:
 
 
 def check_takes(name: str, value: object, signature: str, *, optional: bool = False) -> None:
-    """Raise `InvalidOptionError` for an argument that cannot be called; `signature` is how it will
-    be, such as "bind(buffers, descriptor, phase)". None may be one if it is `optional`."""
+    """Raise `InvalidOptionError` for an argument that cannot be called, or None unless it is
+    `optional`. `signature` says how it is called, such as "bind(buffers, descriptor, phase)"."""
     if value is not None or not optional:
         check_callable(name, value, f"def {signature}: ...")
 
@@ -186,9 +186,8 @@ def items_of(
     *,
     empty: str = "",
 ) -> tuple[Any, ...]:
-    """What a list, a tuple or anything else that can be read once holds, but not a string's
-    letters, and no more than `MOST_ITEMS`; raises `error`. What to do in place of an empty list is
-    `empty`, where it may not be empty."""
+    """The items of a list, a tuple or another iterable, but no string. Raises `error` for anything
+    else, for more than `MOST_ITEMS`, and, with the advice `empty`, for none."""
     items: tuple[Any, ...] | None = None
     if not isinstance(value, (str, bytes)):
         with suppress(TypeError):

@@ -1,5 +1,5 @@
-"""How operators of one thread are seen: by dispatch modes that touch nothing but its stack, which
-cost microseconds an operator, and by a dispatch key, which costs nothing but where one writes."""
+"""Two ways to see the operators of one thread: a dispatch mode, which changes only its stack and
+costs microseconds an operator, and a dispatch key, which costs only at operators that write."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class ThreadMode(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     takes_apart = True
-    """Whether `handle` gets what composite operators are made of, and never one as a whole."""
+    """Whether `handle` gets the parts of composite operators, and never one as a whole."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call `handle` where operators compute what they compute outside of a mode."""
+        """Call `handle` under autocast and dispatch keys with which operators compute what they do
+        without a mode."""
         cast = _cast_inside(func)
         if cast:
             with private.as_it_was_called():
@@ -50,8 +51,8 @@ class ThreadMode(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 result = self.handle(func, types, args, kwargs or {})
         if cast:
-            # A forward's own torch.autocast, made earlier, keeps casts again: a graph that has the
-            # operator as a whole would read those that were made inside of it.
+            # A torch.autocast that the forward entered caches casts. A graph that records the whole
+            # operator would read casts that were made inside of it.
             torch.clear_autocast_cache()
         return result
 
@@ -83,7 +84,7 @@ class ThreadMode(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = function()
             private.pop_dispatch_mode()
             return result
-        except BaseException:  # `undoing`, written out: a trial enters many
+        except BaseException:  # in place of `@undoing`: a trial enters many modes
             while count_dispatch_modes() > depth:
                 private.pop_dispatch_mode()
             raise
@@ -100,7 +101,8 @@ class ThreadMode(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return private.run_composite(func, args, kwargs)
         with private.as_it_was_called():
-            # What autocast has a kernel for it has cast, and has left the parts alone.
+            # Autocast has cast the arguments of an operator that it has a kernel for, and casts
+            # nothing in its parts.
             for key, kind in _AUTOCAST.items():
                 if has_kernel(name, key) and torch.is_autocast_enabled(kind):
                     torch.set_autocast_enabled(kind, False)
@@ -114,7 +116,7 @@ _CALLED_BY = {"aten::_trilinear": "aten::bilinear"}
 """Built-in operators whose kernels call others, and what calls them: where autocast has a kernel
 for that, such as for `bilinear` on CUDA, it has cast already, and leaves the rest alone."""
 _UNKNOWN = {"aten::linalg_pinv.atol_rtol_tensor"}
-"""Called by `linalg.pinv` and by `pinverse`, of which autocast knows one."""
+"""Called by `linalg.pinv` and by `pinverse`, of which autocast has a kernel for one."""
 
 
 @cache
@@ -134,8 +136,8 @@ def is_taken_apart(func: Any) -> bool:
 
 @cache
 def _cast_inside(func: Any) -> list[str]:
-    """On which kinds of device autocast reaches what an operator is made of, but not a handler that
-    calls it: one whose body calls other operators, and that autocast itself passes by."""
+    """The kinds of device on which autocast casts in the operators that this one calls, as it has
+    no kernel for this one. In a mode's handler it is off, and would not."""
     if getattr(func, "_schema", None) is None:
         return []
     name = func.name()
@@ -155,7 +157,7 @@ def without_gradients(function: Callable[[], T]) -> T:
         result = function()
         torch.set_grad_enabled(True)
         return result
-    except BaseException:  # `undoing`, written out: steps come here
+    except BaseException:  # in place of `@undoing`, for speed: steps come here
         torch.set_grad_enabled(True)
         raise
 
@@ -173,11 +175,11 @@ def where_asked(function: Callable[[], T], undo: Undo, gradients: bool, inferenc
 
 
 def without_kept_casts(undo: Undo) -> None:
-    """Until `undo`: autocast keeps no casts, and has none. It makes one of each weight and keeps it
-    as long as it is on: what reads that one never sees a weight that is written later, and one that
-    a capture has made lies in memory of its graph. Nothing is changed where autocast is not on: one
-    that is entered inside gives its casts up at its end."""
-    # It can be turned on without being entered.
+    """Until `undo`: autocast caches no casts, and its cache is empty. It would cache a cast of each
+    weight as long as it is on. That cast does not change when the weight is written, and if a
+    capture has made it, it is in the graph's memory. Where autocast is off nothing is changed: one
+    that is entered inside empties the cache at its end."""
+    # Asked both ways: autocast can be turned on without being entered.
     if not autocast_depth() and not any(map(torch.is_autocast_enabled, _AUTOCAST.values())):
         return
     undo.later(partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()))
@@ -236,22 +238,22 @@ def outside_modes(function: Callable[[], T]) -> T:
 
 
 FREE_KEYS = "TESTING_ONLY_"
-"""How the dispatch keys begin that torch leaves free. They are above autograd, autocast and
+"""Prefix of the dispatch keys that torch leaves free. They are above autograd, autocast and
 transforms, so that none of them is disturbed."""
 _free_keys: dict[Any, Any] = {}
-"""By dispatch key that graphrt has taken, the library that its fallback goes with."""
+"""dispatch key that graphrt uses -> the library that holds its fallback"""
 WATCH_KEY = f"{FREE_KEYS}GenericMode"
 """The key by which writes are watched in place of a mode."""
 
 
 @cache
 def free_key(name: str) -> Any:
-    """A dispatch key that torch leaves free; operators that are given no kernel of it are passed by
-    in C++."""
+    """A dispatch key that torch leaves free. For an operator without a kernel of this key C++ goes
+    on to the next key."""
     key = private.key_named(name)
     library = _free_keys[key] = private.kernel_library("IMPL", "_", name)
     library.fallback(name, torch.library.fallthrough_kernel, False)
-    # Those of Python know nothing of the fallback.
+    # Higher-order operators are in Python, and do not use that fallback.
     private.fallthrough_of_new_ones.append(key)
     for operator in private.higher_order_operators.values():
         operator.fallthrough(key)

@@ -67,8 +67,8 @@ below_autograd: Callable[[], Manager] = NAMES.take(
 delayed_error: Callable[[str, int], Callable[..., Any]] = NAMES.take(
     "torch._C._functions.DelayedError", without="gradients that end at a runner say nothing"
 )
-"""What makes of so many tensors others over their memory, which depend on all of them, and whose
-`backward` raises a `RuntimeError`."""
+"""`delayed_error(text, n)` is a function of n tensors: it returns tensors over the same memory that
+depend on all of them, and whose `backward` raises a `RuntimeError`."""
 
 
 # Dispatch keys -----------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ higher_order_operators: dict[str, Any] = _watch("torch._ops._higher_order_ops")
 fallthrough_of_new_ones: list[Any] = _watch(
     "torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS"
 )
-"""The dispatch keys that higher-order operators pass by which are made later."""
+"""The dispatch keys that new higher-order operators have no kernels for, and skip."""
 
 # Modules -----------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ _capture("torch.ops.aten.add.Tensor._op_dk")
 as_it_was_called: Callable[[], Manager] = NAMES.take(
     "torch._C._RestorePythonTLSSnapshot", without="nothing can be captured under inference mode"
 )
-"""Inside the handler of a dispatch mode: what is switched on (autocast, say) where it came from."""
+"""In the handler of a dispatch mode: the settings, such as autocast, with which it was called."""
 
 
 def run_composite(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,10 +210,11 @@ can_mark_unreadable = bool(mark_unreadable)  # a torch that was built without CU
 
 tensor_guards: Any = NAMES.take(
     "torch._C._dynamo.guards.TensorGuards",
-    without="what a step's inputs are is looked at one by one, which takes longer",
+    without="a step's inputs are checked one by one, which takes longer",
 )
-"""Made of tensors, `check(*others)` says whether others are of the same types, dtypes, devices,
-dispatch keys, sizes and strides; `dynamic_dims_sizes` and `dynamic_dims_strides` are None."""
+"""A guard made of tensors: its `check(*others)` says whether others have the same types, dtypes,
+devices, dispatch keys, sizes and strides. `dynamic_dims_sizes` and `dynamic_dims_strides` are None.
+"""
 
 # Settings ----------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def copier(tree: Any) -> Callable[[], Any] | None:
-    """What makes `copied(tree)` at each call; None for what nobody can change."""
+    """A function that returns `copied(tree)`; None for a tree that nobody can change."""
     if not _can_change(tree):
         return None
     kind, inside = type(tree), tree.values() if type(tree) is dict else tree
@@ -105,8 +105,8 @@ def tensors(*trees: Any, depth: int = 0) -> list[torch.Tensor]:
         raise RecursionError(f"a tree of more than {_DEEPEST} levels")
     below: list[torch.Tensor] = []
     for tree in trees:
-        # Watches ask for every operator of a run, mostly of its arguments and keywords: a tuple and
-        # a dict of tensors and numbers.
+        # Written for speed: a watch asks this of each operator's arguments and keywords, mostly a
+        # tuple and a dict of tensors and numbers.
         if isinstance(tree, torch.Tensor):
             below.append(tree)
             continue
@@ -146,8 +146,8 @@ PLACEMENT: tuple[Callable[[torch.Tensor], object], ...] = (
     torch.Tensor.stride,
     operator.attrgetter("dtype"),
 )
-"""What gives address, shape, strides and dtype of a strided tensor, in the order of `identity`,
-each in C: for looks that are taken often. Another device means another address."""
+"""Functions in C that return address, shape, strides and dtype of a strided tensor, in the order of
+`identity`: for looks at every step. On another device a tensor has another address."""
 
 
 Placed: TypeAlias = tuple[torch.Tensor, int | None, int]
@@ -188,5 +188,5 @@ def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """What a tensor's memory is known by while it lives; None where it has none of its own."""
+    """A number that names a tensor's memory while it lives; None where it has none of its own."""
     return placed([tensor])[0][1]

@@ -27,17 +27,17 @@ class CaptureTransaction:
     """Allows the wrappers of a step to capture while it is in their context, and takes back what
     they did: all of them capture, or none has.
 
-    - `slot`: where their entries will be found. It is here and not in the context: without a slot
-      there, a wrapper looks by descriptor, and finds out that it has captured in this step already.
+    - `slot`: the dispatcher's slot for their entries. The context has none while it captures: so a
+      wrapper looks by descriptor, and finds out that it has captured in this step already.
     - `fixed`: the addresses of the storages in which every step of the graph finds its inputs.
     - `metadata_is_declared`: the context's metadata is right for every step.
     - `lifts_constants`: tensors that the forward makes on the host may be kept in page-locked
       memory, from which every replay copies them.
     - `tells_pool`: a wrapper tells its pool what it captured; else the maker of this object does.
-    - `may_draw`: nobody has seen that the forward draws no random numbers on the host.
+    - `may_draw`: no warm-up has shown that the forward draws no random numbers on the host.
     - `work`: the `GraphWork` that a warm-up of the same kind issued, or None.
     - `task_names`: collects the tasks of the step, and their groups.
-    - `captured`: whose captures there are so far, and what destroys each.
+    - `captured`: the owner of each capture so far, and what destroys it.
     """
 
     slot: int = -1
@@ -145,7 +145,7 @@ class ForwardContext:
     def __enter__(self) -> ForwardContext:
         try:
             self.token = _set_current(self)
-        except BaseException:  # `undoing`, written out: every step enters one
+        except BaseException:  # in place of `@undoing`: every step enters a context
             self.leave()
             raise
         return self
@@ -163,7 +163,7 @@ class ForwardContext:
             if isinstance(token, Token):
                 _reset_current(token)
             else:
-                # An interrupt took what was before: that was no step, as a rule.
+                # An interrupt has lost the context before this one: as a rule there was none.
                 _set_current(None)
 
     def __repr__(self) -> str:

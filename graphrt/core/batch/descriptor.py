@@ -94,7 +94,7 @@ class BatchDescriptor(_Named):
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> BatchDescriptor:  # type: ignore[override]
-        # What `_replace` goes through, which would check nothing.
+        # `_replace` calls this, and the inherited one checks nothing.
         return cls(*iterable)
 
     @property
@@ -181,7 +181,7 @@ class Batch(_Fields):
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Batch:  # type: ignore[override]
-        # As above: a batch of 9.0 tokens equals one of 9, and would have its answer.
+        # `_replace` calls this. Unchecked, a batch of 9.0 tokens would have the answer of one of 9.
         return cls(*iterable)
 
 
@@ -230,8 +230,8 @@ def live_query_len(batch: Batch) -> int | None:
 
 
 def settled(batch: Batch) -> Batch:
-    """A checked batch with its requests where they follow from the rest; without a query length
-    that its counts contradict."""
+    """A checked batch with `num_reqs` where it follows from tokens and query length, and without a
+    query length that the counts contradict."""
     if batch.query_len is None:
         return batch
     query_len = live_query_len(batch)
@@ -243,8 +243,8 @@ def settled(batch: Batch) -> Batch:
 
 
 def descriptor_of(batch: Batch) -> BatchDescriptor:
-    """The descriptor of a batch, checked and settled, that no graph serves. By its own call all
-    would be checked again, which takes as long as the dispatch."""
+    """The descriptor of a batch, checked and settled, that no graph serves. `BatchDescriptor(...)`
+    would check all fields again, which takes as long as the dispatch."""
     tokens, reqs, query_len, bounds, loras, variant, _ = batch
     if reqs is not None and reqs < 1:
         reqs = None
@@ -261,8 +261,8 @@ def room_for_reqs(descriptor: BatchDescriptor, most: int) -> int:
 
 
 def example_of(descriptor: BatchDescriptor, room: int) -> Batch:
-    """A batch that the graph of a descriptor serves, with padding rows if there may be some; where
-    it serves any number of requests, of half of those that it has `room` for."""
+    """A batch that the graph of a descriptor serves, with padding rows if there may be some. Where
+    the graph serves any number of requests it has half of those that there is `room` for."""
     reqs, query_len = descriptor.num_reqs, descriptor.query_len
     if descriptor.uniform and query_len is not None:
         reqs = max(descriptor.num_tokens // query_len - 1, 1)

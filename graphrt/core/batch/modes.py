@@ -95,8 +95,7 @@ class GraphMode(enum.Enum):
 Mode: TypeAlias = (
     GraphMode | Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 )
-"""What hosts may say for a mode; text in any case, from a command line say, `GraphMode.parse`
-takes."""
+"""How hosts name a mode in code; `GraphMode.parse` takes text in any case."""
 
 
 _DECODE_AND_MIXED = {

@@ -25,9 +25,8 @@ class OpenCapture(Generic[Memory]):
 
 @public("graphrt.platforms")
 class Captures(ABC, Generic[Memory]):
-    """What is open, and the order of things that leaves no trace of a capture that failed.
-
-    A platform says how its device does each of them.
+    """Begins, ends and takes back the captures of a platform, in an order that leaves no trace of
+    one that failed. A subclass says how its device does each.
     """
 
     def __init__(self) -> None:

@@ -215,8 +215,8 @@ class UpdateFigures:
 
 
 class Unexplained(CaptureError):
-    """Of an error in a capture that no device is known to raise: it is the forward's own, and is
-    raised as it is."""
+    """Stands for an error in a capture that no device is known to raise: it is the forward's own,
+    and is raised as it is."""
 
     @classmethod
     def of(cls, error: BaseException) -> Unexplained:
@@ -233,7 +233,7 @@ def error_chain(
 ) -> Iterator[BaseException]:
     """`error` and all that it came from, each once, nearest first.
 
-    Errors of the type `leave_out` behind it are left out, with all that is known through them only.
+    Errors of the type `leave_out` that it came from are skipped, with all that only they lead to.
     """
     seen: list[BaseException] = []
     pending: list[BaseException | None] = [error]

@@ -4,8 +4,9 @@ torch's own streams are a few that it hands out in turn. Another thread that get
 captures on has its operators captured too, on memory that every replay then overwrites.
 
 1. `lend()` gives a stream that came back, else makes one.
-2. Whoever captures on it keeps the stream itself, or `loan_of` it.
-3. The last of them to go gives it back. It is never destroyed: an allocator may ask about it.
+2. Whoever captures on it keeps the stream object, or its `Loan`.
+3. When the last of these is freed the stream comes back. It is never destroyed: an allocator may
+   ask about it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class Loan:
 
 
 class LentStreams(Generic[Handle]):
-    """The streams of one kind of device. `make` makes one on the current device, `wrap` is what
-    torch calls a stream by."""
+    """The streams of one kind of device. `make` makes one on the current device and returns its
+    handle, `wrap` makes torch's object of a handle."""
 
     def __init__(self, make: Callable[[], Handle], wrap: Callable[[Handle], Any]) -> None:
         self._make = make
         self._wrap = wrap
-        # By device. A list alone: streams come back from finalizers, which may run anywhere.
+        # device -> its idle streams, in plain lists: finalizers add to them, anywhere.
         self._idle: dict[int, list[Handle]] = {}
         self._loans: weakref.WeakValueDictionary[tuple[int, int], Loan] = (
             weakref.WeakValueDictionary()
@@ -51,5 +52,6 @@ class LentStreams(Generic[Handle]):
         return stream
 
     def loan_of(self, device: int, handle: int) -> Loan | None:
-        """What keeps a stream lent, if it is; torch makes further objects of the same stream."""
+        """The loan of a stream, None if it is not lent: torch makes several objects of one stream,
+        and only the first holds the loan."""
         return self._loans.get((device, handle))

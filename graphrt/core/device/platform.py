@@ -113,8 +113,8 @@ class Platform(ABC):
         raise MissingCapabilityError(f"platform {self.name!r} cannot adopt graph memory")
 
     def memory_handle(self, memory: Any) -> Any:
-        """What the host captures into `memory` with, by its own means (HOST_POOL), until
-        `release_memory`."""
+        """The allocator's handle of `memory`, with which the host captures into it by its own means
+        (HOST_POOL), until `release_memory`."""
         raise MissingCapabilityError(f"platform {self.name!r} cannot show graph memory")
 
     @abstractmethod
@@ -217,7 +217,7 @@ class Platform(ABC):
         return 0
 
     def stream_id_reader(self) -> Callable[[], int]:
-        """What gives the current stream's id on the device that is current now.
+        """A function that returns the current stream's id on the device that is current now.
 
         It is called at every replay, so a platform returns the cheapest function it has.
         """
@@ -240,7 +240,7 @@ class Platform(ABC):
         return None
 
     def float32_precision(self, use: str) -> str:
-        """What float32 operators round what they read to by the settings in force: "ieee" is
+        """To what float32 operators round their operands under the present settings: "ieee" is
         float32 itself, others are "tf32" and "bf16". `use` is "matmul", "convolution" or "rnn"."""
         return "ieee"
 
@@ -251,9 +251,9 @@ class Platform(ABC):
 
     def new_input_transport(self, slab: Any, in_graph: bool = True) -> Any:
         """An input transport (graphrt/core/inputs/transport.py) that moves a runner's inputs into
-        `slab` in a way of the device's own, such as a graph that fetches them, which without
-        `in_graph` none may; None for the staged copy, which moves them before each launch. The
-        interface is graphrt's own: it may change."""
+        `slab` in a way of the device's own; only with `in_graph` may graphs fetch them. None is for
+        the staged copy, which moves them before each launch. The interface is graphrt's own: it may
+        change."""
         return None
 
     # Figures and errors - -----------------------------------------------------------------
@@ -280,8 +280,8 @@ class Platform(ABC):
     def explain(self, error: BaseException) -> CaptureError:
         """The cause of a failed capture, with the offending operator and advice where known.
 
-        What this answers by itself, where no device can have raised the error, has the forward's
-        own exception raised as it is.
+        Where this default is returned, for an error that no device can have raised, core raises
+        the forward's own exception as it is.
         """
         if isinstance(error, CaptureError):
             return error
@@ -359,7 +359,7 @@ def asked_device(kind: str, device: Any) -> torch.device:
         if isinstance(device, int | None):
             return torch.device(kind) if device is None else torch.device(kind, device)
         return torch.device(device)
-    # An index that is none, a name that is none.
+    # No index, or no name of a device.
     except (RuntimeError, ValueError, OverflowError, TypeError) as error:
         raise _no_device("the argument 'device' names no device", shown(device), kind) from error
 

@@ -22,7 +22,7 @@ PoolHandle = NewType("PoolHandle", tuple[int, int])
 @public("graphrt.platforms")
 @dataclass(frozen=True)
 class Allocator:
-    """What torch's bindings have for one kind of device; each takes a device and a pool."""
+    """The caching allocator of one kind of device, by the calls that torch has for it."""
 
     current_device: Callable[[], int]
     new_handle: Callable[[], Any]
@@ -65,7 +65,8 @@ class _Routing(AbstractContextManager[None]):
 
 @public("graphrt.platforms")
 class PoolMemory:
-    """One allocator pool, and those before it that could not be used again.
+    """The allocator pool that the graphs of a `GraphPool` are captured into. Another one takes its
+    place where it cannot be entered again; those before may still hold memory of graphs.
 
     A pool that is the host's too, given by it or shown to it, keeps its handle: this object takes
     a share of its own, so that it lives on between two graphs, until `clear`.
@@ -94,7 +95,7 @@ class PoolMemory:
         self._ranges_version: tuple[int, int] | None = None
 
     def shown(self) -> PoolHandle:
-        """The allocator pool to use now and, by the host too, until `clear`."""
+        """As `handle`, for the host too: it stays the same until `clear`."""
         handle = self.handle()
         if self._share is None:
             self._take_share()

@@ -5,7 +5,7 @@
 2. A `FoundPlatform` keeps a platform, or the reason why there is none.
 3. `get` takes one by name, `current` the forced one, else an out-of-tree one, else a built-in.
 
-Nothing is looked for before it is asked for, and no built-in's name imports a plugin.
+Nothing is looked for before somebody asks, and asking for a built-in by name imports no plugin.
 """
 
 from __future__ import annotations
@@ -124,11 +124,12 @@ class PlatformRegistry:
         self._group = group
         self._plugins = pluggy.PluginManager("graphrt")
         self._plugins.add_hookspecs(PlatformHooks)
-        # By origin and the name of a plugin, or of a built-in: all that came of it.
+        # (origin, name of a plugin or a built-in) -> all that came of it.
         self._found: dict[tuple[str, str], list[FoundPlatform]] = {}
         # Plugins that are installed and could not be imported; None before they are looked for.
         self._broken: list[FoundPlatform] | None = None
-        self._stood_in_for: set[str] = set()
+        # Device types that a platform by name only, such as a simulator, was taken for.
+        self._simulated_types: set[str] = set()
         self._lock = threading.RLock()
 
     def register(self, plugin: object, name: str | None = None) -> str:
@@ -164,8 +165,8 @@ class PlatformRegistry:
             return tuple(records)
 
     def get(self, name: str, *, must_be_available: bool = True) -> Platform:
-        """The platform of that name. For one of graphrt's own no plugin is imported: one that hangs
-        or ends the process is not in the way of who wants none.
+        """The platform of that name. A built-in is found without importing any plugin, which may
+        hang or end the process.
 
         Raises `PlatformError` if there is none of that name, if two plugins claim it, and if this
         machine cannot run it.
@@ -191,7 +192,7 @@ class PlatformRegistry:
             return platform
         _start(platform, named[0].availability)
         if platform.by_name_only:
-            self._stood_in_for.add(platform.device_type)
+            self._simulated_types.add(platform.device_type)
         return platform
 
     def current(self, environ: Mapping[str, str] | None = None) -> Platform:
@@ -226,7 +227,7 @@ class PlatformRegistry:
 
     def _may_be_default(self, platform: Any) -> bool:
         # A stand-in for a device's library makes the platform of the real device look available.
-        return not platform.by_name_only and platform.device_type not in self._stood_in_for
+        return not platform.by_name_only and platform.device_type not in self._simulated_types
 
     def _usable(self) -> list[FoundPlatform]:
         return [each for each in self.platforms() if each.platform is not None]

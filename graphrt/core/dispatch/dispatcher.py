@@ -28,11 +28,12 @@ from graphrt.core.dispatch.ladders import GRAPH_MODES, Ladders
 from graphrt.core.dispatch.reasons import OF_CALLS, Agreed, Dispatch, Reason
 
 REMEMBERED = 1024
-"""So many answers are kept: a host whose batches never come again cannot make them grow."""
+"""The most answers that are remembered: some hosts' batches never repeat."""
 COUNTED = 768
-"""So many sizes of batches are counted each by itself, of all graphs and misses together."""
+"""The most sizes of batches, of all graphs and misses, that have a counter each; further ones share
+counters."""
 AGREED_ON = 32
-"""So many graphs that ranks agreed on are kept ready for batches never seen."""
+"""The most graphs agreed on by ranks whose ladders are kept."""
 _OF_DISPATCH = tuple(reason for reason in Reason if reason not in OF_CALLS)
 _INF = float("inf")
 _new_tuple = tuple.__new__
@@ -48,7 +49,7 @@ to those of a batch."""
 
 
 class Count:
-    """How many batches had the same answer. C knows where in an object `batches` is."""
+    """How many batches had the same answer. C counts in the slot `batches`."""
 
     __slots__ = ("batches",)
     batches: int
@@ -92,7 +93,7 @@ class GraphDispatcher(Uncopied):
         self._graphs: list[Dispatch] = []
         self._slots: dict[tuple[GraphMode, BatchDescriptor], int] = {}
         self._published: set[int] = set()
-        # By the slot, or the reason why there is none, and the live tokens.
+        # (slot, or the reason why there is none; live tokens) -> their counter.
         self._counts: dict[tuple[int | Reason, int], Count] = {}
         self._not_replayed: Counter[tuple[int, Reason]] = Counter()
         # The last step that a wrapper could not replay.
@@ -102,8 +103,8 @@ class GraphDispatcher(Uncopied):
         self._max_padding = _INF
         if max_padding is not None:
             self._max_padding = padding_ratio("max_padding", max_padding)
-        # Another one whenever the answer to a batch may change. It is made before the change, under
-        # the lock: whatever interrupts that, no answer outlives its version.
+        # Replaced whenever the answer to a batch may change, under the lock and before the change:
+        # after an interrupt between the two no batch gets an old answer.
         self.version = _Version()
 
     def reserve(self, mode: GraphMode | str, descriptor: BatchDescriptor) -> int:
@@ -196,8 +197,8 @@ class GraphDispatcher(Uncopied):
         """
         step = context.token or context
         with self._lock:
-            known = context.announced and context.slot < len(self._graphs)
-            if step is not self._last_missed and known:
+            is_graph = context.announced and context.slot < len(self._graphs)
+            if step is not self._last_missed and is_graph:
                 self._last_missed = step
                 self._count(context.slot, Reason.MISSING_GRAPH)
 
@@ -281,32 +282,32 @@ class GraphDispatcher(Uncopied):
 
     def _answer(self, batch: Batch, agreed: Agreed | None) -> tuple[Count, Dispatch]:
         """The dispatch of a batch, and where it is counted."""
-        # One version for all of it: a graph that is published meanwhile serves the next batch.
+        # Read once: a graph that is published during this call serves the next batch.
         version, key = self.version, None
         try:
-            # Of these classes alone: a tuple that equals a batch is none.
+            # Only for these classes: a plain tuple that equals a batch has to raise.
             if batch.__class__ is Batch and agreed.__class__ in _AGREED:
                 key = batch if agreed is None else (batch, agreed)
-                known = version.answers.get(key)
-                if known is not None:
-                    return known
+                answer = version.answers.get(key)
+                if answer is not None:
+                    return answer
         except NOT_FOUND:
-            # No error is lost: everything is looked at again, and what is wrong is named.
+            # The batch cannot be hashed or compared: `_search` names the wrong field.
             key = None
         return self._search(version, key, batch, agreed)
 
     def _search(
         self, version: _Version, key: Any, batch: Batch, agreed: Agreed | None
     ) -> tuple[Count, Dispatch]:
-        """The same for a batch that was not seen before, or cannot be remembered."""
+        """As `_answer`, for a batch without a remembered answer."""
         checked = checked_batch(batch)
         live = settled(checked)
         dispatch, reason = self._best(version, live, agreed)
         if dispatch is None:
-            # As all of a `Dispatch`, which takes as long as its descriptor.
+            # Faster than `Dispatch(...)`, which takes as long as making the descriptor.
             dispatch = _new_tuple(Dispatch, (_NONE, descriptor_of(live), reason, -1))
         answer = self._counter(dispatch, live[0]), dispatch
-        # Not of what a host may change in place.
+        # A host may change its own set of modes in place: only frozensets are remembered.
         if key is not None and checked is batch and batch.exclude.__class__ is frozenset:
             if len(version.answers) >= REMEMBERED:
                 version.answers.clear()
@@ -316,7 +317,7 @@ class GraphDispatcher(Uncopied):
     def _best(
         self, version: _Version, batch: Batch, agreed: Agreed | None
     ) -> tuple[Dispatch | None, Reason]:
-        """The best graph, or why there is none: the first of these that is true."""
+        """The best graph, or the first reason below that is true of the batch."""
         excluded = NO_MODES if batch.exclude is NO_MODES else _checked_modes(batch.exclude)
         published, planned, padding = self._ladders(version, agreed)
         max_tokens = batch.num_tokens * padding
@@ -342,7 +343,8 @@ class GraphDispatcher(Uncopied):
             descriptor = _checked_descriptor(descriptor)
         if agreed in version.ladders:
             return version.ladders[agreed]
-        # Under the lock of `publish`, whose version this may be before it has published.
+        # Under the lock: `publish` makes its version first. Ladders built before the graph is
+        # published would lack it.
         with self._lock:
             graphs, padding = self._graphs, self._max_padding
             if descriptor is not None:
@@ -356,7 +358,7 @@ class GraphDispatcher(Uncopied):
                 Ladders(planned) if planned else _NO_GRAPHS,
                 padding,
             )
-            # There may be any number of graphs that ranks agreed on and nobody here knows.
+            # Of a descriptor without a graph here nothing is kept: ranks may name any number.
             if agreed is None or (graphs and len(version.ladders) < AGREED_ON):
                 version.ladders[agreed] = choice
             return choice
@@ -367,7 +369,7 @@ def _checked_modes(modes: Collection[GraphMode | str]) -> frozenset[GraphMode]:
     if modes.__class__ in (frozenset, set) and _RUNTIME_MODES.issuperset(modes):
         return frozenset(modes)
     what = "a step runs in no such mode to exclude"
-    # What can be read once only would not be the same for the next batch.
+    # An iterator is refused: it would be empty at the next batch.
     listed = modes if isinstance(modes, Collection) else None
     each = items_of("exclude", listed, "{GraphMode.FULL}", InvalidModeError)
     return frozenset([GraphMode.parse_runtime(mode, what) for mode in each])

@@ -16,7 +16,7 @@ _INF = float("inf")
 
 
 def preference(graph: Dispatch) -> tuple[object, ...]:
-    """The least of the graphs that can serve a batch is the best."""
+    """A key to sort graphs by: of those that can serve a batch the least is the best."""
     descriptor = graph.descriptor
     return (
         GRAPH_MODES.index(graph.mode),
@@ -46,7 +46,7 @@ class Ladders:
 
     def __init__(self, graphs: Collection[Dispatch]) -> None:
         self._ranked = sorted(graphs, key=preference)
-        # Those of a query length, and those of none after them: these serve any.
+        # (variant, query length) -> the ladders of this length, then those for any length.
         self._ladders: dict[tuple[Hashable, int | None], list[_Ladder]] = {}
         of_kind: dict[Hashable, _Ladder] = {}
         for rank, (mode, descriptor, _, _) in enumerate(self._ranked):
@@ -72,7 +72,7 @@ class Ladders:
         best, pads, left_out, largest = _INF, False, False, 0
         ladders = self._ladders.get((batch.variant, batch.query_len))
         if ladders is None:
-            # Those of any query length.
+            # Only those for any query length.
             ladders = self._ladders.get((batch.variant, None), [])
         for mode, most_loras, most_bounds, sizes, most_reqs, ranks in ladders:
             if most_loras < loras or (most_bounds and not _within(bounds, most_bounds)):

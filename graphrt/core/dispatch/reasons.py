@@ -1,4 +1,4 @@
-"""The answers of dispatch: the graph that a step runs by, or the reason why by none."""
+"""The answers of dispatch: the graph that serves a batch, or the reason why none does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphrt.core.batch.modes import GraphMode
 
 @public("graphrt")
 class Reason(enum.Enum):
-    """Why a step runs the way it does; the last three are of single calls inside of a step, which
+    """Why a step runs the way it does. The last two are of single calls inside of a step, which
     wrappers count (`GraphWrapper.eager_calls`). Dispatch gives the others; MISSING_GRAPH,
     QUARANTINED, SETTINGS_CHANGED, CHANGED and FAILED take the place of a HIT that was not
     replayed."""

@@ -1,9 +1,9 @@
 """Static inputs: a runner's buffers, filled and padded for every step.
 
-1. `layout` says where the inputs of a size lie: a graph reads them there.
+1. `layout` says where the inputs of a size are: a graph reads them there.
 2. `fill` has an `InputTransport` bring a step's live rows there and write the padding rows.
 
-Values are looked at where they are used. What is wrong with them is found out when that raises.
+Values are not checked beforehand. Where using one raises, `DeclaredInputs.check` names the fault.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class InputSlot(dict[str, torch.Tensor]):
 
 
 class StaticInputs:
-    """All inputs of a runner. Nested mappings of specs become dotted names.
+    """The buffers of all inputs of a runner. Nested mappings of specs become dotted names.
 
-    They share a slab: at each size they lie one after the other, so that all that come from the
-    host, padding included, go over in one copy.
+    The inputs share one slab. At each size they are packed one after the other, so that one copy
+    brings all that come from the host, padding included.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StaticInputs:
         self._layouts: dict[tuple[int, int], InputLayout] = {}
         nbytes = InputLayout(self.declared.specs, tokens, reqs).nbytes
         with torch.inference_mode(False):
-            # Whole vectors: a device may move more of them than there are bytes.
+            # Rounded up: a device moves whole vectors, the last of which may pass the end.
             buffer = torch.zeros(-(-nbytes // 256) * 256, dtype=torch.uint8, device=device)
         slab = Slab(buffer, nbytes, len(self.declared.specs))
         self.transport: InputTransport = (
@@ -78,7 +78,7 @@ class StaticInputs:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers at the largest size by name; they move with the size."""
+        """The buffers by name, at the largest size; at other sizes they are at other addresses."""
         return self.layout(self.tokens, self.reqs).views
 
     def with_gradients(self, values: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -92,7 +92,7 @@ class StaticInputs:
         return required
 
     def layout(self, tokens: int, reqs: int) -> InputLayout:
-        """Where the inputs of a batch of this size lie."""
+        """Where the inputs of a batch of this size are."""
         layout = self._layouts.get((tokens, reqs))
         if layout is None:
             layout = InputLayout(self.declared.specs, tokens, reqs)
@@ -115,11 +115,11 @@ class StaticInputs:
         """Copy a step's live rows into the buffers and pad them up to the size of `layout`.
 
         `stream` is the current one, on platforms that have streams. With `in_graph` the graph that
-        is launched next fetches them, and who launches it tells the `ring`.
+        is launched next fetches them, and the caller then calls `ring.launched()`.
 
         Everything is checked before anything is written; raises `InvalidInputError`.
         """
-        # Free where nothing goes wrong: what a tensor lacks shows when it is used.
+        # No check comes first, as each step would pay for it: a wrong value raises when it is used.
         try:
             if self.declared.nested:
                 values = dict(flat_of(values))
@@ -171,8 +171,8 @@ class StaticInputs:
             raise
 
     def reset(self, layout: InputLayout | None = None) -> None:
-        """Make every row of `layout`, by default of the largest one, a padding row. No step waits
-        for the captures before it."""
+        """Make every row of `layout`, by default of the largest one, a padding row. The ring is
+        settled, so that the next step does not wait for captures."""
         if self.transport.ring is not None:
             self.transport.ring.settle()
         for field in (layout or self.layout(self.tokens, self.reqs)).fields:
@@ -187,7 +187,8 @@ def batch_of(inputs: StaticInputs, values: Mapping[str, Any]) -> Batch:
 
 
 def reqs_of(inputs: StaticInputs, batch: Batch, values: Mapping[str, Any] | None) -> int:
-    """The requests of a batch that does not say how many it has; its inputs may be to come."""
+    """How many requests a batch has, by itself or by its inputs: these are None for a slot, which
+    is made before them."""
     if batch.num_reqs is not None:
         return batch.num_reqs
     if batch.query_len:

@@ -19,9 +19,9 @@ from graphrt.core.inputs.layout import InputLayout
 from graphrt.core.inputs.spec import InputSpec, check_value
 
 _LARGE_BYTES = 1 << 30
-"""Buffers of less are made unasked."""
+"""For larger buffers the device is asked how much memory it has."""
 _IS_PADDING = "{} as in padding"
-"""What an input shows of which a live row is the padding's."""
+"""Stands in `Differing` for an input that has a live row equal to its padding."""
 _RESERVED = {"agreed", "metadata", "self", "updates"}
 """What a call of a runner, or of a wrapper, takes itself."""
 
@@ -44,7 +44,7 @@ class DeclaredInputs:
             axis: names | {_IS_PADDING.format(each) for each in names if self._may_address(each)}
             for axis, names in self.by_axis.items()
         }
-        """By axis, all that `differing` can return."""
+        """axis -> all names that `differing` can return"""
         pads = {int(spec.pad_value.real) for spec in self.specs.values() if spec.index}
         self.addresses = sorted(pads)
         """The padding values of index inputs: rows in which padding may be written."""
@@ -165,7 +165,7 @@ class DeclaredInputs:
             axis, dim = (None, 0) if spec is None else spec.batch_axis()
             if spec is None or axis is None or axis.counts not in names:
                 continue
-            # What is no input at all, such as a sparse tensor, is named when it is written.
+            # A value that is no input, such as a sparse tensor, raises where it is copied.
             with suppress(GraphRTError):
                 check_value(name, spec, value, None)
                 if value.numel() and _differs(value, spec, dim):
@@ -181,8 +181,8 @@ class DeclaredInputs:
         return is_whole and spec.dtype is not torch.bool and not spec.index and spec.pad != "repeat"
 
     def disturb(self, layout: InputLayout, tokens: int, reqs: int) -> None:
-        """Let padding rows hold what the first live row holds, but for indices: what they address
-        would be written."""
+        """Fill padding rows with the first live row, but not those of indices, with which padding
+        would write live memory."""
         for move in layout.moves(tokens, reqs).padded:
             spec = move.field.spec
             if not spec.index and move.rows:
@@ -190,7 +190,7 @@ class DeclaredInputs:
 
 
 def _differs(value: torch.Tensor, spec: InputSpec, dim: int) -> bool:
-    """Whether a live row is another than its padding."""
+    """Whether some live row differs from the padding rows."""
     if spec.pad == "repeat":
         row = value.narrow(dim, value.shape[dim] - 1, 1)
     else:
@@ -255,7 +255,7 @@ def flat_of(specs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
         if isinstance(spec, Mapping):
             yield from flat_of(spec, f"{prefix}{name}.")
         else:
-            # Of a dict that is no input, say, any key.
+            # A dict that is no mapping of inputs may have any key.
             yield f"{prefix}{name}" if prefix else name, spec
 
 

@@ -1,9 +1,9 @@
-"""Where the packed inputs of one size lie, and which bytes a step must move there.
+"""Where the packed inputs of one size are, and which bytes a step must move there.
 
 `InputLayout` packs the inputs of one size one after the other. `StepMoves` says for some number of
 live rows which bytes of each input are live and which are padding: a `FieldMove` for every input.
-Who writes padding, on the host (`FieldMove.pad_at`), on the device (`FieldMove.pad_on_device`) or
-in a kernel of a transport's own, takes it from the `pads` and `repeats` there.
+Its `pads` and `repeats` are written by the host (`pad_at`), by the device (`pad_on_device`), or by
+a transport's own kernel.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from graphrt.core.inputs.spec import InputSpec
 _ALIGNMENT = 256
 """Bytes; what allocators give, so kernels choose the same vector width as for tensors alone."""
 _FEW_BYTES = 1 << 18
-"""More are copied while others may run."""
+"""Larger copies release the GIL, so that other threads run."""
 _MOST_LIKE, _MOST_MADE = 4, 16
-"""Guards over inputs that are kept, and that are ever made, for one number of rows."""
+"""How many guards are kept, and are ever made, for one number of rows: see `StepMoves.like`."""
 _CACHED_MOVES = 128
 """Per layout: pairs of live tokens and requests."""
 
 Span = tuple[int, int]
 
-# `ctypes.memmove` gives the interpreter away and takes it back, which costs more than few bytes.
+# `ctypes.memmove` releases the GIL, which costs more than copying few bytes. This one does not.
 copy_few = PYFUNCTYPE(None, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
 
 
 class Field:
-    """One input at one size: its place in the slab, cut in `blocks` by its batch axis, and what its
-    padding rows hold.
+    """One input at one size: its place in the slab, and what its padding rows hold.
 
-    A block is what lies between two steps of the axes before the batch axis; it holds `rows` rows
-    of `row_bytes`.
+    It has `blocks`, one for each index of the axes before the batch axis, so mostly one. A block
+    has `rows` rows of `row_bytes`.
     """
 
     def __init__(self, name: str, spec: InputSpec, offset: int, tokens: int, reqs: int) -> None:
@@ -57,7 +56,8 @@ class Field:
         self.row_bytes = math.prod(inner) * spec.dtype.itemsize
         self.end = offset + self.blocks * self.rows * self.row_bytes
         self.view: torch.Tensor
-        # Says of a tensor whether its bits are not its values; None for dtypes that have no such.
+        # Whether a tensor is a lazy conjugate or negative, whose bits are not its values; None for
+        # dtypes without these.
         self.lazy: Callable[[torch.Tensor], bool] | None = None
         if spec.dtype.is_floating_point or spec.dtype.is_complex:
             self.lazy = tree.is_lazy if spec.dtype.is_complex else torch.Tensor.is_neg
@@ -92,16 +92,16 @@ class FieldMove:
         self.pads: list[Span] = [] if repeated else [(tail, rest) for tail in tails]
         self.repeats = [(tail - field.row_bytes, tail, rest) for tail in tails if repeated]
 
-    # Made where devices write them: a host that copies would keep thousands of tensors for nothing.
+    # Made when a device writes them: where the host copies, thousands would be kept for nothing.
 
     @cached_property
     def live(self) -> torch.Tensor:
-        """The live rows where the input lies."""
+        """The live rows of the input in the slab."""
         return self._narrowed(0, self.rows)
 
     @cached_property
     def padding(self) -> torch.Tensor:
-        """The padding rows behind them."""
+        """The padding rows after them."""
         return self._narrowed(self.rows, self.field.rows - self.rows)
 
     def _narrowed(self, start: int, rows: int) -> torch.Tensor:
@@ -112,8 +112,8 @@ class FieldMove:
             return self.field.view.narrow(dim, start, rows)
 
     def lies_in(self, value: torch.Tensor) -> bool:
-        """Whether `value`, which starts where this input starts, is laid out like it, and has its
-        values there."""
+        """Whether `value`, which has this input's address, is the input in place: with its strides,
+        and bits that are its values."""
         lazy = self.field.lazy
         if lazy is not None and lazy(value):
             return False
@@ -122,7 +122,7 @@ class FieldMove:
         return bool(value.stride() == self.field.view.stride())
 
     def copy_at(self, base: int, address: int) -> None:
-        """Copy the live rows that lie at `address` into the host's packed memory at `base`."""
+        """Copy the live rows at `address` into the host's packed memory at `base`."""
         for to, start, size in self.copies:
             copy = copy_few if size <= _FEW_BYTES else memmove
             copy(base + to, address + start, size)
@@ -139,7 +139,7 @@ class FieldMove:
             _repeat(base + start, base + to, field.row_bytes, size)
 
     def pad_on_device(self) -> None:
-        """Write the padding rows by themselves, where the input lies."""
+        """Write the padding rows in the slab itself."""
         if self.repeats:
             dim = self.field.spec.batch_axis()[1]
             self.padding.copy_(self.live.narrow(dim, self.rows - 1, 1))
@@ -150,7 +150,7 @@ class FieldMove:
 class StepMoves:
     """What a step of so many live tokens and requests moves into one layout."""
 
-    # native/replay.c reads `alike` where it lies.
+    # A slot, because native/replay.c reads `alike` at a fixed offset.
     __slots__ = ("__dict__", "alike")
 
     def __init__(self, layout: InputLayout, tokens: int, reqs: int) -> None:
@@ -162,13 +162,13 @@ class StepMoves:
         ]
         self.names = [*map(itemgetter(0), self.rows)]
         self.from_host = "h" * len(self.fields)
-        # Guards that tell in one call whether inputs are like earlier ones that could be copied as
-        # they are, and on which side ("h": the host) each of those lay. Their number is limited: a
+        # torch's guards of earlier inputs that could be copied as they are, with the `kinds` of
+        # these: in one call a guard tells whether inputs are like them. Their number is limited: a
         # host that mixes many kinds of inputs would make one at every step.
         self.like: list[tuple[Callable[..., bool], str]] = []
         self._made = 0
-        # Where to, and how many bytes, if each input is one short copy; else None. They are copied
-        # in one call: see `copy_rows`.
+        # If each input is one short copy: where to, and how many bytes. `copy_rows` then copies all
+        # in one call.
         self.short: tuple[list[int], list[c_size_t]] | None = None
         firsts = [move.copies[0] for move in self.fields if len(move.copies) == 1]
         if len(firsts) == len(self.fields) and all(b <= _FEW_BYTES for _, _, b in firsts):
@@ -224,7 +224,7 @@ class InputLayout:
             offset = -(-self.fields[-1].end // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = self.fields[-1].end
         self.views: dict[str, torch.Tensor] = {}
-        # What a graph captures to fetch its inputs; None where they are copied before its launch.
+        # What a graph captures to fetch its inputs; None where inputs are copied before a launch.
         self.fetch: Callable[[], None] | None = None
         # What `moves` has answered, by live tokens and requests.
         self.known: dict[tuple[int, int], StepMoves] = {}

@@ -1,10 +1,10 @@
 """Which dimensions of what a forward returns are batch axes: declared, or seen at several sizes.
 
-A dimension may have some axes: the one that `outputs=` gives it, else its constant size, tokens and
-requests.
+A dimension has one possible axis where `outputs=` gives it, else three at first: a constant size,
+tokens and requests.
 
-1. `see` leaves those that hold at one more size, and raises where none does.
-2. `resolve` has eager steps of other sizes made until one is left, and takes that.
+1. `see` removes those that do not hold at one more size, and raises where none is left.
+2. `resolve` runs eager steps of other sizes until each dimension has one axis.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class OutputLayout:
 
     def forget(self) -> None:
         """Forget what was seen."""
-        # First: whatever interrupts this, what is not there any more does not count as resolved.
+        # First: interrupted after it, no size that was forgotten counts as resolved.
         self._resolved: set[tuple[int, int]] = set()
         self._seen: set[tuple[int, int]] = set()
-        # By path: how many dimensions a tensor has, or a value that is none, as text.
+        # path -> how many dimensions a tensor has, or the text of another value.
         self._structure: dict[str, int | str] = {}
-        # By path: for each dimension of a tensor, the axes that it may have.
+        # path -> for each dimension of a tensor, the axes that it may have.
         self._axes: dict[str, list[list[OneAxis]]] = {}
         self._batch_dims: dict[str, BatchDims] = {}
 
@@ -89,7 +89,9 @@ class OutputLayout:
             self._check_names(shapes, outputs)
         elif structure != self._structure:
             raise _other_structure(structure, self._structure, size)
-        possible = self._axes or {path: self._first(path, shape) for path, shape in shapes.items()}
+        possible = self._axes or {
+            path: self._axes_at_first(path, shape) for path, shape in shapes.items()
+        }
         self._structure = structure
         # Before the check: a dimension without any axis stays one, for which `resolve` raises.
         self._axes = {
@@ -112,7 +114,8 @@ class OutputLayout:
         for path, axes in self._axes.items():
             if not all(axes):
                 names = (" or ".join(map(str, each)) for each in possible[path])
-                whose = "it had at other sizes" if self._of(path) is None else "outputs= gives it"
+                declared = self._declared_for(path)
+                whose = "it had at other sizes" if declared is None else "outputs= gives it"
                 raise OutputError(
                     f"an output does not have the axes that {whose}{at_path(path)}",
                     got=f"shape {shapes[path]} with {size}",
@@ -145,7 +148,7 @@ class OutputLayout:
         """
         if self._seen <= self._resolved:
             return
-        failed = None if probe is None else self._compare(probe, query_len)
+        failed = None if probe is None else self._run_other_sizes(probe, query_len)
         unclear = self._unclear() if failed or probe is None else []
         unclear += [path for path, axes in self._axes.items() if not all(axes)]
         if unclear:
@@ -162,16 +165,16 @@ class OutputLayout:
         }
         self._resolved = set(self._seen)
 
-    def _compare(self, probe: Probe, query_len: int | None) -> Exception | None:
-        """Look at other sizes until all is told; returns what the forward raised where it did not
-        run.
+    def _run_other_sizes(self, probe: Probe, query_len: int | None) -> Exception | None:
+        """Run the forward at other sizes until all axes are clear; returns what it raised where it
+        did not run.
 
         One request of one token comes first, even where all seems told: three rows at 4 and 8
         tokens may be `x[:3]`, and what was seen at even sizes alone may be rounded up. A forward
         that does not run at that size has no steps of it either.
         """
         failed: Exception | None = None
-        wanted = self._may_bend() or self._unclear()
+        wanted = self._may_differ_in_small_batches() or self._unclear()
         for size in self._other_sizes(query_len) if wanted else ():
             if wanted and size not in self._seen:
                 try:
@@ -187,44 +190,46 @@ class OutputLayout:
     def _other_sizes(self, query_len: int | None) -> list[tuple[int, int]]:
         """Sizes of steps that tell tokens, requests and constants apart, the smallest first."""
         tokens, reqs = max(self._seen)
-        # Far from the largest first: of one token less, half as many rows may be as many.
+        # Sizes next to the largest come last, as they tell less: 9 // 2 is 8 // 2.
         if query_len is not None:
             return [(few * query_len, few) for few in (1, reqs // 2, reqs - 1) if few > 0]
         sizes = [(few, 1) for few in (1, tokens // 2, tokens - 1) if few > 0]
         return [*sizes, (tokens, reqs - 1)] if reqs > 1 else sizes
 
-    def _may_bend(self) -> bool:
-        """Whether what looks right may be otherwise in a small batch: not all is declared, or
-        it is a constant that is no larger than the batches seen."""
+    def _may_differ_in_small_batches(self) -> bool:
+        """Whether a small batch may have other axes than those seen: where not all is declared, or
+        a constant size is no larger than the batches seen."""
         least = min(tokens for tokens, _ in self._seen)
         return any(
-            len(self._of(path) or ()) < len(dims)
-            or None in (self._of(path) or ())
+            len(self._declared_for(path) or ()) < len(dims)
+            or None in (self._declared_for(path) or ())
             or any(type(axis) is int and 1 < axis <= least for axes in dims for axis in axes)
             for path, dims in self._axes.items()
         )
 
     def _unclear(self) -> list[str]:
-        """What may be another at another size: of several axes; or seen at one size alone, where
-        steps of other sizes are padded, and not declared."""
+        """The paths of outputs that may be otherwise at another size: several axes are possible, or
+        they are not declared and were seen at one size alone."""
         counts = {tokens for tokens, _ in self._seen}
         one_size = len(counts) == 1 and counts != {1}
-        # No declaration is of a value that is no tensor.
+        # `outputs=` declares tensors only: any other value but None is open too.
         open_ones = [
             path
             for path, kind in self._structure.items()
-            if one_size and kind != "None" and (path not in self._axes or self._of(path) is None)
+            if one_size
+            and kind != "None"
+            and (path not in self._axes or self._declared_for(path) is None)
         ]
         several = [p for p, dims in self._axes.items() if any(len(axes) > 1 for axes in dims)]
         return [*several, *open_ones]
 
-    def _of(self, path: str) -> tuple[OneAxis, ...] | None:
+    def _declared_for(self, path: str) -> tuple[OneAxis, ...] | None:
         """The axes that `outputs=` gives the tensor at `path`, None if it gives none."""
         return next((axes for at, axes in self._declared.items() if _is_of(at, path)), None)
 
-    def _first(self, path: str, shape: tuple[int, ...]) -> list[list[OneAxis]]:
-        """The axes that each dimension may have before a size is looked at."""
-        declared: list[list[OneAxis]] = [[axis] for axis in self._of(path) or ()]
+    def _axes_at_first(self, path: str, shape: tuple[int, ...]) -> list[list[OneAxis]]:
+        """The axes that each dimension may have before sizes are compared."""
+        declared: list[list[OneAxis]] = [[axis] for axis in self._declared_for(path) or ()]
         return declared + [[rows, *_BATCH] for rows in shape[len(declared) :]]
 
     def _check_names(self, paths: Iterable[str], outputs: Any) -> None:
@@ -262,7 +267,7 @@ def _other_structure(
 
 
 def _declared_axes(declared: Any) -> dict[str, tuple[OneAxis, ...]]:
-    """The axes of `outputs=` by what they are of: a tensor, or all below that has no others.
+    """path of a tensor, or of a container of tensors -> the axes that `outputs=` gives it.
 
     Raises `InvalidInputError` for an axis that there is not, `InvalidOptionError` for anything
     else.
@@ -291,8 +296,8 @@ def _declared_axes(declared: Any) -> dict[str, tuple[OneAxis, ...]]:
 
 
 def _is_of(prefix: str, path: str) -> bool:
-    """Whether what is declared for `prefix` is of the tensor at `path`: a name may be a key, or a
-    field."""
+    """Whether what is declared for `prefix` holds for the tensor at `path`: a name may be a key, or
+    a field."""
     named = prefix.replace("['", ".").replace("']", "")
     below = path.replace("['", ".").replace("']", "")
     return below.startswith(named) and below[len(named) : len(named) + 1] in ("", ".", "[")
@@ -330,7 +335,7 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
         what = "subclass that holds other tensors"
         advice = "return the tensors in it, as to_local() does of a DTensor"
     elif kind not in (torch.Tensor, torch.nn.Parameter):
-        # Of a weight that is one, say, torch makes results that are; pool memory is none.
+        # A subclass, as torch returns for a weight of one; what replays hand out is plain.
         what = "subclass, and replays plain tensors"
         advice = "return result.as_subclass(torch.Tensor)"
     else:

@@ -23,8 +23,8 @@ from graphrt.core.inputs.layout import FieldMove, StepMoves, copy_few
 from graphrt.core.inputs.spec import LOWEST_ADDRESS, check_value
 
 MAX_SLOTS = 64
-"""Steps that can be under way before the host waits for the oldest one's copy; less for slots of
-which so many would take more than `MAX_BYTES`."""
+"""Steps that can be under way before the host waits for the oldest one's copy; fewer where so many
+slots would take more than `MAX_BYTES`."""
 MAX_BYTES = 32 << 20
 
 _CACHED_VIEWS = 1024
@@ -33,7 +33,7 @@ _address_of = torch.Tensor.data_ptr
 
 
 class Slab:
-    """The buffer of all packed inputs: those of a size lie in its first bytes."""
+    """The buffer of all packed inputs: at each size they are packed from its start."""
 
     def __init__(self, buffer: torch.Tensor, nbytes: int, fields: int) -> None:
         """`nbytes` are those of the largest size, and so many inputs are packed."""
@@ -57,11 +57,10 @@ class InputTransport:
     """Brings the packed inputs of steps into their slab: this one, one in the host's memory."""
 
     device_memory: Sequence[torch.Tensor] = ()
-    """What it has on the device beside the slab: nodes of graphs that fetch point to it."""
+    """Its device memory beside the slab, to which nodes of graphs that fetch point."""
     ring: Any = None
-    """What graphs fetch from, with the methods of `SlotRing` (graphrt/cuda/ring/slots.py) and its
-    `pending`: what fetches the slot of a step whose graph has not done so. None where all inputs
-    are copied before the launch."""
+    """The ring that graphs fetch from, with the methods and the `pending` of `SlotRing`
+    (graphrt/cuda/ring/slots.py). None where all inputs are copied before the launch."""
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
@@ -73,7 +72,7 @@ class InputTransport:
         return 0
 
     def fetch_of(self, nbytes: int) -> Callable[[], None] | None:
-        """What fetches inputs of so many bytes, in a graph that captures it or by itself; None
+        """A call that fetches inputs of so many bytes, now or in the graph that captures it; None
         where they are copied before the launch."""
         return None
 
@@ -95,14 +94,14 @@ class InputTransport:
 class Sources(NamedTuple):
     """The packed inputs of a step, each with its tensor, its address and a letter of `kinds`.
 
-    "h" is contiguous host memory, "d" is device memory, "k" is kept: it lies in the slab already.
-    `plain` says that all are non-empty, of type `torch.Tensor` itself, and used without a copy.
+    "h" is contiguous host memory, "d" is device memory, "k" is kept: it is in the slab already.
+    With `used_as_given` all are non-empty, of type `torch.Tensor` itself, and none was copied.
     """
 
     tensors: list[torch.Tensor]
     addresses: list[int]
     kinds: str
-    plain: bool
+    used_as_given: bool
 
 
 def sources_of(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sources:
@@ -119,7 +118,7 @@ def sources_of(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sourc
                 return Sources(tensors, addresses, kinds, True)
             break
     sources = _one_by_one(values, moves, slab)
-    if sources.plain and "k" not in sources.kinds:
+    if sources.used_as_given and "k" not in sources.kinds:
         moves.expect_like(sources.tensors, sources.kinds)
     return sources
 
@@ -128,12 +127,12 @@ def _one_by_one(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sour
     low, high = slab.low, slab.high
     tensors: list[torch.Tensor] = []
     addresses: list[int] = []
-    kinds, plain = moves.from_host, True
+    kinds, used_as_given = moves.from_host, True
     for number, (name, dtype, shape, lazy, move) in enumerate(moves.rows):
         value = values[name]
         if type(value) is not _Tensor or value.dtype is not dtype or value.shape != shape:
             check_value(name, move.field.spec, value, tuple(shape))
-            plain = False
+            used_as_given = False
         address = value.data_ptr()
         if address == low + move.field.offset and move.lies_in(value):
             kind = "k"
@@ -143,24 +142,24 @@ def _one_by_one(values: Mapping[str, Any], moves: StepMoves, slab: Slab) -> Sour
                 or low <= address < high
                 or (lazy is not None and lazy(value))
             ):
-                value, plain = _apart(value, move, slab), False
+                value, used_as_given = _readable(value, move, slab), False
                 address = value.data_ptr()
             kind = "h" if value.is_cpu else "d"
         if kind != "h":
             kinds = kinds[:number] + kind + kinds[number + 1 :]
         elif not value.is_contiguous():
             value = value.detach().contiguous()
-            address, plain = value.data_ptr(), False
+            address, used_as_given = value.data_ptr(), False
         tensors.append(value)
         addresses.append(address)
-    return Sources(tensors, addresses, kinds, plain)
+    return Sources(tensors, addresses, kinds, used_as_given)
 
 
-def _apart(value: torch.Tensor, move: FieldMove, slab: Slab) -> torch.Tensor:
-    """The values of an input elsewhere, where its memory cannot be read as it is, or may be written
-    before it is read."""
+def _readable(value: torch.Tensor, move: FieldMove, slab: Slab) -> torch.Tensor:
+    """A copy of an input whose memory cannot be read as it is, or is in the slab, where it may be
+    overwritten before it is read."""
     if value.data_ptr() < LOWEST_ADDRESS:
-        # To read there would end the process. An empty one has no address.
+        # To read there would end the process. Empty tensors have no address.
         check_value(move.field.name, move.field.spec, value, tuple(move.shape))
     value = value.detach().resolve_conj().resolve_neg()
     return value.clone() if slab.low <= value.data_ptr() < slab.high else value
@@ -171,7 +170,7 @@ def copy_rows(moves: StepMoves, sources: Sources, base: int) -> None:
     _, addresses, kinds, _ = sources
     if moves.short is not None and kinds == moves.from_host:
         places, sizes = moves.short
-        # Each returns None, so that `any` has all of them done, without a loop in Python.
+        # `any` runs the map without a loop in Python: each copy returns None, so it does not stop.
         any(map(copy_few, map(base.__add__, places), addresses, sizes))
     else:
         for move, address, kind in zip(moves.fields, addresses, kinds, strict=True):
@@ -181,11 +180,11 @@ def copy_rows(moves: StepMoves, sources: Sources, base: int) -> None:
 
 class StagedCopy(InputTransport):
     """Copies live rows into the slab of a device, and pads them: all that comes from the host in
-    one copy, and what is there already in another.
+    one copy, and what is on the device already in another.
 
-    The host writes a slot of a ring: memory, and the event that says it is copied, without which
-    nobody could tell when the host may write it again. The ring grows while the device is behind;
-    then the host waits.
+    The host writes a slot of a ring: page-locked memory, with an event that tells when it is copied
+    and may be written again. The ring grows while the device is behind, up to `max_slots`; then the
+    host waits.
     """
 
     waits = 0

@@ -195,9 +195,9 @@ def by_priority(keys: Iterable[CaptureKey], worth: Worth) -> list[CaptureKey]:
     for mode, descriptor in keys:
         kinds.setdefault((mode, descriptor.kind), []).append((mode, descriptor))
     order: list[tuple[bool, int, int, CaptureKey]] = []
-    for alike in kinds.values():
-        rank = {size: at for at, size in enumerate(worth(each.num_tokens for _, each in alike))}
-        for key in alike:
+    for of_kind in kinds.values():
+        rank = {size: at for at, size in enumerate(worth(each.num_tokens for _, each in of_kind))}
+        for key in of_kind:
             tokens = key[1].num_tokens
             order.append((key[0] is GraphMode.PIECEWISE, rank[tokens], -tokens, key))
     return [key for *_, key in sorted(order, key=lambda each: each[:3])]

@@ -92,13 +92,13 @@ _ARGUMENTS: Mapping[str, tuple[Any, Callable[[Any], Any]]] = {
     "budget": (None, _budget),
     "traffic": (None, check_traffic),
 }
-"""By the name of an argument: its default, and what makes a copy of it in its own type, or raises.
+"""name of an argument -> its default, and a function that returns a checked copy in its own type.
 Where the default is None, None stays None."""
 
 
 def checked_arguments(given: Mapping[str, Any]) -> PlanArguments:
-    """All arguments of a plan, each a copy in its own type: what the caller changes later, or can
-    be read only once, is not the plan's.
+    """All arguments of a plan, each a copy in its own type: the caller may change the original
+    later, or have given an iterator.
 
     Raises `InvalidOptionError`, and `InvalidBatchError` for variants that cannot be hashed.
     """
@@ -228,7 +228,7 @@ class Plan:
         compiled = items_of("compiled", compiled, "[module]")
         same_modules = list(map(id, self.compiled)) == list(map(id, compiled))
         off = any(step.rule == resolution.SWITCHED_OFF for step in self.resolution.steps)
-        # Of a plan that has no graphs anyway there is no step that says so.
+        # A plan that has no graphs anyway notes no step for the switch.
         same_switch = off == graphs_off() or (not off and self.mode is GraphMode.NONE)
         if platform.name == self.platform.name and same_modules and same_switch:
             return self
@@ -289,8 +289,8 @@ class Plan:
         return {"arguments": self._content()["arguments"], **saved.in_json(results)}
 
     def _content(self) -> dict[str, Any]:
-        """What a file of the plan holds. Its arguments are printed too: of some, as of a share of
-        the traffic, no line for people may tell when somebody edits them."""
+        """What a file of the plan holds. The arguments are among the printed lines too: without
+        that an edit of one, such as a share of the traffic, might change no line."""
         arguments = saved.plain_arguments(self.arguments)
         printed = [f"Platform: {self.platform.name}", *self.lines()]
         printed += [f"{name} = {json.dumps(value)}" for name, value in arguments.items()]

@@ -212,5 +212,5 @@ def provider_of(modules: Sequence[Any], asked: PieceProvider | str | None) -> Pi
 
 
 def _is_compiled(value: Any) -> bool:
-    # Of the class: objects that make up attributes when asked are none, and asking may do harm.
+    # The class is asked: an object may make up any attribute, as a mock does, or act when asked.
     return all(hasattr(type(value), name) for name in _FACTS)

@@ -19,7 +19,7 @@ CaptureKey = tuple[GraphMode, BatchDescriptor]
 _WIDTH = 100
 _CAP = 512
 _MOST_GRAPHS = 1 << 17
-"""More nobody captures: of all sizes, query lengths, numbers of LoRAs, bounds and variants."""
+"""The most that a plan may have, over sizes, query lengths, numbers of LoRAs, bounds, variants."""
 
 
 @public("graphrt.types")

@@ -35,7 +35,7 @@ def by_worth(
         present = sorted(set(landmarks).intersection(kept), reverse=True)
         fixed |= dict.fromkeys([*kept[:1], *present])
     else:
-        # Sizes that no traffic tells apart are still ranked by what an even one would need.
+        # Sizes that save equally much of this traffic are ranked as under an even one.
         shares.insert(0, _cumulative(traffic))
     return (*fixed, *reversed(_by_savings(kept, fixed, shares)))
 

@@ -1,5 +1,5 @@
-"""What a wrapper captured for one descriptor: segments of graph, some with tasks, and eager parts
-between them, which run at every replay, with their results where the graphs read them."""
+"""`Entry`: what a wrapper captured for one descriptor. Its parts are replayed in order: segments,
+some with tasks, and eager parts, whose results are copied to where the segments after them read."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(eq=False, repr=False)
 class EagerPart:
-    """A function that runs eagerly at every replay and leaves its results where they are read:
-    in `recorded`. `aliased` holds the paths of results that were no new memory at capture.
+    """A function that runs eagerly at every replay. Its results are copied into `recorded`, where
+    the graphs after it read them. `aliased` holds the paths of results that were no new memory at
+    capture, such as an argument or a view of it.
     """
 
     function: Callable[..., Any]
@@ -55,7 +56,7 @@ class EagerPart:
         self.deliver(result)
 
     def deliver(self, result: Any) -> None:
-        """Put a `result` where the captured readers look for it.
+        """Copy a `result` to where the graphs read it.
 
         Raises `BakedScalarError` for another Python value, and `BreakError` for another structure,
         shape or dtype than recorded, and for new memory where there was none at capture: copying it
@@ -102,7 +103,7 @@ class EagerPart:
         if (
             recorded.data_ptr() == result.data_ptr()
             and recorded.stride() == result.stride()
-            # x.conj() lies where x lies, and has other values.
+            # x.conj() has the address of x, and other values.
             and (not recorded.dtype.is_complex or recorded.is_conj() == result.is_conj())
         ):
             return
@@ -122,7 +123,7 @@ def _is_same_value(before: Any, now: Any) -> bool:
     if isinstance(before, float):
         return repr(before) == repr(now)  # NaN is itself, and -0.0 is not 0.0
     same: Any = before is now or before == now
-    # Of an array there is one answer for each element.
+    # Arrays have one answer for each element.
     return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
@@ -136,8 +137,8 @@ def advice_for_another(result: torch.Tensor, recorded: torch.Tensor) -> str:
 
 
 def on_copies(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, called with copies of its containers: one that changes them would find at each
-    step what the step before put there."""
+    """`function`, called with copies of its containers. Without them a function that appends to a
+    list argument would find it longer at each replay."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +154,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 _AUTOCAST = "autocast on "
 _backends: Any = torch.backends
-# To look one up takes ten times as long as to ask it, and a capture asks before each eager part.
+# Looked up once: that takes ten times as long as asking, which a capture does at each eager part.
 _FLOAT32 = (
     *(_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn),
     *(_backends.mkldnn.matmul, _backends.mkldnn.conv, _backends.mkldnn.rnn),
@@ -161,7 +162,7 @@ _FLOAT32 = (
 
 
 def settings_now() -> dict[str, Any]:
-    """What changes what operators do and can be entered around a part of a forward.
+    """The settings that change what operators do and that a forward can enter around a part.
 
     Whether there are gradients is not among them: graphs have none.
     """
@@ -199,9 +200,9 @@ def settings_now() -> dict[str, Any]:
 
 
 def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> Callable[..., Any]:
-    """`function` under the autocast of now where that `around` the forward is another.
+    """`function` under the present autocast, if it differs from that `around` the forward.
 
-    Raises `CaptureError` for any other setting, which a replay does not enter.
+    Raises `CaptureError` if another setting differs: a replay would not enter it.
     """
     casts = {}
     for each, value in settings_now().items():
@@ -231,7 +232,7 @@ def under_settings(function: Callable[..., Any], around: Mapping[str, Any]) -> C
 
 def bound_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call that a graph bakes in, by path: tensors by where and what they are,
-    plain values as they are. Asked before the call, as it may clear a list of them."""
+    plain values as they are. It is taken before the call, which may clear a list of arguments."""
     return {
         path: tree.identity(leaf) if isinstance(leaf, torch.Tensor) else (leaf,)
         for path, leaf in tree.leaves((args, kwargs))
@@ -264,8 +265,8 @@ class SegmentHooks(Protocol):
 @public("graphrt.lowlevel")
 @dataclass(eq=False, repr=False)
 class Segment:
-    """A segment with calls `before` each replay, or with tasks, which are issued again at every
-    replay. Without either, the part is the graph itself. `name` says whose it is."""
+    """A segment that is more than its graph: it has calls `before` each replay, or tasks, which are
+    issued again at every replay. Any other segment is its graph itself. `name` is for errors."""
 
     platform: Platform
     graph: DeviceGraph
@@ -288,8 +289,8 @@ class Segment:
         self.give(values, partial(replay, self.graph, self.tasks, name=self.name))
 
     def give(self, values: Sequence[HostValues] | None, act: Callable[..., object]) -> None:
-        """Call `act(changed=)` with `values` in the tasks, which have the ones before if it raises;
-        None leaves them as they are."""
+        """Give the tasks their new `values`, None for the old ones, and call `act(changed=)`. If it
+        raises, the tasks get the old ones back."""
         tasks = self.tasks
         if values is None:
             act(changed=False)
@@ -299,7 +300,7 @@ class Segment:
             for task, new in zip(tasks, values, strict=True):
                 task.values = new
             act(changed=True)
-        except BaseException:  # `undoing`, written out: on the way of every step with tasks
+        except BaseException:  # in place of `@undoing`, for speed
             for task, old in zip(tasks, before, strict=True):
                 task.values = old
             raise
@@ -318,18 +319,19 @@ def graphs_of(parts: Iterable[Part]) -> list[DeviceGraph]:
 class TaskTable:
     """The tasks of an entry: layers with the same updates are resolved together.
 
-    `mixed` says that an update failed: nobody knows which host arguments the tasks have.
+    `names` are those of tasks and of their groups. `mixed` says that an update failed: nobody knows
+    which host arguments the tasks have.
     """
 
-    __slots__ = ("known", "mixed", "tasks")
+    __slots__ = ("mixed", "names", "tasks")
 
     def __init__(self, tasks: Sequence[CapturedTask]) -> None:
         self.tasks = tuple(tasks)
-        self.known = frozenset(name for task in tasks for name in (task.name, task.spec.group))
+        self.names = frozenset(name for task in tasks for name in (task.name, task.spec.group))
         self.mixed = False
 
     def values(self, context: ForwardContext, *, all_known: bool) -> list[HostValues] | None:
-        """The validated host values of every task, in order; None if all are what they were.
+        """The validated host values of every task, in order; None if none has changed.
 
         `all_known` says that the step has no tasks but these: another name in the updates is then
         an error, not a task of another piece.
@@ -349,10 +351,10 @@ class TaskTable:
                 advice="pass updates= for this step, or updates=UNCHANGED",
             )
         if all_known:
-            check_names(updates, self.known)
+            check_names(updates, self.names)
         # Values that layers share are fitted, and compared, only once.
         fitted: dict[object, HostValues] = {}
-        # Held, as a mapping may make them when it is asked, and ids are used again.
+        # Kept alive, as their ids are keys: a mapping may make its values when it is asked.
         held = []
         changes: dict[tuple[int, int], bool] = {}
         values = []
@@ -374,9 +376,10 @@ class TaskTable:
 
 @public("graphrt.types")
 class Entry:
-    """What one descriptor captured: its parts, its outputs and the addresses it reads."""
+    """What a wrapper replays for one descriptor: its parts, its outputs and the addresses of the
+    arguments that it reads."""
 
-    # C knows where in an object these are.
+    # Slots, because C reads these at fixed offsets.
     __slots__ = ("__dict__", "graph", "unchecked")
 
     def __init__(
@@ -391,9 +394,9 @@ class Entry:
         self.parts = parts
         self.outputs = outputs
         self.bound = bound
-        # The step that was under way: called again in it, the wrapper would replay itself.
+        # The token of the step that captured it: that step may not replay it too.
         self.captured_in = captured_in
-        # The caller may change what it gets, so every step makes a container.
+        # Makes new containers for each step, as the caller may change those that it gets.
         self.fresh = tree.copier(outputs)
         # Whether the next replay compares its arguments with those of the capture.
         self.unchecked = False
@@ -403,7 +406,7 @@ class Entry:
             part.name = f"[{descriptor}]{which}"
         self.table = TaskTable([task for part in tasked for task in part.tasks])
         self.tasks = self.table.tasks
-        # What most entries are: one graph and nothing else. None once the wrapper has let go of it.
+        # For an entry of one graph without tasks, as most are. None once the graph is destroyed.
         alone = len(parts) == 1 and not tasked
         self.graph: Part | None = parts[0] if alone else None
 
@@ -430,14 +433,14 @@ class Entry:
     def launch(self, context: ForwardContext, *, all_tasks: bool) -> object:
         """Replay segments, eager parts and tasks with their new host arguments, in order.
 
-        All updates are validated before anything is launched. Returns who has the pool from then
-        on, where a device has the step go on after the call, or None.
+        All updates are validated before anything is launched. Returns the next owner of the pool
+        where the step goes on after the call, as one that waits for its updates; else None.
         """
         table, values = self.table, None
         if self.tasks:
             values = table.values(context, all_known=all_tasks)
             table.mixed = True
-        # With gradients on, a bridge that an eager result is copied into would grow a graph.
+        # With gradients on, torch would record each copy of an eager result into its bridge.
         without_gradients(partial(self._replay_with, values))
         table.mixed = False
         return None

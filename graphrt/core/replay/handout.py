@@ -28,15 +28,15 @@ from graphrt.core.inputs.outputs import BatchDims, OutputLayout, at_path, check_
 Shape = tuple[int, ...]
 
 HandedOut = list["Shell"]
-"""What the last step handed out, with what keeps its memory till the next."""
+"""The shells whose outputs the last step handed out, and the next one expires."""
 
 _Bases = tuple[dict[tuple[int, ...], torch.Tensor], dict[tuple[int, ...], torch.Tensor]]
 _MOST_STEPS = 1024
-"""Steps that one storage serves: sent to other processes at each, it would keep a growing list of
-them."""
+"""Steps that one storage is used for. It keeps a list of the times that it was sent to other
+processes, which would grow without end."""
 
 _CACHED_SHAPES = 256
-"""Beyond so many shapes of live rows what hands them out is made at each step."""
+"""The most shapes of live rows that tensors are kept for; for others they are made at each step."""
 
 _OVERWRITTEN = (
     "graphrt.errors.OverwrittenOutputError: this tensor is an output of an earlier step, and its "
@@ -52,12 +52,12 @@ def expire(handed_out: HandedOut) -> None:
     for shell in handed_out:
         if shell.is_held():
             shell.give_up()
-    # Only now: interrupted before, all of it is marked another time.
+    # After the loop: interrupted in it, the next call marks all of them again.
     handed_out.clear()
 
 
 def is_spare(cdata: int) -> bool:
-    """Whether a storage is that of an output, kept for the next step, which nobody else has."""
+    """Whether a storage is kept for the next step's output, and no caller holds it."""
     shell = _shells.get(cdata)
     return shell is not None and shell.owns(cdata) and not shell.is_held()
 
@@ -67,7 +67,7 @@ Handout = Callable[[tuple[int, ...], HandedOut], torch.Tensor]
 
 
 def handout_of(tensor: torch.Tensor, *, raw_storages: bool) -> Handout:
-    """What hands out `tensor` at every step.
+    """A function that hands out `tensor` at every step.
 
     Where torch can make it unreadable after the step, the caller gets a fresh tensor over a storage
     of its own; elsewhere, and where the device has no `raw_storages`, a copy.
@@ -76,33 +76,34 @@ def handout_of(tensor: torch.Tensor, *, raw_storages: bool) -> Handout:
         return lambda shape, handed_out: tensor.new_empty(shape)
     if raw_storages and can_mark_unreadable and not tree.is_lazy(tensor):
         return Shell(tensor).hand_out
-    # By one view: while the interpreter shuts down, torch ends the process where a tensor goes that
-    # has a view.
+    # By one view, not a view of a view: while the interpreter shuts down, torch ends the process
+    # when a tensor that has a view is freed.
     return lambda shape, handed_out: tensor.as_strided(shape, tensor.stride()).clone()
 
 
 def _own_references() -> int:
-    """How many of the references that `Shell` counts of a storage are there as it counts them."""
+    """How many of the references that `Shell` counts are those of the counting itself."""
     storage = object()
     return getrefcount(storage)
 
 
 @cache
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What makes tensors of its dtype and device faster than anything else."""
+    """An empty tensor: its `new()` is the fastest way to a tensor of its dtype and device."""
     with inference_guard(False):
         return torch.empty(0, dtype=dtype, device=device)
 
 
 class Shell:
-    """Hands out one output over storages that own nothing of its memory.
+    """Hands out one output at every step: a new tensor over a storage that points to the output's
+    memory without owning it.
 
-    What is handed out at a step is made unreadable after it if anybody still has it: tensor, view
-    or storage. Mostly nobody has, and the storage serves the next step too: to make another one,
+    Before the next step the storage is made unreadable if the caller still holds it, or a tensor or
+    view over it. Mostly nobody does, and the storage serves the next step too: to make another one,
     and to mark this one, takes four times as long as a tensor over it.
     """
 
-    # C knows where in an object these are.
+    # Slots, because C accesses them at fixed offsets.
     __slots__ = (
         "__dict__",
         "__weakref__",
@@ -116,34 +117,34 @@ class Shell:
     )
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # The memory itself, wherever `tensor` may be moved to; of pool memory only an alias.
+        # An alias, as `tensor` may be given other memory later. It does not keep pool memory.
         self._like = tensor.detach()
         self._address = tensor.untyped_storage().data_ptr()
         self._empty = _empty(tensor.dtype, tensor.device)
-        # The storage that tensors are handed out over, and its name in torch.
+        # The storage that tensors are handed out over, and the number by which torch names it.
         self._storage: Any = None
         self._cdata = 0
         # Tensors over it that are never handed out themselves, by inference mode and by shape: a
         # step's tensor is the `data` of one.
         self._bases: _Bases = ({}, {})
-        # The references to the storage, and to its Python object, while nobody else has it; and
-        # what both are in a storage with its first base.
+        # The references to the storage, and to its Python object, while no caller holds it; and
+        # both numbers for a storage with one base.
         self._alone = self._references = 0
         self._of_first = 0, 0
-        # For how many steps the storage serves yet.
+        # How many more steps the storage may be used for.
         self._left = 0
-        # Whether the last storage was given up: then its host keeps outputs, and no bases are made.
+        # Whether the last storage was given up: then the host keeps outputs, and no base is made.
         self._was_held = False
 
     def hand_out(self, shape: tuple[int, ...], handed_out: HandedOut) -> torch.Tensor:
         """This step's output in a shape; noted in `handed_out`, which expires before the next."""
         handed_out.append(self)
         base = self._bases[is_inference_mode_enabled()].get(shape)
-        # A tensor of its own, whatever the last one was changed to, over the same storage.
+        # A new tensor over the same storage, as the caller may have changed the last one.
         return self._anew(shape) if base is None else base.data
 
     def owns(self, cdata: int) -> bool:
-        """Whether this is the storage of what it hands out now."""
+        """Whether this is the storage that it hands out tensors over now."""
         return self._storage is not None and self._cdata == cdata
 
     def is_held(self) -> bool:
@@ -163,7 +164,7 @@ class Shell:
         )
 
     def give_up(self) -> None:
-        """Make the storage unreadable, and leave it to who has it."""
+        """Make the storage unreadable, and leave it to the caller that holds it."""
         if any(self._bases):
             _shells.pop(self._cdata, None)
         mark_unreadable(self._cdata, _OVERWRITTEN)
@@ -174,26 +175,26 @@ class Shell:
     def _anew(self, shape: tuple[int, ...]) -> torch.Tensor:
         """The first tensor of a shape over a storage."""
         bases = self._bases[is_inference_mode_enabled()]
-        # Nothing is prepared for a host that keeps its outputs till it has the next ones, nor for a
-        # step in `__del__` at shutdown, when torch cannot import how modes are turned off.
-        keeps = self._storage is None and self._was_held
-        alone = keeps or len(bases) >= _CACHED_SHAPES or is_finalizing()
+        # No base for a host that keeps its outputs until it has the next ones, nor for a step in
+        # `__del__` at shutdown, when torch cannot import how modes are turned off.
+        host_keeps = self._storage is None and self._was_held
+        makes_no_base = host_keeps or len(bases) >= _CACHED_SHAPES or is_finalizing()
         self._was_held = False
         if self._storage is None:
             nbytes = self._like.untyped_storage().nbytes()
             storage = storage_at(self._address, self._like.device, nbytes)
-            # Its name before itself: whatever interrupts this, the right one is marked.
+            # `_cdata` first: after an interrupt no storage has the number of another one.
             self._cdata = storage._cdata
             self._storage = storage
             del storage
             self._left = _MOST_STEPS
             self._alone, self._references = self._counted()
-        if alone:
+        if makes_no_base:
             return self._over(shape)
-        # No mode may see, and keep, what only this has.
+        # A torch mode that saw the base could keep it, and then its storage would count as held.
         with without_dispatch_modes():
             base = self._over(shape)
-        # Counted once, when nobody can have any yet: it is the same for every storage.
+        # Counted once, before any caller can hold it: it is the same for every storage.
         if not any(self._of_first):
             self._of_first = self._counted()
         if any(self._bases):
@@ -205,7 +206,7 @@ class Shell:
         return base.data
 
     def _counted(self) -> tuple[int, int]:
-        """The references to the storage, and to its Python object where `is_held` asks for them."""
+        """The references to the storage, and to its Python object, as `is_held` counts them."""
         storage = self._storage
         return storage_use_count(self._cdata), getrefcount(storage)
 
@@ -215,13 +216,13 @@ class Shell:
         return fresh.set_(self._storage, like.storage_offset(), shape, like.stride())
 
 
-# By the `_cdata` of the storage that each has. torch gives that number to another storage once the
-# first is gone, so `Shell.owns` is asked too.
+# `_cdata` of a storage -> its shell. torch gives the number to another storage once the first is
+# freed, so `Shell.owns` is asked too.
 _shells: WeakValueDictionary[int, Shell] = WeakValueDictionary()
 
 
 _Prepared = tuple[tuple[Handout, Shape, BatchDims], ...]
-"""What hands out each tensor of some outputs, its padded shape and its batch axes."""
+"""For each tensor of some outputs: what hands it out, its padded shape and its batch axes."""
 
 
 def _live_shapes(prepared: _Prepared, tokens: int, reqs: int) -> list[Shape]:
@@ -238,8 +239,8 @@ def _live_shapes(prepared: _Prepared, tokens: int, reqs: int) -> list[Shape]:
 class LiveOutputs:
     """The live rows of what a forward returns at one size, as fresh tensors for the caller.
 
-    It is that of a graph with room for `reqs`. `handed_out` is that of its pool; without
-    `raw_storages` the caller gets copies.
+    `descriptor` and `reqs` are the padded size, `handed_out` is the pool's. Without `raw_storages`
+    the caller gets copies.
     """
 
     descriptor: BatchDescriptor
@@ -247,13 +248,13 @@ class LiveOutputs:
     axes: OutputLayout
     handed_out: HandedOut
     raw_storages: bool
-    # The outputs that the graph returns at every step; what hands out their tensors; and the live
-    # shapes of these, by live tokens and requests.
+    # The outputs that the graph returns at every step; what hands out their tensors; and (live
+    # tokens, live requests) -> the shapes of their live rows.
     held: Any = None
     prepared: _Prepared = ()
     shapes: dict[tuple[int, int], list[Shape]] = field(default_factory=dict)
-    # The identity of what pieces returned last, and what hands it out: often they return the same
-    # memory again.
+    # The identity of the output that pieces returned last, and what hands it out: often they return
+    # the same memory again.
     last: tuple[Any, _Prepared] = (None, ())
 
     def hold(self, outputs: Any) -> None:
@@ -295,11 +296,11 @@ class LiveOutputs:
         return tree.map_leaves(lambda _: next(at_places), outputs)
 
     def _prepare_again(self, outputs: Any) -> _Prepared:
-        """What hands out outputs that no graph returns, but an eager part or a piece does: often
-        the same memory as at the step before, though maybe in another object."""
-        # The same object may have been given other memory, or another shape.
-        alone = type(outputs) is torch.Tensor and outputs.layout is torch.strided
-        identity = tree.identity(outputs) if alone else None
+        """What hands out outputs that an eager part or a piece returns: often the same memory as at
+        the step before, maybe in another object."""
+        # By identity: the same object may have been given other memory, or another shape.
+        is_strided = type(outputs) is torch.Tensor and outputs.layout is torch.strided
+        identity = tree.identity(outputs) if is_strided else None
         if identity is None or identity != self.last[0]:
             self.last = identity, self._prepare(outputs)
         return self.last[1]

@@ -33,20 +33,19 @@ T = TypeVar("T")
 
 
 def in_turn(pool: GraphPool, owner: object, call: Callable[[], T]) -> T:
-    """Call what uses or changes the graphs of a pool in a turn of `owner`, a context or what errors
-    call it: meanwhile nobody else steps, captures or destroys graphs in it. A turn never waits:
-    raises `PoolBusyError` while a step is under way, or has pieces to come.
+    """Run `call`, which uses or changes the graphs of a pool, while `owner` has the pool: nobody
+    else steps, captures or destroys graphs in it. `owner` is a context, or a text for errors. A
+    turn never waits: raises `PoolBusyError` while a step is under way, or has pieces to come.
 
     A step takes its turn first. Then it dispatches, is checked, fills its buffers, launches and
     hands out. So no step sees half of a change, and a call that finds the pool taken has done
-    nothing. Inside of a turn the pool is passed to the context of a forward, and back after it:
-    wrappers that are called in this context know by it that the step is theirs.
+    nothing. Inside of a turn the context of a forward owns the pool while the forward runs: a
+    wrapper replays and captures only in a context that owns its pool.
 
     Between the look at the owner and the store there is no call: Python switches threads, and
-    delivers interrupts, at calls and backward jumps only. And the turn ends inside of `try`, not in
-    a `finally`: an interrupt on the way out must not keep the pool. `StepEngine.step` (and its
-    twin in native/path.c) and `GraphWrapper.__call__` are on the way of every step, which a call
-    more would cost 0.2 us: they write this form out.
+    delivers interrupts, at calls and backward jumps only. And the turn ends inside of `try`: a
+    Ctrl-C as a `finally` begins would leave the pool taken. `StepEngine.step` (and native/path.c)
+    and `GraphWrapper.__call__` repeat this code inline: one more call costs a step 0.2 us.
     """
     if pool.owner is not None:
         raise pool.busy_error(owner)
@@ -54,7 +53,7 @@ def in_turn(pool: GraphPool, owner: object, call: Callable[[], T]) -> T:
         pool.owner = owner
         if pool.pieces.entered is None:
             result = call()
-            # Whoever it was passed to: an interrupt may have kept that one from passing it back.
+            # Whoever the owner is: an interrupt may have kept a context from giving it back.
             pool.owner = None
             return result
         pool.owner = None
@@ -68,9 +67,9 @@ OnCapture = Callable[[Any, BatchDescriptor], object]
 """What is called after a capture, with the wrapper and the descriptor."""
 
 
-# Process-wide because a fork is. The first is the owner for good of the pools of a process, in its
-# children: another thread may have been in the middle of a step, and what a device knew of the
-# parent it does not know of a child.
+# Process-wide because a fork is. In a forked child `_LEFT_BEHIND` owns all pools of the parent for
+# good: another thread of the parent may have been inside of a step, and the device does not know
+# the child.
 _LEFT_BEHIND: Final = "the parent of this process"
 _pools: weakref.WeakSet[GraphPool] = weakref.WeakSet()
 _left_behind: list[GraphPool] = []
@@ -103,7 +102,7 @@ class HoldsGraphs(Protocol):
         """Destroy the graphs of one descriptor, or all. Called in a turn of the pool."""
 
     def in_session(self, begun: bool) -> None:
-        """A session in the pool has begun, or ended: capture lazily meanwhile, if at all."""
+        """A session in the pool has begun, or ended: a lazy wrapper captures only in one."""
 
 
 _NOWHERE_ELSE: Final[AbstractContextManager[object]] = nullcontext()
@@ -119,28 +118,29 @@ _GIVEN_BACK: Final = object()
 
 
 class PieceSteps:
-    """The PIECEWISE steps of a pool: the last one of several pieces, and what it has done.
+    """Tells the pieces of one PIECEWISE step of a pool from those of the next: the last step, and
+    what its pieces have done.
 
     A step begins with the first piece that replays or captures. It ends where its context is left;
     a step of a host's own context, which nobody leaves, ends where the next one begins. FULL steps
     are not noted here.
     """
 
-    # C knows where in an object `replaying` is.
+    # A slot, because C reads `replaying` at a fixed offset.
     __slots__ = ("__dict__", "context", "replaying")
 
     def __init__(self) -> None:
         # The last step: its context, and the token that this had.
         self.context: ForwardContext | None = None
         self._token: object = None
-        # The token of the step that replayed last: its further pieces need not be looked at.
+        # The token of the step that replayed last: its further pieces skip `begin`.
         self.replaying: object = None
-        # What the step has captured, to be taken back with what fails.
+        # What the step has captured: it is destroyed if a later piece of the step fails.
         self._captured: list[tuple[weakref.ref[HoldsGraphs], BatchDescriptor]] = []
         # The token of the last step of a host's own context that another one has followed.
-        self._over: object = None
-        # The token of the last step in which a piece had no graph: what it leaves lies elsewhere
-        # than what its graph left, so the pieces behind it are not replayed.
+        self._followed: object = None
+        # The token of the last step in which a piece ran eagerly: its results are not where its
+        # graph would leave them, so the pieces after it are not replayed.
         self.without_graph: object = _NO_STEP
         # Outputs that entries hold weakly, by their storage.
         self._loose: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -153,20 +153,20 @@ class PieceSteps:
 
     @property
     def entered(self) -> ForwardContext | None:
-        """The context that is entered, in whatever thread, and in which pieces have run."""
+        """The context of the last step as long as it is entered, in any thread; else None."""
         last = self.context
         return last if isinstance(self._token, Token) and self._is_last(last) else None
 
     def begin(self, context: ForwardContext) -> bool:
-        """Note that a piece of a step replays or captures; False inside of another step, and for
-        one that another one has followed."""
+        """Note that a piece of this context's step replays or captures. False if another step is
+        not over, or if another one has followed this one."""
         token = context.token
         if self.context is not None and token is not None and token is self._token:
             return True
-        if (token is not None and token is self._over) or not self.end(context):
+        if (token is not None and token is self._followed) or not self.end(context):
             return False
         self._token, self._captured = token, []
-        # Last: whatever interrupts this, no step has what another one did.
+        # Last: interrupted before it, no step takes another one's captures for its own.
         self.context = context
         return True
 
@@ -176,18 +176,19 @@ class PieceSteps:
         if last is not context and self._is_last(last):
             if isinstance(self._token, Token):
                 return False
-            # Nobody says where a step of a host's own context ends: here, at the latest.
-            self._over = self._token
+            # A host's own context is never left: its step ends where the next begins.
+            self._followed = self._token
         self.context = None
         return True
 
     def captured(self, holder: HoldsGraphs, context: ForwardContext) -> None:
-        """Note what the step has captured, which goes if another piece of it fails."""
+        """Note what the step has captured: it is destroyed if another piece of it fails."""
         if self._is_last(context) and context.descriptor is not None:
             self._captured.append((weakref.ref(holder), context.descriptor))
 
     def take_back(self, context: ForwardContext) -> None:
-        """Destroy what the step has captured so far: behind it nothing could be captured alone."""
+        """Destroy what the step has captured so far. The next step would replay it, and after a
+        replay the pieces that are missing could not be captured."""
         captured = self._captured if self._is_last(context) else []
         while captured:
             reference, descriptor = captured[-1]
@@ -197,12 +198,13 @@ class PieceSteps:
             captured.pop()
 
     def hold_loosely(self, aliases: Iterable[torch.Tensor]) -> None:
-        """Note outputs that replays hand out, and that do not keep their memory."""
+        """Note outputs of replays, tensors that do not keep their memory alive."""
         for tensor in aliases:
             self._loose[tensor.untyped_storage()._cdata] = tensor
 
     def check_held(self, arguments: Any, context: ForwardContext) -> None:
-        """Raise `CaptureError` for arguments that a replay has handed out: as behind a replay."""
+        """Raise `CaptureError` for arguments that are outputs of a replay, whose memory the capture
+        may be given."""
         for tensor in tree.tensors(arguments) if self._loose else ():
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._loose:
                 raise _behind_a_replay(context)
@@ -220,18 +222,19 @@ def _behind_a_replay(context: ForwardContext) -> errors.CaptureError:
 
 
 class PoolStreams:
-    """The stream that a pool captures on, and the one that used it last."""
+    """The stream that a pool captures on, and the one that replayed in it last, which the next
+    waits for."""
 
-    # What every step reads: C knows where in an object `last_id` is.
+    # Slots, as every step reads them, and C reads `last_id` at a fixed offset.
     __slots__ = ("_index", "_platform", "last", "last_id", "own", "read_id")
 
     def __init__(self, platform: Platform, index: int | None, stream: Any) -> None:
-        """On the device that is current, of this index if there are several; captures on the host's
-        `stream`, or one of its own."""
+        """`index` is that of the pool's device, which is current; None if there is only one. The
+        pool captures on the host's `stream`, or on one of its own."""
         self._platform = platform
         self._index = index
         self.own = platform.new_stream() if stream is None else platform.adopt_stream(stream)
-        # What gives the current one's id; None where there are none.
+        # Returns the current stream's id; None where the device has no streams.
         self.read_id: Callable[[], int] | None = None
         if Capability.STREAMS in platform.capabilities:
             self.read_id = platform.stream_id_reader()
@@ -253,14 +256,14 @@ class PoolStreams:
             current = platform.current_stream()
             if self.last_id is not None:
                 platform.order_after(self.last)
-        # Together: an interrupt in a call before them has the stream wait once more.
+        # After the calls: interrupted in one of them, the stream waits once more.
         self.last = current
         self.last_id = current_id
 
 
 class PoolHolders:
-    """What has graphs in a pool, which does not keep it alive; how often it has captured; and the
-    sessions of the host."""
+    """The wrappers that have graphs in a pool, held weakly; how often they have captured; and the
+    host's sessions."""
 
     def __init__(self) -> None:
         self.captures = 0
@@ -271,13 +274,13 @@ class PoolHolders:
         return iter(list(self._each))
 
     def add(self, holder: HoldsGraphs) -> None:
-        """Note what has graphs that `close` must destroy."""
+        """Note a holder, whose graphs `close` must destroy."""
         self._each.add(holder)
         if self._sessions:
             holder.in_session(True)
 
     def remove(self, holder: HoldsGraphs) -> None:
-        """Forget what has no graphs here any more, and that a session here has not ended for."""
+        """Forget a holder without graphs here; a session ends for it now."""
         self._each.discard(holder)
         if self._sessions:
             holder.in_session(False)
@@ -345,7 +348,7 @@ class GraphPool(errors.Uncopied):
     called after each with the wrapper and the descriptor.
     """
 
-    # C knows where in an object these are.
+    # Slots, because C accesses these at fixed offsets.
     __slots__ = ("__dict__", "__weakref__", "closed", "generation", "owner")
 
     def __init__(
@@ -369,11 +372,11 @@ class GraphPool(errors.Uncopied):
             raise _left_behind_error()
         self.platform = resolve_platform(platform)
         self.device = device_of(self.platform, device)
-        # Whether another device is this thread's current one; None where there is one alone.
+        # Whether this thread's current device is another one; None where there is only one.
         self.elsewhere: Callable[[], bool] | None = None
         if self.platform.device_count() > 1:
             index, current = self.device.index, self.platform.current_device
-            # A child of the process must not ask the device, which raises errors of its own.
+            # A forked child must not ask the device: its error would come in place of ours.
             self.elsewhere = lambda: not _left_behind and current() != index
         self.closed = False
         self.generation = 0
@@ -384,7 +387,7 @@ class GraphPool(errors.Uncopied):
         self.pieces = PieceSteps()
         self.holders = PoolHolders()
         self.on_capture: OnCapture | None = None
-        # It would outlive the memory.
+        # Without it an output could be read after the pool has freed its memory.
         weakref.finalize(self, expire, self.handed_out).atexit = False
         with self.on_device():
             only = None if self.elsewhere is None else self.device.index
@@ -472,8 +475,8 @@ class GraphPool(errors.Uncopied):
         return self.platform.on_device(self.device.index)
 
     def _enter_step(self, context: ForwardContext) -> None:
-        """Note that a step of several pieces replays something; raises `PoolBusyError` inside of
-        another one, and for one that another one has followed."""
+        """Note that a step of several pieces replays one. Raises `PoolBusyError` where another step
+        is not over, or has followed this one."""
         if not self.pieces.begin(context):
             raise self.busy_error(context)
         self.pieces.replaying = context.token
@@ -483,8 +486,8 @@ class GraphPool(errors.Uncopied):
 
     def _enter_capture(self, context: ForwardContext) -> None:
         """Note that a step captures something. Raises as `_enter_step` does, and `CaptureError`
-        behind a replay of the step: what that left in the pool nobody holds, and the capture may
-        have its memory."""
+        after a replay in this step: nothing keeps its results in the pool, and the capture may be
+        given their memory."""
         if context.mode is GraphMode.FULL:
             self._leave_step(context)
             return
@@ -492,7 +495,7 @@ class GraphPool(errors.Uncopied):
             raise self.busy_error(context)
         if context.token is not None and self.pieces.replaying is context.token:
             raise _behind_a_replay(context)
-        # The next replay, of whatever step, is looked at.
+        # No token is this: the next replay, of any step, goes through `begin`.
         self.pieces.replaying = _CAPTURED
 
     def _leave_step(self, context: ForwardContext | None) -> None:
@@ -513,9 +516,9 @@ class GraphPool(errors.Uncopied):
             raise self.busy_error(None)
 
     def busy_error(self, context: object) -> errors.GraphRTError:
-        """The error for `context`, which finds the pool taken. Not without effect: a step of this
-        thread that waits for its updates is ended by its `refusal`, so that the next can run, and
-        that has an error of its own.
+        """The error for `context`, which finds the pool taken. A step of this thread that still
+        waits for its updates is ended by its `refusal`, so that the next can run; that error is
+        returned then.
         """
         if self.left_behind:
             return _left_behind_error()
@@ -541,9 +544,9 @@ class GraphPool(errors.Uncopied):
                 self.platform.reset_graphs(graphs)
 
     def _owns(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is memory of the pool; one that is not strided has no one memory."""
-        is_one = tensor.layout is torch.strided and not self.closed
-        return is_one and self.platform.owns(self.memory, tensor)
+        """Whether `tensor` is memory of the pool; never for a sparse one, which has several."""
+        has_one = tensor.layout is torch.strided and not self.closed
+        return has_one and self.platform.owns(self.memory, tensor)
 
     def bytes(self) -> int | None:
         """Bytes the pool holds from the device, where that can be told."""
@@ -569,7 +572,7 @@ class GraphPool(errors.Uncopied):
         self._leave_step(None)
         with self.capture_lock, self.on_device():
             self.platform.release_memory(self.memory)
-        # It may be lent to another pool.
+        # A lent stream can then go to another pool.
         self.streams.own = None
         # Last: before it, an interrupt would leave memory that no further call gives back.
         self.memory = _GIVEN_BACK

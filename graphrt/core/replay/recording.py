@@ -42,8 +42,8 @@ class Recording(Protocol):
         """How a captured entry holds a tensor: weakly if it is pool memory, else strongly."""
 
     def made(self, tensor: torch.Tensor) -> bool:
-        """Whether the forward got this tensor object from graphrt and nobody else has it: what it
-        does to its shape is gone with it, though not what it does to its memory."""
+        """Whether graphrt has made this tensor object for the forward alone: a change of its shape
+        is lost with it, a change of its memory is not."""
 
     def check_read(self, values: Any, what: str) -> None:
         """Raise `SideDoorError` if a graph may not read a tensor of `values`; `what` begins the
@@ -72,8 +72,8 @@ in_task: ContextVar[bool] = ContextVar("graphrt_task", default=False)
 arguments is made again at every replay."""
 
 under_way: set[int] = set()
-"""Captures and warm-ups in any thread, by their `id`: mostly none, as every step sees by one look.
-What is left in it by mistake costs steps a second look, at the thread's own variables."""
+"""Captures and warm-ups in any thread, by their `id`. While it is empty, as mostly, a step asks no
+further. An id that is left in it by mistake only costs steps a look at the thread's variables."""
 
 
 def enter_under_way(undo: Undo, owner: object) -> None:
@@ -94,8 +94,8 @@ def current_capture() -> Recording | None:
 def is_inside_capture() -> bool:
     """Whether what is called now becomes part of a graph, or is run to warm one up.
 
-    What replays here would leave no trace in the graph; what runs does. In an eager part, which
-    runs again at every replay, replays are what they always are.
+    A replay here would not become part of the outer graph, operators do. In an eager part, which
+    runs again at every replay, this is False: it may replay other graphs.
     """
     recording = active.get()
     return warming_up.get() if recording is None else recording.segment_open

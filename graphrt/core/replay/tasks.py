@@ -155,7 +155,7 @@ def _uneven(
     needed: int,
     live: Batch | None,
 ) -> tuple[str, str] | None:
-    """The same of cumulative lengths."""
+    """As `HostArg._fault`, of cumulative lengths."""
     steps, rest = [b - a for a, b in pairwise([0, *values])], tokens - values[-1]
     # No request of a graph has more.
     most = query_len or tokens
@@ -177,9 +177,9 @@ def _whole(key: str, value: Any, axis: str) -> list[int]:
             # Reading one on the device would wait for it.
             is_list = value.device.type == "cpu" and value.dtype is not torch.bool
         else:
-            # Without places, as in a set or a generator, nobody knows whose value is whose.
+            # A set or a generator has no places that say which value is whose.
             is_list = hasattr(value, "__getitem__") and not isinstance(value, Mapping)
-            # Flags are whole numbers to Python.
+            # Python takes flags for whole numbers.
             is_list = is_list and not (len(value) and type(value[0]) is bool)
         if is_list:
             return list(map(operator.index, value))
@@ -261,7 +261,7 @@ class UpdatableTask:
             worst = self.fitted(self.at_capture(context.descriptor), context, any_batch=True)
         self.check_call(name, args, kwargs, worst)
         if self.workspace is not None and "workspace" not in kwargs:
-            # Before the bracket begins: what is asked for may allocate.
+            # Before the bracket begins, in which nothing may be allocated.
             kwargs = {**kwargs, **self.workspace(*args, **kwargs, **worst)}
         capture.check_read((args, kwargs), f"task {name!r} is given")
         handle = capture.bracketed(partial(self.issue, *args, **kwargs, **values))

@@ -62,9 +62,9 @@ class CaptureProgress:
 
 
 def progress_bar(stream: TextIO | None = None) -> Callable[..., None]:
-    """What rewrites one line of a terminal before each graph, and ends it after the last: see
-    `graphrt.GraphRunner.capture`; a fourth argument is what somebody else knows of the capture. The
-    line is written to `stream`, by default to stderr where that is a terminal."""
+    """A callback for `graphrt.GraphRunner.capture` that rewrites one line of a terminal before each
+    graph, and ends it after the last. It takes a further text to show as fourth argument. The line
+    is written to `stream`, by default to stderr where that is a terminal."""
     if stream is None and sys.stderr.isatty():
         stream = sys.stderr
     began, written = time.perf_counter(), 0
@@ -78,7 +78,7 @@ def progress_bar(stream: TextIO | None = None) -> Callable[..., None]:
         if done < total:
             bar = "#" * (_WIDTH * done // total)
             line, end = f"[{bar:.<{_WIDTH}}] {done}/{total}, next: {descriptor}, {took}", ""
-        # What a longer line before it has left is written over.
+        # Padded, so that nothing stays of a longer line before it.
         stream.write(f"\r{line:<{written}}{end}")
         stream.flush()
         written = len(line)
@@ -87,15 +87,15 @@ def progress_bar(stream: TextIO | None = None) -> Callable[..., None]:
 
 
 def progress_of(progress: Progress | bool | None) -> Progress | None:
-    """What is called for `capture(progress=)`. Raises `InvalidOptionError`."""
+    """The callback for `capture(progress=)`, or None. Raises `InvalidOptionError`."""
     if progress is None or isinstance(progress, bool):
         return progress_bar() if progress else None
     check_takes("progress", progress, "progress(done, total, descriptor)")
     return progress
 
 
-# Each of these is called in a turn of the graphs' owner, and makes a new `CaptureSession`: between
-# two of them steps change the state that a session saves.
+# Each of these three is called in a turn of the pool, and makes a new `CaptureSession`: steps
+# between two calls change the state that a session saves.
 
 
 def capture_all(executor: StepExecutor, progress: Progress | None) -> None:
@@ -115,7 +115,7 @@ def capture_next(executor: StepExecutor) -> CaptureProgress:
     graphs = executor.graphs
     before, keys = len(graphs.records), graphs.missing(left=True)[:1]
     _agree_on(graphs, keys)
-    # Without planned graphs modules that compile themselves have to, and are sealed.
+    # Where no graph is planned compiled modules still have to compile, and are sealed.
     if keys or not (graphs.setup.plan.keys or graphs.sealing.closed):
         CaptureSession(graphs).run(keys, more=bool(keys))
     captured, left = tuple(graphs.records[before:]), graphs.missing(left=True)
@@ -133,15 +133,16 @@ def capture_for_step(
     agreed: Agreed | None,
 ) -> tuple[Dispatch, Mapping[str, Any]]:
     """With `GraphOptions(lazy=True)` capture the missing graph that would serve a step better than
-    its dispatch says; a failing one only once. Returns how the step is dispatched then, and its
-    inputs, out of the reach of the capture."""
+    its dispatch says; a failing one only once. Returns how the step is dispatched then, and copies
+    of its inputs, which the capture may overwrite."""
     wanted = graphs.dispatcher.planned_for(batch, agreed=agreed)
     if wanted is None or (dispatch.slot >= 0 and preference(wanted) >= preference(dispatch)):
         return dispatch, values
     if wanted.slot in graphs.left_out or graphs.checks.glances.changed_settings():
         return dispatch, values
-    # The capture fills the buffers, and these may be the inputs. Inputs may also be outputs of the
-    # last step, which ran on another stream; copying memory that was freed would end the process.
+    # The capture fills the buffers, which the inputs may be views of. They may also be outputs of
+    # the last step, on another stream: wait for it. `check` refuses freed memory, of which a copy
+    # would end the process.
     graphs.setup.pool.streams.follow()
     declared = graphs.setup.inputs.declared
     values = tree.cloned(declared.check(values, batch.num_tokens, batch.num_reqs))
@@ -230,11 +231,11 @@ class CaptureSession:
             has_parts=has_parts,
         )
         self._streams = StreamLedger(platform, setup.options.breaks)
-        # Only PIECEWISE captures ask what eager parts have made, and watching for that takes longer
-        # than small operators do.
+        # Only PIECEWISE captures ask what eager parts have made. To watch for that takes longer
+        # than a small operator does.
         self._doors = SideDoors() if has_parts else None
 
-        # The tokens of every request, where no graph is for other batches.
+        # The query length, where all graphs have the same one.
         lengths = {descriptor.query_len for _, descriptor in setup.plan.keys}
         self._query_len = lengths.pop() if len(lengths) == 1 else None
 
@@ -257,7 +258,7 @@ class CaptureSession:
             changed = graphs.checks.glances.changed_settings()
             if changed:
                 raise changed
-            # At its end what is there then counts as there at the capture of all.
+            # The end of the session takes the Python state of then for that of older graphs too.
             graphs.checks.look_at_host()
         for module in setup.compiled:
             module.rebind_weights()
@@ -268,13 +269,13 @@ class CaptureSession:
             return
         undo.later(setup.inputs.reset)
         undo.later(setup.pool.streams.follow)
-        # The host's numbers go on where they were; those of a device are not restored.
+        # Random numbers of the host go on where they were; those of a device do not.
         undo.later(partial(torch.set_rng_state, torch.get_rng_state()))
         with setup.host.around_capture():
             # Warm-ups write what the steps before may be reading still, on whichever stream.
             setup.pool.streams.follow()
             if uncompiled:
-                # Of all rows, where no graph is planned.
+                # At the largest size, where no graph is planned.
                 rows = BatchDescriptor(setup.inputs.tokens, setup.inputs.reqs)
                 self._run(graph_table.PreparedStep(graphs, *(keys or [(GraphMode.NONE, rows)])[0]))
             if not graphs.records:
@@ -286,8 +287,9 @@ class CaptureSession:
     def _capture(
         self, keys: Sequence[CaptureKey], progress: Progress | None, *, more: bool
     ) -> None:
-        """Capture the graphs; after a failure serve those before it if it is known how."""
-        # Before a graph is tried, it is not to blame.
+        """Capture the graphs. After a failure those before it serve, unless their outputs' axes
+        stay unknown."""
+        # After an error these are left out of `capture_next()`, and no others.
         tried: list[CaptureKey] = []
         try:
             for key in keys:
@@ -319,7 +321,7 @@ class CaptureSession:
     @undoing
     def _capture_one(self, undo: Undo, graph: graph_table.PreparedStep) -> None:
         """Capture and publish a graph; if that raises, it is whole or gone."""
-        # Once more: there may have been no room to put the state back.
+        # `_run` has put the state back already, unless there was no memory for it.
         undo.after_error(self._state.restore)
         undo.after_error(self._graphs.destroy_leftovers)
         for span in self._graphs.spans:
@@ -371,7 +373,7 @@ class CaptureSession:
                 self._run(graph, kind=graph.descriptor.kind, count=count)
                 work = None if count is None else count.work
         except Exception as error:
-            # Nobody has explained it: the device may just have no room for this size.
+            # An error of torch or of the forward: the device may have no room for this size.
             if not isinstance(error, errors.GraphRTError):
                 explained = self._setup.pool.platform.explain(error)
                 if isinstance(explained, errors.ResourceExhaustedError):
@@ -380,6 +382,7 @@ class CaptureSession:
         return work
 
     def _attempt(self, graph: graph_table.PreparedStep) -> None:
+        """Capture a graph; once more with its constants lifted where these cannot be captured."""
         try:
             self._run(graph, captures=True)
         except errors.PageableCopyError:
@@ -399,11 +402,11 @@ class CaptureSession:
         kind: Hashable = None,
         count: WorkCount | None = None,
     ) -> None:
-        """Run the forward on padding: in the graph's transaction, or a warm-up of a `kind`,
-        counted."""
+        """Run the forward on padding: as the capture, in the graph's transaction; or as a warm-up
+        of a `kind`, whose work is counted by `count`."""
         state, setup = self._state, self._setup
         pool, inputs, host = setup.pool, setup.inputs, setup.host
-        # Outputs of the step before may be in the buffers.
+        # Outputs of the step before may be views of the buffers, which are written now.
         pool._expire_outputs()
         # Every row becomes padding.
         inputs.reset(graph.layout)
@@ -430,9 +433,9 @@ class CaptureSession:
         undo.later(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
         undo.set(warming_up, not captures)
-        # In the warm-up of a whole graph nobody asks.
-        is_asked = captures or graph.mode is GraphMode.PIECEWISE
-        undo.set(side_doors, self._doors if is_asked else None)
+        # The warm-up of a FULL graph need not note what eager parts make.
+        notes_parts = captures or graph.mode is GraphMode.PIECEWISE
+        undo.set(side_doors, self._doors if notes_parts else None)
         enter_under_way(undo, context)
         undo.later(context.leave)
 
@@ -485,8 +488,9 @@ def _growth(before: int | None, after: int | None) -> int | None:
 
 
 class StreamLedger:
-    """How many of the device's streams a graph of each mode and kind takes: counted in the warm-up,
-    then measured around the last capture. Where the device does not tell, nothing is refused.
+    """Refuses graphs that the device has too few free streams for. How many a graph of each mode
+    and kind takes is counted in the warm-up, then measured around the last capture. Where the
+    device does not tell, nothing is refused.
 
     A capture that runs out of streams in its middle may cost the process: see the platform.
     """
@@ -494,13 +498,13 @@ class StreamLedger:
     def __init__(self, platform: Platform, breaks: tuple[str, ...] = ()) -> None:
         self._platform = platform
         self._breaks = frozenset(breaks)
-        # With the platform's reserve as of the session's beginning: it may shrink with what is
-        # free.
+        # Their reserve stays that of the session's beginning: the platform's shrinks with the free
+        # streams.
         self._before = self._first = platform.stream_room()
         self._needs: dict[Hashable, int] = {}
 
     def counter(self, graph: graph_table.PreparedStep) -> WorkCount | None:
-        """For the work of a warm-up of this graph, where the device tells of streams."""
+        """Counts the work of a warm-up of this graph; None where the device tells no streams."""
         if self._first is None:
             return None
         count = WorkCount(self._platform.stream_id_reader(), self._breaks)
@@ -521,8 +525,8 @@ class StreamLedger:
             raise _too_few_streams(needed, room)
 
     def took(self, graph: graph_table.PreparedStep) -> int | None:
-        """Note what a graph took since `check`, and return it; raises `StreamBudgetError` if that
-        is of what must stay free."""
+        """Note how many streams a graph took since `check`, and return that; raises
+        `StreamBudgetError` if some of those are gone that must stay free."""
         before, after = self._before, self._room()
         if before is None or after is None:
             return None

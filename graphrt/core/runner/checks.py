@@ -28,28 +28,27 @@ _SAMPLED = 64
 """Steps between two that are tried at the level `sample`."""
 
 _PASSED = 3
-"""Trials with other values after which a Python value counts as harmless; a number that only the
-forward moves is moved further in one trial."""
+"""Trials with other values after which a Python value counts as harmless. For a number that only
+the forward changes one is enough: its trial also runs with the number moved further."""
 
 _LOOKS = 64
-"""Padded steps of a kind whose inputs are still compared with their padding, once a trial has had
-an input that differs from it. Inputs that never differ would else be compared for ever."""
+"""Padded steps of a kind that still compare inputs with their padding, once one input was seen to
+differ. Without a limit inputs that never differ would be compared at every step."""
 
 Differing = Mapping[str, frozenset[str]]
-"""By the axes along which a step is padded, the inputs in which live rows differ from padding."""
+"""axis along which a step is padded -> its inputs whose live rows differ from the padding rows"""
 
 _DOUBTFUL = 8
-"""Trials that a change of the host's has to pass where it cannot be told whether the forward issues
-other operators or numbers for it."""
+"""Trials that a change of the host has to pass where the runs do not show whether the forward
+issues other operators or numbers for it."""
 
 
 NO_INPUTS: Differing = {"tokens": frozenset()}
-"""Where nothing shows whether rows are mixed, the first padded step is tried."""
+"""No input can show that rows are mixed: only the first padded step is tried."""
 
 
 class _Kind:
-    """The graphs of one kind, and the steps of them that are still to be tried: the first, and
-    padded ones.
+    """Which steps of one kind of graph are still to be tried: the first one, and padded ones.
 
     A live row that equals the padding shows little there: a mean over equal rows stays as it is,
     however many of them are padding. So padded steps are tried until each input has differed from
@@ -59,16 +58,16 @@ class _Kind:
 
     def __init__(self, inputs: Differing) -> None:
         self.untried = True
-        # By path, how many trials have passed with other Python values.
+        # path -> how many trials have passed with another Python value there.
         self.passed = Counter[str]()
-        # By axis, what no trial has shown yet: "", a padded step, and inputs. Axes that have shown
-        # everything, or enough, are left out.
+        # axis -> what no trial has shown yet: "", any padded step, and inputs that have not
+        # differed from their padding. An axis is removed when all is shown, or after `_LOOKS`.
         self.awaited = {axis: {"", *names} for axis, names in inputs.items()}
-        # By axis of which a trial had an input that differs, how many padded steps are compared.
+        # axis, once an input of it has differed -> how many more padded steps are compared.
         self._looks: dict[str, int] = {}
 
     def wants_padded(self, differing: Differing) -> bool:
-        """Whether a step that is padded so is to be tried."""
+        """Whether a padded step with these inputs that differ is to be tried."""
         is_wanted = False
         for axis, names in differing.items():
             if not self.awaited[axis].isdisjoint({"", *names}):
@@ -80,7 +79,7 @@ class _Kind:
         return is_wanted
 
     def tried_padded(self, differing: Differing) -> None:
-        """Such a step was tried."""
+        """Note that a padded step with these inputs that differ was tried."""
         for axis in differing.keys() & self.awaited.keys():
             if differing[axis]:
                 self._looks.setdefault(axis, _LOOKS)
@@ -91,17 +90,18 @@ class _Kind:
 
 @dataclass
 class _Graph(TriedGraph):
-    """One graph. With what has moved, or the host has changed, it is tried once."""
+    """What the checks know of one graph. It is tried after the forward has moved Python values, or
+    the host has changed some."""
 
     kind: _Kind = field(default_factory=lambda: _Kind({}))
     to_try: bool = False
     """Whether its next step is tried in any case."""
     doubts: int = 0
-    """Trials passed with a change of which nobody could tell whether operators are others."""
+    """Trials passed since the host's change, up to `_DOUBTFUL`."""
     passed: Counter[str] = field(default_factory=Counter)
-    """By path, how many trials have passed with what the host had changed."""
+    """path -> how many trials have passed after a change of the host there"""
     baked: dict[str, Any] = field(default_factory=dict)
-    """By path that is left out, the value that it has baked in, until it was tried with another."""
+    """harmless path -> the value that the graph has baked in, until it is tried with another one"""
 
     @property
     def is_wanted(self) -> bool:
@@ -110,8 +110,8 @@ class _Graph(TriedGraph):
         return self.to_try or passed < _PASSED or bool(self.changed) or self.kind.untried
 
     def note(self, path: str, was: Any, now: Any) -> None:
-        """The host has changed a value; one that is as it was at the last trial is no change. Nor
-        is one that every run of the forward changes, and that makes no difference."""
+        """Note that the host has changed a value. One that is back at that of the last trial is no
+        change, nor is one at a path where trials have shown that it makes no difference."""
         if self.passed[path] >= _PASSED or self.kind.passed[path] >= _PASSED:
             return
         if not self.changed:
@@ -121,9 +121,9 @@ class _Graph(TriedGraph):
         if not isinstance(was, Told) and same_value(was, now):
             del self.changed[path]
 
-    def note_left_out(self, places: Mapping[str, Place | None]) -> None:
-        """Note what is left out, and has another value now than the graph has baked in; of what is
-        no plain value nobody knows."""
+    def note_unlike_baked(self, places: Mapping[str, Place | None]) -> None:
+        """Note as changed each harmless path whose value now is not the one that the graph has
+        baked in. What is no plain value cannot be compared, and counts as changed."""
         for path, was in [*self.baked.items()]:
             place = places[path]
             now = Told("this one") if place is None else place.get()
@@ -131,9 +131,9 @@ class _Graph(TriedGraph):
                 self.changed[path] = was, now
                 del self.baked[path]
 
-    def leave_out(self, places: Mapping[str, Place | None]) -> None:
-        """Changes there made no difference to another graph. This one is tried once, with the first
-        value that is not the one that it has baked in."""
+    def note_harmless(self, places: Mapping[str, Place | None]) -> None:
+        """Note paths where changes made no difference to another graph. This one is tried once
+        more, at the first value that is not the one that it has baked in."""
         for path, place in places.items():
             if self.passed[path] < _PASSED:
                 self.passed[path] = _PASSED - 1
@@ -141,14 +141,14 @@ class _Graph(TriedGraph):
                 self.baked[path], _ = self.changed.pop(path, (now, now))
 
     def note_moved(self, moved: Mapping[str, tuple[Any, Any]]) -> None:
-        """An eager step has moved Python values."""
+        """Note Python values that the forward itself has changed in an eager step."""
         for path, (was, now) in moved.items():
             if self.kind.passed[path] < _PASSED:
                 self.moved[path] = self.moved.get(path, (was, now))[0], now
 
     def note_passed(self, numbers: Iterable[str]) -> list[str]:
-        """A trial has passed, with what had moved or changed; `numbers` were moved further, and
-        change nothing. Returns what the host had changed."""
+        """Note that a trial has passed with all that had moved or changed. `numbers` are paths that
+        it moved further without a difference. Returns the paths that the host had changed."""
         tried = [*self.changed]
         self.passed.update(tried)
         self.kind.passed.update(self.moved.keys())
@@ -159,10 +159,11 @@ class _Graph(TriedGraph):
 
 
 class Ambient:
-    """The settings at capture. `holds` is a few calls of torch's where nothing at all has changed.
+    """Compares torch's settings, such as autocast, with those at capture, which graphs have baked
+    in. `holds` is a few calls of torch where nothing at all has changed.
 
-    How many threads there are is not among them: a replay depends on it no more than an eager step
-    does. Nor are gradients and inference mode, unless the forward `asks` for them.
+    The number of threads is not compared: a replay depends on it no more than an eager step does.
+    Nor are gradients and inference mode, unless the forward `asks` for them.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -174,11 +175,11 @@ class Ambient:
         self._accept()
 
     def differences(self) -> list[str]:
-        """The settings that are not what they were at capture; where there are none, what made
-        `holds` false is taken for harmless from now on."""
+        """The settings that are not what they were at capture, in words. Where there are none,
+        `holds` takes the present state for that of the capture from now on."""
         now = self._now()
         differing = [
-            f"{name}: {_told(value)}, {_told(self._captured[name])} at capture"
+            f"{name}: {_setting_text(value)}, {_setting_text(self._captured[name])} at capture"
             for name, value in now.items()
             if value != self._captured[name]
         ]
@@ -187,22 +188,22 @@ class Ambient:
         return differing
 
     def ask(self) -> None:
-        """From now on compare gradients and inference mode too: the forward goes by them."""
+        """From now on compare gradients and inference mode too: the forward reads them."""
         self._asks = True
 
     def holds(self) -> bool:
-        """Whether nothing at all has changed since the last look at what did."""
+        """Whether nothing has changed since the settings were last found to be the capture's."""
         if self._asks:
             return self._equal()
         return self._guard() and self._modes == self._modes_now()
 
     def looks(self) -> Iterator[bool]:
-        """Whether `holds()`, without end. Put together of what runs in C, unless there are modes to
-        be told from one another."""
+        """`holds()` without end, an answer for each step. It is put together of functions that run
+        in C, unless modes are on, which have to be compared one by one."""
         if self._asks or self._modes or not torch_names.function_mode_is_on:
             return each_call(self.holds)
         settings = each_call(self._guard)
-        # Where the one is 1 and the other 0, no mode is on.
+        # True > False: the settings hold, and no function mode is on. True > 0: no dispatch mode.
         modeless = map(gt, settings, each_call(torch_names.function_mode_is_on))
         return map(gt, modeless, each_call(torch_names.count_dispatch_modes))
 
@@ -222,17 +223,17 @@ class Ambient:
         matmul, casts = torch.backends.cuda.matmul, torch.is_autocast_enabled(self._device_type)
         now: dict[str, object] = {
             "autocast": casts,
-            # It says nothing where autocast is off.
+            # Without autocast it has no effect.
             "autocast dtype": torch.get_autocast_dtype(self._device_type) if casts else None,
             "default dtype": torch.get_default_dtype(),
             "default device": torch.get_default_device(),
-            # That of a default device is known by the device; graphrt's own change nothing.
+            # Without the mode of a default device, which is compared above, and graphrt's own.
             "torch function modes": tuple(torch_names.function_modes()),
             "torch dispatch modes": tuple(
                 [mode for mode in torch_names.dispatch_modes() if not isinstance(mode, ThreadMode)]
             ),
             "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-            # `allow_tf32` raises where somebody has set `fp32_precision`, which knows of both.
+            # Not by `allow_tf32`: torch raises there once somebody has set `fp32_precision`.
             "TF32 in matmul": matmul.fp32_precision == "tf32",
             "TF32 in cudnn": cudnn.conv.fp32_precision == "tf32",
             "TF32 in RNNs of cudnn": cudnn.rnn.fp32_precision == "tf32",
@@ -245,22 +246,22 @@ class Ambient:
         return now
 
 
-def _told(value: object) -> object:
-    """A setting in a text; of modes, outermost first, their classes."""
+def _setting_text(value: object) -> object:
+    """A setting as error texts show it; of modes, outermost first, their classes."""
     if not isinstance(value, tuple):
         return value
     return ", ".join(type(each).__name__ for each in value) or "none"
 
 
 class Glances:
-    """The look of a step before it is simply replayed: are the settings those of the capture, has
-    the host changed nothing in Python, and is a tensor that graphs read where it was?
+    """What a step asks before it is replayed without a trial: are the settings those of the
+    capture, has the host changed nothing in Python, and is a tensor that graphs read where it was?
 
-    `looks` has one answer for each step: False sends it to `Checks.why_eager`. Where nobody tells
-    of changes a few places take turns, so those are found after `ReadSet.rounds` steps at most.
+    `looks` has one answer for each step: False sends it to `Checks.why_eager`. Changes that CPython
+    does not report are looked for at a few places in turn: `ReadSet.rounds` steps find them.
     """
 
-    # C knows where in an object `looks` is, and `pending` in `Checks`.
+    # A slot, because C reads `looks` at a fixed offset.
     __slots__ = ("__dict__", "looks")
 
     def __init__(self, reads: ReadSet, device_type: str) -> None:
@@ -269,22 +270,21 @@ class Glances:
         self.reset()
 
     def reset(self) -> None:
-        """There are no graphs: every step may go on."""
+        """Forget the settings of the capture, as there are no graphs: all looks are True."""
         self._ambient: Ambient | None = None
         self.aim(tensors=False)
 
     def begin(self) -> None:
-        """Graphs were captured, or more is known of what they read."""
+        """Look from now on: graphs were captured, or more is known of what they read."""
         self._ambient = self._ambient or Ambient(self._device_type)
         self.aim()
 
     def aim(self, *, tensors: bool = True) -> None:
-        """Look at every place that leads to a tensor again, one at each step; or, where graphs are
-        not replayed, at no tensors."""
+        """Make `looks` anew, of what graphs read now; without `tensors`, where no graph is
+        replayed, of settings and of changes that CPython reports."""
         self._sees_tensors = tensors
         looks: Iterator[bool] = repeat(True) if self._ambient is None else self._ambient.looks()
         looks = self.reads.glances(looks) if tensors else looks
-        # A step takes one of them.
         self.looks = self.reads.host.over(looks)
 
     def ask(self) -> None:
@@ -294,7 +294,7 @@ class Glances:
             self.aim(tensors=self._sees_tensors)
 
     def changed_settings(self) -> errors.VerificationError | None:
-        """The error for settings that are not what they were at the first capture."""
+        """The error for settings that are not what they were at the first capture, or None."""
         ambient = self._ambient
         if ambient is None or ambient.holds():
             return None
@@ -312,7 +312,7 @@ class Glances:
 
 
 class Checks:
-    """Says which steps are replayed, tried or run eagerly, and keeps the findings of trials.
+    """Decides which steps are replayed, tried or run eagerly, and keeps the findings of trials.
 
     At `capture` the first step of each kind of graph is tried, its first padded step, and the
     first of its largest and of its smallest graph; at `first` that of every graph, at `sample` one
@@ -320,7 +320,7 @@ class Checks:
     replayed: see `StepEngine.is_clear`.
     """
 
-    # C knows where in an object these are.
+    # Slots, because C reads these at fixed offsets.
     __slots__ = ("__dict__", "on", "pending")
 
     def __init__(
@@ -349,9 +349,9 @@ class Checks:
         # batch needs a closer look.
         self.pending: dict[int, int | tuple[int, int]] = {}
         self._steps = 0
-        # What ranks have decided of the next step.
+        # Whether the next step is a trial, where ranks have voted on it.
         self.decided: bool | None = None
-        # The paths at which changes of the host make no difference, with the places of values.
+        # path at which changes of the host make no difference -> the place of its plain value.
         self.harmless: dict[str, Place | None] = {}
         self.glances.reset()
 
@@ -361,39 +361,39 @@ class Checks:
         return {slot: graph.record for slot, graph in self._graphs.items()}
 
     def captured(self, graphs: Iterable[Dispatch], *, more: bool = False) -> None:
-        """Graphs were captured, of which some may be known already. With `more` to come it is not
-        known yet which of a kind are its smallest and its largest."""
+        """Note captured graphs, some of which may have been noted before. With `more` to come none
+        is taken for the smallest or the largest of its kind."""
         if not self.on:
             return
         self.glances.begin()
-        known, kinds = self._graphs, dict[Hashable, list[_Graph]]()
-        for graph in known.values():
+        kinds = dict[Hashable, list[_Graph]]()
+        for graph in self._graphs.values():
             key = graph.record.mode, *graph.record.descriptor.kind
             kinds.setdefault(key, []).append(graph)
         for mode, descriptor, _, slot in graphs:
-            if slot in known:
+            if slot in self._graphs:
                 continue
             record, key = TrialRecord(mode, descriptor), (mode, *descriptor.kind)
             of_kind = kinds.setdefault(key, [])
             kind = of_kind[0].kind if of_kind else _Kind(self._inputs)
-            known[slot] = graph = _Graph(record, kind=kind)
+            self._graphs[slot] = graph = _Graph(record, kind=kind)
             of_kind.append(graph)
             if self.harmless:
-                # It has baked in what is there now.
-                graph.leave_out(self.harmless)
+                # It has baked in the values that are there now.
+                graph.note_harmless(self.harmless)
         for of_kind in kinds.values():
             of_kind.sort(key=lambda graph: graph.record.descriptor.num_tokens)
             failure = next((each.record.failure for each in of_kind if each.record.failure), None)
             if failure is not None:
-                # Also those captured later are in quarantine with it.
-                self._put_aside(of_kind, failure)
+                # A graph captured after another of its kind has failed is in quarantine too.
+                self._mark_quarantined(of_kind, failure)
             ends = [] if more else [of_kind[0], of_kind[-1]]
             for graph in of_kind if "first" in self._levels else ends:
                 graph.to_try |= graph.record.status == "untried"
         self._note_pending()
 
     def dropped(self, slot: int) -> None:
-        """A graph was destroyed, and others are there."""
+        """Forget a graph that was destroyed, where others remain."""
         if self._graphs.pop(slot, None) is not None:
             self._note_pending()
 
@@ -411,11 +411,11 @@ class Checks:
         `agreed` on is not tried for what the host of one of them has changed: the others would not
         make the runs of the trial, and collectives in it would wait for them for ever.
 
-        Strictly, raises the error instead.
+        With `strict` raises the error instead.
         """
         changed = self.glances.changed_settings()
         if changed:
-            self._say(changed)
+            self._warn_or_raise(changed)
             return Reason.SETTINGS_CHANGED
         graph = self._graphs[dispatch.slot]
         record = graph.record
@@ -423,9 +423,9 @@ class Checks:
         if record.failure is None:
             self.look_at_host()
             if graph.baked:
-                graph.note_left_out(self.harmless)
+                graph.note_unlike_baked(self.harmless)
             if agreed and graph.changed and self.decided is not None:
-                # Found after the vote: the next one is on a trial.
+                # Found after the vote on this step: the next vote asks for a trial.
                 return Reason.CHANGED
             if agreed and graph.changed:
                 self._give_up(graph, "ranks have agreed on the step, so it cannot be tried")
@@ -441,8 +441,8 @@ class Checks:
         return Reason.QUARANTINED
 
     def look_at_host(self) -> None:
-        """Note what the host has changed: after a tensor that graphs read all are in quarantine,
-        after anything else the next step of each graph is a trial."""
+        """Note what the host has changed. If a tensor that graphs read has moved, all of them go
+        into quarantine; after any other change the next step of each graph is a trial."""
         reads, served = self.glances.reads, self._served()
         if reads.host.values is None or not served:
             return
@@ -451,7 +451,7 @@ class Checks:
             if changes is not None:
                 self._note_changes(reads, served, changes)
         except BaseException as error:
-            # A Ctrl-C, maybe: the host's changes are told once, and some may be lost.
+            # Maybe a Ctrl-C. A change is reported only once, so some may be lost.
             undo_after(error, partial(self._cut_short, error))
             raise
 
@@ -471,34 +471,35 @@ class Checks:
             return
         for path, (was, now) in changes.changes.items():
             if path in self.harmless:
-                # Another object is there than the one whose changes are left out already.
+                # A new object at a harmless path: the watch ignores only the old one.
                 reads.host.ignore(path)
                 continue
             for graph in served:
                 graph.note(path, was, now)
         if places is not None:
             reads.settle(places)
-        # Other objects may be there.
+        # After a walk a path may lead to another object.
         self.harmless = reads.host.places_at(self.harmless)
         self.glances.aim()
         self._note_pending()
 
     def ran_forward(self, *, at_every_run: bool) -> None:
-        """The forward has run eagerly: what has changed since the last look it has changed itself;
-        or `at_every_run`."""
+        """Note that the forward has run eagerly: it has made the changes since the last look
+        itself. For `at_every_run`, after trials, see `HostWatch.forget`."""
         if self.glances.reads.host.forget(at_every_run=at_every_run):
             self.glances.aim()
 
     def _served(self) -> list[_Graph]:
+        """The graphs that are not in quarantine."""
         return [graph for graph in self._graphs.values() if graph.record.failure is None]
 
     def awaited_padding(self, slot: int) -> Collection[str]:
-        """The axes along which padded steps of the graph may be tried for being padded."""
+        """The axes along which a padded step of the graph may still be tried."""
         return self._graphs[slot].kind.awaited
 
     def wants_trial(self, slot: int, differing: Differing | None) -> bool:
-        """Whether this step of the graph is tried; `differing` is of one that is padded along an
-        axis of `awaited_padding`."""
+        """Whether this step of the graph is tried; `differing` is None unless the step is padded
+        along an axis of `awaited_padding`."""
         if self.decided is not None:
             self._steps += 1
             return self.decided
@@ -507,10 +508,10 @@ class Checks:
         if graph.is_wanted:
             return True
         if differing is not None:
-            awaited = len(kind.awaited)
+            axes_before = len(kind.awaited)
             if kind.wants_padded(differing):
                 return True
-            if len(kind.awaited) < awaited:
+            if len(kind.awaited) < axes_before:
                 self._note_pending()
         self._steps += 1
         return self._is_sampled(self._steps)
@@ -519,8 +520,8 @@ class Checks:
         return "always" in self._levels or ("sample" in self._levels and step % _SAMPLED == 0)
 
     def for_vote(self) -> tuple[Collection[int], Collection[int]]:
-        """Of which graphs the next step has to be tried, whatever its batch is, and which are in
-        quarantine: ranks decide on a step together."""
+        """For ranks that vote on the next step: the slots of graphs whose next step has to be tried
+        whatever its batch is, and of those in quarantine."""
         if not self.on:
             return (), ()
         if self.glances.reads.host.rung:
@@ -529,7 +530,7 @@ class Checks:
         to_try, failed = [], []
         for slot in (slot for slot, rows in self.pending.items() if rows == -1):
             graph = self._graphs[slot]
-            graph.note_left_out(self.harmless)
+            graph.note_unlike_baked(self.harmless)
             if graph.record.failure is not None:
                 failed.append(slot)
             elif is_sampled or graph.is_wanted:
@@ -537,8 +538,8 @@ class Checks:
         return to_try, failed
 
     def decide(self, slot: int, tried: bool) -> None:
-        """Until `decided` is None again, whether the step of this graph is tried: all ranks do the
-        same, whatever each of them has seen."""
+        """Note the ranks' vote on whether the next step, of this graph, is a trial: all of them do
+        the same, whatever each has seen. It holds until `decided` is None again."""
         if self.on:
             self.decided = tried
             if tried:
@@ -547,7 +548,7 @@ class Checks:
     def tried(self, slot: int, verdict: Verdict, differing: Differing | None) -> None:
         """Note the verdict of a trial; if it failed, all graphs of its kind go into quarantine.
 
-        Strictly, raises the failure.
+        With `strict` raises the failure.
         """
         graph = self._graphs[slot]
         record, kind = graph.record, graph.kind
@@ -567,19 +568,19 @@ class Checks:
         if not verdict.is_doubtful or graph.doubts >= _DOUBTFUL:
             for path in graph.note_passed(verdict.harmless):
                 if graph.passed[path] >= _PASSED:
-                    self._leave_out(path)
+                    self._mark_harmless(path)
         graph.to_try = kind.untried = False
         if differing is not None:
             kind.tried_padded(differing)
         self._note_pending()
 
     def graph_to_try(self, dispatch: Dispatch) -> TriedGraph:
-        """What a trial is told of a graph; where nothing is checked that is little."""
+        """What a trial has to know of a graph; a new record where steps are not checked."""
         record = TrialRecord(dispatch.mode, dispatch.descriptor)
         return self._graphs.get(dispatch.slot) or TriedGraph(record)
 
     def look_after_eager_step(self) -> None:
-        """An eager step is over: graphs may have baked in the Python values that it has moved, so
+        """Look at the Python values that an eager step has moved. Graphs may have baked them in, so
         the next step of each is a trial."""
         host, served = self.glances.reads.host, self._served()
         if host.values is None or not served:
@@ -592,9 +593,9 @@ class Checks:
                 graph.note_moved(moved)
             self._note_pending()
 
-    def _leave_out(self, path: str) -> None:
-        """Look at changes of a value no more: three made no difference to one graph. Every other
-        one is tried once, with the first value that is not the one that it has baked in."""
+    def _mark_harmless(self, path: str) -> None:
+        """Ignore changes at a path from now on: three made no difference to one graph. Every other
+        graph is tried once more, at the first value that is not the one that it has baked in."""
         if path in self.harmless:
             return
         self.harmless[path] = None
@@ -602,10 +603,11 @@ class Checks:
         host.ignore(path)
         self.harmless.update(host.places_at([path]))
         for graph in self._served():
-            graph.leave_out({path: self.harmless[path]})
+            graph.note_harmless({path: self.harmless[path]})
 
     def cannot_try(self, slot: int, error: errors.StateTooLargeError) -> Reason:
-        """A trial cannot save the state of a graph; without a change of the host's, raises that."""
+        """Put a graph into quarantine whose state is too large for a trial after a change of the
+        host; without such a change raises `error`."""
         graph = self._graphs[slot]
         if not graph.changed:
             raise error
@@ -613,7 +615,8 @@ class Checks:
         return Reason.QUARANTINED
 
     def _give_up(self, graph: _Graph, why: str) -> None:
-        """A graph may not stand for what the host has changed, and no trial can tell."""
+        """Put a graph into quarantine that may be wrong after a change of the host, where no trial
+        can tell."""
         record = graph.record
         failure = errors.VerificationError(
             f"{record.mode.name} [{record.descriptor}]: the host has changed Python state; {why}",
@@ -628,21 +631,22 @@ class Checks:
         """Let all batches run eagerly; the caller raises `failure` itself."""
         if self.on:
             self.glances.aim(tensors=False)
-            self._put_aside(self._graphs.values(), failure)
+            self._mark_quarantined(self._graphs.values(), failure)
 
-    def _put_aside(self, graphs: Iterable[_Graph], failure: object) -> None:
+    def _mark_quarantined(self, graphs: Iterable[_Graph], failure: object) -> None:
         for graph in graphs:
             graph.record.status, graph.record.failure = "quarantined", str(failure)
         self._note_pending()
 
     def _quarantine(self, graphs: Collection[_Graph], failure: Exception) -> None:
-        """Let the batches of these graphs run eagerly; strictly, raises `failure`."""
-        self._put_aside(graphs, failure)
-        # At INFO: the warning below is seen by whoever has set up no logging.
+        """Let the batches of these graphs run eagerly; with `strict` raises `failure`."""
+        self._mark_quarantined(graphs, failure)
+        # Only INFO: users who have set up no logging see the warning.
         logger.info("%d graphs are in quarantine: %s", len(graphs), failure)
-        self._say(failure)
+        self._warn_or_raise(failure)
 
     def _note_pending(self) -> None:
+        """Work out `pending` again, after anything that it depends on has changed."""
         pending: dict[int, int | tuple[int, int]] = {}
         for slot, graph in self._graphs.items():
             record, kind = graph.record, graph.kind
@@ -652,12 +656,12 @@ class Checks:
             elif kind.awaited:
                 tokens = record.descriptor.num_tokens
                 pending[slot] = tokens
-                # With all tokens of a uniform graph a step has all of its requests too.
+                # A step with all tokens of a uniform graph has all of its requests too.
                 if "reqs" in kind.awaited and not record.descriptor.uniform:
                     pending[slot] = tokens, room_for_reqs(record.descriptor, self._reqs)
         self.pending = pending
 
-    def _say(self, failure: Exception) -> None:
+    def _warn_or_raise(self, failure: Exception) -> None:
         if self.strict:
             raise failure
         text = f"steps run eagerly from here on: {failure}"

@@ -1,15 +1,15 @@
 """One step of a runner, from its batch and its inputs to its outputs.
 
 1. Take the pool's turn: meanwhile nobody else steps, captures or destroys graphs in it.
-2. Dispatch the batch. Where graphs are captured lazily, capture the one that it lacks.
-3. Ask the checks. Steps that they name are tried, or run eagerly where a graph is in quarantine or
-   the settings are others.
+2. Dispatch the batch. With `GraphOptions(lazy=True)` capture the graph that it lacks.
+3. Ask the checks whether the step is tried, or runs eagerly because its graph is in quarantine or a
+   setting has changed.
 4. `serve` every other step as it was dispatched: by its graph on padded inputs, or eagerly.
 
-`native/path.c` does 1 to 3 in C where the batch was dispatched before and comes without updates or
+`native/path.c` does 1 to 3 in C for a batch that was dispatched before and has no updates and no
 `agreed`. `native/replay.c` does 4 where the `PreparedStep` has a `native` step: a single graph that
-fetches its inputs and returns one tensor, without a `bind`. Every other step is left to this
-module: to `step` before anything is done, to `serve` once it is counted.
+fetches its inputs and returns one tensor, without a `bind`. For every other step C calls this
+module: `step` if it has done nothing yet, `serve` if it has counted the step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from graphrt.core.trust.gradients import marked
 class StepEngine:
     """Dispatches the steps of one runner, has them checked, and runs them."""
 
-    # C knows where in an object these are.
+    # Slots, because C accesses these at fixed offsets.
     __slots__ = ("__dict__", "last_dispatch", "live_tokens")
 
     def __init__(self, executor: StepExecutor) -> None:
@@ -53,10 +53,11 @@ class StepEngine:
         self._pool = executor.pool
 
     def entrance(self) -> Callable[..., Any]:
-        """`step`, or its twin in C. The runner keeps it: kept here it would be a reference cycle,
-        and graphs would live until the next garbage collection."""
+        """What a runner calls for each step: `step`, or the same in C. The runner keeps it: stored
+        here it would be a reference cycle, and graphs would live until the next garbage
+        collection."""
         if NativePath is None or type(self._pool) is not GraphPool:
-            # C reads attributes of a pool in memory; a host's own class may have properties there.
+            # C reads a pool's slots in memory, where a host's subclass may have properties.
             return self.step
         return NativePath(
             step=self.step,
@@ -94,7 +95,7 @@ class StepEngine:
                 return self.step(batch, values, updates, metadata, agreed)
         if under_way and is_inside_capture():
             return self._executor.run_as_part(batch, values, updates, metadata)
-        # A turn, written out: see `in_turn`. It comes first: a graph that was looked up before it
+        # `in_turn`, repeated inline. The turn comes first: a graph that was looked up before it
         # might be destroyed by another thread.
         if pool.owner is not None:
             raise pool.busy_error(self._owner)
@@ -108,16 +109,16 @@ class StepEngine:
             # Without a graph there is nothing to check.
             check = dispatch.slot >= 0 and not self.is_clear(dispatch.slot, batch)
             outputs = self.serve(batch, dispatch, values, updates, metadata, agreed, check)
-            # Inside of `try`, and no `finally`: an interrupt on the way out must not keep the pool.
+            # In `try`, not in `finally`: a Ctrl-C as `finally` begins would leave the pool taken.
             pool.owner = None
             return outputs
-        except BaseException:  # `undoing`, written out: it costs 0.3 us a step
+        except BaseException:  # in place of `@undoing`, which costs 0.3 us a step
             pool.owner = None
             raise
 
     def is_clear(self, slot: int, batch: Batch) -> bool:
-        """Whether the step of a graph is replayed without a check: no trial is pending for its
-        batch, and the settings and one tensor are what they were."""
+        """Whether the step of a graph is replayed without a check: its batch needs no trial, and
+        the next of `Glances.looks` finds nothing changed."""
         checks = self._checks
         if not checks.on:
             return True
@@ -137,18 +138,18 @@ class StepEngine:
         check: bool = False,
     ) -> Any:
         """Run a step as it was dispatched: eagerly without a graph, as one replay of a single
-        graph, or by the wrapper in a context. With `check` it is tried, or runs eagerly because its
-        graph may not be replayed any more, or is replayed after all.
+        graph, or by the wrapper in a context. With `check` the checks decide first whether the step
+        is tried, runs eagerly although it has a graph, or is replayed after all.
 
         If an input requires a gradient the outputs are marked, so that `backward` raises:
         see gradients.py.
         """
         self.last_dispatch = dispatch
-        executor, not_served = self._executor, self._dispatcher.not_served
+        executor, not_served_before = self._executor, self._dispatcher.not_served
         try:
             prepared = None if check or dispatch.slot < 0 else self._graphs.steps[dispatch.slot]
             entry = None if prepared is None else prepared.entry
-            # With tasks, or of several parts, or its wrapper has to look at the arguments.
+            # A step with tasks or several parts, or whose wrapper compares its arguments first.
             if updates is not None or entry is None or entry.graph is None or entry.unchecked:
                 resolved = executor.updates_of(updates)
                 step = Step(batch, dispatch, values, resolved, metadata, agreed is not None)
@@ -162,7 +163,7 @@ class StepEngine:
                 assert prepared is not None
                 outputs = executor.run(prepared, batch, values)
         except BaseException:  # a Ctrl-C too: the step counts as FAILED
-            self.failed(dispatch, updates, not_served)
+            self.failed(dispatch, updates, not_served_before)
             raise
         if self.last_dispatch.slot >= 0:
             self.live_tokens += batch[0]
@@ -170,12 +171,11 @@ class StepEngine:
         return marked(outputs, required) if required else outputs
 
     def _checked(self, step: Step) -> tuple[Dispatch, Any]:
-        """The dispatch of the step as it ran, and its live outputs.
+        """Run a step as the checks decide; returns its dispatch as it ran, and its live outputs.
 
-        Ranks that have agreed on a graph have other live rows each. So all of them run at its size,
-        also eagerly, and none tries the step for its padding. Where they have decided to try it, it
-        is tried whatever this rank knows: its runs may hold collectives, and the outputs are those
-        of an eager run.
+        Ranks that agreed on a graph differ in their live rows. So an eager step has the graph's
+        size on each of them, and none tries a step only because it is padded. After a vote for a
+        trial each rank makes it, whatever it knows itself: other ranks' collectives would wait.
         """
         self._graphs.check_open()
         dispatch, checks = step.dispatch, self._checks
@@ -197,15 +197,15 @@ class StepEngine:
         return eager, outputs
 
     def failed(
-        self, dispatch: Dispatch, updates: Any = None, not_served: int | None = None
+        self, dispatch: Dispatch, updates: Any = None, not_served_before: int | None = None
     ) -> None:
         """Count a step that raised as FAILED, unless it was counted already.
 
-        `not_served` is the dispatcher's count before the step: if it has grown, a wrapper or the
-        checks have counted this step. C passes none, as nothing else counts in its steps.
+        `not_served_before` is the dispatcher's count before the step: if it has grown, a wrapper or
+        the checks have counted this step. C passes none, as nothing else counts in its steps.
         """
         self._executor.step_failed(updates)
-        if dispatch.slot >= 0 and not_served in (None, self._dispatcher.not_served):
+        if dispatch.slot >= 0 and not_served_before in (None, self._dispatcher.not_served):
             self.last_dispatch = self._dispatcher.failed(dispatch)
 
     def run_padded_eagerly(
@@ -215,8 +215,8 @@ class StepEngine:
         batch, executor = checked_batch(batch), self._executor
         steps, slot = self._graphs.steps, dispatch.slot
         prepared = steps[slot] if 0 <= slot < len(steps) else None
-        # A graph may have gone since its dispatch, or be another runner's; and of a larger batch
-        # rows would be written behind the buffers.
+        # The dispatch may be old, or another runner's. A batch that is larger than its graph would
+        # be written past the end of the buffers.
         if (
             prepared is None
             or prepared.descriptor != dispatch.descriptor
@@ -232,14 +232,14 @@ class StepEngine:
         try:
             step = Step(batch, dispatch, values, executor.updates_of(updates), metadata)
             return executor.run_padded(step, eager=True)
-        except BaseException:  # a Ctrl-C too: nobody means them by UNCHANGED
+        except BaseException:  # a Ctrl-C too: UNCHANGED must not repeat these updates
             executor.step_failed(updates)
             raise
 
     def verify(self, batch: Batch | None, values: Values, updates: Any, metadata: Any) -> Any:
         """See `GraphRunner.verify`."""
         self._graphs.check_open()
-        # Its runs without padding take the batch as it is.
+        # Dispatch checks a copy of its own, and the runs without padding use this batch.
         batch = checked_batch(batch_of(self._executor.inputs, values) if batch is None else batch)
         dispatch = self._dispatcher.dispatch(batch)
         if dispatch.reason is Reason.NOT_CAPTURED:
@@ -279,7 +279,7 @@ class StepEngine:
                     got=batch,
                     expected=f"a batch that one of {len(plan.keys)} graphs serves",
                 )
-        # Before the forward: what it changes itself is another thing.
+        # Before the forward runs, so that its own changes are not taken for the host's.
         if self._graphs.reads.host.rung:
             self._checks.look_at_host()
         try:

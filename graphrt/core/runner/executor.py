@@ -1,7 +1,7 @@
-"""Runs one step: on padded inputs, by a graph or as the graph would, or on its live rows alone.
+"""Runs one step: by replaying a graph on padded inputs, by an eager run on the same padded inputs,
+or by an eager run on the live rows alone.
 
-`GraphRunner` gives the host's values; `StepEngine` says which of the ways is taken, or has the step
-tried (trials.py).
+`StepEngine` chooses between these; a trial (trials.py) runs one step in several of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from graphrt.core.runner.host import Phase
 _NONE, _PIECEWISE = GraphMode.NONE, GraphMode.PIECEWISE
 
 Around = Callable[[Callable[[], Any]], Any]
-"""Calls the forward, on inputs that are filled, in its own way."""
+"""Calls the forward that it is given, after the inputs are filled: trials watch their runs so."""
 
 
 Values = Mapping[str, Any]
@@ -39,9 +39,9 @@ Values = Mapping[str, Any]
 
 
 class Step(NamedTuple):
-    """One step: its batch, its graph or why there is none, and the host's values for it, its
-    updates as `StepExecutor.updates_of` resolves them. With `agreed`, ranks have agreed on the
-    graph."""
+    """One step: its batch, its dispatch (the graph, or why there is none) and what the host gave,
+    with `updates` as `StepExecutor.updates_of` resolves them. With `agreed`, ranks have agreed on
+    the graph."""
 
     batch: Batch
     dispatch: Dispatch
@@ -61,8 +61,8 @@ class StepExecutor:
         self.graphs = graphs
         self._bind = setup.host.bind
         self._clones = setup.options.outputs == "clone"
-        # The host arguments of the last step that had some, for a step with UNCHANGED. WORST_CASE
-        # after a step that failed with some: nobody says UNCHANGED of those.
+        # The last updates that a step had, which UNCHANGED repeats. WORST_CASE if that step failed:
+        # UNCHANGED then raises.
         self._last_updates: Any = None
 
     def updates_of(self, updates: Any) -> Any:
@@ -98,10 +98,10 @@ class StepExecutor:
     ) -> Any:
         """Fill the buffers of a graph, launch it and hand out the live rows of its outputs.
 
-        Without a `context` the step is one graph, which is replayed as its wrapper would; nobody
-        reads a context then. With one its wrapper is called, which replays its segments and eager
-        parts; or `eager` the forward, by `around` if that is given. Raises `InvalidInputError` and
-        `InvalidBatchError`.
+        Without a `context` the step is a single graph, which is replayed directly: nothing in it
+        reads a context. With one the graph's wrapper is called, which replays segments and eager
+        parts; or with `eager` the forward, by `around` if that is given. Raises `InvalidInputError`
+        and `InvalidBatchError`.
         """
         inputs, pool = self.inputs, self.pool
         tokens, reqs = batch[0], batch[1]
@@ -117,7 +117,7 @@ class StepExecutor:
         streams = pool.streams
         stream = None if streams.read_id is None else streams.follow()
         inputs.fill(values, prepared.layout, tokens, reqs, stream, ring is not None)
-        # Not before: they may have been among the inputs.
+        # After the fill: the last step's outputs may be among the inputs.
         if pool.handed_out:
             pool._expire_outputs()
         if self._bind is not None:
@@ -139,7 +139,7 @@ class StepExecutor:
 
     def run_padded(self, step: Step, *, eager: bool = False, around: Around | None = None) -> Any:
         """Run a step on the inputs that its graph reads, in a context of its own: by the graph, or
-        `eager` as the graph would. Raises `InvalidUpdateError` for updates of no task."""
+        with `eager` by the forward. Raises `InvalidUpdateError` for updates of no task."""
         graphs, dispatch = self.graphs, step.dispatch
         prepared = graphs.steps[dispatch.slot]
         assert prepared is not None
@@ -147,7 +147,7 @@ class StepExecutor:
             _NONE if eager else dispatch.mode,
             dispatch.descriptor,
             -1 if eager else dispatch.slot,
-            self._of_graph(prepared, step.updates),
+            self._updates_for(prepared, step.updates),
             step.metadata,
             num_reqs=prepared.reqs,
             query_len=live_query_len(step.batch) if dispatch.mode is _PIECEWISE else None,
@@ -157,8 +157,8 @@ class StepExecutor:
         return self.run(prepared, step.batch, step.values, context, eager=eager, around=around)
 
     def run_unpadded(self, step: Step, around: Around | None = None) -> Any:
-        """Run the forward on copies of the live rows. `around` calls the forward in a trial, which
-        is none of the host's steps. Raises `InvalidInputError`."""
+        """Run the forward on copies of the live rows, in a trial by `around`. Raises
+        `InvalidInputError`."""
         inputs, pool = self.inputs, self.pool
         batch, values, descriptor = step.batch, step.values, step.dispatch.descriptor
         tokens, reqs = batch.num_tokens, reqs_of(inputs, batch, values)
@@ -172,9 +172,9 @@ class StepExecutor:
             live=batch,
         )
         pool.streams.follow()
-        # Modes of the host see the operators of the forward, and no others.
+        # Torch modes of the host are to see the operators of the forward, not these copies.
         views = unseen(partial(inputs.copies, values, tokens, reqs))
-        # Not before: they may have been among the inputs.
+        # After the copies: the last step's outputs may be among the inputs.
         pool._expire_outputs()
         if self._bind is not None:
             self._bind(MappingProxyType(views), descriptor, "eager")
@@ -185,11 +185,11 @@ class StepExecutor:
         )
 
     def run_as_part(self, batch: Batch | None, values: Values, updates: Any, metadata: Any) -> Any:
-        """The forward on copies of a step's live rows, inside the capture, or the warm-up, of
-        something else: it becomes part of the outer graph.
+        """Run the forward on copies of the live rows, inside the capture or warm-up of another
+        runner or wrapper: it becomes part of the outer graph.
 
-        It runs in the outer context, whose updates and metadata every replay gives it. Raises
-        `NestedCaptureError` for others, and for a bind, and `InvalidInputError`.
+        It runs in the outer context, with the updates and metadata of the outer step. Raises
+        `NestedCaptureError` for any of its own, and for a bind, and `InvalidInputError`.
         """
         context = current_context()
         for name, value in (("updates", updates), ("metadata", metadata), ("a bind", self._bind)):
@@ -211,8 +211,8 @@ class StepExecutor:
     def _in_context(
         self, context: ForwardContext, run: Callable[[], Any], around: Around | None
     ) -> Any:
-        """Call `run`, by `around` if that is given, in a context that has the pool meanwhile: by
-        that wrappers know that the step is theirs."""
+        """Call `run`, by `around` if that is given, in a context that owns the pool meanwhile: a
+        wrapper refuses to run in a pool that another context owns."""
         pool, owner = self.pool, self.graphs.setup.owner
         try:
             pool.owner = context
@@ -220,7 +220,7 @@ class StepExecutor:
                 outputs = run() if around is None else around(run)
             pool.owner = owner
             return outputs
-        except BaseException:  # `undoing`, written out: it costs 0.3 us a step
+        except BaseException:  # in place of `@undoing`, which costs 0.3 us a step
             pool.owner = owner
             context.leave()
             raise
@@ -231,13 +231,13 @@ class StepExecutor:
             self._last_updates = WORST_CASE
 
     def set_updates_aside(self, undo: Undo) -> None:
-        """Until `undo`: the steps are none of the host's, and UNCHANGED means the same after them
-        as before."""
+        """Have `undo` put the last updates back: until then example steps run, and an UNCHANGED of
+        the host must not repeat theirs."""
         undo.later(partial(setattr, self, "_last_updates", self._last_updates))
 
-    def _of_graph(self, prepared: PreparedStep, updates: Any) -> Any:
-        """The updates of the tasks that a graph has: the host need not know which of its batches
-        run by pieces, without tasks."""
+    def _updates_for(self, prepared: PreparedStep, updates: Any) -> Any:
+        """The updates without those of tasks that only other graphs have: the host need not know
+        which of its batches run by pieces, without tasks."""
         names = prepared.transaction.task_names
         if updates is None or not isinstance(updates, Mapping) or updates.keys() <= names:
             return updates
@@ -250,7 +250,7 @@ def _of_outer_step(context: ForwardContext | None, name: str) -> Any:
     try:
         return getattr(context, name, None)
     except errors.FrozenMetadataError:
-        return None  # a step's own, which is withheld from the capture
+        return None  # the outer step has its own, which its capture may not read
 
 
 def _copied(updates: Any) -> Any:
@@ -274,5 +274,5 @@ def _copied_value(value: Any) -> Any:
     try:
         return copy.copy(value)
     except TypeError:
-        # A generator, say, which is refused when it is fitted.
+        # Cannot be copied, as a generator: `HostArg.fitted` refuses it later.
         return value

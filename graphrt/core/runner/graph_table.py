@@ -44,11 +44,11 @@ class GraphRecord:
     descriptor: BatchDescriptor
     capture_s: float
     pool_bytes: int | None
-    """Bytes by which the pool grew, for the first graph with what the runner's own pool has kept of
-    graphs before a release; None where the platform cannot tell."""
+    """Bytes by which the pool grew; None where the platform cannot tell. After a release the first
+    graph's are all that the runner's own pool holds."""
     driver_bytes: int | None = None
-    """Bytes that the device's driver took for the executable graphs, with what else it took
-    meanwhile, for other processes too; None where the platform cannot tell."""
+    """Bytes that the device's driver took for the executable graphs, and for anything else at that
+    time, other processes included; None where the platform cannot tell."""
     streams: int | None = None
     """Streams of the device that its graphs hold; None where the platform does not tell."""
     warm_up_s: float = 0.0
@@ -68,11 +68,11 @@ class DroppedGraph:
 
 
 class PreparedStep:
-    """A graph, captured or to be captured: its key and slot, the transaction that can take its
-    capture back, and what each of its steps needs: padded views, its callable or entry, outputs.
-    Under NONE it is an eager step of this size."""
+    """What the capture of one graph and its steps need: its key and slot, the transaction that can
+    undo the capture, padded views of the inputs, what to call or replay, and how to hand out the
+    outputs. With mode NONE it is for an eager run of this size."""
 
-    # C knows where in an object `native` is.
+    # A slot, because C reads `native` at a fixed offset.
     __slots__ = ("__dict__", "native")
 
     def __init__(self, graphs: GraphTable, mode: GraphMode, descriptor: BatchDescriptor) -> None:
@@ -81,17 +81,18 @@ class PreparedStep:
         self.mode, self.descriptor = mode, descriptor
         self.reqs = room_for_reqs(descriptor, inputs.reqs)
         layout = self.layout = inputs.layout(descriptor.num_tokens, self.reqs)
-        # Pieces that the forward brings along itself are reached by running it.
+        # No wrapper here where the forward has pieces of its own: running it calls theirs.
         self.wrapper = setup.wrappers.get(mode)
         self.call: Any = setup.run_forward if self.wrapper is None else self.wrapper
         # None too where inputs of this size are too large to be fetched.
         self.ring = None if self.wrapper is None or layout.fetch is None else setup.ring
-        # Captures that look at every operator for constants made on the host take time, and most
-        # forwards make none: the first that needs it is made again, and those after it look.
+        # To look at every operator for constants made on the host slows a capture, and most
+        # forwards make none. So the first capture that needs it is repeated with it, and those
+        # after it do so at once.
         last = next(reversed(graphs.begun.values()), None)
         self.transaction: CaptureTransaction = CaptureTransaction(
             -1 if mode is GraphMode.NONE else graphs.dispatcher.reserve(mode, descriptor),
-            # In these every step finds its inputs.
+            # The storages that hold the inputs at every step.
             frozenset(view.untyped_storage().data_ptr() for view in layout.views.values()),
             metadata_is_declared=setup.host.metadata is not None,
             lifts_constants=last is not None and last.transaction.lifts_constants,
@@ -103,7 +104,7 @@ class PreparedStep:
             pool.handed_out,
             raw_storages=pool.platform.raw_storages and setup.options.outputs != "clone",
         )
-        # The entry of its wrapper, if a step is nothing but its replay; and that step in C.
+        # If a step is one replay of a single graph: its wrapper's entry, and the step in C.
         self.entry: Entry | None = None
         self.native: Any = None
 
@@ -112,13 +113,13 @@ class PreparedStep:
 
     @property
     def slot(self) -> int:
-        """The dispatcher's."""
+        """The slot that the dispatcher has reserved for this graph."""
         return self.transaction.slot
 
     def arguments(self, *, fresh: bool) -> dict[str, Any]:
-        """The arguments of the forward, nested again at each call, as it may change the nest. Those
-        that are `fresh`, for a forward that runs, are tensors of its own over the same memory: it
-        may give them another shape, or other memory."""
+        """The arguments of the forward, in new dicts, as the forward may change these. For an eager
+        run they are `fresh`, new tensors over the same memory: the forward may give a tensor
+        another shape, or other memory by `set_()`."""
         views = self.layout.views
         if fresh:
             views = {name: view.detach() for name, view in views.items()}
@@ -126,7 +127,7 @@ class PreparedStep:
 
     def check_written(self, written: Mapping[int, Use]) -> None:
         """Raise `RefusedOpError` if a warm-up has written an input that has no batch axis: that is
-        state, of which the next step would bring what was there before."""
+        meant as state, and the next step's fill would overwrite it."""
         with_rows = self._setup.inputs.declared.with_rows
         for name, view in self.layout.views.items():
             if name in with_rows:
@@ -144,20 +145,20 @@ class PreparedStep:
                 )
 
     def hold(self) -> None:
-        """Prepare for steps by what the wrapper has captured, which return exactly its outputs."""
+        """Prepare for steps that return exactly the outputs that the wrapper has captured."""
         wrapper, setup = self.wrapper, self._setup
         entry = None if wrapper is None else wrapper.entries.get(self.descriptor)
         # The pool may have been cleared: until `recapture()` its steps are without a graph.
         if wrapper is None or entry is None or entry.outputs is self.outputs.held:
             return
         self.outputs.hold(entry.outputs)
-        # With several pieces it is the wrapper that counts them as one step.
+        # A step of several pieces is run by its wrappers, which count it as one step.
         if entry.graph is None or wrapper.runtime_mode is not GraphMode.FULL:
             return
         self.entry = entry
         pool, outputs = setup.pool, self.outputs.single()
-        # C knows nothing of a `bind`, which comes without a ring, nor of the methods of a host's
-        # own pool; its graphs fetch their inputs and return one tensor over memory that torch can
+        # The step in C calls no `bind` (with one there is no ring) and no method of a pool. It
+        # needs a graph that fetches its inputs and returns one tensor, over memory that torch can
         # make unreadable.
         if NativeReplay is None or outputs is None or self.ring is None:
             return
@@ -180,8 +181,8 @@ class PreparedStep:
 
 
 Span = Callable[[str, str], AbstractContextManager[object]]
-"""Told "capture" or "trial", and of which graph: for who wants to see them. Leaving it a second
-time must do nothing."""
+"""Called with "capture" or "trial" and the graph's name; its context is entered around that work,
+such as for a timeline. Leaving it a second time must do nothing."""
 
 
 class GraphTable:
@@ -190,9 +191,9 @@ class GraphTable:
     The dispatcher gives each planned graph a slot, and serves batches by those that are published.
     `steps` are prepared steps by slot, `records` say what each capture took. `left_out` are the
     slots that no step and no `capture_next()` tries again, with the graph if it was dropped for
-    want of room, and None if it failed. What changes the table does so in a turn of its `setup`.
+    want of room, and None if it failed. The table is changed only in a turn of the pool.
 
-    Whether the graphs still stand for their forward is known by `reads`, the memory they read;
+    Whether the graphs still equal their forward is told by `reads`, the memory they read;
     `checks`, the looks and trials of steps; and `warmed_up`, the operators of each kind's warm-up.
     """
 
@@ -222,12 +223,12 @@ class GraphTable:
         self.closed = False
         # Entered around each capture and each trial: see `Span`.
         self.spans: list[Span] = []
-        # By slot, every graph that was begun: see `destroy_leftovers`.
+        # slot -> every graph whose capture has begun: see `destroy_leftovers`.
         self.begun: dict[int, PreparedStep] = {}
 
     def check_open(self) -> None:
         """Raise `PoolClosedError` after `close()`, and while the interpreter shuts down: torch then
-        ends the process where a tensor goes that has a view, as trials and eager steps make."""
+        ends the process when a tensor that has a view is freed, as in trials and eager steps."""
         if self.closed or sys.is_finalizing():
             what = "runner is closed" if self.closed else "interpreter is shutting down"
             raise errors.PoolClosedError(
@@ -242,8 +243,8 @@ class GraphTable:
         return tuple(graph for graph in self.left_out.values() if graph is not None)
 
     def missing(self, *, left: bool = False) -> list[CaptureKey]:
-        """The planned keys that are not captured, in the order of captures; of those that are
-        `left` to be tried without the ones that were left out."""
+        """The planned keys that are not captured, in the order of captures; with `left` those
+        without the ones in `left_out`."""
         captured = {(graph.mode, graph.descriptor) for graph in self.dispatcher.published}
         keys = [key for key in self.setup.plan.capture_order() if key not in captured]
         return [
@@ -251,13 +252,13 @@ class GraphTable:
         ]
 
     def leave_out(self, keys: Iterable[CaptureKey]) -> None:
-        """Note that these graphs have failed, those that are not captured."""
+        """Note that those of these graphs that are not captured have failed."""
         captured = self.dispatcher.published
         slots = {self.dispatcher.reserve(*key) for key in keys} - {graph.slot for graph in captured}
         self.left_out.update(dict.fromkeys(slots - self.left_out.keys()))
 
     def owners(self) -> list[GraphWrapper]:
-        """The own wrappers, and whatever inside the forward captured a piece."""
+        """The runner's wrappers, and those inside the forward that captured a piece."""
         owners: list[GraphWrapper] = [*self.setup.wrappers.values()]
         # A copy: a report may be asked for in another thread than captures.
         for graph in list(self.begun.values()):
@@ -317,7 +318,7 @@ class GraphTable:
         self.steps[graph.slot] = graph
         self.records.append(record)
         logger.info("captured %s in %.3f s", graph, record.capture_s)
-        # The one store from which on it is captured.
+        # Last: from this store on steps are dispatched to the graph.
         self.dispatcher.publish(graph.mode, graph.descriptor)
 
     def seal(self) -> None:

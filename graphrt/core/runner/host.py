@@ -22,7 +22,7 @@ Bind = Callable[[Mapping[str, torch.Tensor], BatchDescriptor, Phase], None]
 """Points the host's metadata at the input buffers, given by (dotted) name."""
 
 AroundCapture = Callable[[], AbstractContextManager[object]]
-"""Makes what is entered once around everything that one call captures."""
+"""Makes the context manager that is entered once around all that one call captures."""
 
 
 @public("graphrt")
@@ -106,10 +106,10 @@ class Host:
         flag("mixes_rows", self.mixes_rows)
         # An iterator can be read only once, and every capture reads it.
         state = items_of("state", self.state, "[tensor]")
-        known = () if isinstance(self.state, torch.Tensor) else State | torch.Tensor
-        strange = [each for each in state if not isinstance(each, known)]
-        if strange:
+        allowed = () if isinstance(self.state, torch.Tensor) else State | torch.Tensor
+        wrong = [each for each in state if not isinstance(each, allowed)]
+        if wrong:
             expected = "State and tensors in a list"
             advice = "Host(state=[tensor])"
-            raise refused("Host(state=) cannot be used", strange[0], expected, advice)
+            raise refused("Host(state=) cannot be used", wrong[0], expected, advice)
         object.__setattr__(self, "state", state)

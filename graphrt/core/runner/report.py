@@ -34,7 +34,7 @@ _FIGURES = (
     *("live_tokens", "padded_tokens", "padding", "staging_waits"),
 )
 _MOST_ROWS = 24
-"""Graphs with a row; of more, those that took most steps have one."""
+"""The most graphs with a row in the table: those that served the most steps."""
 
 
 @public("graphrt.types")
@@ -48,8 +48,8 @@ class TrustReport:
     what nodes of tried graphs point to and nobody has named, None where a device cannot tell. With
     `mixes_rows` live rows depend on padding by design.
 
-    What a host changes in Python is seen at the next step where it lies in one of the `watched`
-    dicts, and after `glance_steps` steps at most elsewhere; `not_watched` says why there are none.
+    What a host changes in Python is seen at the next step if it is in one of the `watched` dicts,
+    and after `glance_steps` steps at most elsewhere; `not_watched` says why there are none.
     `harmless` are the attributes whose changes are looked at no more, as three made no difference.
     """
 
@@ -74,8 +74,8 @@ class TrustReport:
 class RunnerReport:
     """A snapshot of one runner; every figure is a count, in seconds or in bytes, as named.
 
-    `print` shows it as a table. What deserves a look in it, its plain data, files and pages are
-    told by others: see `docs/how-to/observing.md`. `steps` counts batches by graph, `reasons` by
+    `print` shows it as a table. For its findings, plain data, files and pages see
+    `docs/how-to/observing.md`. `steps` counts batches by graph, `reasons` by
     why they ran as they did; NO_CONTEXT and SEALED count calls of the runner's wrappers,
     MISSING_GRAPH steps. `live_tokens` and `padded_tokens` are over the steps that a graph served,
     or should have.
@@ -183,7 +183,7 @@ def report_of(graphs: GraphTable, live_tokens: int, *, quick: bool = False) -> R
     setup, dispatcher = graphs.setup, graphs.dispatcher
     reasons = Counter(dispatcher.counts())
     for owner in graphs.owners():
-        # Their MISSING_GRAPH are calls of steps that the dispatcher has counted.
+        # The dispatcher has counted the steps of a wrapper's calls with MISSING_GRAPH.
         reasons.update({**owner.eager_calls, Reason.MISSING_GRAPH: 0})
     trials = tuple(replace(record) for record in graphs.checks.records.values())
     trust = TrustReport(trials=trials, mixes_rows=setup.host.mixes_rows)

@@ -77,8 +77,8 @@ class GraphRunner(Uncopied, Generic[R]):
         resolved again; a `PlanChangedWarning` says what changed. Raises the named errors of bad
         plans, inputs and platforms.
         """
-        # Here, not above: what runs and captures is loaded by the first runner, so that programs
-        # which only name the class, in a registry or a signature, start without it.
+        # Imported by the first runner, so that programs which only name the class, in a registry or
+        # a signature, start without the code that runs and captures.
         from graphrt.core.runner.engine import StepEngine
         from graphrt.core.runner.executor import StepExecutor
         from graphrt.core.runner.graph_table import GraphTable
@@ -116,7 +116,7 @@ class GraphRunner(Uncopied, Generic[R]):
         `agreed` is the graph that ranks have agreed on, by its descriptor or the `Dispatch` of one
         of them: that one is replayed, or none (RANKS_DISAGREE).
 
-        R are fresh tensors, readable until the next step of the pool begins: touched later
+        Outputs are fresh tensors, readable until the next step of the pool begins: touched later
         they raise (`OverwrittenOutputError`). On devices whose memory torch cannot mark, the CPU
         among them, they are copies.
 
@@ -287,8 +287,8 @@ class GraphRunner(Uncopied, Generic[R]):
         self._is_closed = True
 
     def _in_turn(self, call: Callable[[], T]) -> T:
-        """Call what changes the graphs, or runs them for itself, on the pool's device and in a turn
-        of its own."""
+        """Run `call`, which uses or changes the graphs, on the pool's device and in a turn of the
+        pool."""
         with self.pool.on_device():
             return in_turn(self.pool, self.graphs.setup.owner, call)
 

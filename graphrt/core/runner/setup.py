@@ -70,7 +70,7 @@ class RunnerSetup:
         # Compiled modules, which compile themselves at their first call and not later. In a warm-up
         # or a capture each calls `enlist(self)` of its context. See `graphrt.compile`.
         self.compiled = plan.compiled
-        # As large as the largest planned graph, and the largest batch.
+        # With room for the largest planned graph, and the largest batch.
         self.inputs = StaticInputs(
             inputs,
             platform=self.pool.platform,
@@ -186,8 +186,8 @@ class EagerForward:
     """The forward itself, which runs eagerly unless the context says otherwise, and without
     gradients, as graphs do.
 
-    Where a trial has shown that it asks for gradients or inference mode, and does something else
-    then, it `follows` its caller: it finds what the caller set.
+    Where a trial has shown that the forward asks torch for gradients or inference mode, and acts on
+    the answer, it `follows` its caller: it runs under the caller's settings.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:

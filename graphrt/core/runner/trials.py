@@ -77,8 +77,8 @@ def run_verified(executor: StepExecutor, step: Step) -> Verdict:
 def try_examples(
     executor: StepExecutor, undo: Undo, make: MakeExample, release: Callable[[], None]
 ) -> None:
-    """Try the graphs that have to be with steps of the host's own: with padding where there is room
-    for it. Raises the first failure, after `release`."""
+    """Try the graphs of `Checks.to_try` with steps of `Host(example=)`, with padding where there is
+    room for it. Raises the first failure, after `release`."""
     generator = torch.Generator("cpu").manual_seed(_SEED)
     undo.after_error(release)
     executor.set_updates_aside(undo)
@@ -103,8 +103,8 @@ def try_examples(
 
 
 def differing_inputs(executor: StepExecutor, step: Step) -> Differing | None:
-    """By the axes along which a step is padded, its inputs that differ from their padding; None if
-    nobody asks."""
+    """axis along which a step is padded -> its inputs that differ from their padding; None where
+    the checks await no such axis."""
     if step.agreed:
         return None
     graphs, inputs, padded = executor.graphs, executor.inputs, []
@@ -120,6 +120,7 @@ def differing_inputs(executor: StepExecutor, step: Step) -> Differing | None:
 
 @undoing
 def _try(runs: StepRuns, undo: Undo, *, undone: bool = False) -> Verdict:
+    """Make the runs of a trial and compare them; with `undone` the last run leaves nothing."""
     graphs, dispatch = runs.executor.graphs, runs.step.dispatch
     setup = graphs.setup
     warm = graphs.warmed_up.get(dispatch.descriptor.kind)
@@ -127,7 +128,7 @@ def _try(runs: StepRuns, undo: Undo, *, undone: bool = False) -> Verdict:
     trial = Trial(runs, graph, warm, setup.pool.platform, setup.options)
     for span in graphs.spans:
         undo.enter(span("trial", f"{dispatch.mode.name} [{dispatch.descriptor}]"))
-    # As captures run.
+    # With the settings that captures have.
     set_for_capture(undo)
     verdict = trial.run(undone=undone)
     setup.run_forward.follows |= verdict.asks
@@ -136,11 +137,11 @@ def _try(runs: StepRuns, undo: Undo, *, undone: bool = False) -> Verdict:
 
 
 def _note(runs: StepRuns, verdict: Verdict, differing: Differing | None) -> None:
-    """Note the verdict of a trial; strictly, raises the failure."""
+    """Note the verdict of a trial; with `strict` raises the failure."""
     graphs, dispatch = runs.executor.graphs, runs.step.dispatch
     record = graphs.checks.graph_to_try(dispatch).record
     is_first = verdict.failure is None and not record.steps
-    # What their nodes point to, and no operator has shown, is read too.
+    # Memory that the graph's nodes point to, and that no operator has shown, is read too.
     if is_first and graphs.reads.keep_touched(graphs.unknown_memory([record.descriptor])):
         graphs.checks.glances.aim()
     graphs.checks.tried(dispatch.slot, verdict, differing)
@@ -152,12 +153,12 @@ class StepRuns(TriedStep):
     def __init__(self, executor: StepExecutor, step: Step) -> None:
         graphs, inputs = executor.graphs, executor.inputs
         flat = inputs.declared.check(step.values, None, None)
-        # They may be outputs of the last step, or views of the buffers.
+        # Cloned, as inputs may be outputs of the last step, or views of the buffers.
         executor.pool.streams.follow()
         self.step = self._eager_step = step._replace(values=tree.cloned(flat))
         at_bound = graphs.setup.host.metadata
         if at_bound is not None:
-            # Graphs have it at its bound, if they have it.
+            # A graph that reads metadata has that of its capture, at its bound.
             self.has_metadata = True
             self._eager_step = self.step._replace(metadata=at_bound(step.dispatch.descriptor))
         prepared = graphs.steps[step.dispatch.slot]
@@ -165,7 +166,7 @@ class StepRuns(TriedStep):
         reqs = reqs_of(inputs, step.batch, step.values)
         padded = prepared.descriptor.num_tokens, prepared.reqs
         live = step.batch.num_tokens, reqs
-        # Ranks that have agreed on a graph have other live rows each.
+        # Ranks that agreed on a graph differ in their live rows: no run without padding.
         if padded != live and not (step.agreed or graphs.setup.host.mixes_rows):
             self.sizes = [*zip(padded, live, strict=True)]
         self.forward, self.inputs = graphs.setup.forward, prepared.transaction.fixed
@@ -202,21 +203,21 @@ def watched(
     fill: Callable[[], None] | None,
     forward: Callable[[], Any],
 ) -> Any:
-    """Run the forward on filled inputs, watched; `fill` fills them otherwise. Runners and wrappers
-    in it run their forwards eagerly, as in a warm-up: their graphs and buffers would look like
-    state that it writes."""
+    """Run the forward under `watch`, on inputs that are filled; `fill` fills them again, with other
+    rows. Runners and wrappers in the forward run eagerly, as in a warm-up: their graphs and buffers
+    would look like state that it writes."""
     if fill is not None:
         fill()
     undo.set(warming_up, True)
-    # So that eager parts are known as such.
+    # Tells the watch which operators are of eager parts.
     undo.set(guards.side_doors, _TriedParts(watch))
     enter_under_way(undo, watch)
     return watch.around(forward)
 
 
 class _TriedParts(guards.SideDoors):
-    """The eager parts of a run of a trial: nothing is captured there, so nobody looks at what they
-    make. The watch of a run that is compared with others notes what they are given."""
+    """Runs the eager parts of a trial's run. Nothing is captured there, so what they make does not
+    matter. The watch of a run that is compared with others notes what they are given."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -264,7 +265,7 @@ class WrapperTrials:
         # The number of each graph among the checks.
         self._slots: dict[BatchDescriptor, int] = {}
         self._numbers = count()
-        # Of each graph that was tried, an eager run that it has stood for.
+        # slot of a graph that was tried -> an eager run that its replay was equal to.
         self._warm: dict[int, WarmedUp] = {}
 
     @property
@@ -291,7 +292,7 @@ class WrapperTrials:
         checks.glances.reads.settle()
         captured = Dispatch(wrapper.runtime_mode, descriptor, Reason.HIT, slot)
         checks.captured([captured], more=True)
-        # Last: a graph of which a Ctrl-C kept all of this has no slot, and nobody would try it.
+        # Last: after a Ctrl-C before this the graph has no slot, so its calls run eagerly.
         self._slots[descriptor] = slot
 
     def dropped(self, descriptor: BatchDescriptor | None) -> None:
@@ -316,7 +317,7 @@ class WrapperTrials:
         # A step that waits for its updates has the pool until these come.
         if context.updates is DEFERRED:
             return True
-        # Rows there would only ask for a padded step.
+        # Any other number asks for a trial of padding, which is the host's here.
         if checks.pending.get(slot) != -1 and next(checks.glances.looks):
             return True
         dispatch = Dispatch(wrapper.runtime_mode, entry.descriptor, Reason.HIT, slot)
@@ -361,14 +362,14 @@ class WrapperStep(TriedStep):
         self.wrapper, self.entry, self.forward = wrapper, entry, wrapper.runnable
         self.watch: Watch | None = None
         self._context, self._args, self._kwargs = context, args, kwargs
-        # They may be in the pool, where a replay overwrites them with its own results.
-        places = unseen(lambda: [*map(_memory_of, tree.tensors(args, kwargs))])
+        # Saved, as arguments may be in the pool, where a replay overwrites them with its results.
+        places = unseen(lambda: [*map(_writable, tree.tensors(args, kwargs))])
         self._before = [(place, place.clone()) for place in places]
 
     @undoing
     def put_back(self, undo: Undo) -> None:
-        """Have the arguments as they were."""
-        # Outside of it those that were made inside could not be written.
+        """Give the arguments the values that they had."""
+        # Tensors that were made in inference mode can be written only in it.
         undo.enter(inference_guard(True))
         for place, before in self._before:
             place.copy_(before)
@@ -376,7 +377,7 @@ class WrapperStep(TriedStep):
     def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
         self.put_back()
         self.watch = self.watch or watch
-        # A partition of Inductor's clears the list of its arguments.
+        # Copied, as a piece compiled by Inductor clears the list of its arguments.
         args, kwargs = tree.copied((self._args, self._kwargs))
         run = partial(self.forward, *args, **kwargs)
         return tree.cloned(watched(watch, None, run))
@@ -386,9 +387,9 @@ class WrapperStep(TriedStep):
         return tree.cloned(self.wrapper._graphs.replay(self.entry, self._context))
 
 
-def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor has in memory, each element once: an expanded one cannot be written. It knows
-    nothing of gradients: a parameter could not be written either."""
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that has each element in memory once, and no gradients: neither an expanded tensor nor
+    a parameter can be written."""
     place = tensor.detach()
     if place.layout is torch.strided:
         for dim, stride in enumerate(place.stride()):

@@ -14,8 +14,8 @@ changes one of them, such as the scale of an adapter, would get the replays of b
 
 CPython tells of dicts alone, from 3.12 on. Lists, cells of closures, slots, other memory of a
 tensor, an object's class and a replaced `__dict__` are looked at by glances, a few at each step,
-and so is all else where nothing is told: see `looks`. Not seen at all are what is in arrays of
-NumPy's and in C, and where nothing is told attributes that a host adds to a class.
+and without a watcher so is everything: see `looks`. What is in NumPy arrays and in C is not seen at
+all; without a watcher neither are attributes that a host adds to a class.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class HostChanges:
     is_structural: bool = False
     """Whether other objects are there, so that a new walk is needed."""
     slots: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
-    """By path, the holders and keys that have changed, of what can be left out."""
+    """path -> the (holder, key) of each slot that has changed there, for `ignore`"""
 
     def note(self, path: str, was: Any, now: Any, holder: Any, key: Any) -> None:
         """Note a change at a path, and in which slot it was."""
@@ -78,8 +78,9 @@ class HostChanges:
 
 
 class _Dict(NamedTuple):
-    """A dict, or a class whose dict it is, which of its keys count, None for all of them, and how
-    they are told: new items of a container as one."""
+    """A dict to watch, or the class whose attributes it holds. `counted` are the keys that matter,
+    None for all. Paths of keys begin with `place` and `label`; the new items of a container, which
+    `has_items`, have one path together."""
 
     held: Any
     counted: frozenset[Any] | None
@@ -132,19 +133,20 @@ class HostWatch:
         self._native: Any = None
         self.values: PythonState | None = None
         """Python values as of the last look; None without graphs."""
-        # If nobody tells of new keys: the lengths of dicts as of the last look, by where they are
-        # among the values, and by the id of a dict its keys.
+        # Where CPython does not tell of new keys: index of a dict's slot among the values -> its
+        # length as of the last look; id of a dict -> its keys as of the last walk.
         self._lengths: dict[int, int] = {}
         self._keys: dict[int, list[Any]] = {}
-        # By the id of a dict or class.
+        # id of a dict or class -> how it is watched.
         self._watched: dict[int, _Dict] = {}
         self._taken = HostChanges()
-        # Slots that are left out, by `_where`, with their holders, so that the ids stay their own.
+        # `_where` of a slot that is left out -> its holder, kept alive so that no other object gets
+        # its id.
         self._ignored: dict[tuple[int, object], Any] = {}
-        # Slots that the last run of the forward has changed, in the same way.
+        # The same of slots that the last run of the forward has changed.
         self._moved: dict[tuple[int, object], Any] = {}
-        # Containers in which new items are left out: by id, with the keys or indices that were
-        # there before. Requests that come and go are such.
+        # Containers whose new items are left out, as of requests that come and go: id -> the
+        # container, and the keys or indices that were there before.
         self._closed: dict[int, tuple[Any, frozenset[Any]]] = {}
 
     @property
@@ -203,13 +205,14 @@ class HostWatch:
                 dicts += _dicts_in(place, value, places.shapes[type(value)])
         for each in (*dicts, *_global_dicts(places)):
             at = id(each.held)
-            # One that others hold too has its first name, and all of its keys count.
+            # A dict that several objects hold keeps its first entry, unless code looks up globals
+            # in it: then only the names that code has count.
             if at not in self._watched or each.counted is not None:
                 closed = self._closed.get(at)
                 self._watched[at] = each if closed is None else each._replace(counted=closed[1])
 
     def _list_keys(self, places: Places) -> None:
-        """The lengths of dicts are compared, and their keys where one is another."""
+        """Note the keys of all dicts, and have their lengths compared: CPython tells of none."""
         listed = {id(held) for _, held in places.containers}
         for at, (held, _, place, label, _) in self._watched.items():
             if issubclass(type(held), dict):
@@ -221,24 +224,24 @@ class HostWatch:
     def _is_new(self, place: Place | None) -> bool:
         """Whether a slot is a new item of a container in which these are left out, or below one."""
         while place is not None:
-            _, known = self._closed.get(id(place.holder), (None, None))
-            if known is not None and place.way in (ITEM, slots.ELEMENT) and place.key not in known:
+            _, olds = self._closed.get(id(place.holder), (None, None))
+            if olds is not None and place.way in (ITEM, slots.ELEMENT) and place.key not in olds:
                 return True
             place = place.owner
         return False
 
     def looks(self, read: Iterable[tuple[Place, Any]]) -> list[Look]:
-        """What nobody tells of, for glances: see `slots.looks`; also of the slots of what graphs
-        `read`."""
+        """The looks of glances (see `slots.looks`) at the slots whose changes CPython does not
+        tell, those of tensors that graphs `read` included."""
         values, watched = self.values, {} if self._native is None else self._watched
         skips = bool(self._ignored or self._closed)
         untold: dict[int, tuple[Place, Any]] = {}
-        known = [] if values is None else [*zip(values.slots, values.was, strict=True)]
+        compared = [] if values is None else [*zip(values.slots, values.was, strict=True)]
         for at, length in self._lengths.items():
-            known[at] = known[at][0], length
-        for slot, value in chain(read, known):
+            compared[at] = compared[at][0], length
+        for slot, value in chain(read, compared):
             if slot.way is slots.TUPLE_ITEM and isinstance(slot.holder, Place):
-                # A tuple stays what it is: what may change is where it lies.
+                # A tuple never changes: what may change is the slot that holds it.
                 slot, value = slot.holder, slot.holder.get()
             is_told = slot.way in (*_IN_DICTS, LENGTH) and id(slot.holder) in watched
             is_fixed = slot.way in (slots.FIXED, slots.ARRAY)
@@ -254,14 +257,14 @@ class HostWatch:
 
     def take(self, read: Iterable[Place]) -> HostChanges | None:
         """The changes since the last time, or since `aim`; None if nothing at all is another
-        object. At the places of tensors that are `read` somebody else looks."""
+        object. Places of tensors that are `read` are left out: `ReadSet.take` compares these."""
         values = self.values
         if values is None:
             return None
         events = self._native.take() if self.rung else []
         was, now = values.was, values.take()
         values.was = now
-        # Keys that the forward has added have no slots yet, so they are told too.
+        # A new key has no slot: only the dict's length shows it, also where the forward added it.
         resized = [at for at, length in self._lengths.items() if now[at] != length]
         self._lengths.update((at, now[at]) for at in resized)
         if events == [] and not resized and values.are_same(was, now):
@@ -270,7 +273,7 @@ class HostWatch:
         for at in dict.fromkeys((*values.moved_slots(was, now), *resized)):
             self._note_moved(changes, values.slots[at], was[at], now[at])
         self._note_events(changes, events, read)
-        # A cache that the host empties, and the forward fills, is not the forward's own.
+        # What the host changes too, as a cache that it empties, is not the forward's own.
         for holder, key in chain.from_iterable(changes.slots.values()):
             self._moved.pop(_where(holder, key), None)
         self._taken = changes
@@ -280,25 +283,25 @@ class HostWatch:
         if self._is_left_out(slot):
             return
         keys = self._keys.get(id(slot.holder))
-        # A key that went may have made room for another.
+        # A new key may be there in place of one that is gone, with the same length.
         if keys is not None and (slot.way is LENGTH or now is MISSING):
-            known = self._watched[id(slot.holder)]
-            self._note_new_keys(changes, known, keys)
-            if slot.way is LENGTH and not known.has_items:
+            entry = self._watched[id(slot.holder)]
+            self._note_new_keys(changes, entry, keys)
+            if slot.way is LENGTH and not entry.has_items:
                 return
         changes.is_structural |= slot.way is LENGTH or not (_is_scalar(was) and _is_scalar(now))
         changes.note(slot.path, _told(was), _told(now), slot.holder, slot.key)
 
-    def _note_new_keys(self, changes: HostChanges, known: _Dict, keys: list[Any]) -> None:
-        """Note the keys that nobody tells of, and that are not those of the last walk."""
+    def _note_new_keys(self, changes: HostChanges, entry: _Dict, keys: list[Any]) -> None:
+        """Note the keys that were not there at the last walk, where CPython tells of none."""
         # By identity: to compare keys may run a user's `__eq__`.
         before = {*map(id, keys)}
-        for key in [*dict.keys(known.held)]:
-            if id(key) not in before and (known.counted is None or key in known.counted):
+        for key in [*dict.keys(entry.held)]:
+            if id(key) not in before and (entry.counted is None or key in entry.counted):
                 changes.is_structural = True
-                now = _told(_value_of(known.held, key))
-                key = None if known.has_items else key
-                changes.note(known.path(key), Told("nothing"), now, known.held, key)
+                now = _told(_value_of(entry.held, key))
+                key = None if entry.has_items else key
+                changes.note(entry.path(key), Told("nothing"), now, entry.held, key)
 
     def _note_events(
         self, changes: HostChanges, events: Sequence[tuple[Any, Any]] | None, read: Iterable[Place]
@@ -313,7 +316,8 @@ class HostWatch:
     def _without_slot(
         self, events: Sequence[tuple[Any, Any]], read: Iterable[Place]
     ) -> list[tuple[Any, Any]]:
-        """The events of what has no value here; at places that are `read` somebody else looks."""
+        """The events of keys whose values are compared neither here nor, where they are `read`, by
+        `ReadSet.take`."""
         if not events:
             return []
         assert self.values is not None
@@ -335,9 +339,9 @@ class HostWatch:
         if at_every_run and stays and not events:
             self._moved = {}
         elif at_every_run:
-            # What a trial has put back is as it was.
-            news = self._without_slot(events, ())
-            moved = [each for each in news if _value_of(*each) is not MISSING]
+            # A key that is gone again was put back by a trial.
+            added = self._without_slot(events, ())
+            moved = [each for each in added if _value_of(*each) is not MISSING]
             slots = [values.slots[at] for at in values.moved_slots(was, now)]
             moved += [(slot.holder, slot.key) for slot in slots]
             before, self._moved = self._moved, {_where(*each): each[0] for each in moved}
@@ -351,9 +355,9 @@ class HostWatch:
         values = self.values
         assert values is not None
         for holder, key in self._taken.slots.get(path, ()):
-            known = self._watched.get(id(holder))
-            # A length, or what CPython tells of a container: all that is new in it is left out.
-            are_items = known is not None and known.has_items and path == known.path(key)
+            entry = self._watched.get(id(holder))
+            # The path of a container's length, or of its new items: leave out all new items.
+            are_items = entry is not None and entry.has_items and path == entry.path(key)
             if are_items or isinstance(key, type):
                 ways = (ITEM, slots.ELEMENT)
                 keys = {s.key for s in values.slots if s.holder is holder and s.way in ways}

@@ -1,7 +1,7 @@
 """What the graphs of one forward read and write beside their inputs: by name, and kept alive.
 
-A graph goes on reading the memory of its capture, whatever tensor its host has put in the place of
-another since. What is read is known from two sources:
+A graph goes on reading the memory of its capture, even after its host has put another tensor in a
+weight's place. What is read is known from two sources:
 
 - Named tensors: those of modules. `record` notes where they are.
 - Tensors that watched warm-ups have used: `note` keeps their memory. `settle` walks through the
@@ -43,7 +43,8 @@ from graphrt.core.trust.watching.writes import storage_of
 T = TypeVar("T")
 
 SLOTS = {True: 3, False: 10}
-"""Slots that a step looks at, with CPython telling of dicts or not: else all in them is a slot."""
+"""Slots that a step looks at, by whether CPython tells of changes in dicts: if not, each item of a
+dict is a slot to look at too."""
 
 Named: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
 
@@ -87,7 +88,7 @@ def _parts_of(reads: Iterable[_Read]) -> list[_Part]:
             # A transposed tensor, or one cut short, has the address that it had.
             parts += zip(repeat(held), tree.PLACEMENT, was, strict=False)
         elif key is not None:
-            # Of another class each part may run anything.
+            # Of a subclass each part may run a user's code, so it is asked at once.
             parts.append((held, where_is, was))
     return parts
 
@@ -102,10 +103,11 @@ def _hold(parts: Sequence[_Part]) -> bool:
 
 
 class ReadSet:
-    """What graphs use from outside, with strong references until `forget`.
+    """The memory that graphs use beside their inputs, kept alive until `forget`: a graph would go
+    on reading memory that its host has freed.
 
-    A graph goes on reading memory that its host has let go of; here it lives on. Memory that is
-    gone by the end of a run was a temporary one, which compiled code does not show as such.
+    Memory that is freed by the end of a watched run was a temporary. Compiled code does not show
+    which memory is.
     """
 
     def __init__(
@@ -149,14 +151,14 @@ class ReadSet:
         """Keep the memory that a run used and somebody else still holds; the rest was temporary."""
         self.saw_compiled_code |= watch.saw_compiled_code
         for key, use in watch.uses.items():
-            # An output of another runner that this forward calls, handed back by now: a temporary,
-            # though its storage lives on.
+            # An output of another runner that this forward calls, and no longer holds: a temporary,
+            # though that runner keeps its storage.
             if is_spare(key):
                 continue
             if key in self._held:
-                known = self._held[key][1]
-                if known is not None:
-                    known.is_written |= use.is_written
+                use_before = self._held[key][1]
+                if use_before is not None:
+                    use_before.is_written |= use.is_written
                 continue
             storage = storage_of(use.ref)
             if storage is not None and storage_use_count(storage._cdata) > 1:
@@ -176,8 +178,8 @@ class ReadSet:
         for _, tensor in self.walk().tensors:
             if where_is(tensor) is not None and address_of(tensor) in touched:
                 use = Use(tensor, "a kernel that is no operator of torch's")
-                _, known = self._held.get(use.ref.cdata, (None, None))
-                if known is None:
+                _, use_before = self._held.get(use.ref.cdata, (None, None))
+                if use_before is None:
                     self._held[use.ref.cdata] = tensor.untyped_storage(), use
         self.settle()
         return True
@@ -187,7 +189,7 @@ class ReadSet:
         places, reads = places or self.walk(), []
         for place, tensor, key in places.keyed:
             _, use = self._held.get(key, (None, None))
-            # Eager parts look again at every replay.
+            # An eager part looks its tensors up at every replay, so they may move.
             is_read = use is not None and (self._has_full or not use.in_parts)
             if is_read and not (self.remade and place.path in self.remade):
                 reads.append(_Read(place, tensor, where_is(tensor), key))
@@ -204,11 +206,11 @@ class ReadSet:
     # Whether it has moved ------------------------------------------------------------------------
 
     def glances(self, settings: Iterator[bool]) -> Iterator[bool]:
-        """An endless iterator: each answer takes that of `settings`, looks at the next few of
-        what `host` is not told of, and says whether all is what and where it was."""
+        """Answers without end, one for each step: whether the answer of `settings` is true, the
+        next few slots of `host.looks` hold what they did, and the next tensor is where it was."""
         slots = self.host.looks([(each.place, each.held) for each in self._read])
         parts = _parts_of(self._read)
-        # At no slot twice, of each tensor at all parts.
+        # A step looks at no slot twice, and at all parts of one tensor.
         looks = min(SLOTS[self.host.watched > 0], len(slots) or 1), len(tree.PLACEMENT)
         self.rounds = max(-(-len(slots) // looks[0]), -(-len(parts) // looks[1]))
         if NativeGlances is not None:
@@ -362,7 +364,7 @@ def _memory_of(held: Any) -> object:
 def _in_turn(
     same: Callable[[Any, Any], bool], looks: Sequence[tuple[Callable[[], Any], Any]]
 ) -> Iterator[bool]:
-    """Whether what is got is what it was, one after the other without end."""
+    """Answers without end, for one look after the other: whether it returns what it did."""
     gets, was = [*zip(*looks, strict=True)] or ((), ())
     return map(same, map(call, cycle(gets)), cycle(was)) if gets else repeat(True)
 

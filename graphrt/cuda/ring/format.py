@@ -4,8 +4,8 @@ All of it is words of 8 bytes in page-locked memory: first a control page, which
 then slots of `stride` bytes, which the host writes. Step number k uses slot k modulo `slots`:
 
     control page   PROGRESS: how many steps are fetched; FAULT: 1 + the number of a step that found
-                   another one's slot, or 0; FOUND: what that slot said; GIVEN: of the host alone,
-                   where no line of a cache has what the device writes
+                   another one's slot, or 0; FOUND: the number in that slot; GIVEN: how many steps
+                   the host has given, in another cache line than what the device writes
     slot           NUMBER: the step's; COUNT: how many moves follow, and the bit WHOLE; the moves,
                    of MOVE_WORDS each; from `payload` bytes on a copy of the slab as it is to be
 
@@ -30,7 +30,7 @@ import torch
 
 
 class RingFormat:
-    """The constants of it, in words where nothing else is said."""
+    """The constants of the format, in words unless a name says bytes."""
 
     WORD_BYTES = 8
     PROGRESS, FAULT, FOUND = range(3)

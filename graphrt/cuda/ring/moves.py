@@ -11,7 +11,7 @@ from graphrt.cuda.ring.format import RingFormat
 _COPY, _PAYLOAD, _FILL = RingFormat.COPY, RingFormat.PAYLOAD, RingFormat.FILL
 _VECTOR = 16
 _ONE_OF_EACH = {1: 0x0101010101010101, 2: 0x0001000100010001, 4: 0x0000000100000001, 8: 1}
-"""What makes a word of a number of so many bytes, by which it is multiplied."""
+"""bytes of a row -> the factor that repeats it in a word of 8 bytes"""
 
 Move = tuple[int, int, int, int]
 
@@ -20,12 +20,12 @@ class MoveTable:
     """The moves of steps whose inputs come from the same kinds of places.
 
     `kinds` has a letter for each field: "h" comes from the host, "d" is somewhere on the device,
-    "k" is kept, as it is in place already. `count` is the slot's word of that name. A table that
-    does not `fit` cannot be given: there are too many moves, or padding that no move can write.
+    "k" is kept, as it is in place already. `count` is the slot's word of that name. If it does not
+    `fit` a slot cannot hold it: there are too many moves, or padding that no move can write.
 
-    Where all come from the host the whole payload is brought, and the moves are padding. A row that
-    is repeated is a pattern too, if a word is one or more of it: it is read where the inputs wait
-    to be fetched. `by_host` are the fields whose padding the host writes there.
+    Where all come from the host the whole payload is moved, and the other moves are padding. A row
+    that is repeated is filled as a pattern if 8 bytes are one or more rows: the row is read from
+    the payload. `by_host` are the fields whose padding the host writes into the payload.
     """
 
     __slots__ = ("_addresses", "_rows", "_words", "by_host", "count", "fits")
@@ -33,8 +33,8 @@ class MoveTable:
     def __init__(self, moves: Sequence[FieldMove], kinds: str, slab: int, most: int) -> None:
         """`slab` is its address; a slot has room for `most` moves."""
         words = array("Q")
-        # Of words that are known at a step alone: which, of which field's address, how far after
-        # its start; and which, which row of the payload, its bytes, what makes a word of it.
+        # The words that each step works out. (word, field, offset, 0): the field's address plus the
+        # offset. (word, row, bytes, factor): the payload's row of so many bytes times the factor.
         self._addresses: list[tuple[int, int, int, int]] = []
         self._rows: list[tuple[int, int, int, int]] = []
         self.by_host: list[FieldMove] = []
@@ -59,7 +59,7 @@ class MoveTable:
         self._words = memoryview(words)
 
     def _fill(self, move: FieldMove, words: array[int], most: int) -> None:
-        """Have the padding of an input filled that is in the payload, if that can be."""
+        """Have the padding of an input filled by moves, if that can be; else by the host."""
         size_of_row = move.field.row_bytes
         pattern = _word_of(move.field)
         if move.repeats:
@@ -79,7 +79,7 @@ class MoveTable:
     ) -> None:
         """Write the moves to the slot that begins at `word`. `rows` are the ring's memory as
         numbers, by the bytes of one; `addresses` are those of the fields; `payload` is where the
-        inputs wait in the memory."""
+        slot's payload begins in the memory."""
         words = self._words
         for index, number, at, _ in self._addresses:
             words[index] = addresses[number] + at
@@ -89,12 +89,12 @@ class MoveTable:
         rows[RingFormat.WORD_BYTES][start : start + len(words)] = words
 
     def packed(self) -> tuple[int, bytes, bytes]:
-        """For `NativeWriter`: the count, the words, and which are known at a step alone."""
+        """For `NativeWriter`: the count, the words, and which of them each step works out."""
         return self.count, self._words.tobytes(), packed(self._addresses or self._rows)
 
 
 def _word_of(field: Field) -> int | None:
-    """Eight bytes of an input's padding as a number; None where no eight bytes are all of it."""
+    """Eight bytes of an input's padding as a number; None where it is no repetition of eight."""
     word = (field.octets * 8)[:8]
     return int.from_bytes(word, "little") if word * 2 == (field.octets * 16)[:16] else None
 
@@ -108,7 +108,8 @@ def packed(rows: Iterable[Sequence[int]]) -> bytes:
 
 
 def _moves(moves: Sequence[FieldMove], kinds: str, slab: int) -> Iterator[tuple[int, Move, int]]:
-    """The moves; with a number of a field >= 0 they start so many bytes after its address."""
+    """(field, move, offset) of each move. Its source is that field's address plus the offset; field
+    -1: the move has its source in itself."""
     start = end = -1
     for number, (move, kind) in enumerate(zip(moves, kinds, strict=True)):
         field = move.field
@@ -121,7 +122,7 @@ def _moves(moves: Sequence[FieldMove], kinds: str, slab: int) -> Iterator[tuple[
         start = -1
         if kind == "d":
             for to, at, size in move.copies:
-                # Vectors as far as they go.
+                # Whole vectors first, then the rest.
                 whole = size // _VECTOR * _VECTOR if size % 4 else size
                 for begin, part in ((0, whole), (whole, size - whole)):
                     if part:
@@ -140,6 +141,6 @@ def _moves(moves: Sequence[FieldMove], kinds: str, slab: int) -> Iterator[tuple[
 
 
 def _payload(start: int, end: int) -> Move:
-    # Up to the next vector nothing is anybody's.
+    # Up to whole vectors: the bytes after the last field are unused.
     size = -(-(end - start) // _VECTOR) * _VECTOR
     return start, start, size, _PAYLOAD | size << 8

@@ -22,16 +22,16 @@ _PATIENCE_S, _NAP_S = 5.0, 20e-6
 _LEAST_BYTES = 4 << 10
 _TRIES = 7
 
-# Memory of rings that are gone, which the device may still be reading: it does not know of owners.
+# Memory of rings that are gone. The device may still read it, so it cannot be freed at once.
 _retired: list[tuple[torch.Tensor, memoryview]] = []
 
 
 class SlotRing:
-    """Which slot is the next step's, and how far the device is.
+    """The host's view of the ring: which slot the next step writes, and how far the device is.
 
-    `count` is how many steps the device was given. From before a step is given until that is known
-    to have succeeded the ring is `unsure`; the next step then asks the device, so whatever failed
-    or was interrupted in between, no slot is shifted.
+    `count` is how many steps the device was given. While a step is being given the ring is
+    `unsure`. If that fails or is interrupted, the next step asks the device for the count: without
+    that each later step would write the slot of another one.
     """
 
     __slots__ = (
@@ -57,16 +57,16 @@ class SlotRing:
         self.moves = moves
         address, size = device.memory.data_ptr(), device.memory.nbytes
         octets = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
-        # All of the memory as numbers, by their bytes.
+        # bytes of a number -> all of the memory as such numbers.
         self.rows = {1: octets, 2: octets.cast("H"), 4: octets.cast("I"), 8: octets.cast("Q")}
         words = self.words = self.rows[RingFormat.WORD_BYTES]
         starts = [RingFormat.CONTROL_BYTES + slot * device.stride for slot in range(device.slots)]
-        # Of each slot: its first word, and where its payload begins in the memory.
+        # For each slot: its first word, and where its payload begins in the memory.
         self.places = [(start // RingFormat.WORD_BYTES, start + device.payload) for start in starts]
         for word, _ in self.places:
             words[word] = RingFormat.NO_STEP
         self.count = 0
-        # Steps before this one have a slot that is known to be fetched.
+        # For steps before this number the device has fetched what was in the slot before.
         self.free_until = device.slots
         self.waits = 0
         # What fetches the slot of a step whose graph has not done so yet.
@@ -86,8 +86,8 @@ class SlotRing:
             )
 
     def limit(self, seconds: float) -> None:
-        """Fetch only payloads, of 4 KiB at least, that take the device no longer than nothing and
-        so many seconds: how fast it reads the host's memory differs tenfold between machines."""
+        """Let graphs fetch only payloads that take at most so many seconds longer than an empty
+        slot, or 4 KiB: how fast devices read the host's memory differs tenfold."""
         longer = self._time_of(self._nbytes) - self._time_of(0)
         if longer > seconds:
             fitting = int(self._nbytes * seconds / longer) // 1024 * 1024
@@ -109,8 +109,8 @@ class SlotRing:
         return self.device.prepare(nbytes, self.moves) if 0 < nbytes <= self._nbytes else None
 
     def settle(self) -> None:
-        """Forget what was to be fetched, and ask the device how many steps it was given, if that is
-        not known: a step would wait."""
+        """Forget a pending fetch, and ask the device for the count if the ring is unsure: else the
+        next step would wait for the answer."""
         self.pending = None
         if self.unsure:
             self.resync()
@@ -132,8 +132,8 @@ class SlotRing:
         return self.places[count % len(self.places)]
 
     def give(self, fetch: Callable[[], None], word: int, count: int, in_graph: bool) -> None:
-        """Fetch the slot that was taken, which begins at `word` and has so many moves: now, or by
-        the graph that is launched next, and `launched` then says that it was."""
+        """Have the slot that was taken fetched, which begins at `word` and has `count` moves: now,
+        or by the graph that is launched next; after that launch the caller calls `launched`."""
         words, step = self.words, self.count
         words[word] = step
         words[word + 1] = count
@@ -159,7 +159,8 @@ class SlotRing:
         self.give(fetch, word, 0, True)
 
     def expect_capture(self, fetch: Callable[[], None]) -> None:
-        """The same for a graph that is captured next; a fault of steps before is raised later."""
+        """The same for the graph that is captured next. A fault of an earlier step is left to the
+        next `take`."""
         self.resync()
         self.give(fetch, self.places[self.count % len(self.places)][0], 0, True)
 

@@ -1,7 +1,7 @@
 """Inputs that graphs fetch: written into a slot of a ring, from which the device takes them.
 
-1. What comes from the host is copied into the payload of the next slot; for what is on the device
-   already, the slot says where it lies. Padding is a part of the moves.
+1. What comes from the host is copied into the payload of the next slot. For what is on the device
+   already the slot has the address. Padding is a part of the moves.
 2. The graph that is launched next fetches the slot, as its first operation; or, without a graph,
    the fetch is launched by itself.
 3. Inputs that are too large, or of which there are too many, are copied by a `StagedCopy`.
@@ -36,8 +36,8 @@ _MOVES_OF_A_FIELD = 3
 
 
 class RingTransport(InputTransport):
-    """Writes what comes from the host into a slot, and says there where the rest is: the one
-    operation that fetches the slot moves and pads that too."""
+    """Brings a step's inputs through a slot of the ring: rows from the host are written into it,
+    those on the device are named there by their address. One operation fetches and pads all."""
 
     def __init__(self, ring: SlotRing, staged: StagedCopy) -> None:
         self.ring: SlotRing = ring
@@ -46,7 +46,7 @@ class RingTransport(InputTransport):
         self.device_memory = ring.device.device_memory
         memory = ring.device.memory
         self._memory = memory.data_ptr(), memory.data_ptr() + memory.nbytes
-        # What was copied on the device and has yet to be fetched.
+        # Copies on the device, kept alive until the fetch has read them.
         self._kept: list[torch.Tensor] = []
 
     @property
@@ -67,7 +67,7 @@ class RingTransport(InputTransport):
                     return
             if self._write(values, moves, fetch, in_graph):
                 return
-        # Left of a step that failed, it would be fetched over what is copied.
+        # A fetch that a failed step has left would overwrite these copies.
         self.ring.pending = None
         self.staged.fill(values, moves, stream, in_graph)
         if fetch is not None and in_graph:
@@ -98,7 +98,7 @@ class RingTransport(InputTransport):
         for number, kind in enumerate(kinds):
             if kind == "d":
                 addresses[number] = self._address(sources.tensors[number], made)
-        self._kept = made if sources.plain else [*sources.tensors, *made]
+        self._kept = made if sources.used_as_given else [*sources.tensors, *made]
         if "h" not in kinds and not made:
             apart, home = (self._table(moves, kind * len(kinds)) for kind in "dk")
             if apart.fits and all(each.device == self.slab.device for each in sources.tensors):
@@ -137,7 +137,8 @@ class RingTransport(InputTransport):
         return prepared
 
     def _address(self, source: torch.Tensor, made: list[torch.Tensor]) -> int:
-        """Where the rows of an input on a device lie, one after the other, on the slab's own."""
+        """The address of an input's contiguous rows on the slab's device. A copy that this takes is
+        added to `made`."""
         value = source
         if value.device != self.slab.device:
             value = value.to(self.slab.device)

@@ -1,9 +1,9 @@
 """Compiled writers of slots, for inputs that are like those of an earlier step.
 
-What was found right is not looked at again: a writer compares the inputs with the earlier ones at
-once, by torch's tensor guards, and writes the slot in one call. It returns False, with nothing
-done, for inputs of other types, dtypes, devices, shapes or strides, or without memory: they are
-looked at one by one then. `RingTransport.fill` does all of it where native/ is not built.
+Inputs that were found right once are not checked one by one again: a writer compares all of them
+with the earlier ones by torch's tensor guards, and writes the slot in one call. It returns False,
+with nothing done, for inputs of other types, dtypes, devices, shapes or strides, or without memory.
+`RingTransport.fill` then writes the slot, as it always does where native/ is not built.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_KINDS, MOST_MADE = 4, 16
 kinds of inputs would pay for trying more, or for making one at every step."""
 
 _UNLIKE = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError)
-"""Raised when something is looked at as an input that is none: the writer then returns False."""
+"""What using a wrong input raises, such as a list for a tensor: the writer returns False."""
 
 
 class Prepared:
@@ -57,11 +57,11 @@ def learn(
     prepared: Prepared = moves.prepared
     if NativeWriter is None or not tensor_guards or prepared.made >= MOST_MADE:
         return
-    if not sources.plain or len(moves.fields) > MOST_INPUTS:
+    if not sources.used_as_given or len(moves.fields) > MOST_INPUTS:
         return
     if any(each.requires_grad for each in sources.tensors):
-        # A step in C marks no outputs for gradients. It goes on only with inputs that its writer
-        # accepts, so none may be made that accepts these.
+        # A step in C marks no outputs for gradients. It runs only where a writer accepts its
+        # inputs, so no writer may accept these.
         return
     writer = None
     if home is not None or (moves.short is not None and not apart.by_host):
@@ -110,8 +110,8 @@ def _writer(
         address_of=torch.Tensor.data_ptr,
         unlike=_UNLIKE,
         memory=memory,
-        # Where slots are, how many, the bytes before the first, from one to the next and before a
-        # payload, and the words of the control page that are used.
+        # The address of the ring, its number of slots, the bytes before the first slot, from one to
+        # the next and from a slot's start to its payload, and two words of the control page.
         places=(
             address,
             device.slots,

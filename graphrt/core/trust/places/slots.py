@@ -166,7 +166,7 @@ class Place(NamedTuple):
 
 
 def getters(places: Iterable[Place]) -> list[Callable[[], Any]]:
-    """What gets the values of places; of dicts, classes and functions without any Python."""
+    """For each place a call that returns its value; for dicts, classes and functions it is in C."""
     bound: list[Callable[[], Any]] = []
     for _, _, way, holder, key in places:
         if way.get is _item:
@@ -185,13 +185,13 @@ def getters(places: Iterable[Place]) -> list[Callable[[], Any]]:
 
 
 Look = tuple[Any, Any, Any]
-"""What a glance compares: see `looks`."""
+"""One thing that a glance compares: see `looks`."""
 
 
 def looks(entries: Iterable[tuple[Place, Any]], *, in_c: bool) -> list[Look]:
-    """What a glance compares by identity, for slots and what was in them: (a function without
-    arguments, None, what it returned). `NativeGlances` looks at some by itself: (holder, key,
-    value), and of containers (these, None, their sizes)."""
+    """The looks of glances, for pairs of a slot and what was in it. A look is (a call, None, what
+    it returned), compared by identity. With `in_c` `NativeGlances` reads some slots itself, by
+    (holder, key, value), and lengths, by ((container,), None, (length,))."""
     entries = [*entries]
     looks: list[Look] = []
     for (place, was), get in zip(
@@ -347,8 +347,8 @@ def _refill(container: Any, base: Any, items: list[Any]) -> None:
         base.clear(container)
         (set.update if base is set else base.extend)(container, items)
         return
-    # Only what is another one is written: whoever is told of changes would take all items for the
-    # forward's own.
+    # Only items that differ are written: the watch would take any item that is written for one that
+    # the forward changes.
     pairs = entries(container, items)
     keys = [key for key, _ in pairs]
     known = {*map(id, keys)}
