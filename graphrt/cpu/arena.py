@@ -45,7 +45,7 @@ class Arena:
         self._max_bytes = max_bytes
         self._chunks: list[_Chunk] = []
         self._edges: list[int] = []
-        """Begin and end address of each chunk, sorted: a begin has an even index, an end an odd one."""
+        """Begin and end addresses of chunks, sorted: begins have even indices, ends odd ones."""
         self._by_base: dict[int, _Chunk] = {}
         self._free: list[tuple[int, int, int]] = []
         """Free ranges as (bytes, chunk base, start), ordered, for best fit."""
