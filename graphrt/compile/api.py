@@ -31,13 +31,13 @@ def support_compile(
 ) -> Callable[[M], M]:
     """Say of a module class which dimensions of its forward's arguments are the batch's.
 
-    That is all it does: `compile_module(instance)` needs to be told nothing more then. See
-    `DynamicDims` for the forms. Raises `CompileError` for what is no module class.
+    `compile_module(instance)` then needs no `dynamic_dims`. See `DynamicDims` for the forms. Raises
+    `CompileError` for anything but a module class.
     """
 
     DynamicDims(dynamic_dims)
 
-    def marked(cls: M) -> M:
+    def mark(cls: M) -> M:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise CompileError(
                 "support_compile marks a module class",
@@ -48,7 +48,7 @@ def support_compile(
         setattr(cls, _DIMS, dynamic_dims)
         return cls
 
-    return marked
+    return mark
 
 
 @public("graphrt.compile")
@@ -70,10 +70,10 @@ def compile_module(
     `dynamic_dims` are needed unless the class has `support_compile`; `{}` is for a forward that
     works for one batch size alone, that of the first call. With `pool`, which must be the
     `GraphRunner`'s, pieces between splitting operators are captured in PIECEWISE steps, as
-    `wrapper_options` say, with `hooks` around each graph. `graphs` says that steps may be replayed
-    from graphs at all, of this module or of what it is in: then code that assigns to attributes is
-    refused. `capture_sizes` are those that batches are padded to; a `GraphRunner` says them itself.
-    With `in_place`, calls of the module itself take the compiled code too, wherever it is in a
+    `wrapper_options` say, with `hooks` around each graph. `graphs` says that steps of this module,
+    or of a model around it, may be replayed from graphs: then code that assigns to attributes is
+    refused. `capture_sizes` are those that batches are padded to; a `GraphRunner` passes its own.
+    With `in_place`, calls of the module itself run the compiled code too, wherever it is in a
     larger model.
 
     Raises `CompileError` and its kinds, some of them at the first call.

@@ -20,9 +20,9 @@ class TraceError(CompileError):
 class RetraceError(CompileError):
     """A call differs from the traced one in something that the traced code has baked in.
 
-    `input` names what differs: an argument, or an element of one. `of_sizes`: the forward would
-    take another way at the call's number of tokens or requests. `of_module`: no call is right
-    now, as the module itself, what else it reads of Python, or a setting of torch is another one.
+    `input` names what differs: an argument, or an element of one. `of_sizes`: the forward branches
+    differently at the call's number of tokens or requests. `of_module`: the code is right for no
+    call now, as the module, other Python state that it reads, or a setting of torch has changed.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CompileSealedError(CompileError):
 
 @public("graphrt.compile")
 class CompileSizeError(CompileError):
-    """A size that should get code of its own is none that batches are padded to.
+    """A compile size is no capture size: batches are never padded to it.
 
     `size` is the size.
     """

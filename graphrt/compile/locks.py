@@ -1,4 +1,4 @@
-"""Locks of the compiler, which is one for a process."""
+"""Locks around torch's compiler, which has one state for a process."""
 
 from __future__ import annotations
 

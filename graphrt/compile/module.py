@@ -14,14 +14,14 @@ from torch import nn
 from graphrt.compile.errors import CompileSealedError, RetraceError, TraceError
 from graphrt.compile.options import CompileOptions
 from graphrt.compile.pieces.assembly import Built, build
-from graphrt.compile.pieces.by_size import check_one_size, check_sizes, wanted_sizes
+from graphrt.compile.pieces.by_size import check_one_size, check_sizes, sizes_to_compile
 from graphrt.compile.pieces.figures import Figures
 from graphrt.compile.pieces.partition import partitions
-from graphrt.compile.pieces.wrapping import ArgumentPlaces, Wrapping
+from graphrt.compile.pieces.wrapping import ArgumentAddresses, Wrapping
 from graphrt.compile.private_torch.operators import call_of
 from graphrt.compile.split.graph import Piece
 from graphrt.compile.trace.call import at_size
-from graphrt.compile.trace.check import Small
+from graphrt.compile.trace.check import SmallAxes
 from graphrt.compile.trace.dims import DynamicDims
 from graphrt.compile.trace.parameters import Parameters, leaves, without_memory
 from graphrt.compile.trace.subject import Holding, Subject
@@ -48,10 +48,10 @@ from graphrt.core.replay.recording import current_capture, warming_up
 
 @public("graphrt.compile")
 class CompiledModule:
-    """Calls of `module`, through pieces that were compiled from one trace of its forward.
+    """Runs `module` by pieces that are compiled from one trace of its forward.
 
-    The first call compiles, or `ensure_compiled`; never a later one. It runs without gradients.
-    Attributes that it lacks are the module's.
+    The first call compiles, or `ensure_compiled`; no later one does, unless a size is 0 or 1. Calls
+    run without gradients. Attributes that it lacks are the module's.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class CompiledModule:
         self._read_context = read_context
         self._built: Built | None = None
         # Code for calls with axes of size 0 or 1, where `_built` does not serve these.
-        self._small: dict[Small, Built] = {}
+        self._small: dict[SmallAxes, Built] = {}
         self._example: inspect.BoundArguments | None = None
         self._sealed = False
-        self._outdated = False
+        self._change_unchecked = False
         self._static_sizes: tuple[int, ...] = ()
-        self._places = ArgumentPlaces()
+        self._argument_addresses = ArgumentAddresses()
         self._weights_held: list[Holding] = []
         self._warned: set[str] = set()
-        # Since `unseal` weights may have moved: the next call looks them up again.
-        self._released = False
+        # Set by `unseal`: the next call looks the weights up again.
+        self._weights_may_move = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -126,25 +126,25 @@ class CompiledModule:
         built = self._built
         if built is None:
             self._compile(self._subject.parameters.bind(args, kwargs))
-            return self._checked(args, kwargs).run(*args, **kwargs)
-        pieces = context if context is not None and context.mode is GraphMode.PIECEWISE else None
-        if pieces is not None and pieces.capture is None and pieces.announced:
-            # A replayed step reads its capture's buffers, and these were checked at the capture.
+            return self._code_for(args, kwargs).run(*args, **kwargs)
+        step = context if context is not None and context.mode is GraphMode.PIECEWISE else None
+        if step is not None and step.capture is None and step.announced:
+            # No check: a replayed step reads its capture's buffers, which were checked then.
             if self._small:
                 arguments = leaves(self._subject.parameters.bind(args, kwargs))
-                built = self._small.get(built.checker.sizes_needing_own(arguments), built)
+                built = self._small.get(built.checker.axes_needing_own_code(arguments), built)
         else:
-            if pieces is not None and pieces.capture is not None:
+            if step is not None and step.capture is not None:
                 check_traced(built.codes)
             try:
                 self._follow_weights()
-                built = self._checked(args, kwargs)
+                built = self._code_for(args, kwargs)
             except RetraceError as error:
-                if context is None or not self._runs_itself(context, error):
+                if context is None or not self._may_run_uncompiled(context, error):
                     raise
                 return self._subject.call(*args, **kwargs)
-        if pieces is not None and self._pool is not None:
-            self._places.check(pieces, self._pool, (args, kwargs))
+        if step is not None and self._pool is not None:
+            self._argument_addresses.check(step, self._pool, (args, kwargs))
         return built.run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -188,7 +188,7 @@ class CompiledModule:
 
     @property
     def provides(self) -> PieceProvider | None:
-        """Who cuts it into pieces that are captured one by one; None without a pool."""
+        """Who splits it into pieces that are captured one by one; None if nothing does."""
         if self._pool is None or self.whole_graph:
             return None
         partitioned, _ = partitions(self.options, self._pool.platform.device_type)
@@ -240,7 +240,7 @@ class CompiledModule:
         """Raise `RetraceError` if the compiled code is not right for such a call."""
         if self._built is not None:
             with torch.no_grad():
-                self._checked(args, kwargs)
+                self._code_for(args, kwargs)
 
     def weights_changed(self) -> None:
         """Declare that the host changed the module, or Python state that its forward reads.
@@ -252,13 +252,13 @@ class CompiledModule:
         example = self._example
         if example is None:
             return
-        self._outdated = True
+        self._change_unchecked = True
         with torch.no_grad():
             self._follow_weights()
             for built in self._all_built():
                 built.stitched.check_weights()
                 built.outside.check_state(example.arguments, example.args, example.kwargs)
-        self._outdated = False
+        self._change_unchecked = False
 
     def use_capture_sizes(self, sizes: Collection[int]) -> None:
         """Add sizes that batches are padded to; raises `CompileSizeError` for a compile size that
@@ -284,7 +284,7 @@ class CompiledModule:
             for built in self._all_built():
                 built.stitched.rebind(self._subject.weights())
             self._weights_held = self._subject.holdings()
-            self._released = False
+            self._weights_may_move = False
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors of the module that compiled code reads, as they are now, and the constants of
@@ -309,14 +309,14 @@ class CompiledModule:
         """Allow compiling again, and capturing in the pieces; weights may move until the next
         call."""
         self._sealed = False
-        self._released = True
-        self._places.clear()
+        self._weights_may_move = True
+        self._argument_addresses.clear()
         for wrapper in self.wrappers:
             wrapper.unseal()
 
     def _follow_weights(self) -> None:
-        """Rebind if a weight or submodule was replaced; every call that is no replay asks."""
-        if not self._released:
+        """Rebind if a weight or submodule was replaced. Every call that is no replay does so."""
+        if not self._weights_may_move:
             for held, name, value in self._weights_held:
                 if held.get(name) is not value:
                     break
@@ -324,13 +324,13 @@ class CompiledModule:
                 return
         self.rebind_weights()
 
-    def _runs_itself(self, context: ForwardContext, error: RetraceError) -> bool:
-        """Whether the module runs uncompiled in a step that its code does not fit.
+    def _may_run_uncompiled(self, context: ForwardContext, error: RetraceError) -> bool:
+        """Whether the module may run uncompiled in a step that its code does not fit.
 
-        It does in a trial's run without padding: the forward may branch on that size. It does in an
+        It may in a trial's run without padding, as the forward may branch on that size, and in an
         eager step of a sealed module that has changed since it was compiled.
         """
-        # Warm-ups of a capture have no live batch: this is a trial's run.
+        # A live batch: this is a trial's run, and no warm-up of a capture.
         if error.of_sizes and context.live is not None and warming_up.get():
             return True
         if not (error.of_module and self._sealed) or context.capture is not None:
@@ -340,8 +340,9 @@ class CompiledModule:
             logger.warning("%s runs uncompiled: %s", type(self.module).__name__, error)
         return True
 
-    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
-        """The code for a call, compiled now if its sizes of 0 or 1 need their own."""
+    def _code_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
+        """The code for a call, compiled now if its sizes of 0 or 1 need their own. Raises
+        `RetraceError` if the call, the module or a setting is not as in the trace."""
         bound = self._subject.parameters.bind(args, kwargs)
         arguments, built = leaves(bound), self._built
         assert built is not None
@@ -351,7 +352,7 @@ class CompiledModule:
             built.checker.check(arguments)
         built.outside.check_settings()
         built.stitched.check_weights()
-        if not self._sealed or self._outdated:
+        if not self._sealed or self._change_unchecked:
             built.outside.check_state(bound.arguments, args, kwargs)
         if self.options.backend != "eager" and built.overlaps.matter:
             built.overlaps.check(arguments, self._subject.weights())
@@ -362,7 +363,7 @@ class CompiledModule:
 
     def _compile(self, bound: inspect.BoundArguments) -> None:
         check_may_compile(self, sealed=self._sealed)
-        static = wanted_sizes(self.options.compile_sizes, self._capture_sizes)
+        static = sizes_to_compile(self.options.compile_sizes, self._capture_sizes)
         built = self._build(self._subject, bound, static)
         self._built, self._static_sizes = built, static
         self._weights_held = self._subject.holdings()
@@ -374,7 +375,7 @@ class CompiledModule:
                 # The forward may not run at this size; a call with it will raise.
                 logger.info("no code for a size of %s: %s", dict(small), error)
 
-    def _compile_small(self, bound: inspect.BoundArguments, small: Small) -> Built:
+    def _compile_small(self, bound: inspect.BoundArguments, small: SmallAxes) -> Built:
         check_may_compile(self, sealed=self._sealed)
         built = self._build(self._subject.at(small), bound, ())
         assert self._built is not None

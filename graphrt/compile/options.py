@@ -29,14 +29,14 @@ class CompileOptions:
 
     `backend` is "eager" or "inductor". `compile_sizes` are sizes of the first batch axis that get
     code of their own; "capture_sizes" stands for all capture sizes. `dynamic_shapes` says how a
-    batch dimension is traced: "backed" by a number that branches may look at, or "unbacked" (a
-    branch that does is an error). In both, operators take it to be neither 0 nor 1, which is proven
-    for 1; "backed_size_oblivious" is another word for "backed".
+    batch dimension is traced: "backed" by a number that branches may read, or "unbacked" (such a
+    branch is an error). Both trace operators for sizes above 1; a size of 0, or of 1 if operators
+    would do something else, is compiled by itself. "backed_size_oblivious" means "backed".
 
     `splitting_ops` are the operators at which the graph is split, "ns::op" or "ns::op.overload";
     None stands for `DEFAULT_SPLITTING_OPS` and every operator tagged `cudagraph_unsafe`, an empty
     list for one piece that is the whole graph. With `use_inductor_graph_partition` Inductor gets
-    the whole graph, and splits its own code at those operators. `cache_dir` goes before
+    the whole graph, and splits its own code at those operators. `cache_dir` overrides
     `GRAPHRT_CACHE_DIR`. `save_format` is how the cache keeps compiled pieces; None: as
     `GRAPHRT_COMPILE_CACHE_SAVE_FORMAT` says, else "binary". `autotune` searches for fast kernels
     where a size is compiled for itself.

@@ -45,7 +45,7 @@ class Arena:
         self._max_bytes = max_bytes
         self._chunks: list[_Chunk] = []
         self._edges: list[int] = []
-        """Where each chunk begins and where it ends, ordered: after every other one is a chunk."""
+        """Begin and end addresses of chunks, sorted: begins have even indices, ends odd ones."""
         self._by_base: dict[int, _Chunk] = {}
         self._free: list[tuple[int, int, int]] = []
         """Free ranges as (bytes, chunk base, start), ordered, for best fit."""
@@ -61,7 +61,7 @@ class Arena:
         self._reserved = 0
         self._closed = False
         self._torn = False
-        """Whether an interrupt may have left the tables half-way."""
+        """Whether a change of the tables is under way, or an interrupt ended one half-way."""
         self.wrapped: dict[int, Any] = {}
         """number of a storage -> weak reference, for storages that a capture made over the host's
         memory (an array, a buffer, a file)."""
@@ -73,8 +73,8 @@ class Arena:
     @property
     def reserved_bytes(self) -> int:
         """Bytes mapped from the system."""
-        apart = 0 if self._constants is None else self._constants.reserved_bytes
-        return self._reserved + apart
+        constants = 0 if self._constants is None else self._constants.reserved_bytes
+        return self._reserved + constants
 
     @property
     def live_bytes(self) -> int:
@@ -146,7 +146,7 @@ class Arena:
         return weak
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lives in this arena."""
+        """Whether the memory of `tensor` is in this arena."""
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return False
         if bisect_right(self._edges, tensor.data_ptr()) % 2 == 1:
@@ -159,11 +159,11 @@ class Arena:
 
     def is_live(self, token: int) -> bool:
         """Whether something still references that block."""
-        known = self._refs.get(token)
-        return known is not None and known() is not None
+        block = self._refs.get(token)
+        return block is not None and block() is not None
 
     def share(self) -> Arena:
-        """Itself, for one more pool, which releases it too."""
+        """Return this arena for one more pool, which must release it too."""
         with self._lock:
             self._check_open()
             self._shares += 1
@@ -198,15 +198,15 @@ class Arena:
             self._torn = True
             if self._dropped:
                 self._take_back()
-            need = _aligned(nbytes)
-            chunk, start = self._find(need)
+            aligned = _aligned(nbytes)
+            chunk, start = self._take_free(aligned)
             token = self._next_token
             self._next_token += 1
             block = chunk.buffer[start : start + nbytes]
             self._refs[token] = KeyedRef(block, self._dropped.append, token)
-            self._spans[token] = (chunk, start, need)
+            self._spans[token] = (chunk, start, aligned)
             self._token_at[chunk.base + start] = token
-            self._live += need
+            self._live += aligned
             self._torn = False
             return block
 
@@ -231,32 +231,32 @@ class Arena:
                 self._add_free(chunk, start, nbytes)
         self._torn = False
 
-    def _find(self, need: int) -> tuple[_Chunk, int]:
-        at = bisect_left(self._free, (need, 0, 0))
+    def _take_free(self, needed: int) -> tuple[_Chunk, int]:
+        at = bisect_left(self._free, (needed, 0, 0))
         if at == len(self._free):
-            self._grow(need)
-            at = bisect_left(self._free, (need, 0, 0))
+            self._grow(needed)
+            at = bisect_left(self._free, (needed, 0, 0))
         nbytes, base, start = self._free[at]
         chunk = self._by_base[base]
         self._remove_free(chunk, start, nbytes)
-        if nbytes > need:
-            self._add_free(chunk, start + need, nbytes - need)
+        if nbytes > needed:
+            self._add_free(chunk, start + needed, nbytes - needed)
         return chunk, start
 
-    def _grow(self, need: int) -> None:
-        step = max(need, _FIRST_CHUNK_BYTES, min(self._reserved, _LARGEST_STEP_BYTES))
+    def _grow(self, needed: int) -> None:
+        step = max(needed, _FIRST_CHUNK_BYTES, min(self._reserved, _LARGEST_STEP_BYTES))
         if self._max_bytes is not None and self._reserved + step > self._max_bytes:
             step = self._max_bytes - self._reserved
-            if step < need:
+            if step < needed:
                 # Only cycles of dead objects can still hold blocks; capture runs with the
                 # collector off.
                 gc.collect()
                 self._take_back()
-                if self._free and self._free[-1][0] >= need:
+                if self._free and self._free[-1][0] >= needed:
                     return
                 raise ResourceExhaustedError(
                     "the pool cannot grow without moving captured addresses",
-                    got=f"{need} bytes asked, {self._reserved} held ({self._live} live)",
+                    got=f"{needed} bytes asked, {self._reserved} held ({self._live} live)",
                     expected=f"at most {self._max_bytes} bytes in all",
                     advice="raise the limit, or capture the largest size first",
                 )

@@ -29,7 +29,7 @@ from graphrt.cpu.private_torch import (
     no_torch_function,
     set_grad_enabled,
 )
-from graphrt.cpu.tape.aliases import core
+from graphrt.cpu.tape.aliases import unexpanded
 from graphrt.cpu.tape.lowering import Call, replay_guard
 from graphrt.cpu.tape.recorder import Step, Tape
 from graphrt.cpu.tape.refusals import HostReads
@@ -41,7 +41,7 @@ _grad_enabled = torch.is_grad_enabled
 
 
 class TapeGraph:
-    """Captures what one thread issues, and replays it at the same addresses."""
+    """Captures the operators that one thread runs, and replays them at the same addresses."""
 
     def __init__(self) -> None:
         self._capture: _OpenCapture | None = None
@@ -92,7 +92,7 @@ class TapeGraph:
         for task in capture.tasks:
             for i in range(task.start, task.stop):
                 self._task_calls[i] = TaskCall(self._steps[i].lowered.call)
-        self._restores, self._constants = capture.tape.births.finish()
+        self._restores, self._constants = capture.tape.constants.finish()
         self._run = assemble(self._steps, self._task_calls, self._restores)
 
     def capture_abort(self) -> None:
@@ -122,7 +122,7 @@ class TapeGraph:
         if run is None:
             raise CaptureError("nothing was captured into this graph", advice="capture first")
         if count_function_modes() or _autocasts("cpu"):
-            # What the caller has switched on would change the recorded operators.
+            # A mode or autocast of the caller would change the recorded operators.
             with no_torch_function(), torch.autocast("cpu", enabled=False):
                 self._issue(run)
         else:
@@ -139,7 +139,7 @@ class TapeGraph:
                 set_grad_enabled(False)
                 run()
                 set_grad_enabled(True)
-            except BaseException:  # `undoing`, written out: on the way of every replay
+            except BaseException:  # `undoing` by hand, as every replay comes through here
                 set_grad_enabled(True)
                 raise
 
@@ -189,13 +189,14 @@ class TapeGraph:
 
 
 class _OpenCapture:
-    """The modes of one capture, entered and left together."""
+    """The tape of an open capture, its guard of host reads and its hooks of compiled code."""
 
     def __init__(self, arena: Arena, *, inference: bool) -> None:
         self.tape = Tape(arena, inference=inference)
         self.tasks: list[TaskHandle] = []
         self.task_start: int | None = None
-        self._host_reads = HostReads(self.tape.births.wrapped, self.tape.births.are_constant)
+        constants = self.tape.constants
+        self._host_reads = HostReads(constants.note_wrapped, constants.are_constant)
         self._compiled = CompiledCalls(self.tape)
         self._undo = Undo()
 
@@ -229,7 +230,7 @@ class _OpenCapture:
         )
 
     def close(self) -> None:
-        """Leave all of it; called again, what is left of it."""
+        """Close all of it; after an error in between, call it again for the rest."""
         self._undo.now()
 
 
@@ -245,14 +246,15 @@ _COMPILED = Refusal(
 
 
 class CompiledCalls:
-    """Watches this thread for compiled calls from `open` to `close`, which are refused: compiled
-    kernels are no operators, and a recording without them would be wrong.
+    """Refuses calls of compiled code on this thread from `open` to `close`: compiled kernels are no
+    operators, so the tape would lack them.
 
-    Dynamo asks `_callback_from_stance` of torch/_dynamo/eval_frame.py before each function that
-    `torch.compile` has made, and runs it as it was written where that gives None. It does while a
-    capture is open, and the next operator raises. Inductor's code that is called in any other way
-    (compile_fx, standalone_compile, AOTInductor, a Dynamo that cannot be hooked) is refused as it
-    runs. What graphrt compiles is one operator (`graphrt/compile/backend/as_operator.py`).
+    Dynamo calls `_callback_from_stance` (torch/_dynamo/eval_frame.py) before a function of
+    `torch.compile`, and runs the original function if it returns None. Hooked, it returns None
+    while a capture is open, and the next operator raises. Inductor's code that is called in any
+    other way (compile_fx, standalone_compile, AOTInductor, a Dynamo that cannot be hooked) raises
+    as it is called. graphrt makes an operator of each piece that it compiles
+    (`graphrt/compile/backend/as_operator.py`).
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -279,20 +281,20 @@ class CompiledCalls:
             )
 
 
-def _recording() -> Tape | None:
-    """The tape that misses what runs now, if it is no operators."""
+def _recording_tape() -> Tape | None:
+    """The tape of this thread, if it records now: compiled code would be missing from it."""
     tape: Tape | None = getattr(_thread, "tape", None)
     return tape if tape is not None and tape in dispatch_modes() else None
 
 
-def _running() -> None:
-    if _recording() is not None:
+def _refuse_inductor_code() -> None:
+    if _recording_tape() is not None:
         raise _COMPILED(op="Inductor", source=user_source())
 
 
-def _entering(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _with_refusal(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def callback_from_stance(callback: Any) -> Any:
-        effective, tape = original(callback), _recording()
+        effective, tape = original(callback), _recording_tape()
         if tape is None or effective is None:
             return effective
         # Raised here it would skip the rest of Dynamo's own clean-up.
@@ -302,15 +304,15 @@ def _entering(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return callback_from_stance
 
 
-hooked_calls = ProcessChange(partial(hook_compiled_calls, _entering))
-hooked_code = ProcessChange(partial(hook_compiled_code, _running))
+hooked_calls = ProcessChange(partial(hook_compiled_calls, _with_refusal))
+hooked_code = ProcessChange(partial(hook_compiled_code, _refuse_inductor_code))
 
 
 # The code of a replay -----------------------------------------------------------------------------
 
 
 class TaskCall:
-    """The call of an operator of a task; an update exchanges `issue`."""
+    """The call of an operator of a task; an update replaces `issue`."""
 
     __slots__ = ("issue",)
 
@@ -342,8 +344,8 @@ class _Names:
 def assemble(
     steps: Sequence[Step], tasks: dict[int, TaskCall], before: Sequence[Call] = ()
 ) -> Callable[[], None]:
-    """A function that issues the calls `before`, then every step in order; `tasks` are the steps
-    that may be exchanged."""
+    """A function that issues the calls `before`, then every step in order; `tasks` has the calls,
+    by index of the step, that an update may replace."""
     names = _Names()
     lines = ["def run():", *(f"    {_spell(call, names)}" for call in before)]
     for index, step in enumerate(steps):
@@ -395,4 +397,4 @@ def _checked_copies(result: Any, copies: tuple[tuple[int, torch.Tensor], ...], s
                 advice=IN_PIECES,
             )
         if new.data_ptr() != out.data_ptr():
-            core(out).copy_(core(new))
+            unexpanded(out).copy_(unexpanded(new))

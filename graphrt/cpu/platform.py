@@ -121,9 +121,9 @@ class CpuPlatform(Platform):
             page = os.sysconf("SC_PAGE_SIZE")
             free, total = (page * os.sysconf(f"SC_{name}_PAGES") for name in ("AVPHYS", "PHYS"))
         except (AttributeError, OSError, ValueError):
-            return None  # not a POSIX system that tells
+            return None  # no POSIX system, or one without these figures
         with contextlib.suppress(OSError, ValueError, IndexError):
-            # What the system keeps of files only until somebody needs the memory is free too.
+            # Memory of cached files counts as free: the system gives it to a process that asks.
             available = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2]
             free = int(available.split()[0]) << 10
         return MemoryFigures(free, total)

@@ -61,9 +61,9 @@ def schema_of(overload: Any) -> Any:
 
 
 def builtin_of(overload: Any) -> Callable[..., Any]:
-    """What the call operator of an overload only forwards to; another callable is itself."""
-    plain = type(overload) is _overload_type.find()
-    builtin: Callable[..., Any] = overload._op if plain else overload
+    """The C function to which a call of the overload is forwarded; any other callable itself."""
+    is_overload = type(overload) is _overload_type.find()
+    builtin: Callable[..., Any] = overload._op if is_overload else overload
     return builtin
 
 
@@ -113,8 +113,8 @@ NAMES.declare("torch.UntypedStorage._cdata", without=_NO_CAPTURES)
 
 
 def storage_ids(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A number for the memory of each: equal where tensors share theirs, also where that is empty.
-    One that is not strided shares with nothing but itself."""
+    """A number for the storage of each tensor, equal if two share one, even an empty one. A tensor
+    that is not strided has a number of its own."""
     ids = []
     for tensor in tensors:
         strided = tensor.layout is torch.strided
@@ -128,16 +128,16 @@ def replace_reads(
     guarded: Callable[[str, Callable[..., Any]], Callable[..., Any]],
     restores: list[Callable[[], object]],
 ) -> None:
-    """Make what `guarded` returns for each of these methods of `torch.Tensor`, and functions of
-    `torch`, stand for it until `restores` are called, the last first.
+    """Replace these methods of `torch.Tensor` and functions of `torch` by the results of `guarded`,
+    until the functions added to `restores` are called, the last first.
 
     Each is added before its change is made, and may be called twice.
     """
-    # What torch.Tensor inherits is restored by deleting what hides it. A method that a torch has
-    # not reads nothing.
-    there = [name for name in methods if hasattr(torch.Tensor, name)]
-    restores.append(partial(_put_back, {name: vars(torch.Tensor).get(name) for name in there}))
-    for name in there:
+    # A method that torch.Tensor inherits is restored by deleting the guard. Some versions of torch
+    # lack a method.
+    existing = [name for name in methods if hasattr(torch.Tensor, name)]
+    restores.append(partial(_put_back, {name: vars(torch.Tensor).get(name) for name in existing}))
+    for name in existing:
         setattr(torch.Tensor, name, guarded(name, getattr(torch.Tensor, name)))
     for name in functions:
         function = getattr(torch, name, None)
@@ -179,8 +179,8 @@ def inductor_loaded() -> bool:
 
 
 def hook_compiled_code(before: Callable[[], None], restores: list[Callable[[], object]]) -> None:
-    """Have `before` called by each call of Inductor's code, whoever makes it, until `restores` are
-    called; none is added if Inductor is loaded and its code cannot be hooked.
+    """Have each call of Inductor's code call `before` first, until the functions added to
+    `restores` are called; none is added if Inductor is loaded and its code cannot be hooked.
 
     Each is added before its change is made, and may be called twice.
     """
@@ -211,8 +211,8 @@ def hook_compiled_calls(
     entering: Callable[[Callable[[Any], Any]], Callable[[Any], Any]],
     restores: list[Callable[[], object]],
 ) -> None:
-    """Wrap what Dynamo calls right before a compiled function by `entering`, until the function is
-    called that is added to `restores`; none is if Dynamo is not loaded, or lacks it."""
+    """Replace the function that Dynamo calls right before a compiled one by `entering` of it, until
+    the function added to `restores` is called; none is if Dynamo is not loaded or lacks it."""
     module: Any = sys.modules.get(_DYNAMO)
     if module is not None and _from_stance:
         original = _from_stance.find()

@@ -52,7 +52,7 @@ def reissue(
 
 
 class _Reissue(ThreadMode):
-    takes_apart = False  # the tape says what is composite
+    takes_apart = False  # the tape takes composite operators apart itself
 
     def __init__(self, steps: Sequence[Step]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -196,7 +196,7 @@ def test_a_pipe_is_refused_and_not_waited_for(root: Path):
 @pytest.fixture
 def after_judging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any], None]:
     """Call something once, right after the file or directory of that name was judged."""
-    judge = permissions._judge
+    judge = permissions._check_owner
 
     def hook(name: str, meanwhile: Callable[[], object]) -> None:
         done = []
@@ -207,7 +207,7 @@ def after_judging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any], None]
                 done.append(path)
                 meanwhile()
 
-        monkeypatch.setattr(permissions, "_judge", judging)
+        monkeypatch.setattr(permissions, "_check_owner", judging)
 
     return hook
 

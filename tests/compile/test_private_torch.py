@@ -103,13 +103,13 @@ def test_where_a_patched_name_is_missing_there_is_one_warning(
 ):
     (declared,) = (n for path, n in NAMES.declared.items() if path.endswith(f".{name}"))
     owner, attribute = _owner_of(declared.path)
-    patches._tell_once.cache_clear()
+    patches._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="graphrt"), monkeypatch.context() as without:
         without.delattr(owner, attribute)
         for _ in range(2):
             with patch():
                 assert attribute not in vars(owner)
-    patches._tell_once.cache_clear()
+    patches._warn_once.cache_clear()
     (line,) = [record.getMessage() for record in caplog.records]
     assert declared.path in line and "after a warning" in line
 

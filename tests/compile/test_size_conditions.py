@@ -96,9 +96,9 @@ def test_what_is_known_of_calls_is_bounded(most, monkeypatch):
         x = torch.ones(size, 4)
         assert torch.equal(compiled(x), x * (2 if size == 1 else 3))
         checker = compiled._built.checker
-        assert len(checker._known_sizes) <= most
+        assert len(checker._checked_sizes) <= most
         for asked in (size, 1, 2):
-            needed = checker.sizes_needing_own([Leaf("x", torch.ones(asked, 4))])
+            needed = checker.axes_needing_own_code([Leaf("x", torch.ones(asked, 4))])
             assert needed == ((("tokens", 1),) if asked == 1 else ())
 
 

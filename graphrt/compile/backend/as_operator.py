@@ -24,12 +24,12 @@ _pieces: weakref.WeakValueDictionary[int, AsOperator] = weakref.WeakValueDiction
 
 
 class AsOperator:
-    """Calls `run` through the operator `graphrt::compiled_piece`, whose schema says what is true of
-    every piece: of its tensors only those numbered in `written` are, and what it returns is new.
+    """Runs compiled code as one call of the operator `graphrt::compiled_piece`.
 
-    The kernels of compiled code are no operators: a capture that records operators would miss
-    them, and take in this one call instead; who watches a run would miss what they write. Without
-    `always` this is done only where somebody watches.
+    Kernels of compiled code are no operators: a capture that records operators, or a watch of what
+    they write, would miss them. The operator's schema tells what holds for every piece: it writes
+    only the tensors with the indices `written`, and its results are new. Without `always`, `run` is
+    called directly unless a watch is on.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class AsOperator:
 
 
 class TellingWrites:
-    """Calls `run`, and says before to who watches that the arguments numbered in `written` are
-    written, as code does that has operators inside which must be seen as well."""
+    """Calls `run`, after an operator that tells watches which arguments it writes: those with the
+    indices `written`. It is for code with splitting operators inside, which watches see too."""
 
     def __init__(self, run: Callable[..., Any], written: Collection[int]) -> None:
         self._run = run

@@ -1,4 +1,4 @@
-"""Backends: a piece runs as it is, or through Inductor."""
+"""Backends: a piece runs uncompiled, or through Inductor."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import fx
 
 from graphrt.compile.backend.inductor import InductorBackend, why_not
 from graphrt.compile.errors import CompileError
-from graphrt.compile.split.graph import as_it_is
+from graphrt.compile.split.graph import uncompiled
 from graphrt.core.base.option_values import shown
 
 
 class Backend(Protocol):
-    """Compiles one piece; `version` changes when the code it makes may."""
+    """Compiles one piece."""
 
     name: str
 
     def compile(
         self, piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool
     ) -> Callable[..., Any]:
-        """A callable that takes and returns what `piece` does.
+        """A callable with the arguments and results of `piece`.
 
         `inputs` are fake tensors and numbers. With `static` they are exactly those that will come,
         worth a longer search for fast code.
@@ -36,13 +36,13 @@ class EagerBackend:
     def compile(
         self, piece: fx.GraphModule, inputs: Sequence[Any], *, static: bool
     ) -> Callable[..., Any]:
-        return as_it_is(piece)
+        return uncompiled(piece)
 
 
 def backend_for(
     name: str, device_type: str, *, autotune: bool = True, compiles: bool = True
 ) -> tuple[Backend, str]:
-    """The backend of that name, or the eager one with the reason why the device has it instead.
+    """The backend of that name; or the eager one, with the reason why the device gets that.
 
     Without `compiles` it only has to load what was compiled before.
     Raises `CompileError` for an unknown name.

@@ -1,4 +1,4 @@
-"""Pieces through Inductor. Nothing of the compiler is imported before something is compiled."""
+"""Compiles pieces by Inductor, which is only imported when the first piece is compiled."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class InductorBackend:
 
 
 class CompiledPiece:
-    """Compiled code of one piece, which returns what the piece does where `conditions` hold."""
+    """Compiled code of one piece, which is right for sizes at which `conditions` hold."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class CompiledPiece:
         """
         code = path / _CODE
         unpacked = code.is_dir()
-        inside = code if unpacked else None
-        with loading(own_caches or new_directory(), path / _LIBRARIES, inside):
+        directory = code if unpacked else None
+        with loading(own_caches or new_directory(), path / _LIBRARIES, directory):
             artifact = load_artifact(code, "unpacked" if unpacked else "binary")
         return cls(artifact, returns, pickle.loads((path / _CONDITIONS).read_bytes()))
 
@@ -123,8 +123,8 @@ def _with_tuple(piece: fx.GraphModule) -> fx.GraphModule:
     for node in piece.graph.nodes:
         if node.op == "output":
             returned = fx.node.map_arg(node.args[0], copies.__getitem__)
-            several = returned if isinstance(returned, tuple) else (returned,)
-            graph.output(() if returned is None else several)
+            results = returned if isinstance(returned, tuple) else (returned,)
+            graph.output(() if returned is None else results)
             continue
         copies[node] = graph.node_copy(node, copies.__getitem__)
         value = value_of(node)
@@ -135,17 +135,17 @@ def _with_tuple(piece: fx.GraphModule) -> fx.GraphModule:
 
 @contextmanager
 def size_conditions(inputs: Sequence[Any]) -> Iterator[list[Any]]:
-    """The relations of sizes, as sympy has them, that code which is made in the block is right for.
+    """Collect the conditions on sizes, as sympy relations, of code that the block compiles.
 
-    In the list, after the block, are those that not all sizes from 2 on fulfil, with those of the
-    trace and of pieces before: a compiler decides by the sizes of the example, and takes what it
-    decided for known in the next piece. Raises `CompileError` where it took a size for a constant,
-    or two for one.
+    A compiler decides by the sizes of the example, and relies on that in later pieces too. So after
+    the block the list also has conditions of the trace and of earlier pieces; those that all sizes
+    from 2 on fulfil are left out. Raises `CompileError` if the compiler took a size for a constant,
+    or two sizes for one.
     """
     symbols = _resolved(inputs)
     conditions: list[Any] = []
     yield conditions
-    conditions += [each for each in relied_on(inputs) if not _always(each)]
+    conditions += [each for each in relied_on(inputs) if not _always_holds(each)]
     now = _resolved(inputs)
     if now != symbols:
         changed = next((a, b) for a, b in zip(symbols, now, strict=True) if a != b)
@@ -164,7 +164,7 @@ def _resolved(inputs: Sequence[Any]) -> list[Any]:
     return [expressions(size)[0] for size in sizes if isinstance(size, torch.SymInt)]
 
 
-def _always(condition: Any) -> bool:
+def _always_holds(condition: Any) -> bool:
     """Whether a condition holds for all sizes from 2 on."""
     import sympy  # type: ignore[import-untyped]
 

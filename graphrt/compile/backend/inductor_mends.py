@@ -11,8 +11,8 @@ from graphrt.compile.trace.sizes import is_number, value_of
 
 
 def select_elements(graph: fx.Graph) -> None:
-    """Let what takes an element of `x.unbind(dim)` select it, which is the same view: where such
-    elements are written, Inductor takes a batch size for a constant."""
+    """Replace elements of `x.unbind(dim)` by `x.select(dim, index)`, the same views: if such an
+    element is written, Inductor takes a batch size for a constant."""
     for node in list(graph.nodes):
         if name_of(node) != "unbind" or node.op == "placeholder":
             continue
@@ -32,7 +32,7 @@ def select_elements(graph: fx.Graph) -> None:
 
 
 def _arguments(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """The tensor and the dimension."""
+    """The tensor and dimension of an `unbind`; None if they are not known."""
     tensor: Any = node.args[0] if node.args else node.kwargs.get("input")
     dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     if not isinstance(tensor, fx.Node) or value_of(tensor) is None or not isinstance(dim, int):
@@ -40,31 +40,31 @@ def _arguments(node: fx.Node) -> tuple[fx.Node, int] | None:
     return tensor, dim
 
 
-def copies_what_it_writes(piece: fx.GraphModule) -> bool:
+def copies_between_written_inputs(piece: fx.GraphModule) -> bool:
     """Whether a piece copies one input into another and writes both: `x.copy_(y); y.neg_()`.
 
-    Inputs are written at the end of the code, one after the other, and a pass takes the copy for
-    the input itself, which may have its new value by then.
+    Inductor writes inputs at the end of its code, one after the other. One of its passes reads `y`
+    in place of the copy, and `y` may have its new value by then.
     """
     nodes = piece.graph.nodes
     changed = {root for node in nodes for n in written(node) for root in _sources(n)}
     if len(changed) < 2:
         return False
     for node in nodes:
-        into = {root for n in written(node) for root in _sources(n)}
-        if into and any(root in changed - into for n in _read(node) for root in _sources(n)):
+        targets = {root for n in written(node) for root in _sources(n)}
+        if targets and any(root in changed - targets for n in _read(node) for root in _sources(n)):
             return True
     return False
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    into = set(written(node))
-    return [n for n in node.all_input_nodes if n not in into]
+    targets = set(written(node))
+    return [n for n in node.all_input_nodes if n not in targets]
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The input that a node may be, or be a view or a copy of: an operator of several tensors
-    computes something new."""
+    """The input that a node may be, or be a view or copy of; none if it is computed from several
+    tensors."""
     while node.op != "placeholder":
         tensors = [n for n in node.all_input_nodes if not is_number(n)]
         if len(tensors) != 1:

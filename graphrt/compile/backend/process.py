@@ -34,58 +34,58 @@ from graphrt.compile.private_torch.patches import (
 
 _lock = process_lock()
 _directories: dict[int, str] = {}
-"""By the number of a process: a forked one makes its own."""
+"""Number of a process -> its directory: a forked process makes its own."""
 
 _TRITON_VARIABLE = "TRITON_CACHE_DIR"
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[dict[str, Path]]:
-    """What Inductor compiles in the block can be kept, and is for a batch of any size: it sums over
-    any of them, and makes floats of them. One thread at a time; the C++ libraries that were built,
-    or found built, by `_digest`.
+    """Have Inductor compile code that can be kept and that is right for batches of any size, whose
+    sums and floats it would else fix to the example's. One thread at a time. Yields the C++
+    libraries that the code calls, by `_digest`.
 
-    Triton kernels are saved as they are after tuning. Inductor tunes them before it loads its code,
-    which then finds the same objects in memory, with every configuration that was tried: saved like
-    that, they would be tuned again at every start.
+    Triton kernels are saved with the tuned configuration alone. Inductor tunes kernels before it
+    loads its code, and the code would find the kernels of the tuning in memory, with every
+    configuration that was tried. Saved like that, they would be tuned again at every start.
     """
     built: dict[str, Path] = {}
 
-    def recording(kind: type, build: Callable[[], Load], args: Any, kwargs: Any) -> Load:
+    def note_library(kind: type, build: Callable[[], Load], args: Any, kwargs: Any) -> Load:
         load = build()
 
-        def loaded() -> Any:
+        def load_and_note() -> Any:
             library = load()
             built[_digest(kind, args, kwargs)] = _path_of(library)
             return library
 
-        return loaded
+        return load_and_note
 
     with (
         _lock,
         code_forgotten_after_tuning(),
         one_code_for_sums(),
         sizes_of_floats(),
-        library_loads(recording),
+        library_loads(note_library),
     ):
         yield built
 
 
 @contextlib.contextmanager
 def loading(own_caches: str, libraries: Path, directory: Path | None = None) -> Iterator[None]:
-    """What is loaded in the block needs no C++ compiler and tunes nothing. Inductor's caches are in
-    `directory`, or else in `own_caches`, where Triton's always are; it is of `new_directory`.
+    """Have Inductor load code without a C++ compiler, and without tuning. Inductor's caches are in
+    `directory`, or else in `own_caches`, a `new_directory`; Triton's are always there.
 
-    C++ libraries are those that `keep_libraries` put into `libraries`: Inductor finds one by its
-    compiler's whole command line, for which it runs that compiler several times, and by which no
-    other machine finds it. A saved piece is taken from Inductor's cache after it was put there:
-    from one that others write to, it may be another piece than that, as guards are not compared, or
-    a damaged one. Triton kernels stay as they were tuned before they were saved: a configuration
-    (of Triton 3.6) forgets on disk that it was found by a search.
+    C++ libraries are those that `keep_libraries` put into `libraries`. Inductor would look for them
+    by its compiler's command line: it runs the compiler several times for that, and on another
+    machine finds nothing. Inductor unpacks a saved piece into its cache and loads it from there. In
+    a cache that others write, that may be a damaged piece, or another one, as guards are not
+    compared. Triton kernels count as tuned: on disk, a configuration (of Triton 3.6) loses the mark
+    that a search found it.
     """
     kept = {path.stem: path for path in libraries.iterdir()} if libraries.is_dir() else {}
 
-    def from_there(kind: type, build: Callable[[], Load], args: Any, kwargs: Any) -> Load:
+    def load_kept(kind: type, build: Callable[[], Load], args: Any, kwargs: Any) -> Load:
         digest = _digest(kind, args, kwargs)
         path = kept.get(digest)
         return build() if path is None else partial(load_library, kind, path, digest)
@@ -95,14 +95,14 @@ def loading(own_caches: str, libraries: Path, directory: Path | None = None) -> 
         _lock,
         compiler_directory(str(directory or own_caches)),
         _triton_directory(f"{own_caches}/triton"),
-        library_loads(from_there),
+        library_loads(load_kept),
         kernels_loaded_as_tuned(),
     ):
         yield
 
 
 def _start_triton() -> None:
-    """Triton builds its driver with a C compiler, once for each of its directories."""
+    """Have Triton build its driver, which takes a C compiler, in the user's cache directory."""
     if torch.accelerator.is_available() and importlib.util.find_spec("triton") is not None:
         from triton.runtime import driver
 
@@ -111,7 +111,7 @@ def _start_triton() -> None:
 
 @contextlib.contextmanager
 def _triton_directory(path: str) -> Iterator[None]:
-    # Inductor sets the variable once, to what lies below its directory at that time.
+    # Inductor itself sets the variable only once, to a folder of its directory at that time.
     before = os.environ.get(_TRITON_VARIABLE)
     os.environ[_TRITON_VARIABLE] = path
     try:
@@ -124,7 +124,7 @@ def _triton_directory(path: str) -> Iterator[None]:
 
 
 def new_directory() -> str:
-    """An empty one, as kernels may look for their sources as long as the process runs.
+    """A new empty directory that lasts as long as the process: kernels may look for their sources.
 
     Raises `OSError`.
     """
@@ -133,20 +133,20 @@ def new_directory() -> str:
         # Cleaners of temporary directories remove old entries while the process lives.
         if not os.path.isdir(top):
             top = _directories[os.getpid()] = tempfile.mkdtemp(prefix="graphrt-")
-            # Unlike `atexit` it is for forked workers too, and in each for its own only.
+            # Unlike `atexit`, it runs in forked workers too, in each for its own directory only.
             Finalize(None, shutil.rmtree, (top, True), exitpriority=0)
         return tempfile.mkdtemp(dir=top)
 
 
 def keep_libraries(libraries: Mapping[str, Path], directory: Path) -> None:
-    """Copy them, for `loading`."""
+    """Copy the libraries to a new `directory`, for `loading`."""
     directory.mkdir()
     for digest, path in libraries.items():
         shutil.copyfile(path, directory / f"{digest}{path.suffix}")
 
 
 def _digest(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Of the source and settings of a library and the CPU it is for, without who builds it."""
+    """A hash of a library's source and settings and of the CPU; `submit_fn` only builds it."""
     settings = sorted((name, each) for name, each in kwargs.items() if name != "submit_fn")
     content = kind.__name__, cpu_features(), args, settings
     return hashlib.sha256(repr(content).encode()).hexdigest()[:32]

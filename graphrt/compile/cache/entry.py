@@ -58,9 +58,8 @@ class CacheEntry:
     cache) and `GRAPHRT_COMPILE_CACHE_SAVE_FORMAT` (else "binary") where they are None. Nothing is
     written before the first `store`.
 
-    What cannot be written is a warning, after which the process goes on without storing. A
-    directory that others may write, or that belongs to another user, is neither read nor written,
-    which is a warning too.
+    After a failed write, which is a warning, nothing more is stored. A directory that others may
+    write, or that belongs to another user, is neither read nor written, which is a warning too.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class CacheEntry:
         return archive
 
     def reject(self, name: str, why: object) -> None:
-        """Tell that a piece cannot be used; the next `store` of it replaces it."""
+        """Warn that a piece cannot be used; the next `store` of it replaces it."""
         where = f"{name} of {self.directory}"
         warn(f"compiled code is not taken from the cache and is compiled again: {where}: {why}")
 
@@ -132,7 +131,7 @@ class CacheEntry:
         path = self.directory / name
         try:
             content = text.encode()
-            # Of another size it is not read, whatever lies there.
+            # A file of another size is not read, however large it is.
             same = path.is_file() and path.stat().st_size == len(content)
             if not same or path.read_bytes() != content:
                 self._make_directory()
@@ -182,7 +181,7 @@ def default_directory() -> Path:
     if chosen:
         return Path(chosen).expanduser()
     user = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative one is to be ignored, says the specification.
+    # The XDG specification has relative paths ignored.
     return (Path(user) if os.path.isabs(user) else Path.home() / ".cache") / "graphrt" / "compile"
 
 

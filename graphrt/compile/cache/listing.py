@@ -1,4 +1,4 @@
-"""A directory of the compile cache: to list it, to remove from it, to explain a miss."""
+"""Lists a directory of the compile cache, removes keys from it, and explains misses."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def find_key(directory: Path, prefix: str) -> StoredKey:
 
 
 def remove(keys: Iterable[StoredKey]) -> None:
-    """Remove keys, which are gone at once for others, and leftovers of killed removals."""
+    """Remove keys, each in one step for other processes, and leftovers of killed removals."""
     for each in keys:
         root = each.directory.parent
         aside = root / f"{TEMP_PREFIX}{uuid.uuid4().hex[:12]}"

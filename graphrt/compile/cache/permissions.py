@@ -1,8 +1,8 @@
-"""Only its user and root may write the compile cache, and a file is read as it was judged.
+"""Reads the compile cache only where nobody but its user and root may write.
 
-Every directory on the way, and every file, is opened below the one before and judged by its own
-descriptor, and read by it: nothing that is put in its place meanwhile is ever looked at. Judged are
-owners and mode bits, not what this process may do, which for root is everything.
+Every directory of the path, and the file, is opened relative to the descriptor of the one before.
+It is checked and read by its own descriptor, so a file that is put in its place in between is never
+read. The checks look at owners and mode bits, and not at the rights of this process: root has all.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_CAN_JUDGE = os.open in os.supports_dir_fd
-if _CAN_JUDGE:
-    # With O_PATH a directory on the way need not be readable; it is not everywhere.
+_CAN_CHECK = os.open in os.supports_dir_fd
+if _CAN_CHECK:
+    # With O_PATH, which some systems lack, a directory of the path need not be readable.
     _WALK = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
     # Opening a pipe would otherwise wait for its other end.
     _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class RefusedError(PermissionError):
-    """Others may write it, or it is too large; never leaves the cache."""
+    """Others may write a file or directory, or it is too large; never leaves the cache."""
 
 
 def make_private(directory: Path) -> None:
@@ -38,10 +38,10 @@ def opened(root: Path, *below: str) -> Iterator[int | None]:
     """A descriptor of the directory `below` in `root`, which nobody but this user and root may
     change; None if there is none, and nobody else may make it.
 
-    Links on the way to `root` are followed first, and what they lead to is judged; below it there
-    may be none. Raises `RefusedError`, and other `OSError` where it cannot be opened.
+    Links in the path of `root` are followed first, and their targets are checked; below `root`
+    links are refused. Raises `RefusedError`, and other `OSError` where it cannot be opened.
     """
-    if not _CAN_JUDGE:
+    if not _CAN_CHECK:
         raise RefusedError("this system does not tell who may write a directory that is open")
     real = Path(os.path.realpath(root))
     names = (*real.parts[1:], *below)
@@ -49,7 +49,7 @@ def opened(root: Path, *below: str) -> Iterator[int | None]:
     with contextlib.ExitStack() as stack:
         descriptor = os.open(path, _WALK)
         stack.callback(os.close, descriptor)
-        _judge(os.fstat(descriptor), path, above=bool(names))
+        _check_owner(os.fstat(descriptor), path, above=bool(names))
         for depth, name in enumerate(names):
             path /= name
             try:
@@ -58,7 +58,7 @@ def opened(root: Path, *below: str) -> Iterator[int | None]:
                 yield None
                 return
             stack.callback(os.close, descriptor)
-            _judge(os.fstat(descriptor), path, above=depth < len(names) - len(below) - 1)
+            _check_owner(os.fstat(descriptor), path, above=depth < len(names) - len(below) - 1)
         yield descriptor
 
 
@@ -74,7 +74,7 @@ def read_file(directory: int, name: str, most_bytes: int) -> bytes:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise RefusedError(f"{name} is no file ({stat.filemode(status.st_mode)})")
-        _judge(status, Path(name), above=False)
+        _check_owner(status, Path(name), above=False)
         if status.st_size > most_bytes:
             raise RefusedError(
                 f"{name} has {status.st_size} bytes, expected are at most {most_bytes}"
@@ -96,7 +96,7 @@ def _refuse_link(directory: int, name: str, path: Path) -> None:
 
 
 def _read(file: int, size: int) -> bytes:
-    """At most the judged size, even if the file grows meanwhile."""
+    """At most the checked size, even if the file grows meanwhile."""
     parts = []
     while size > 0:
         part = os.read(file, min(size, 1 << 24))
@@ -107,11 +107,11 @@ def _read(file: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _judge(status: os.stat_result, path: Path, *, above: bool) -> None:
+def _check_owner(status: os.stat_result, path: Path, *, above: bool) -> None:
     """Raise `RefusedError` if another user owns it or may write it.
 
-    In a directory `above`, such as /tmp, others may make things of their own if it is sticky: they
-    can neither rename nor replace ours, and what lies below is judged by itself.
+    In a sticky directory `above` the cache, such as /tmp, others may make files of their own: they
+    can neither rename nor replace ours, and everything below is checked itself.
     """
     if status.st_uid not in (os.geteuid(), 0):
         raise RefusedError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()} or root")

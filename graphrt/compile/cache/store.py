@@ -1,9 +1,9 @@
 """Files of the compile cache: a compiled piece is one file, which appears in one step.
 
 A file is a line of text, then a zip archive of what the compiler saved. The line has the key and
-the name that the piece was made for and a checksum of the archive. It is found damaged, never half
-written: a writer works beside it and renames. Two writers of one piece write code that does the
-same, so the last one wins and nothing is locked.
+the name that the piece was made for and a checksum of the archive, which tells damage. No reader
+sees half a file: a writer writes another one and renames it. Two writers of one piece write code
+that does the same, so the last one wins and nothing is locked.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def remove_tree(path: Path) -> None:
 
 @public("graphrt.compile")
 class CompileCacheWarning(UserWarning):
-    """An entry is not used, could not be written, or lies where others may write."""
+    """An entry is not used, could not be written, or is where others may write."""
 
 
 def warn(message: str) -> None:

@@ -31,7 +31,7 @@ from graphrt.compile.split.contexts import restoring_settings
 from graphrt.compile.split.graph import Piece, split
 from graphrt.compile.split.groups import DEFAULT_SPLITTING_OPS, splits_at, splitting_names
 from graphrt.compile.trace.call import TracedCall, trace_call
-from graphrt.compile.trace.check import CallChecker, Overlaps, Small
+from graphrt.compile.trace.check import CallChecker, Overlaps, SmallAxes
 from graphrt.compile.trace.outside import Outside
 from graphrt.compile.trace.subject import Subject
 from graphrt.core.base.errors import InvalidOptionError
@@ -43,14 +43,14 @@ from graphrt.core.replay.recording import frozen_gc
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled subject. `run` takes the calls that `checker` lets pass, as long as `outside` has
-    not changed. `small` are the axes that need code of their own at a size of 1."""
+    """A compiled subject. `run` is right for calls that `checker` and `outside` do not refuse.
+    `small` are the axes that need code of their own at a size of 1."""
 
     run: Callable[..., Any]
     checker: CallChecker
     outside: Outside
     overlaps: Overlaps
-    small: Sequence[Small]
+    small: Sequence[SmallAxes]
     stitched: Stitched
     pieces: tuple[Piece, ...]
     wrappers: tuple[GraphWrapper, ...]
@@ -74,12 +74,12 @@ def build(
     """
     figures = Figures()
     started = time.perf_counter()
-    seen = _traced(subject, bound, options, figures, graphs=graphs)
-    traced = seen.traced
-    backend, kept = _backend(subject, seen, options, figures)
-    partitioned, figures.partition_reason = partitions(options, seen.device.type)
-    at = _registered(options.splitting_ops)
-    pieces = split(traced.graph, _nothing if partitioned else splits_at(at))
+    traced_call = _traced(subject, bound, options, figures, graphs=graphs)
+    traced = traced_call.traced
+    backend, kept = _backend(subject, traced_call, options, figures)
+    partitioned, figures.partition_reason = partitions(options, traced_call.device.type)
+    split_at = _checked_operators(options.splitting_ops)
+    pieces = split(traced.graph, _splits_nowhere if partitioned else splits_at(split_at))
     figures.trace_s = time.perf_counter() - started
     logger.info(traced_line(subject.module, figures, traced.graph.graph, pieces))
 
@@ -87,31 +87,33 @@ def build(
     compiler = Compiler(
         backend,
         figures,
-        seen,
+        traced_call,
         kept=kept,
         sizes=() if subject.small else static_sizes,
-        partition_at=(DEFAULT_SPLITTING_OPS if at is None else at) if partitioned else None,
+        partition_at=(DEFAULT_SPLITTING_OPS if split_at is None else split_at)
+        if partitioned
+        else None,
     )
-    alone = nothing_to_wrap(pieces, whole_graph=options.whole_graph)
+    is_never_captured = nothing_to_wrap(pieces, whole_graph=options.whole_graph)
     stitched, wrappers, text = _stitched(
-        compiler, seen, pieces, subject, options, None if alone else wrapping
+        compiler, traced_call, pieces, subject, options, None if is_never_captured else wrapping
     )
     figures.compile_s = time.perf_counter() - started
     logger.info(compiled_line(figures))
 
     run = restoring_settings(stitched.function, traced.graph.graph)
-    if alone and wrapping is not None:
+    if is_never_captured and wrapping is not None:
         wrappers.append(wrapping.wrap(run, breakable=True))
         run = wrappers[-1]
-    if seen.around is None:
+    if traced_call.around is None:
         run = traced.forward_around(run)
-    seen.check()
+    traced_call.check()
     return Built(
         run,
-        seen.checker,
-        seen.outside,
-        seen.overlaps,
-        seen.ones_needing_own(),
+        traced_call.checker,
+        traced_call.outside,
+        traced_call.overlaps,
+        traced_call.ones_needing_own_code(),
         stitched,
         tuple(pieces),
         tuple(wrappers),
@@ -130,20 +132,20 @@ def _traced(
     graphs: bool,
 ) -> TracedCall:
     with frozen_gc():
-        seen = trace_call(subject, bound, options.dynamic_shapes)
-    figures.traces, figures.call_reason = 1, seen.why_not_around
-    if graphs and seen.traced.assigned:
-        raise _reassigned(seen.traced.assigned)
-    return seen
+        traced_call = trace_call(subject, bound, options.dynamic_shapes)
+    figures.traces, figures.call_reason = 1, traced_call.why_not_around
+    if graphs and traced_call.traced.assigned:
+        raise _reassigned(traced_call.traced.assigned)
+    return traced_call
 
 
 def _backend(
-    subject: Subject, seen: TracedCall, options: CompileOptions, figures: Figures
+    subject: Subject, traced_call: TracedCall, options: CompileOptions, figures: Figures
 ) -> tuple[Backend, KeptPieces | None]:
     """The backend for the pieces of a traced call, and their entry in the cache."""
-    kept, device = None, seen.device
+    kept, device = None, traced_call.device
     if options.backend != "eager":
-        traced = seen.traced
+        traced = traced_call.traced
         kept = KeptPieces.open(
             Compilation(options, traced.codes, traced.graph, device, subject.small)
         )
@@ -159,15 +161,15 @@ def _backend(
 
 def _stitched(
     compiler: Compiler,
-    seen: TracedCall,
+    traced_call: TracedCall,
     pieces: Sequence[Piece],
     subject: Subject,
     options: CompileOptions,
     wrapping: Wrapping | None,
 ) -> tuple[Stitched, list[GraphWrapper], str]:
-    """Compile the pieces, and what calls them all; with the wrappers that capture them, and the
-    graph as Python."""
-    graph = seen.traced.graph
+    """Compile the pieces, and generate the function that calls them all. Also returns the wrappers
+    that capture them, and the graph as Python."""
+    graph = traced_call.traced.graph
     kept = compiler.kept
     compiled = [compiler.compile(piece) for piece in pieces]
     calls, wrappers = _captured(
@@ -177,7 +179,7 @@ def _stitched(
         splitting_names(graph.graph, options.splitting_ops),
         whole_graph=options.whole_graph,
     )
-    stitched = stitch(seen.around, graph, pieces, calls, subject)
+    stitched = stitch(traced_call.around, graph, pieces, calls, subject)
     text = readable(graph, compiled)
     if kept is not None:
         kept.entry.write_text("computation_graph.py", text)
@@ -196,7 +198,7 @@ def _captured(
     """The function that runs each piece, and the wrappers; none without `wrapping`."""
     wrappers: list[GraphWrapper] = []
     if wrapping is None:
-        # A runner that captures around all of this finds its breaks there.
+        # A runner that captures the whole forward breaks at the splitting pieces.
         calls = [eager_break(each.run) if each.piece.splitting else each.run for each in pieces]
     elif partitioned or whole_graph:
         calls = [each.run for each in pieces]
@@ -207,9 +209,9 @@ def _captured(
     return [each.piece.with_views(call) for each, call in zip(pieces, calls, strict=True)], wrappers
 
 
-def _registered(splitting_ops: Sequence[str] | None) -> Sequence[str] | None:
-    """`splitting_ops`; raises `InvalidOptionError` for an operator that there is not: nothing would
-    split there."""
+def _checked_operators(splitting_ops: Sequence[str] | None) -> Sequence[str] | None:
+    """Return `splitting_ops`; raise `InvalidOptionError` for an unknown operator, at which nothing
+    would split."""
     for name in splitting_ops or ():
         namespace, _, operator = name.partition(".")[0].partition("::")
         if not hasattr(getattr(torch.ops, namespace), operator):
@@ -222,7 +224,7 @@ def _registered(splitting_ops: Sequence[str] | None) -> Sequence[str] | None:
     return splitting_ops
 
 
-def _nothing(_: fx.Node) -> bool:
+def _splits_nowhere(_: fx.Node) -> bool:
     return False
 
 

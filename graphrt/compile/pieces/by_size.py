@@ -1,4 +1,5 @@
-"""Sizes of the batch: some get code of their own, and other code holds for some sizes only."""
+"""Chooses code by the size of the batch: some sizes have their own, and general code is not right
+for all others."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from graphrt.core.base.log import logger
 from graphrt.core.base.option_values import shown
 
 _SizeSource = tuple[int, int | None, Any]
-"""The number of an argument, the dimension if that is a tensor, and the size as sympy has it."""
+"""(index of an argument; dimension, or None if it is a number; that size as an expression)"""
 
 _NO_AXES: Mapping[str, tuple[str, int]] = MappingProxyType({})
 _NO_CODE: Mapping[int, Callable[..., Any]] = MappingProxyType({})
 _MOST_SIZES = 1024
 
 
-def wanted_sizes(
+def sizes_to_compile(
     compile_sizes: Sequence[int | str], capture_sizes: Collection[int] | None
 ) -> tuple[int, ...]:
     """The sizes that `compile_sizes` stands for, ascending.
@@ -52,7 +53,7 @@ def wanted_sizes(
 def check_sizes(sizes: Collection[int], capture_sizes: Collection[int] | None) -> None:
     """Raise `CompileSizeError` for the first of `sizes` that is no capture size."""
     if not capture_sizes:
-        return  # nobody has said, or nothing is captured, and nothing padded
+        return  # not known yet, or nothing is captured and so nothing padded
     for size in sorted(sizes):
         if size not in capture_sizes:
             raise CompileSizeError(
@@ -77,11 +78,12 @@ def check_one_size(compile_sizes: Sequence[int | str]) -> None:
 
 
 class BySize:
-    """The code of a piece for the sizes of a call, which `sources` of its arguments say.
+    """Runs the code of a piece that is right for the sizes of a call, read from its arguments by
+    `sources`.
 
-    `static` is code for single sizes of `symbol`. Others get `general` where all `conditions` hold,
-    else `otherwise`. The first call that does not fulfil a condition is a warning, which says sizes
-    by the names of `axes`: the axis of a symbol, and its offset.
+    `static` has code for single sizes of `symbol`. Other sizes run `general` if all `conditions`
+    hold, else `otherwise`. The first call that breaks a condition logs a warning, which names sizes
+    by `axes`: symbol -> (axis, offset).
     """
 
     def __init__(
@@ -115,28 +117,28 @@ class BySize:
             args[index] if dim is None else args[index].shape[dim]
             for index, dim, _ in self._sources
         )
-        chosen = self._code_by_sizes.get(sizes)
-        if chosen is None:
-            chosen = self._chosen(sizes)
+        code = self._code_by_sizes.get(sizes)
+        if code is None:
+            code = self._choose(sizes)
             if len(self._code_by_sizes) >= _MOST_SIZES:
                 self._code_by_sizes.clear()
-            self._code_by_sizes[sizes] = chosen
-        return chosen(*args)
+            self._code_by_sizes[sizes] = code
+        return code(*args)
 
-    def _chosen(self, sizes: Sequence[int]) -> Callable[..., Any]:
+    def _choose(self, sizes: Sequence[int]) -> Callable[..., Any]:
         symbols = _symbols_at(self._sources, sizes)
         static = self._static.get(symbols.get(self._symbol, -1))
         if static is not None:
             return static
         for condition in self._conditions:
-            if _with(condition, symbols) != True:  # noqa: E712
+            if _substituted(condition, symbols) != True:  # noqa: E712
                 if condition not in self._warned:
                     self._warned.add(condition)
-                    self._tell(condition, symbols)
+                    self._warn(condition, symbols)
                 return self._otherwise
         return self._general
 
-    def _tell(self, condition: Any, symbols: Mapping[str, int]) -> None:
+    def _warn(self, condition: Any, symbols: Mapping[str, int]) -> None:
         sizes: dict[str, object] = {}
         for symbol in sorted(s.name for s in condition.free_symbols):
             axis, offset = self._axes.get(symbol, (symbol, 0))
@@ -146,12 +148,14 @@ class BySize:
             "compile_sizes, or an example of such a size, give it code",
             self._name,
             ", ".join(f"{axis} = {size}" for axis, size in sizes.items()),
-            _with(condition, {symbol: axis_symbol(axis) for symbol, axis in self._axes.items()}),
+            _substituted(
+                condition, {symbol: axis_symbol(axis) for symbol, axis in self._axes.items()}
+            ),
         )
 
 
 def size_sources(piece: fx.GraphModule) -> list[_SizeSource]:
-    """Where a call of a piece says the sizes that are symbols in it, each once."""
+    """How to read the symbolic sizes of a piece from the arguments of a call, each once."""
     by_size: dict[Any, _SizeSource] = {}
     for index, node in enumerate(placeholders(piece)):
         value = value_of(node)
@@ -164,31 +168,32 @@ def size_sources(piece: fx.GraphModule) -> list[_SizeSource]:
 
 
 def conditions_on(conditions: Sequence[Any], sources: Sequence[_SizeSource]) -> list[Any]:
-    """Those of `conditions` that are about sizes of `sources` only: a piece knows of no others."""
+    """The `conditions` on sizes of `sources` alone: a piece knows no others."""
     names = {symbol.name for *_, size in sources for symbol in size.free_symbols}
     return [each for each in conditions if {s.name for s in each.free_symbols} <= names]
 
 
 def _symbols_at(sources: Sequence[_SizeSource], sizes: Sequence[int]) -> dict[str, int]:
-    """The symbols of `sources` by name, where these have the values `sizes`; without those that no
-    source tells."""
+    """Name of a symbol -> its value, if `sources` have the values `sizes`. Symbols that these do
+    not determine are left out."""
     symbols: dict[str, int] = {}
     for (*_, expression), size in zip(sources, sizes, strict=True):
         if expression.is_symbol:
             symbols[expression.name] = size
     for (*_, expression), size in zip(sources, sizes, strict=True):
-        rest = _with(expression, symbols)
+        rest = _substituted(expression, symbols)
         unknown = list(rest.free_symbols)
         if len(unknown) == 1:
+            # Solve for it if the size is linear in it.
             at_0, at_1, at_2 = (rest.subs(unknown[0], n) for n in range(3))
             if at_1 != at_0 and at_2 - at_1 == at_1 - at_0:
                 symbols[unknown[0].name] = int((size - at_0) / (at_1 - at_0))
     return symbols
 
 
-def _with(expression: Any, values: Mapping[str, Any]) -> Any:
-    """`expression` with `values` put in for its symbols. A symbol is found by its name, as a piece
-    from the cache has symbols of another process."""
+def _substituted(expression: Any, values: Mapping[str, Any]) -> Any:
+    """`expression` with `values` in place of its symbols, by name: a piece from the cache has
+    symbols of another process."""
     return expression.subs({s: values[s.name] for s in expression.free_symbols if s.name in values})
 
 

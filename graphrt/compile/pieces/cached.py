@@ -22,8 +22,8 @@ class KeptPieces:
     def __init__(self, entry: CacheEntry) -> None:
         self.entry = entry
         self.tag = uuid.uuid4().hex
-        """Keeps the compiler's own caches apart: they know less about called functions, and a hit
-        there does not say for which sizes the code is right."""
+        """Part of the keys in the compiler's own caches, so that these hit nothing older: they know
+        less about called functions, and a hit does not tell for which sizes the code is right."""
 
     @classmethod
     def open(cls, compilation: Compilation) -> KeptPieces:
@@ -56,17 +56,17 @@ class KeptPieces:
         if archive is None:
             return None
         try:
-            # A copy of what was checked: what lies in the cache may be another by now.
+            # Unpacked from the bytes that were checked: the file may be another one by now.
             path, own_caches = Path(new_directory()) / "kept", new_directory()
             unpack(archive, path)
         except OSError as error:
-            # The piece is as good as before.
+            # The cached piece itself is not at fault, and stays.
             warn(f"compiled code is not loaded, as nothing can be unpacked for it: {error}")
             return None
         try:
             return CompiledPiece.load(path, returns, own_caches)
         except Exception as error:
-            # Whatever a compiler says of what it wrote, it is compiled again.
+            # A compiler may raise anything about its own file: the piece is compiled again.
             self.entry.reject(name, f"{type(error).__name__}: {error}")
             return None
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from graphrt.compile.backend.as_operator import AsOperator, TellingWrites
 from graphrt.compile.backend.choice import Backend, backend_for
-from graphrt.compile.backend.inductor_mends import copies_what_it_writes
+from graphrt.compile.backend.inductor_mends import copies_between_written_inputs
 from graphrt.compile.errors import AliasError, CompileError
 from graphrt.compile.pieces.by_size import (
     BySize,
@@ -26,7 +26,7 @@ from graphrt.compile.pieces.partition import Partitioned, collecting
 from graphrt.compile.pieces.wrapping import RunnablePiece
 from graphrt.compile.private_torch.inductor import compiler_caches_apart
 from graphrt.compile.private_torch.operators import storage_identity
-from graphrt.compile.split.graph import Piece, as_it_is, returned_count, written_between
+from graphrt.compile.split.graph import Piece, returned_count, uncompiled, written_between
 from graphrt.compile.split.groups import splits_at
 from graphrt.compile.split.identity import fingerprint
 from graphrt.compile.trace.call import TracedCall
@@ -41,16 +41,16 @@ _KEY_LENGTH = 16
 class Compiler:
     """Compiles the pieces of one traced call, those of equal structure once.
 
-    `sizes` of its symbol are compiled for themselves in addition. With `partition_at` the compiler
-    makes partitions between these operators, and `partitioned` is all code that has them. Compiled
-    code is put into `kept`, and taken from it.
+    Each of `sizes` of the call's symbol gets code of its own in addition. With `partition_at`
+    Inductor partitions its code at these operators, and `partitioned` is all such code. Compiled
+    code is stored in `kept`, and loaded from it.
     """
 
     def __init__(
         self,
         backend: Backend,
         figures: Figures,
-        seen: TracedCall,
+        traced_call: TracedCall,
         *,
         kept: KeptPieces | None,
         sizes: Sequence[int],
@@ -58,54 +58,55 @@ class Compiler:
     ) -> None:
         self._backend = backend
         self._figures = figures
-        self._device_type = seen.device.type
-        self._symbol = seen.symbol
-        self._axes = seen.axes
+        self._device_type = traced_call.device.type
+        self._symbol = traced_call.symbol
+        self._axes = traced_call.axes
         self._sizes = sizes
         self._partition_at = partition_at
         self.partitioned: list[Partitioned] = []
-        self._made: dict[str, Callable[..., Any]] = {}
+        self._code_of: dict[str, Callable[..., Any]] = {}
         self.kept = kept
 
     def compile(self, piece: Piece) -> RunnablePiece:
-        """A piece and its code; a splitting one runs as it is."""
+        """A piece and its code; a splitting one runs uncompiled."""
         if piece.splitting:
             self._figures.splitting_pieces += 1
-            return RunnablePiece(piece, as_it_is(piece.graph))
+            return RunnablePiece(piece, uncompiled(piece.graph))
         if piece.is_empty:
-            return RunnablePiece(piece, as_it_is(piece.graph), "nothing")
+            return RunnablePiece(piece, uncompiled(piece.graph), "nothing")
         self._figures.pieces += 1
         if self._backend.name != "eager" and (why_not := self._why_uncompiled(piece)):
             logger.warning("%s %s: it runs uncompiled", piece.name, why_not)
-            return RunnablePiece(piece, as_it_is(piece.graph), "nothing, it runs as it is")
+            return RunnablePiece(piece, uncompiled(piece.graph), "nothing, it runs as it is")
         key = fingerprint(piece.graph)
-        if key not in self._made:
+        if key not in self._code_of:
             self._figures.distinct_pieces += 1
-            call = self._compiled(piece.graph, key)
-            self._made[key] = self._as_seen(call, piece)
-        return RunnablePiece(piece, self._made[key], self._name(key))
+            call = self._compile_for_all_sizes(piece.graph, key)
+            self._code_of[key] = self._with_visible_writes(call, piece)
+        return RunnablePiece(piece, self._code_of[key], self._name(key))
 
-    def _as_seen(self, call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
-        """A piece whose kernels are seen by a watch or a capture that looks for operators."""
+    def _with_visible_writes(self, call: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
+        """`call` as an operator, or with a note of its writes: watches and captures see operators
+        and not kernels."""
         if self._backend.name == "eager":
             return call
         if self._partition_at is not None:
-            # What splitting operators write they say themselves, row by row.
+            # Splitting operators report their own writes, row by row.
             listed, unsafe = splits_at(self._partition_at), splits_at(None)
             return TellingWrites(
                 call, written_between(piece.graph, lambda node: listed(node) or unsafe(node))
             )
-        # A capture on the CPU records operators, and would not see what runs.
+        # A capture on the CPU records operators, and would miss compiled code.
         always = self._device_type == "cpu"
         return AsOperator(call, returned_count(piece.graph), piece.written, always=always)
 
     def _why_uncompiled(self, piece: Piece) -> str:
-        """Why Inductor would get a piece wrong, which then runs as it is; "" if it would not.
+        """Why a piece runs uncompiled, as Inductor would get it wrong; "" if it would not.
 
         Raises `AliasError`, and `CompileError` where the compiler makes the partitions.
         """
         _check_inputs(piece)
-        copies = copies_what_it_writes(piece.graph)
+        copies = copies_between_written_inputs(piece.graph)
         if copies and self._partition_at is not None:
             raise CompileError(
                 f"{piece.name} copies one input into another and writes both, which Inductor gets "
@@ -120,16 +121,16 @@ class Compiler:
             return "passes on numbers of tensors"
         return ""
 
-    def _compiled(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
+    def _compile_for_all_sizes(self, graph: fx.GraphModule, key: str) -> Callable[..., Any]:
         inputs = [value_of(node) for node in placeholders(graph)]
         name, symbol = self._name(key), self._symbol
         sources = size_sources(graph)
-        general = self._one(graph, inputs, name, static=False)
+        general = self._compile_once(graph, inputs, name, static=False)
         conditions = conditions_on(getattr(general, "conditions", ()), sources)
         static: dict[int, Callable[..., Any]] = {}
         if self._sizes and varies_by(graph, symbol, sources):
             static = {
-                size: self._one(
+                size: self._compile_once(
                     graph, static_inputs(graph, symbol, size), f"{name}_{size}", static=True
                 )
                 for size in self._sizes
@@ -138,7 +139,7 @@ class Compiler:
             return general
         return BySize(
             general,
-            self._otherwise(graph),
+            self._for_other_sizes(graph),
             conditions,
             sources,
             name,
@@ -147,22 +148,22 @@ class Compiler:
             static=static,
         )
 
-    def _otherwise(self, graph: fx.GraphModule) -> Callable[..., Any]:
-        """The code for sizes at which the compiled code is wrong: the graph as it is."""
-        return as_it_is(graph) if self._partition_at is None else _not_for_this_size
+    def _for_other_sizes(self, graph: fx.GraphModule) -> Callable[..., Any]:
+        """The code for sizes at which compiled code is wrong: the graph uncompiled, or an error."""
+        return uncompiled(graph) if self._partition_at is None else _not_for_this_size
 
     def _name(self, key: str) -> str:
         kind = "piece" if self._partition_at is None else "partitioned"
         return f"{kind}_{key[:_KEY_LENGTH]}"
 
-    def _one(
+    def _compile_once(
         self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
     ) -> Callable[..., Any]:
         if self._partition_at is None:
             return self._loaded_or_compiled(graph, inputs, name, static=static)
         with collecting(self._partition_at) as partitions:
-            made = self._loaded_or_compiled(graph, inputs, name, static=static)
-        self.partitioned.append(Partitioned(made, partitions))
+            code = self._loaded_or_compiled(graph, inputs, name, static=static)
+        self.partitioned.append(Partitioned(code, partitions))
         self._figures.partitions = len(self.partitioned[0].partitions)
         return self.partitioned[-1]
 
@@ -176,7 +177,7 @@ class Compiler:
                 return loaded
         backend, why_eager = self._backend, ""
         if self.kept is not None and self.kept.had_pieces:
-            # It was chosen to load what is kept, which was more than there is.
+            # The backend was chosen to load pieces only, and this one is missing: choose again.
             other, why_eager = backend_for(backend.name, self._device_type, compiles=True)
             if why_eager:
                 backend, self._figures.backend_reason = other, why_eager
@@ -192,8 +193,8 @@ class Compiler:
         self._figures.static_compilations += static
         if self.kept is not None and not why_eager:
             self.kept.store(name, compiled)
-        made: Callable[..., Any] = compiled
-        return made
+        code: Callable[..., Any] = compiled
+        return code
 
 
 def _not_for_this_size(*_: Any) -> Any:
@@ -207,8 +208,8 @@ def _not_for_this_size(*_: Any) -> Any:
 
 
 def _check_inputs(piece: Piece) -> None:
-    """Raise `AliasError` where code that is compiled writes an input, and another one shares memory
-    with it: a compiler takes them for two, or gives up."""
+    """Raise `AliasError` if a compiled piece writes an input that shares memory with another: a
+    compiler takes them for two tensors, or gives up."""
     storages: dict[int, list[int]] = {}
     nodes = placeholders(piece.graph)
     for index, node in enumerate(nodes):
@@ -227,8 +228,8 @@ def _check_inputs(piece: Piece) -> None:
 
 
 def _passes_numbers_on(piece: Piece) -> bool:
-    """Whether a piece returns a number that it reads from a tensor, or is given one that is no
-    size: the operator that stands for compiled code has no such results and arguments."""
+    """Whether a piece returns a number, or takes one that is no size. The operator that stands for
+    compiled code (`AsOperator`) can do neither."""
     returned = next(iter(reversed(piece.graph.graph.nodes))).all_input_nodes
     inputs = map(value_of, placeholders(piece.graph))
     return any(map(is_number, returned)) or any(

@@ -1,4 +1,4 @@
-"""Compiling a module in figures, in lines for the log, and as Python to look into."""
+"""A report of compiling a module: figures, lines for the log, and its pieces as Python."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Figures:
     backend: str = ""
     """The backend that compiled."""
     backend_reason: str = ""
-    """Why it is another one than was asked for."""
+    """Why it is not the backend that was asked for."""
     partitions: int = 0
     """Parts that Inductor itself split its code into."""
     partition_reason: str = ""
-    """Why it did not, where that was asked for."""
+    """Why Inductor did not, although that was asked for."""
     call_reason: str = ""
-    """Why the code that Dynamo left stays around every call, which makes it slower."""
+    """Why Dynamo's code stays around every call, which makes it slower."""
 
     def add(self, more: Figures) -> None:
         """Add another trace of the same module; its pieces are not among `pieces`."""

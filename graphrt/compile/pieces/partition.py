@@ -29,7 +29,7 @@ from graphrt.core.capture.recorder import Bridges, separate_strides
 from graphrt.core.capture.wrapper import GraphWrapper
 from graphrt.core.replay.entry import advice_for_another
 
-# What Inductor calls for each of its partitions is process-wide.
+# Inductor's hook for its partitions is process-wide.
 _lock = process_lock()
 _ALIGNMENT = 16
 """Bytes; Inductor's kernels rely on it."""
@@ -49,9 +49,9 @@ class Partition:
 class Partitioned:
     """Compiled code of a whole graph; its partitions are captured once `capture_in` is called.
 
-    A partition's inputs must stay where its graph reads them. Weights, the arguments of the step
-    and what other partitions return do; anything else, such as what a splitting operator returns,
-    is copied to a fixed place before the partition and back after it, since it may be written too.
+    A partition's inputs must be where its graph reads them. Weights, arguments of the step and
+    results of other partitions are. Any other input, such as the result of a splitting operator, is
+    copied to a fixed buffer before the partition, and back after it, as it may be written too.
     """
 
     def __init__(self, run: Callable[..., Any], partitions: Sequence[Partition]) -> None:
@@ -59,23 +59,23 @@ class Partitioned:
         self.conditions: Sequence[Any] = getattr(run, "conditions", ())
         self._run = run
         self._wrapping: Wrapping | None = None
-        self._results = Bridges()
-        self._step: set[int] = set()
+        self._result_buffers = Bridges()
+        self._step_storages: set[int] = set()
 
     def __call__(self, *args: Any) -> Any:
         wrapping = self._wrapping
         context = None if wrapping is None else wrapping.read_context()
         if wrapping is None or context is None or context.mode is not GraphMode.PIECEWISE:
             return self._run_aligned(args)
-        self._step = {_storage(each) for each in args if isinstance(each, torch.Tensor)}
+        self._step_storages = {_storage(each) for each in args if isinstance(each, torch.Tensor)}
         result = self._run(*args)
         if wrapping.options.outputs == "clone":
             return tree.cloned(result)
-        return self._in_place(result) if wrapping.options.outputs == "static" else result
+        return self._in_static_buffers(result) if wrapping.options.outputs == "static" else result
 
     def capture_in(self, wrapping: Wrapping, splitting: frozenset[str]) -> list[GraphWrapper]:
-        """Put each partition into a PIECEWISE wrapper, which are returned; `splitting` may not run
-        inside of one."""
+        """Put each partition into a PIECEWISE wrapper, and return the wrappers. The operators
+        `splitting` may not run inside of one."""
         self._wrapping = wrapping
         options = replace(wrapping.options, outputs="pool", breaks=tuple(sorted(splitting)))
         wrappers = []
@@ -88,35 +88,35 @@ class Partitioned:
     def is_fixed(self, tensor: torch.Tensor) -> bool:
         """Whether a partition's input is at one address in every step like this one."""
         assert self._wrapping is not None
-        return is_fixed(tensor, self._step, self._wrapping.pool)
+        return is_fixed(tensor, self._step_storages, self._wrapping.pool)
 
     def _run_aligned(self, args: tuple[Any, ...]) -> Any:
-        """Run with copies of tensors at odd addresses, which are copied back.
+        """Run with copies of misaligned tensors, and copy them back.
 
-        Inductor's code does that itself, but for code whose partitions somebody else calls.
+        Inductor's code does that itself, but not if its partitions are called by a hook.
         """
-        odd = [
+        misaligned = [
             index
             for index, each in enumerate(args)
             if isinstance(each, torch.Tensor) and each.is_cuda and each.data_ptr() % _ALIGNMENT
         ]
-        if not odd:
+        if not misaligned:
             return self._run(*args)
         copies = list(args)
-        for index in odd:
+        for index in misaligned:
             copies[index] = args[index].clone()
         result = self._run(*copies)
-        for index in odd:
+        for index in misaligned:
             args[index].copy_(copies[index])
         return result
 
-    def _in_place(self, result: Any) -> Any:
-        fixed, _ = self._results.fix(0, result, stays=lambda path, tensor: False)
+    def _in_static_buffers(self, result: Any) -> Any:
+        fixed, _ = self._result_buffers.fix(0, result, stays=lambda path, tensor: False)
         return fixed
 
 
 class _Captured:
-    """A partition in its wrapper, with the copies of inputs that come from nowhere fixed."""
+    """Runs a partition through its wrapper, on copies of the inputs that have no fixed address."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Captured:
         self._read_context = wrapping.read_context
         self._is_fixed = is_fixed
         self._bridges = Bridges()
-        self._places: dict[BatchDescriptor, list[tuple[int, torch.Tensor]]] = {}
+        self._copied_inputs: dict[BatchDescriptor, list[tuple[int, torch.Tensor]]] = {}
         self._numbers: dict[BatchDescriptor, list[Any]] = {}
 
     def __call__(self, args: list[Any]) -> Any:
@@ -139,8 +139,8 @@ class _Captured:
         if context is None or descriptor is None or context.mode is not GraphMode.PIECEWISE:
             return self._function(args)
         numbers = [each for each in args if not isinstance(each, torch.Tensor)]
-        if context.capture is not None or descriptor not in self._places:
-            self._places[descriptor] = self._bridged(args)
+        if context.capture is not None or descriptor not in self._copied_inputs:
+            self._copied_inputs[descriptor] = self._buffers_for(args)
             self._numbers[descriptor] = numbers
         elif numbers != self._numbers[descriptor]:
             raise BakedScalarError(
@@ -149,7 +149,7 @@ class _Captured:
                 expected=self._numbers[descriptor],
                 advice="keep sizes that depend on data out of code between splitting operators",
             )
-        copies = self._places[descriptor]
+        copies = self._copied_inputs[descriptor]
         originals = [args[index] for index, _ in copies]
         for index, buffer in copies:
             _check_shape(args[index], buffer)
@@ -159,17 +159,17 @@ class _Captured:
             original.copy_(buffer)
         return result
 
-    def _bridged(self, args: list[Any]) -> list[tuple[int, torch.Tensor]]:
+    def _buffers_for(self, args: list[Any]) -> list[tuple[int, torch.Tensor]]:
         copies: list[tuple[int, torch.Tensor]] = []
         storages: set[int] = set()
         for index, tensor in enumerate(args):
             if not isinstance(tensor, torch.Tensor) or self._is_fixed(tensor):
                 continue
-            alone = separate_strides(tensor) == tensor.stride()
-            if _storage(tensor) in storages or not alone:
+            dense = separate_strides(tensor) == tensor.stride()
+            if _storage(tensor) in storages or not dense:
                 raise CompileError(
                     "a partition reads views of what a splitting operator returned",
-                    got=f"input {index}, {'a second one of its storage' if alone else 'expanded'}",
+                    got=f"input {index}, {'a second one of its storage' if dense else 'expanded'}",
                     expected="separate tensors, which separate buffers can stand for",
                     advice="let the operator write into given tensors, or leave "
                     "use_inductor_graph_partition out",
@@ -181,7 +181,7 @@ class _Captured:
 
 @contextmanager
 def collecting(splitting_ops: Sequence[str]) -> Iterator[list[Partition]]:
-    """Let Inductor partition what is compiled or loaded in the block; the partitions, in order.
+    """Let Inductor partition the code that the block compiles or loads; yields its partitions.
 
     Operators tagged `cudagraph_unsafe` and those in `splitting_ops` stay between them.
     """
@@ -201,7 +201,7 @@ def collecting(splitting_ops: Sequence[str]) -> Iterator[list[Partition]]:
 
 
 def partitions(options: CompileOptions, device_type: str) -> tuple[bool, str]:
-    """Whether Inductor splits the graph, and why it does not where that was asked for."""
+    """Whether Inductor splits the graph; and if not, although that was asked for, why."""
     if not options.use_inductor_graph_partition or options.whole_graph:
         return False, ""
     if options.backend != "inductor":

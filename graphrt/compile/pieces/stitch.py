@@ -23,8 +23,9 @@ from graphrt.compile.trace.subject import Kind, Subject, kind_of, kind_text
 
 @dataclass(frozen=True)
 class Stitched:
-    """A function and its source. `weights` are the names in it of the module's, by their own;
-    `kinds` is what the code takes for granted of them, by the names in it."""
+    """The generated function that runs all pieces, and its source. `weights` maps a weight's name
+    in the module to its global name in the function; `kinds` maps the global name to the dtype,
+    shape, strides and device that the code relies on."""
 
     function: FunctionType
     source: str
@@ -32,8 +33,8 @@ class Stitched:
     kinds: Mapping[str, Kind]
 
     def rebind(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Let the function use these weights; raises `RetraceError` for one of another kind, and
-        where one is gone, or is no longer the same as another one that it was compiled as."""
+        """Let the function use these weights. Raises `RetraceError` if one has another kind, is
+        gone, or is no longer tied to the weight that it was tied to at compilation."""
         namespace = self.function.__globals__
         bound: dict[str, tuple[str, torch.Tensor]] = {}
         for path, name in self.weights.items():
@@ -58,7 +59,7 @@ class Stitched:
             raise _other_weight(path, kind_text(kind_of(weight)), kind_text(self.kinds[name]))
 
     def in_use(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of `weights` that the function reads, and the constants that it has itself."""
+        """The `weights` that the function reads, and its own constants."""
         bound = set(self.weights.values())
         constants = {
             f"constant {name}": value
@@ -99,8 +100,8 @@ def stitch(
         writer.take_parameters(interface, parameters, subject.weights())
     for piece, call in zip(pieces, calls, strict=True):
         writer.call_piece(piece, call)
-    writer.give_back(interface)
-    return writer.finished(f"<graphrt {type(subject.module).__name__} {id(subject.module)}>")
+    writer.write_return(interface)
+    return writer.finish(f"<graphrt {type(subject.module).__name__} {id(subject.module)}>")
 
 
 class _Writer:
@@ -116,11 +117,11 @@ class _Writer:
         self._lines: list[str] = []
         self._signature = ""
         self._last_use = _last_uses(pieces)
-        self._kept: set[fx.Node] = set()
+        self._returned_nodes: set[fx.Node] = set()
         output = next(iter(reversed(graph.graph.nodes)))
         self._outputs: Sequence[Any] = output.args[0]
-        self._kept.update(output.all_input_nodes)
-        self._wanted = {n for piece in pieces for n in piece.inputs} | self._kept
+        self._returned_nodes.update(output.all_input_nodes)
+        self._read_nodes = {n for piece in pieces for n in piece.inputs} | self._returned_nodes
 
     def take_placeholders(self) -> None:
         nodes = placeholders(self._graph)
@@ -164,20 +165,24 @@ class _Writer:
         computed = (
             n for n in (*piece.inputs, *piece.outputs) if n.op not in ("placeholder", "get_attr")
         )
-        done = [n for n in computed if self._last_use.get(n) == piece.index and n not in self._kept]
+        done = [
+            n
+            for n in computed
+            if self._last_use.get(n) == piece.index and n not in self._returned_nodes
+        ]
         if done:
-            # Memory that nothing reads any more is free for the pieces that follow.
+            # The pieces that follow may use memory that nothing reads any more.
             self._lines.append(f"del {', '.join(self._names[n] for n in done)}")
 
-    def give_back(self, interface: Interface | None) -> None:
+    def write_return(self, interface: Interface | None) -> None:
         self._compute_numbers()
         outputs = [self._text(value) for value in self._outputs]
         if interface is None:
             self._lines.append(f"return ({', '.join(outputs)}{',' if len(outputs) == 1 else ''})")
         else:
-            self._lines.append(f"return {self._returned(interface.result, outputs)}")
+            self._lines.append(f"return {self._result_text(interface.result, outputs)}")
 
-    def finished(self, label: str) -> Stitched:
+    def finish(self, label: str) -> Stitched:
         body = "\n".join(f"    {line}" for line in self._lines)
         source = f"def forward{self._signature}:\n{body}\n"
         namespace = dict(self._globals)
@@ -189,13 +194,13 @@ class _Writer:
 
     def _take_attributes(self) -> None:
         for node in self._graph.graph.nodes:
-            if node.op == "get_attr" and node in self._wanted:
+            if node.op == "get_attr" and node in self._read_nodes:
                 value = attribute_of(self._graph, str(node.target))
                 self._names[node] = self._constant(node.name, value)
 
     def _used_numbers(self) -> set[fx.Node]:
-        """Size placeholders that a piece takes, or that a number the forward returns is made of."""
-        used = {n for n in self._wanted if is_number(n)}
+        """Numbers that a piece takes or the forward returns, and the numbers these depend on."""
+        used = {n for n in self._read_nodes if is_number(n)}
         stack = list(used)
         while stack:
             for n in stack.pop().all_input_nodes:
@@ -214,7 +219,7 @@ class _Writer:
                 self._names[node] = self._fresh(node.name)
                 self._lines.append(f"{self._names[node]} = {function}({', '.join(arguments)})")
 
-    def _returned(self, value: Any, outputs: Sequence[str]) -> str:
+    def _result_text(self, value: Any, outputs: Sequence[str]) -> str:
         if isinstance(value, Output):
             return outputs[value.index]
         if isinstance(value, Argument):
@@ -222,12 +227,14 @@ class _Writer:
         if isinstance(value, Weight):
             return self._constant("weight", value.tensor)
         if isinstance(value, tuple):
-            inside = ", ".join(self._returned(v, outputs) for v in value)
+            inside = ", ".join(self._result_text(v, outputs) for v in value)
             return f"({inside}{',' if len(value) == 1 else ''})"
         if isinstance(value, list):
-            return f"[{', '.join(self._returned(v, outputs) for v in value)}]"
+            return f"[{', '.join(self._result_text(v, outputs) for v in value)}]"
         if isinstance(value, dict):
-            items = (f"{self._literal(k)}: {self._returned(v, outputs)}" for k, v in value.items())
+            items = (
+                f"{self._literal(k)}: {self._result_text(v, outputs)}" for k, v in value.items()
+            )
             return "{" + ", ".join(items) + "}"
         return self._literal(value)
 

@@ -1,4 +1,4 @@
-"""Pieces as they are captured: compiled ones in wrappers, splitting ones kept in place."""
+"""Pieces as they are captured: compiled ones in wrappers, splitting ones run eagerly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graphrt.core.replay.pool import GraphPool
 
 @dataclass(frozen=True)
 class Wrapping:
-    """How pieces are captured: where, with which options, and what tells them the step."""
+    """How pieces are captured: in which pool, with which options, and in which step's context."""
 
     pool: GraphPool
     options: GraphOptions
@@ -37,7 +37,7 @@ class Wrapping:
         *,
         breakable: bool = False,
     ) -> GraphWrapper:
-        """A PIECEWISE wrapper; `options` in place of its own."""
+        """A PIECEWISE wrapper; with `options` in place of its own."""
         return wrapper_class(self.pool.platform)(
             call,
             GraphMode.PIECEWISE,
@@ -51,8 +51,8 @@ class Wrapping:
 
 @dataclass(frozen=True)
 class RunnablePiece:
-    """A piece, `run`, which does as its graph, and the name of the code that it was compiled to;
-    `code` is "" for a splitting piece."""
+    """A piece; the function to `run` for its graph; and the name of its compiled `code`, which is
+    "" for a splitting piece."""
 
     piece: Piece
     run: Callable[..., Any]
@@ -60,21 +60,20 @@ class RunnablePiece:
 
 
 def nothing_to_wrap(pieces: Sequence[Piece], *, whole_graph: bool) -> bool:
-    """Whether no piece would be captured: the forward is splitting operators and views alone. A
-    wrapper around all of it captures nothing either, in as many steps, and lets them be served."""
+    """Whether no piece would be captured, as the forward is splitting operators and views alone.
+    One wrapper around all of it then gives each descriptor a graph, so that steps are served."""
     return not whole_graph and all(piece.splitting or piece.is_empty for piece in pieces)
 
 
 def wrapped_pieces(
     pieces: Sequence[RunnablePiece], wrapping: Wrapping
 ) -> tuple[list[Callable[..., Any]], list[GraphWrapper]]:
-    """Each compiled piece in a PIECEWISE wrapper of its own, and splitting ones kept in place; the
-    wrappers too.
+    """The calls of all pieces, and the PIECEWISE wrappers, one around each compiled piece.
 
-    `outputs` of the options holds for pieces whose results the forward returns: all others are read
-    by the pieces that follow, where they are.
+    The option `outputs` is for pieces whose results the forward returns. Results of all others stay
+    in the pool, where the pieces that follow read them.
     """
-    inner = replace(wrapping.options, outputs="pool")
+    pool_options = replace(wrapping.options, outputs="pool")
     wrapped: list[Callable[..., Any]] = []
     wrappers: list[GraphWrapper] = []
     for each in pieces:
@@ -84,8 +83,8 @@ def wrapped_pieces(
                 call = BridgedPiece(call, wrapping.read_context)
             wrapped.append(piece.with_views(call))
             continue
-        options = wrapping.options if piece.returned else inner
-        # Views of outputs that are copied are views of the copies.
+        options = wrapping.options if piece.returned else pool_options
+        # If the wrapper copies its outputs, views are made of the copies.
         copied = options.outputs != "pool"
         wrapper = wrapping.wrap(call if copied else piece.with_views(call), options)
         wrappers.append(wrapper)
@@ -94,10 +93,10 @@ def wrapped_pieces(
 
 
 class BridgedPiece:
-    """Runs a splitting piece; in PIECEWISE steps its fresh results are copied to fixed places.
+    """Runs a splitting piece; in PIECEWISE steps its new results are copied to fixed buffers.
 
     The pieces after it have captured the addresses that they read. Operators that write into given
-    outputs need none of this, and no `BridgedPiece`.
+    outputs need no `BridgedPiece`.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class BridgedPiece:
         self._run = run
         self._read_context = read_context
         self._bridges = Bridges()
-        self._places: dict[BatchDescriptor, EagerPart] = {}
+        self._parts: dict[BatchDescriptor, EagerPart] = {}
 
     def __call__(self, *args: Any) -> Any:
         result = self._run(*args)
@@ -118,20 +117,22 @@ class BridgedPiece:
         descriptor = context.descriptor
         if descriptor is None:
             return result
-        if context.capture is not None or descriptor not in self._places:
+        if context.capture is not None or descriptor not in self._parts:
             arguments = {t.untyped_storage().data_ptr() for t in tree.tensors(args)}
             fixed, aliased = self._bridges.fix(
                 0, result, stays=lambda _, tensor: tensor.untyped_storage().data_ptr() in arguments
             )
-            # It is called by the steps themselves.
-            self._places[descriptor] = EagerPart(self._run, ((), {}), fixed, aliased)
-        place = self._places[descriptor]
-        place.deliver(result)
-        return place.recorded
+            # Without arguments: only `deliver` of the part is used, and never its function.
+            self._parts[descriptor] = EagerPart(self._run, ((), {}), fixed, aliased)
+        part = self._parts[descriptor]
+        part.deliver(result)
+        return part.recorded
 
 
-class ArgumentPlaces:
-    """Addresses of the arguments that may move: neither a runner's inputs nor pool memory.
+class ArgumentAddresses:
+    """Refuses steps whose arguments are not where their graphs read them.
+
+    It checks arguments that may move: neither a runner's inputs nor pool memory.
 
     A piece that is captured by itself replays wherever its arguments are. The result of an eager
     part of a larger forward is at another address in every step, and the piece would not read it.

@@ -1,4 +1,4 @@
-"""The guards of a trace as closures of Dynamo's own, which are asked without a call of its code."""
+"""Checks Dynamo's guards of a trace, without a call of Dynamo's code."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _SHORT_CUTS = {
         "skip_nnmodule_hook_guards",
         "skip_guards_on_constant_func_defaults",
         "assume_dunder_attributes_remain_unchanged",
-        # These take a tensor for what it was as long as the dict that holds it was not written.
+        # By these a tensor counts as unchanged while the dict that holds it is not written.
         "skip_tensor_guards_with_matching_dict_tags",
         "use_recursive_dict_tags_for_guards",
     )
 }
-"""Settings, on in some versions, by which guards are left out or not looked at."""
+"""Settings, on in some versions, by which Dynamo leaves out guards or skips their checks."""
 
 # Sizes, what the graph reads, and the settings of the process are compared elsewhere.
 _NOT_KEPT = frozenset(("SHAPE_ENV", "TENSOR_SUBCLASS_METADATA_MATCH"))
 _ARGUMENT = "L["
-_HELD = (FunctionType, CodeType, type, ModuleType)
+_COMPARED_BY_ID = (FunctionType, CodeType, type, ModuleType)
 _DEFAULT = re.compile(r"(.+\.__defaults__)\[\d+\]")
 
 
@@ -55,10 +55,11 @@ class GuardEntry(Protocol):
 
 
 class GuardFilter:
-    """Keeps the guards of one trace on what Python can change, in the arguments and outside.
+    """Selects the guards of one trace to keep: those on state that Python can change.
 
-    `read` are the tensors that the graph is given, by Dynamo's names; to be set in the backend.
-    Others of a module are kept: the forward asks what they are, as for a weight's dtype.
+    `read` are Dynamo's names of the graph's inputs, to be set in the backend. These tensors are
+    compared elsewhere. Guards on other tensors of a module are kept, as the forward reads their
+    properties, such as a weight's dtype.
     """
 
     def __init__(self) -> None:
@@ -73,8 +74,8 @@ class GuardFilter:
                 self.zeros[_name(each)] = None
             if default := _DEFAULT.fullmatch(_name(each)):
                 self.defaults[default[1]] = None
-            if each.has_value and isinstance(each.value, _HELD):
-                # A guard knows it by its id, which another one may get when this one is gone.
+            if each.has_value and isinstance(each.value, _COMPARED_BY_ID):
+                # The guard compares ids, and another object may get the id of a freed one.
                 self.held.append(each.value)
         return [self._is_kept(each) for each in entries]
 
@@ -83,13 +84,13 @@ class GuardFilter:
             name = _name(entry)
             return not name.startswith(_ARGUMENT) and name not in self.read
         if entry.guard_type == "DUPLICATE_INPUT":
-            # That two tensors are one is seen where they are; two modules may be one as well.
+            # Tied tensors are compared elsewhere, two names of one module are not.
             return entry.has_value and not isinstance(entry.value, torch.Tensor)
         return bool(entry.name) and entry.guard_type not in _NOT_KEPT
 
 
 def _name(entry: GuardEntry) -> str:
-    """Dynamo's name of a value, which `name` of an entry is a shorter one of in some versions."""
+    """Dynamo's name of a value; `entry.name` is a shortened one in some versions."""
     name = entry.orig_guard.name
     return str(name() if callable(name) else name)
 
@@ -104,18 +105,19 @@ def names_read(graph: fx.GraphModule) -> frozenset[str]:
     return frozenset(names)
 
 
-class _More(NamedTuple):
-    """A property that a guard leaves open: `look` of the value must return `before` again."""
+class _Property(NamedTuple):
+    """A property that Dynamo's guards miss: `read_property(value)` must return `before` again."""
 
     name: str
     code: CodeType
-    look: Callable[[Any], object]
+    read_property: Callable[[Any], object]
     before: object
     text: str
 
 
 class Guards:
-    """The guards that `kept` has of the trace of `function`, whose locals are `arguments`."""
+    """Tells whether Python state is as it was at the trace of `function`, by the guards that the
+    filter `kept` selected. `arguments` are the locals of `function`."""
 
     def __init__(
         self, function: FunctionType, kept: GuardFilter, arguments: Mapping[str, Any]
@@ -126,13 +128,14 @@ class Guards:
         self._check: Callable[[Mapping[str, Any]], bool] = private_attribute(
             self._root, "check", _NO_GUARDS
         )
-        # Dynamo takes its own names out of the globals when it forgets the trace.
+        # Dynamo deletes its own names from the globals when it forgets the trace: `hold` adds them.
         self._globals, self._names = function.__globals__, dict(function.__globals__)
-        # Zeros are equal, and torch 2.11 looks at the values of defaults, not at which parameters
-        # they are for.
-        self._more = [self._more_of(name, _sign, "{0} == {1}", arguments) for name in kept.zeros]
-        self._more += [
-            self._more_of(name, len, "len({0}) == {2}", arguments) for name in kept.defaults
+        # Guards take 0.0 for -0.0, and in torch 2.11 compare defaults without their parameters.
+        self._properties = [
+            self._property_of(name, _sign, "{0} == {1}", arguments) for name in kept.zeros
+        ]
+        self._properties += [
+            self._property_of(name, len, "len({0}) == {2}", arguments) for name in kept.defaults
         ]
         self._kept = (manager, kept.held)
 
@@ -144,7 +147,7 @@ class Guards:
             self._globals.update({**self._names, **self._globals})
             if not self._check(arguments):
                 return False
-        return not self._more or self._changed(arguments) is None
+        return not self._properties or self._changed(arguments) is None
 
     def broken(self, arguments: Mapping[str, Any]) -> str:
         """The guard that does not hold, as Dynamo writes it."""
@@ -159,20 +162,24 @@ class Guards:
         value: object = eval(source, {"__builtins__": {}}, {"L": arguments, "G": self._globals})
         return value
 
-    def _more_of(
-        self, name: str, look: Callable[[Any], object], text: str, arguments: Mapping[str, Any]
-    ) -> _More:
-        """The property `look` of the value at Dynamo's name `name`, as it is at the trace."""
+    def _property_of(
+        self,
+        name: str,
+        read_property: Callable[[Any], object],
+        text: str,
+        arguments: Mapping[str, Any],
+    ) -> _Property:
+        """A property of the value with Dynamo's name `name`, as it is at the trace."""
         code = compile(name, "<guard>", "eval")
         value: Any = eval(code, {"L": arguments, "G": self._globals})
-        before = look(value)
-        return _More(name, code, look, before, text.format(name, value, before))
+        before = read_property(value)
+        return _Property(name, code, read_property, before, text.format(name, value, before))
 
     def _changed(self, arguments: Mapping[str, Any]) -> str | None:
         """The text of the first property that differs from the trace; None if all are equal."""
         scope = {"L": arguments, "G": self._globals}
-        for each in self._more:
-            if each.look(eval(each.code, scope)) != each.before:
+        for each in self._properties:
+            if each.read_property(eval(each.code, scope)) != each.before:
                 return each.text
         return None
 
@@ -182,8 +189,8 @@ def _sign(number: float) -> float:
 
 
 def all_guarded() -> AbstractContextManager[None]:
-    """Traces of the block have guards on all that Python can change, as hooks of modules, and look
-    at each of them whenever they are asked."""
+    """Traces in the block guard all state that Python can change, such as hooks of modules, and
+    each check looks at every guard."""
     settings = {}
     for name, setting in _SHORT_CUTS.items():
         with contextlib.suppress(MissingTorchNameError):
@@ -205,7 +212,7 @@ def hooks_of_all_modules() -> list[int]:
 
 
 def function_modes() -> int:
-    """How many modes there are that see calls of torch's functions."""
+    """How many torch-function modes are on."""
     return _function_modes()
 
 

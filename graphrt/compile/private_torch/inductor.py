@@ -30,7 +30,7 @@ _PASSES = {
         "post_grad_custom_post_pass",
     )
 }
-# In the module of the same name: by the shorter path that module would be found.
+# The whole path: the shorter one is the module of the same name.
 _COMPILE = NAMES.declare(
     "torch._inductor.standalone_compile.standalone_compile", without=_NO_INDUCTOR
 )
@@ -84,7 +84,7 @@ def custom_passes() -> dict[str, object]:
 
 
 def generates_code(device_type: str) -> bool:
-    """Whether Inductor can compile for such devices; imports it, and finds all that it takes."""
+    """Whether Inductor can compile for a device; imports it, and raises if it lacks a name."""
     for name in (_COMPILE, _CPP_COMPILER, _HAS_TRITON):
         name.find()
     _REGISTER.find()()
@@ -110,8 +110,8 @@ def inductor_compile(
         if static
         else [private_attribute(i, "fake_mode", _NO_INDUCTOR) for i in inputs if _is_fake(i)]
     )
-    # Inductor looks for the mode in what the graph returns, and takes another one, with symbols of
-    # its own, if it returns no tensor.
+    # Inductor takes the fake mode from the graph's results. Without a tensor among them it makes
+    # another mode, with symbols of its own.
     context = _TRACING.find()(_TRACING_CONTEXT.find()(modes[0])) if modes else nullcontext()
     shapes = "from_tracing_context" if modes else "from_graph"
     with context:
@@ -135,8 +135,8 @@ def load_artifact(path: Path, save_format: SaveFormat) -> Artifact:
 
 
 def compiler_caches_apart(tag: str) -> AbstractContextManager[Any]:
-    """What is compiled in the block is found in the compiler's own caches under this tag only: by
-    its graph alone they take an operator for the same whose body is another."""
+    """The compiler's own caches find code of the block under this tag only. They look code up by
+    its graph, and take operators of one name for one, though their bodies differ."""
     config: Any = torch.compiler.config
     before = config.cache_key_tag
     block: AbstractContextManager[Any] = config.patch(cache_key_tag=f"{before} graphrt {tag}")
@@ -144,6 +144,6 @@ def compiler_caches_apart(tag: str) -> AbstractContextManager[Any]:
 
 
 def compiler_directory(path: str) -> AbstractContextManager[Any]:
-    """Inductor's caches are there in the block; the whole process's."""
+    """Inductor's caches are at `path` in the block, for the whole process."""
     block: AbstractContextManager[Any] = _DIRECTORY.find()(path)
     return block

@@ -13,8 +13,8 @@ NAMES = PrivateNames()
 
 
 def private_attribute(value: Any, attribute: str, without: str) -> Any:
-    """An attribute of an object of torch's own, which no class says to have; raises
-    `MissingTorchNameError`."""
+    """A private attribute of one of torch's objects; raises `MissingTorchNameError` if it has
+    none."""
     try:
         return getattr(value, attribute)
     except AttributeError as error:

@@ -51,8 +51,8 @@ def operator_names(target: object) -> tuple[str, ...]:
 
 
 def written_arguments(target: object) -> tuple[tuple[int, str], ...] | None:
-    """The arguments, by index and name, that an operator's schema says it writes; those of any
-    overload where it may be each of them. None for no operator."""
+    """The arguments, by index and name, that an operator writes by its schema; of a packet, those
+    that any of its overloads writes. None for no operator."""
     if not operator_names(target):
         return None
     arguments: dict[tuple[int, str], None] = {}
@@ -64,8 +64,8 @@ def written_arguments(target: object) -> tuple[tuple[int, str], ...] | None:
 
 
 def returns(target: object) -> tuple[bool, ...] | None:
-    """Whether each result of an operator shares memory with an argument, as its schema says; of the
-    first overload where it may be each of them. None for no operator."""
+    """Whether each result of an operator shares memory with an argument, by its schema; of a
+    packet, by its first overload. None for no operator."""
     if not operator_names(target):
         return None
     schema = private_attribute(overloads(target)[0], "_schema", _NO_SPLIT)
@@ -97,8 +97,8 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def call_instead(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let calls of a module go to `call`: torch's own place for what `Module.compile` leaves, which
-    copies and checkpoints do without."""
+    """Make calls of a module run `call`, by the attribute that `Module.compile` sets: torch leaves
+    it out of copies and checkpoints."""
     _COMPILED_CALL.find()
     module._compiled_call_impl = call
 
@@ -114,8 +114,8 @@ def storage_identity(tensor: torch.Tensor) -> int:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of a transform of `torch.func`, such as a row of `vmap`, which has no
-    memory that can be asked for."""
+    """Whether a tensor belongs to a transform of `torch.func`, such as a row of `vmap`, whose
+    memory is unknown."""
     return bool(_WRAPPED.find()(tensor))
 
 

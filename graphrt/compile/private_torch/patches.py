@@ -63,7 +63,7 @@ def _patch(name: PrivateName) -> Callable[[Replace], Callable[..., AbstractConte
     """Turn a function that makes a replacement into a block in which the attribute `name` of a
     class is replaced. A warning where this torch has none."""
 
-    def made(replace: Replace) -> Callable[..., AbstractContextManager[None]]:
+    def block_of(replace: Replace) -> Callable[..., AbstractContextManager[None]]:
         @contextmanager
         @wraps(replace)
         def patched(*arguments: Any) -> Iterator[None]:
@@ -77,16 +77,16 @@ def _patch(name: PrivateName) -> Callable[[Replace], Callable[..., AbstractConte
                     setattr(owner, attribute, replace(original, *arguments))
                     undo.callback(setattr, owner, attribute, original)
                 except (MissingTorchNameError, KeyError) as error:
-                    _tell_once(name, str(error))
+                    _warn_once(name, str(error))
                 yield
 
         return patched
 
-    return made
+    return block_of
 
 
 @cache
-def _tell_once(name: PrivateName, why: str) -> None:
+def _warn_once(name: PrivateName, why: str) -> None:
     logger.warning("torch lacks %s (%s): %s", name.path, why.partition("\n")[0], name.without)
 
 
@@ -137,10 +137,10 @@ def kernels_loaded_as_tuned(original: Any) -> Any:
 
 @_patch(_CHUNKS)
 def one_code_for_sums(original: Any) -> Any:
-    """C++ sums of float32 over a batch have chunks of addends, however many the example has.
+    """C++ sums of float32 over a batch add in chunks, however many addends the example has.
 
-    Inductor makes code of few addends or of many, for exactness, and takes for granted then that
-    the batch is as small or as large as that.
+    Inductor would make code for few addends or for many, by the example, and the code would be
+    right only for batches that are as small or as large.
     """
 
     def need_use_acc_helper(self: Any, kind: str, dtype: Any, *more: Any) -> bool:
@@ -155,10 +155,10 @@ def one_code_for_sums(original: Any) -> Any:
 
 @_patch(_SCALARS)
 def sizes_of_floats(original: Any) -> Any:
-    """Floats that are made of batch sizes can be made of tensors, as torch does before Inductor.
+    """Pieces may compute with floats made from batch sizes, which torch turns into tensors.
 
-    It takes for granted that a node gives each symbol, as graphs of Dynamo's have an argument for
-    each. A piece has those that it computes with, and nobody sees that a decomposition will.
+    torch expects a node for each symbol, as Dynamo's graphs have an argument for each. A piece has
+    arguments only for the sizes that it computes with, and a decomposition may need others.
     """
 
     def tensorify(module: fx.GraphModule, *more: Any) -> Any:
@@ -170,7 +170,7 @@ def sizes_of_floats(original: Any) -> Any:
 
 
 def _give_symbols(graph: fx.Graph) -> None:
-    """Have a node for each symbol that is a size of an argument."""
+    """Add a node for each symbol that is a size of an argument and has none."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     values = [(node, node.meta.get("val")) for node in inputs]
@@ -182,12 +182,12 @@ def _give_symbols(graph: fx.Graph) -> None:
             if size.node.expr.is_symbol:
                 symbols.add(size.node.expr)
                 with graph.inserting_before(first):
-                    made = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-                made.meta["val"] = size
+                    size_node = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                size_node.meta["val"] = size
 
 
 def lacks_partitions() -> bool:
-    """Whether nothing of others can be called for Inductor's partitions."""
+    """Whether this torch lacks a hook for Inductor's partitions."""
     try:
         for name in (_PARTITION_HOOK, _PARTITION, _PARTITION_OPS, _INDUCTOR_PATCH):
             name.find()

@@ -41,15 +41,15 @@ _TABLES = {
 }
 _MODE = NAMES.declare("torch.utils._python_dispatch.TorchDispatchMode", without=_NO_KEY)
 _OVERLOAD = NAMES.declare("torch._ops.OpOverload", without=_NO_KEY)
-# Lowerings of Python's operators have the names of those in torch 2.11.
-_NOT_OTHERS = ("torch", "functools", "_operator", "math", "builtins")
-_PLACE = re.compile(r"registered at (\S+?):\d+")
+# In torch 2.11, lowerings of Python's operators have the modules of these.
+_TORCHS_MODULES = ("torch", "functools", "_operator", "math", "builtins")
+_LOCATION = re.compile(r"registered at (\S+?):\d+")
 
 _functions: dict[str, tuple[Any, ...]] = {}
 
 
 def remember_functions(operator: str, run: Any, fake: Any) -> None:
-    """Note the functions of graphrt's operator "ns::op": torch cannot be asked for them."""
+    """Note the functions of an operator of `opaque`, "ns::op": torch does not tell them."""
     _functions[operator] = run, fake
 
 
@@ -60,23 +60,23 @@ def is_torchs_own(operator: Any) -> bool:
 
 def registrations(operator: Any) -> list[str]:
     """The schema and tags of an overload, and for which dispatch keys it has kernels, each with the
-    name of the file that registered it; equal wherever the program lies."""
-    lines = _registered(operator)
-    kernels = [_PLACE.sub(lambda at: f"registered at {PurePath(at[1]).name}", x) for x in lines]
+    name of the file that registered it; equal wherever the program is installed."""
+    lines = _dispatch_lines(operator)
+    kernels = [_LOCATION.sub(lambda at: f"registered at {PurePath(at[1]).name}", x) for x in lines]
     tags = sorted(str(tag) for tag in operator.tags)
     return [str(private_attribute(operator, "_schema", _NO_KEY)), *tags, *kernels]
 
 
 def has_compiled_kernels(operator: Any) -> bool:
     """Whether an overload has kernels that are no Python functions."""
-    lines = _registered(operator)
-    matches = (_PLACE.search(line) for line in lines if "::" in line and "[ " in line)
+    lines = _dispatch_lines(operator)
+    matches = (_LOCATION.search(line) for line in lines if "::" in line and "[ " in line)
     return any(match is not None and not match[1].endswith(".py") for match in matches)
 
 
-def _registered(operator: Any) -> list[str]:
-    """What the dispatcher has of an overload, but for graphrt's own kernels: they are there once
-    something was captured, and an artifact would be another one then."""
+def _dispatch_lines(operator: Any) -> list[str]:
+    """The dispatcher's lines about an overload, without graphrt's own kernels: these come with the
+    first capture, and would change the key."""
     text = str(_DUMP.find()(str(private_attribute(operator, "_name", _NO_KEY))))
     return [line for line in text.splitlines() if not line.startswith(FREE_KEYS)]
 
@@ -108,13 +108,13 @@ def tables_of_others() -> Iterator[tuple[str, Any]]:
             continue  # nobody can have added to it
         for target, function in _value_of(table, {}).items():
             module = getattr(function, "__module__", None) or "torch"
-            if module.partition(".")[0] not in _NOT_OTHERS:
+            if module.partition(".")[0] not in _TORCHS_MODULES:
                 yield f"{kind} {target}", function
 
 
 def triton_call(node: fx.Node) -> tuple[dict[str, Any], tuple[Any, Any]] | None:
-    """Of a node that calls a Triton kernel of the user's: its arguments without the numbers that
-    stand for something in this process only, and that: the kernel and its constant arguments."""
+    """For a node that calls a user's Triton kernel: its arguments without the two indices that mean
+    something in this process only; and what these stand for: kernel and constant arguments."""
     if "kernel_idx" not in node.kwargs or not is_higher_order(node.target):
         return None
     table, arguments = _SIDE_TABLE.find(), dict(node.kwargs)
@@ -123,8 +123,8 @@ def triton_call(node: fx.Node) -> tuple[dict[str, Any], tuple[Any, Any]] | None:
 
 
 def ignoring_new_sizes(fake_mode: Any) -> AbstractContextManager[Any]:
-    """The shape environment forgets data-dependent sizes that are made in the block: it would
-    demand that an operator's results have them."""
+    """The shape environment forgets data-dependent sizes that the block makes. It would else look
+    for them in an operator's results, and raise."""
     block: AbstractContextManager[Any] = private_attribute(
         fake_mode.shape_env, "ignore_fresh_unbacked_symbols", _NO_KEY
     )()
@@ -150,13 +150,13 @@ def operators_called() -> Iterator[list[Any]]:
 
 
 @contextmanager
-def python_calls(seen: Callable[[FrameType], None]) -> Iterator[None]:
-    """`seen` gets the frame of each Python function that this thread calls in the block."""
+def python_calls(note: Callable[[FrameType], None]) -> Iterator[None]:
+    """`note` gets the frame of each Python function that this thread calls in the block."""
     before = sys.getprofile()
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            seen(frame)
+            note(frame)
 
     sys.setprofile(profile)
     try:
@@ -166,7 +166,7 @@ def python_calls(seen: Callable[[FrameType], None]) -> Iterator[None]:
 
 
 def _callables(held: Any) -> list[Any]:
-    """Functions in a dict, and in the dicts and the holders of a function in it."""
+    """The functions in a dict, also those in its inner dicts and in `func` of its values."""
     functions = []
     for value in held.values():
         inner = getattr(value, "func", None)

@@ -48,8 +48,8 @@ _SIZE = re.compile(r"(.+)\.size\(\)\[(\d+)\]$")
 
 
 class SideEffects(Protocol):
-    """What Dynamo knows of the objects that a forward changes; `variable`s are Dynamo's own.
-    `keepalive` are the objects themselves."""
+    """Dynamo's record of the objects that a forward changes. `variable`s are Dynamo's own objects;
+    `keepalive` are the forward's."""
 
     id_to_variable: Mapping[int, Any]
     keepalive: Sequence[Any]
@@ -58,12 +58,12 @@ class SideEffects(Protocol):
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Let a dimension be a symbol, which stands for the size that the tensor has."""
+    """Trace a dimension as a symbol whose known value is the tensor's size."""
     _MARK_DYNAMIC.find()(tensor, dim)
 
 
 def mark_unbacked(tensor: torch.Tensor, dim: int, shape_id: str | None = None) -> None:
-    """Let a dimension be a symbol of which no size is known, one for all of a `shape_id`."""
+    """Trace a dimension as a symbol without a value; one symbol for all of a `shape_id`."""
     _MARK_UNBACKED.find()(tensor, dim, shape_id=shape_id)
 
 
@@ -84,27 +84,27 @@ def size_oblivious() -> AbstractContextManager[None]:
 
 
 def side_effects() -> SideEffects:
-    """Those of the forward that is being traced; only inside of a backend."""
+    """The side effects of the forward that is being traced; only inside of a backend."""
     effects: SideEffects = private_attribute(_TRANSLATOR.find()().output, "side_effects", _NO_TRACE)
     return effects
 
 
-class SoFar(NamedTuple):
-    """What a trace relies on: relations of sizes, as sympy has them, where each of their symbols is
-    in the arguments (Dynamo's name of a tensor, a dimension), and the code that it went through."""
+class TraceFacts(NamedTuple):
+    """What a trace relies on: relations of sizes, in sympy; the place of each symbol in the
+    arguments (Dynamo's name of a tensor, a dimension); and the code that it went through."""
 
     conditions: tuple[Any, ...]
     places: Mapping[Any, tuple[str, int]]
     codes: tuple[CodeType, ...]
 
 
-def trace_so_far() -> SoFar:
-    """That of the trace of this thread; only inside of a backend."""
+def trace_facts() -> TraceFacts:
+    """The facts of this thread's trace up to now; only inside of a backend."""
     context = _CONTEXT.find()()
     env = context.fake_mode.shape_env
     codes = tuple(private_attribute(context, "traced_code", _NO_TRACE) or ())
     if env is None:
-        return SoFar((), {}, codes)
+        return TraceFacts((), {}, codes)
     places: dict[Any, tuple[str, int]] = {}
     for symbol, sources in private_attribute(env, "var_to_sources", _NO_TRACE).items():
         for source in sources:
@@ -113,12 +113,12 @@ def trace_so_far() -> SoFar:
             if size:
                 places.setdefault(symbol, (size[1], int(size[2])))
     conditions = tuple(guard.expr for guard in private_attribute(env, "guards", _NO_TRACE))
-    return SoFar(conditions, places, codes)
+    return TraceFacts(conditions, places, codes)
 
 
 def relied_on(values: Sequence[Any]) -> tuple[Any, ...]:
-    """The relations of sizes that are relied on by now, as sympy has them, in the trace that has
-    the sizes of `values`, which are tensors and numbers; nothing where all sizes are known."""
+    """The relations of sizes, in sympy, that a trace relies on by now: the trace that has the
+    symbolic sizes of `values`, tensors and numbers. () if no size is symbolic."""
     sizes = (size for each in values for size in getattr(each, "shape", (each,)))
     symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
     if symbolic is None:
@@ -128,12 +128,12 @@ def relied_on(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def expressions(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> tuple[Any, Any]:
-    """A size as sympy has it: with what the trace found out about its symbols, and without."""
+    """The sympy expression of a size: with the trace's substitutions for symbols, and without."""
     return size.node.expr, private_attribute(size.node, "_expr", _NO_TRACE)
 
 
 def computed(expression: Any, symbols: Mapping[Any, fx.Proxy]) -> fx.Proxy:
-    """An expression of sizes as nodes of the graph that the proxies of its symbols are in."""
+    """Compute an expression of sizes by nodes, in the graph of the proxies of its `symbols`."""
     proxy: fx.Proxy = _INTERPRET.find()(_PYTHON.find(), symbols, expression)
     return proxy
 
@@ -147,7 +147,7 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 _LOGGERS = ("torch._guards", "torch._subclasses.fake_tensor")
-"""They log an error, with the traceback and all that is known of a guard, and raise it too."""
+"""They log an error with its traceback and guards, and torch raises it too."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Contexts that a forward enters: none is open where a piece ends."""
+"""Autocast and other settings that a forward changes: no piece ends while one is changed."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _WRITTEN_UNDER_AUTOCAST = Refusal(
 
 
 def drop_inference_mode(graph: fx.Graph) -> None:
-    """Let a graph run without inference mode: it computes without gradients as it is, and a
-    compiler that fails inside of that mode leaves the thread unable to run any operator."""
+    """Remove inference mode from a graph: it runs without gradients anyway, and a compiler that
+    fails inside of that mode leaves the thread unable to run any operator."""
     for node in reversed(graph.nodes):
         if node.target in inference_mode_calls():
             graph.erase_node(node)
@@ -50,11 +50,11 @@ def drop_inference_mode(graph: fx.Graph) -> None:
 def close_autocast(
     graph: fx.Graph, is_splitting: Callable[[fx.Node], bool], roles: Roles
 ) -> Callable[[fx.Node], bool]:
-    """Let each side of a splitting operator enter and leave the autocast around it by itself, and
-    the operator too; returns `is_splitting` for the nodes that do so as well.
+    """Give each piece nodes of its own that enter and leave the autocast around it, splitting
+    operators too. Returns `is_splitting` for these nodes as well.
 
-    A replay runs the operator alone: what the graph before it has entered at its capture is not
-    entered then. And no compiler takes a context as an argument.
+    A replay runs a splitting operator alone, without the autocast that the piece before it entered
+    at its capture. And no compiler takes a context as an argument of a piece.
     """
     if not _enters(graph):
         return is_splitting
@@ -63,8 +63,8 @@ def close_autocast(
     for node in list(graph.nodes):
         if node.op == "output":
             contexts.close(0)
-        elif not contexts.notes(node) and node not in free and _computes(node):
-            contexts.settle(node)
+        elif not contexts.defer(node) and node not in free and _computes(node):
+            contexts.enter_before(node)
             contexts.check(
                 {*written(node), *roles.roots(n for n in written(node) if n in free)}, node
             )
@@ -77,37 +77,37 @@ def check_settings(graph: fx.Graph, is_splitting: Callable[[fx.Node], bool]) -> 
     """Raise `CompileError` for a splitting operator where another setting of torch is on than
     around the forward: a replay runs the operator alone."""
     calls = [node for node in graph.nodes if _sets(node)]
-    # What a forward sets at last is what it found, if it sets something twice.
+    # If the forward calls a function more than once, the last call restores what it found.
     last = {node.target: _call_text(node) for node in calls}
     times = Counter(node.target for node in calls)
-    on: dict[Any, fx.Node] = {}
+    changed: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if _sets(node):
             if times[node.target] == 1 or _call_text(node) != last[node.target]:
-                on[node.target] = node
+                changed[node.target] = node
             else:
-                on.pop(node.target, None)
-        elif on and is_splitting(node):
-            entered = next(iter(on.values())).format_node()
+                changed.pop(node.target, None)
+        elif changed and is_splitting(node):
+            entered = next(iter(changed.values())).format_node()
             raise _OTHER_SETTING(f"{entered} before {node.format_node()}")
 
 
 def restoring_settings(run: Callable[..., Any], graph: fx.Graph) -> Callable[..., Any]:
-    """`run`, after which autocast, and what else it sets, is as before if it raises: traced code
+    """`run`, which restores autocast and other settings that it changes if it raises: traced code
     has no `finally`."""
     kinds = {str(node.args[0]) for node in _enters(graph)}
-    noted = [_settings_now] if any(map(_sets, graph.nodes)) else []
+    recorders = [_settings_now] if any(map(_sets, graph.nodes)) else []
     if kinds:
-        noted.append(partial(_autocast_now, kinds))
-    if not noted:
+        recorders.append(partial(_autocast_now, kinds))
+    if not recorders:
         return run
 
     @wraps(run)
     def restoring(*args: Any, **kwargs: Any) -> Any:
-        restore = [note() for note in noted]
+        restore = [record() for record in recorders]
         try:
             return run(*args, **kwargs)
-        except BaseException:  # `undoing`, written out: on the way of every step
+        except BaseException:  # `undoing` by hand, as every step comes through here
             for each in restore:
                 each()
             raise
@@ -116,7 +116,7 @@ def restoring_settings(run: Callable[..., Any], graph: fx.Graph) -> Callable[...
 
 
 def _autocast_now(kinds: Collection[str]) -> Callable[[], None]:
-    """A function that sets autocast as it is now, for these types of devices."""
+    """A function that restores the present autocast of these types of devices."""
     before = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
     ]
@@ -136,7 +136,7 @@ def _autocast_now(kinds: Collection[str]) -> Callable[[], None]:
 
 
 def _settings_now() -> Callable[[], None]:
-    """A function that sets all other settings as they are now."""
+    """A function that restores all other settings to their present values."""
     dtype = torch.get_default_dtype()
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -152,10 +152,8 @@ def _settings_now() -> Callable[[], None]:
 
 
 def _sets(node: fx.Node) -> bool:
-    """Whether a node calls a function of torch's that sets something for all that follows.
-
-    Whether there are gradients is not among it: nothing compiled has any.
-    """
+    """Whether a node calls a function of torch that changes a setting. Gradients do not count:
+    compiled code never has any."""
     if node.op != "call_function" or node.users:
         return False
     name = str(getattr(node.target, "__name__", ""))
@@ -168,7 +166,7 @@ def _sets(node: fx.Node) -> bool:
 
 
 def _call_text(node: fx.Node) -> str:
-    """A call as text: its target and its arguments, those that nodes make in full."""
+    """A call as text: its target and arguments, with each argument that is a node as its call."""
 
     def text(value: object) -> str:
         if isinstance(value, fx.Node):
@@ -181,23 +179,24 @@ def _call_text(node: fx.Node) -> str:
 
 
 class _Contexts:
-    """Enters and leaves, by nodes that are made, what the nodes `replaced` did."""
+    """Makes nodes that enter and leave autocast within pieces, for the nodes `replaced`."""
 
     def __init__(self, graph: fx.Graph, is_splitting: Callable[[fx.Node], bool]) -> None:
         self.sides: dict[fx.Node, bool] = {}
+        """A node that was made -> whether it is with the splitting operators."""
         self.replaced: list[fx.Node] = []
         self._graph = graph
         self._is_splitting = is_splitting
         self._enter, self._exit = autocast_calls()
         self._wanted: list[fx.Node] = []
-        self._times: Counter[fx.Node] = Counter()
+        self._entries: Counter[fx.Node] = Counter()
         self._writers: dict[fx.Node, fx.Node] = {}
         self._entered: list[tuple[fx.Node, fx.Node]] = []
         self._last: fx.Node | None = None
         self._side = False
 
-    def notes(self, node: fx.Node) -> bool:
-        """Whether a node enters or leaves autocast, which is done where something needs it."""
+    def defer(self, node: fx.Node) -> bool:
+        """Note a node that enters or leaves autocast, until an operator needs it; else False."""
         if node.target is self._enter:
             self._wanted.append(node)
         elif node.target is self._exit:
@@ -207,38 +206,38 @@ class _Contexts:
         self.replaced.append(node)
         return True
 
-    def settle(self, node: fx.Node) -> None:
-        """Enter the wanted contexts before a node, and leave all others."""
+    def enter_before(self, node: fx.Node) -> None:
+        """Enter, before a node, the contexts that the forward has open there; leave all others."""
         side = self._is_splitting(node)
-        kept = _shared([each for each, _ in self._entered], self._wanted)
+        kept = _common_prefix([each for each, _ in self._entered], self._wanted)
         self.close(kept if side is self._side else 0)
         self._side = side
         with self._graph.inserting_before(node):
             for each in self._wanted[len(self._entered) :]:
-                made = self._graph.node_copy(each)
-                self.sides[made] = side
-                self._times[each] += 1
-                self._entered.append((each, made))
+                entry = self._graph.node_copy(each)
+                self.sides[entry] = side
+                self._entries[each] += 1
+                self._entered.append((each, entry))
         self._last = node
 
     def check(self, changed: set[fx.Node], node: fx.Node) -> None:
         """Raise `CompileError` where a weight is written inside of autocast that has to be entered
         more than once: autocast keeps the cast of a weight until it is left."""
-        # Of others no cast is kept; to ask a view whether it is a leaf may raise.
+        # Autocast keeps casts of these only, and `is_leaf` of a view may raise.
         values = [value_of(each) for each in changed if each.op in ("placeholder", "get_attr")]
         if any(isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf for v in values):
             self._writers.update(dict.fromkeys(self._wanted, node))
         for each in self._wanted:
-            if self._times[each] > 1 and each in self._writers:
+            if self._entries[each] > 1 and each in self._writers:
                 raise _WRITTEN_UNDER_AUTOCAST(self._writers[each].format_node())
 
     def close(self, kept: int) -> None:
-        """Leave, behind the last node that needed them, all contexts but the first `kept`."""
+        """Leave all contexts but the first `kept`, right after the last node that needed them."""
         while len(self._entered) > kept:
             assert self._last is not None
-            _, made = self._entered.pop()
+            _, entry = self._entered.pop()
             with self._graph.inserting_after(self._last):
-                self._last = self._graph.call_function(self._exit, (made,))
+                self._last = self._graph.call_function(self._exit, (entry,))
             self.sides[self._last] = self._side
 
 
@@ -250,7 +249,7 @@ def _computes(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method", "call_module") and not is_allocation(node)
 
 
-def _shared(one: Sequence[fx.Node], other: Sequence[fx.Node]) -> int:
+def _common_prefix(one: Sequence[fx.Node], other: Sequence[fx.Node]) -> int:
     count = 0
     while count < min(len(one), len(other)) and one[count] is other[count]:
         count += 1

@@ -40,10 +40,10 @@ def opaque(
 
     A trace sees one operator. With `splits` it is a splitting operator by default, and under a
     breakable capture a call of it is an eager break; without, it is captured like any other.
-    Its parameters and its result need the types of operators. One that returns nothing writes into
-    given tensors, which is what graphs around it like best; another one needs `fake`, which takes
-    the same arguments and returns empty tensors of the right shapes. It may not return what it is
-    given. Raises `OpaqueError` where that cannot be an operator.
+    Its parameters and its result need the types of operators. Best it returns nothing and writes
+    into given tensors, which graphs around it read in place. One that returns tensors needs `fake`,
+    which takes the same arguments and returns empty tensors of the right shapes. It may not return
+    an argument. Raises `OpaqueError` if the function cannot be an operator.
     """
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise OpaqueError(
@@ -58,7 +58,7 @@ def opaque(
         check_callable("fake", fake, "fake=lambda query: torch.empty_like(query)")
     flag("splits", splits)
 
-    def made_opaque(function: Callable[P, R]) -> Callable[P, R]:
+    def define(function: Callable[P, R]) -> Callable[P, R]:
         check_callable("function", function)
         overload = _define(name, function, written, fake, splits)
 
@@ -71,7 +71,7 @@ def opaque(
         finished.operator = overload
         return finished  # type: ignore[no-any-return]
 
-    return made_opaque
+    return define
 
 
 def _define(
@@ -115,27 +115,27 @@ def _define(
             expected="annotated tensors, numbers, strings and lists of them",
             advice=_defined_right(function),
         ) from error
-    nothing = schema.endswith("-> ()")
-    if fake is None and not nothing:
+    returns_nothing = schema.endswith("-> ()")
+    if fake is None and not returns_nothing:
         raise OpaqueError(
             f"{name} returns something, so tracing needs to know its shape",
             got=schema,
             expected="fake=",
             advice="pass fake=, or write into a given tensor and return nothing",
         )
-    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
-    tags = (unsafe,) if splits and unsafe is not None else ()
+    unsafe_tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+    tags = (unsafe_tag,) if splits and unsafe_tag is not None else ()
     library: Any = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(short + schema, tags=tags)
     library.impl(short, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake or _nothing, lib=library)
+    torch.library.register_fake(name, fake or _returns_nothing, lib=library)
     _libraries.append(library)
     remember_functions(name, function, fake)
     return getattr(getattr(torch.ops, namespace), short).default
 
 
 def _defined_right(function: Callable[..., Any]) -> str:
-    """Advice for a function whose signature no operator can have."""
+    """Advice on how to write a signature that no operator can have."""
     for parameter in inspect.signature(function).parameters.values():
         name = parameter.name
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -152,5 +152,5 @@ def _defined_right(function: Callable[..., Any]) -> str:
     return "annotate every parameter and the result, as (x: torch.Tensor, n: int) -> None"
 
 
-def _nothing(*_: object, **__: object) -> None:
+def _returns_nothing(*_: object, **__: object) -> None:
     """All results are written in place."""

@@ -53,8 +53,8 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def check_metadata(graph: fx.Graph) -> None:
-    """Raise `CompileError` for what gives a tensor another shape or memory in place: what is known
-    of the tensor from before would be wrong."""
+    """Raise `CompileError` for a node that changes a tensor's shape or memory in place: what the
+    trace knows of the tensor would be wrong before or after it."""
     for node in graph.nodes:
         if node.op in ("call_function", "call_method") and name_of(node) in _METADATA:
             name = name_of(node)
@@ -67,8 +67,8 @@ def check_metadata(graph: fx.Graph) -> None:
 
 
 def check_transforms(graph: fx.Graph) -> None:
-    """Raise `CompileError` for a transform of `torch.func` inside of the forward: whose memory its
-    tensors are is not known, and a piece could end in the middle of it."""
+    """Raise `CompileError` for a transform of `torch.func` inside of the forward: the memory of its
+    tensors is unknown, and a piece could end in the middle of it."""
     for node in graph.nodes:
         value = value_of(node)
         if isinstance(value, torch.Tensor) and is_transformed(value):
@@ -119,13 +119,13 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _writes_inside(node: fx.Node) -> bool:
-    """Whether a higher-order operator may write what it is given: where graphs say what it does,
-    they tell; a Triton kernel, or what has none, may."""
+    """Whether a higher-order operator may write its arguments: its graphs tell. One without graphs,
+    such as a Triton kernel, may."""
     root = node.graph.owning_module
-    inner = [n for n in node.all_input_nodes if n.op == "get_attr"]
-    graphs = [getattr(root, str(n.target), None) for n in inner]
-    inside = [graph for graph in graphs if isinstance(graph, fx.GraphModule)]
-    return not inside or any(written(n) for graph in inside for n in graph.graph.nodes)
+    names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+    attributes = [getattr(root, name, None) for name in names]
+    graphs = [value for value in attributes if isinstance(value, fx.GraphModule)]
+    return not graphs or any(written(n) for graph in graphs for n in graph.graph.nodes)
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
@@ -136,7 +136,7 @@ def nodes_in(value: Any) -> list[fx.Node]:
 
 
 def _bound(node: fx.Node) -> dict[str, Any]:
-    """The arguments by name, with defaults; empty for what has no signature."""
+    """The arguments by name; only the keyword ones if the function has no signature."""
     signature = None if isinstance(node.target, str) else _signature(node.target)
     if signature is None:
         return dict(node.kwargs)
@@ -156,22 +156,22 @@ def _signature(function: Any) -> inspect.Signature | None:
 
 
 def forward_updates(graph: fx.Graph) -> None:
-    """Let every use of what an in-place update returns be a use of the tensor that it updated,
-    which is the same one: `y = x.add_(1)` makes no tensor.
+    """Replace the result of each in-place update by the tensor that it updated: after
+    `y = x.add_(1)`, nodes that use `y` use `x`.
 
-    Raises `AliasError` where a node that writes returns another view of what it wrote.
+    Raises `AliasError` for a node that writes a tensor and returns another view of it.
     """
     for node in graph.nodes:
         value = value_of(node)
         if not node.users or not isinstance(value, torch.Tensor):
             continue
-        same = [n for n in written(node) if _storages(n) & _storages(node)]
-        for updated in same:
+        candidates = [n for n in written(node) if _storages(n) & _storages(node)]
+        for updated in candidates:
             if _geometry(value_of(updated)) == _geometry(value):
                 node.replace_all_uses_with(updated)
                 break
         else:
-            if same:
+            if candidates:
                 raise AliasError(
                     f"{node.name} writes a tensor and returns another view of it",
                     got=node.format_node(),
@@ -181,12 +181,12 @@ def forward_updates(graph: fx.Graph) -> None:
 
 
 def elements(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that only take an element of a tuple or list; no indexing of a tensor is one."""
+    """The nodes that take an element of a tuple or list; indexing a tensor is none of these."""
     taken: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is operator.getitem and node.op == "call_function":
             producer = node.args[0]
-            if isinstance(producer, fx.Node) and _is_several(producer, taken):
+            if isinstance(producer, fx.Node) and _is_sequence(producer, taken):
                 taken.add(node)
     return taken
 
@@ -194,10 +194,10 @@ def elements(graph: fx.Graph) -> set[fx.Node]:
 def views(
     graph: fx.Graph, is_splitting: Callable[[fx.Node], bool], of_tuples: set[fx.Node]
 ) -> set[fx.Node]:
-    """The nodes that read and write no memory, and make tensors of what they are given.
+    """The nodes that only make views of their inputs: any piece that has the inputs can make them.
 
-    They can be made again wherever what they look at is. `of_tuples` are `elements`. Raises
-    `AliasError` for an operator that returns what it is given though its schema says otherwise.
+    `of_tuples` are the nodes of `elements`. Raises `AliasError` for an operator that returns an
+    argument although its schema does not say so.
     """
     nodes: set[fx.Node] = set()
     for node in graph.nodes:
@@ -216,7 +216,7 @@ def views(
             or is_higher_order(node.target)
         ):
             continue
-        if returns(node.target) is not None and not _says_so(node):
+        if returns(node.target) is not None and not _declares_views(node):
             raise AliasError(
                 "an operator returns a tensor that it was given, and its schema does not say so",
                 got=f"{operator_names(node.target)[0]} in {node.format_node()}",
@@ -227,18 +227,18 @@ def views(
     return nodes
 
 
-def check_roots(graph: fx.Graph, seen: frozenset[fx.Node]) -> None:
+def check_roots(graph: fx.Graph, view_nodes: frozenset[fx.Node]) -> None:
     """Raise `AliasError` where two tensors share memory, neither of them is a view of the other
-    (in `seen`), and something writes them: no piece that gets one would know of the other."""
+    (in `view_nodes`), and a node writes them: a piece that takes one would not know the other."""
     changed = {s for node in graph.nodes for n in written(node) for s in _storages(n)}
     roots: dict[int, fx.Node] = {}
     for node in graph.nodes:
         value = value_of(node)
-        if node in seen or not isinstance(value, torch.Tensor) or written(node):
+        if node in view_nodes or not isinstance(value, torch.Tensor) or written(node):
             continue
         for storage in _storages(node) & changed:
             first = roots.setdefault(storage, node)
-            # Weights may be tied: pieces that write them are looked at one by one.
+            # Weights may be tied: `_check_inputs` of the compiler checks pieces that write them.
             if first is not node and node.op not in ("placeholder", "get_attr"):
                 raise AliasError(
                     f"{first.name} and {node.name} share memory that the forward writes, and "
@@ -249,7 +249,7 @@ def check_roots(graph: fx.Graph, seen: frozenset[fx.Node]) -> None:
                 )
 
 
-def _is_several(node: fx.Node, of_tuples: set[fx.Node]) -> bool:
+def _is_sequence(node: fx.Node, of_tuples: set[fx.Node]) -> bool:
     """Whether a node stands for a tuple or list."""
     value = value_of(node)
     if value is not None:
@@ -258,7 +258,7 @@ def _is_several(node: fx.Node, of_tuples: set[fx.Node]) -> bool:
     return node in of_tuples or (results is not None and len(results) > 1)
 
 
-def _says_so(node: fx.Node) -> bool:
+def _declares_views(node: fx.Node) -> bool:
     name = operator_names(node.target)[0]
     return name.startswith("aten::") or any(returns(node.target) or ())
 

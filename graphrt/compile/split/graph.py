@@ -30,14 +30,14 @@ from graphrt.core.capture.refusals import Source, stands_for
 @public("graphrt.compile")
 @dataclass(frozen=True)
 class Piece:
-    """One group as a graph of its own.
+    """A part of a traced graph, as a graph of its own: compiled and captured, or `splitting`.
 
     `inputs` and `outputs` are the nodes of the whole graph that it takes and gives. `graph` takes
-    those of the inputs that are numbered in `taken`, and returns new tensors only, none of which is
-    a view of another or of an input: one as it is, several as a tuple, and None where there are
-    none. `written` are the numbers of those among its arguments that it may write. Where `outputs`
-    has views, the graph `views` makes all outputs of the inputs and what `graph` returns. With
-    `returned`, the forward returns some of that, or views of it.
+    the inputs with the indices `taken`. It returns new tensors only, none of which is a view of
+    another or of an input: one as it is, several as a tuple, no tensor as None. `written` are the
+    indices of the arguments of `graph` that it may write. If `outputs` has views, the graph `views`
+    makes all outputs from the inputs and the results of `graph`. With `returned`, the forward
+    returns one of these results, or a view of one.
     """
 
     index: int
@@ -56,14 +56,14 @@ class Piece:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it computes nothing: all that it gives are views of what it takes."""
+        """Whether it computes nothing: its outputs are views of its inputs."""
         return all(n.op in ("placeholder", "output") for n in self.graph.graph.nodes)
 
     def with_views(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A function from the inputs to the outputs, around a `call` that does as `graph`."""
+        """A function from the inputs to the outputs, which runs `call` in place of `graph`."""
         if self.views is None:
-            return call  # then it takes all inputs
-        make = as_it_is(self.views)
+            return call  # without views, `graph` takes all inputs
+        make = uncompiled(self.views)
         taken, count = self.taken, returned_count(self.graph)
 
         def run(*args: Any) -> Any:
@@ -78,8 +78,8 @@ class Piece:
 def split(whole: fx.GraphModule, is_splitting: Callable[[fx.Node], bool]) -> list[Piece]:
     """The pieces of a graph, in order.
 
-    What an in-place update returns is replaced by what it updates in the graph itself. Raises
-    `CompileError` and `AliasError` for what pieces could not do as the whole graph does.
+    It changes the graph itself (`forward_updates`, for one). Raises `CompileError` and `AliasError`
+    for a graph that would compute something else in pieces.
     """
     graph = whole.graph
     check_metadata(graph)
@@ -96,7 +96,7 @@ def split(whole: fx.GraphModule, is_splitting: Callable[[fx.Node], bool]) -> lis
 def written_between(
     whole: fx.GraphModule, is_splitting: Callable[[fx.Node], bool]
 ) -> tuple[int, ...]:
-    """The numbers of the inputs that nodes write which split nothing."""
+    """The indices of the inputs that are written by nodes other than splitting ones."""
     roles = Roles.of(whole.graph, is_splitting)
     changed = {
         root
@@ -112,11 +112,11 @@ def _with_roots(nodes: Sequence[fx.Node], roles: Roles) -> set[fx.Node]:
 
 
 class _Cut:
-    """Makes pieces of groups.
+    """Makes a piece of each group.
 
-    What crosses from group to group is never a view where the reader is compiled: it takes what the
-    view looks at, and makes the view again, so that it sees all writes and all its writes are seen.
-    Splitting operators are given the views themselves.
+    A compiled piece takes no view from another piece. It takes the tensor behind the view and makes
+    the view again, so that it sees all writes to the tensor and other pieces see its own. Splitting
+    operators take the views themselves.
     """
 
     def __init__(self, whole: fx.GraphModule, groups: Sequence[NodeGroup], roles: Roles) -> None:
@@ -124,41 +124,43 @@ class _Cut:
         self._groups = groups
         self._roles = roles
         self._order = {node: index for index, node in enumerate(whole.graph.nodes)}
-        self._home = {node: group for group in groups for node in group.nodes}
-        self._wanted: dict[int, set[fx.Node]] = {id(group): set() for group in groups}
+        self._group_of = {node: group for group in groups for node in group.nodes}
+        self._read_later: dict[int, set[fx.Node]] = {id(group): set() for group in groups}
         self._returned: set[fx.Node] = set()
 
     def pieces(self) -> list[Piece]:
         output = next(iter(reversed(self._whole.graph.nodes)))
-        self._want(output.all_input_nodes)
+        self._note_reads(output.all_input_nodes)
         self._returned = self._roles.roots([output])
         numbered = list(enumerate(self._groups))
         # From the last to the first: a group's outputs are known once all their readers are.
         return [self._piece(index, group) for index, group in reversed(numbered)][::-1]
 
-    def _want(self, nodes: Iterable[fx.Node]) -> None:
+    def _note_reads(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
-            if node in self._home:
-                self._wanted[id(self._home[node])].add(node)
+            if node in self._group_of:
+                self._read_later[id(self._group_of[node])].add(node)
 
     def _piece(self, index: int, group: NodeGroup) -> Piece:
-        outputs = tuple(sorted(self._wanted[id(group)], key=self._order.__getitem__))
+        outputs = tuple(sorted(self._read_later[id(group)], key=self._order.__getitem__))
         steps = [node for node in group.nodes if node not in self._roles.views]
-        direct, body = self._needed(steps, group, set())
+        graph_inputs, body = self._closure(steps, group)
         view_inputs: list[fx.Node] = []
         view_nodes: list[fx.Node] = []
-        wanted_views = [node for node in outputs if node in self._roles.views]
-        if wanted_views:
-            view_inputs, view_nodes = self._needed(wanted_views, group, set(steps))
+        view_outputs = [node for node in outputs if node in self._roles.views]
+        if view_outputs:
+            view_inputs, view_nodes = self._closure(view_outputs, group)
         read = set(view_inputs) | set(outputs)
         results = [node for node in steps if node in read]
-        inputs = tuple(dict.fromkeys([*direct, *(n for n in view_inputs if n not in set(steps))]))
-        self._want(inputs)
+        inputs = tuple(
+            dict.fromkeys([*graph_inputs, *(n for n in view_inputs if n not in set(steps))])
+        )
+        self._note_reads(inputs)
         name = f"Piece{index}"
-        changed = {n for node in steps for n in _with_roots(written(node), self._roles)}
-        graph = _graph(self._whole, direct, body, results, name)
+        writes = {n for node in steps for n in _with_roots(written(node), self._roles)}
+        graph = _graph(self._whole, graph_inputs, body, results, name)
         views = None
-        if wanted_views:
+        if view_outputs:
             taken = [*inputs, *results]
             views = _graph(self._whole, taken, view_nodes, outputs, f"{name}Views")
         return Piece(
@@ -167,17 +169,17 @@ class _Cut:
             graph,
             inputs,
             outputs,
-            taken=tuple(inputs.index(n) for n in direct),
-            written=tuple(i for i, n in enumerate(direct) if n in changed),
+            taken=tuple(inputs.index(n) for n in graph_inputs),
+            written=tuple(i for i, n in enumerate(graph_inputs) if n in writes),
             views=views,
             returned=not self._returned.isdisjoint(results),
         )
 
-    def _needed(
-        self, nodes: Sequence[fx.Node], group: NodeGroup, computed: set[fx.Node]
+    def _closure(
+        self, nodes: Sequence[fx.Node], group: NodeGroup
     ) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Two lists for `nodes` of a group: their inputs, from outside or among `computed`, and the
-        nodes to run, in order. These are `nodes` with the numbers and views that they need."""
+        """The inputs of a graph that computes `nodes` of a group; and the nodes that it runs, in
+        order: `nodes` themselves with the numbers and views that they need."""
         wanted = set(nodes)
         taken: dict[fx.Node, None] = {}
         body: dict[fx.Node, None] = {}
@@ -193,22 +195,22 @@ class _Cut:
                     continue
                 stack.append((n, True))
                 for each in reversed(n.all_input_nodes):
-                    if each in wanted or self._is_made_again(each, group):
+                    if each in wanted or self._is_recomputed(each, group):
                         stack.append((each, False))
                     elif not _is_submodule(self._whole, each):
                         taken[each] = None
 
         for node in nodes:
             visit(node)
-        # Sizes first, as Dynamo has them.
+        # Sizes first, as in Dynamo's graphs.
         return sorted(taken, key=lambda n: not is_number(n)), list(body)
 
-    def _is_made_again(self, node: fx.Node, group: NodeGroup) -> bool:
+    def _is_recomputed(self, node: fx.Node, group: NodeGroup) -> bool:
         if node in self._roles.numbers:
             return True
         if node not in self._roles.views:
             return False
-        return not group.splitting or self._home.get(node) is group
+        return not group.splitting or self._group_of.get(node) is group
 
 
 def _graph(
@@ -226,7 +228,7 @@ def _graph(
     submodules: dict[str, Any] = {}
     for node in body:
         for n in node.all_input_nodes:
-            # What a higher-order operator calls comes along; a tensor is an input like a weight.
+            # The graphs of a higher-order operator come along; tensors are inputs, as weights are.
             if n not in copies and n.op == "get_attr":
                 submodules[str(n.target)] = attribute_of(whole, str(n.target))
                 copies[n] = graph.node_copy(n)
@@ -252,14 +254,14 @@ def _meta(node: fx.Node) -> dict[str, Any]:
 
 
 def attribute_of(graph: fx.GraphModule, target: str) -> Any:
-    """The value of a node `get_attr` of this dotted `target`."""
+    """The value that a `get_attr` node with this dotted `target` reads."""
     value: Any = graph
     for part in target.split("."):
         value = getattr(value, part)
     return value
 
 
-def as_it_is(graph: fx.GraphModule) -> Callable[..., Any]:
+def uncompiled(graph: fx.GraphModule) -> Callable[..., Any]:
     """A function that runs the operators of a graph one by one."""
     forward: Callable[..., Any] = graph.forward
     return forward
@@ -274,8 +276,8 @@ def returned_count(piece: fx.GraphModule) -> int | None:
 
 
 def remember_lines(piece: fx.GraphModule) -> None:
-    """Let errors that are raised while `piece` runs as it is name the line of the forward."""
-    # Not the piece itself, which the function that is kept would keep alive.
+    """Let errors raised while `piece` runs uncompiled name the line of the forward."""
+    # Weak: `line_of` is kept, and would keep the piece alive.
     graph = weakref.ref(piece)
     sources: dict[int, Source | None] = {}
 
@@ -291,7 +293,7 @@ def remember_lines(piece: fx.GraphModule) -> None:
 
 
 def _lines(piece: fx.GraphModule) -> dict[int, Source | None]:
-    """By the number of a line behind that of `def`."""
+    """Number of a line after that of `def` -> the forward's line for it."""
     nodes = {node.name: node for node in piece.graph.nodes}
     function = next(n for n in ast.walk(ast.parse(piece.code)) if isinstance(n, ast.FunctionDef))
     sources: dict[int, Source | None] = {}
@@ -299,7 +301,7 @@ def _lines(piece: fx.GraphModule) -> dict[int, Source | None]:
         if not isinstance(statement, ast.Assign):
             continue
         for target in statement.targets:
-            # A name is assigned once more where it is let go: None.
+            # The generated code assigns None to a name after its last use: skip that.
             node = nodes.pop(target.id, None) if isinstance(target, ast.Name) else None
             if node is not None:
                 line = statement.lineno - function.lineno

@@ -10,7 +10,7 @@ from torch import fx
 
 from graphrt.compile.private_torch.operators import operator_names, overload_name, overloads
 from graphrt.compile.split.effects import elements, views, written
-from graphrt.compile.trace.sizes import floating, is_number
+from graphrt.compile.trace.sizes import is_number, number_computations
 
 _ALLOCATIONS = frozenset(
     {
@@ -23,7 +23,7 @@ _ALLOCATIONS = frozenset(
 
 @dataclass(eq=False)
 class NodeGroup:
-    """Nodes that run as one piece; `splitting` ones stay out of graphs."""
+    """Nodes that run as one piece. With `splitting` they run eagerly, between captured graphs."""
 
     splitting: bool
     nodes: list[fx.Node] = field(default_factory=list)
@@ -31,8 +31,8 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Roles:
-    """The nodes that run in no order: `numbers` that every piece computes itself, `views` that it
-    can make again, and `elements` of tuples, which belong to what makes the tuple."""
+    """The nodes that are bound to no piece: `numbers`, which each piece computes itself; `views`,
+    which each can make again; `elements` of tuples, which belong to the node of the tuple."""
 
     numbers: frozenset[fx.Node]
     views: frozenset[fx.Node]
@@ -42,7 +42,7 @@ class Roles:
     def of(cls, graph: fx.Graph, is_splitting: Callable[[fx.Node], bool]) -> Roles:
         taken = elements(graph)
         return cls(
-            frozenset(floating(graph)),
+            frozenset(number_computations(graph)),
             frozenset(views(graph, is_splitting, taken)),
             frozenset(taken),
         )
@@ -67,66 +67,69 @@ class Roles:
 def partition(
     graph: fx.Graph, is_splitting: Callable[[fx.Node], bool], roles: Roles
 ) -> list[NodeGroup]:
-    """Which nodes run together; numbers belong to no group.
+    """The groups of nodes that run together, in order; numbers belong to none.
 
-    Splitting operators that follow each other share a group. An element of a tuple belongs to what
-    makes the tuple. A group of nothing but allocations and views becomes the end of the captured
-    group before it, if what it needs is there by then; views alone otherwise that of any group.
+    Consecutive splitting operators share a group. An element of a tuple is in the group of the node
+    that makes the tuple. A group of only allocations and views is appended to the captured group
+    before it, if its inputs are computed by then. A group of only views is otherwise appended to
+    the group before it, of whatever kind.
     """
     groups: list[NodeGroup] = []
-    home: dict[fx.Node, NodeGroup] = {}
+    group_of: dict[fx.Node, NodeGroup] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or node in roles.numbers:
             continue
-        if node in roles.elements and node.args[0] in home:
-            group = home[node.args[0]]
+        if node in roles.elements and node.args[0] in group_of:
+            group = group_of[node.args[0]]
         else:
             splitting = is_splitting(node)
             if not groups or groups[-1].splitting is not splitting:
                 groups.append(NodeGroup(splitting))
             group = groups[-1]
         group.nodes.append(node)
-        home[node] = group
-    return _joined(_with_views_moved(_with_light_ones_moved(groups, home, roles), roles))
+        group_of[node] = group
+    return _with_neighbours_joined(
+        _with_views_moved(_with_allocations_moved(groups, group_of, roles), roles)
+    )
 
 
-def _with_light_ones_moved(
-    groups: Sequence[NodeGroup], home: dict[fx.Node, NodeGroup], roles: Roles
+def _with_allocations_moved(
+    groups: Sequence[NodeGroup], group_of: dict[fx.Node, NodeGroup], roles: Roles
 ) -> list[NodeGroup]:
     kept: list[NodeGroup] = []
     for group in groups:
         before = next((p for p in reversed(kept) if not p.splitting), None)
-        light = all(node in roles.views or is_allocation(node) for node in group.nodes)
-        if before is None or group.splitting or not light:
+        allocates_only = all(node in roles.views or is_allocation(node) for node in group.nodes)
+        if before is None or group.splitting or not allocates_only:
             kept.append(group)
             continue
         earlier = set(map(id, kept[: kept.index(before) + 1]))
-        needed = [n for n in roles.roots(group.nodes) if n in home]
-        if all(id(home[n]) in earlier or home[n] is group for n in needed):
+        needed = [n for n in roles.roots(group.nodes) if n in group_of]
+        if all(id(group_of[n]) in earlier or group_of[n] is group for n in needed):
             before.nodes += group.nodes
-            home.update(dict.fromkeys(group.nodes, before))
+            group_of.update(dict.fromkeys(group.nodes, before))
         else:
             kept.append(group)
     return kept
 
 
 def _with_views_moved(groups: Sequence[NodeGroup], roles: Roles) -> list[NodeGroup]:
-    """Groups of views alone would be graphs of nothing."""
+    """A group of views alone would be captured as an empty graph."""
     kept: list[NodeGroup] = []
-    first: list[fx.Node] = []
+    leading: list[fx.Node] = []
     for group in groups:
         if not all(node in roles.views for node in group.nodes):
             kept.append(group)
         elif kept:
             kept[-1].nodes += group.nodes
         else:
-            first += group.nodes
-    if first and kept:
-        kept[0].nodes[:0] = first
+            leading += group.nodes
+    if leading and kept:
+        kept[0].nodes[:0] = leading
     return kept or list(groups)
 
 
-def _joined(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
+def _with_neighbours_joined(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
     joined: list[NodeGroup] = []
     for group in groups:
         if joined and joined[-1].splitting is group.splitting:
@@ -137,7 +140,7 @@ def _joined(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
 
 
 def is_allocation(node: fx.Node) -> bool:
-    """Whether a node only makes a tensor that something else will fill, and reads none."""
+    """Whether a node only makes a tensor, and reads the data of none."""
     target = node.target
     operator = overload_name(target)
     if operator is not None:
@@ -149,7 +152,7 @@ def is_allocation(node: fx.Node) -> bool:
             return False
     if name not in _ALLOCATIONS or written(node):
         return False
-    # The first argument may be a tensor to be like; a tensor to fill with is read.
+    # `empty_like(x)` reads only the shape of x; `full(shape, x)` reads the data of x.
     read = set(node.all_input_nodes)
     if name.startswith("new_") or name.endswith("_like"):
         read -= {node.args[0] if node.args else node.kwargs.get("input")}
@@ -161,7 +164,7 @@ DEFAULT_SPLITTING_OPS = ("graphrt::paged_decode", "graphrt::attend")
 
 
 def splits_at(names: Collection[str] | None) -> Callable[[fx.Node], bool]:
-    """Whether a node is one of the operators `names`: "ns::op", or "ns::op.overload" for one.
+    """A test for nodes of the operators `names`: "ns::op", or "ns::op.overload" for one overload.
 
     None stands for `DEFAULT_SPLITTING_OPS` and all operators tagged `cudagraph_unsafe`.
     """
@@ -183,7 +186,7 @@ def splitting_names(graph: fx.Graph, names: Collection[str] | None) -> frozenset
 
 
 def names_of(node: fx.Node) -> tuple[str, ...]:
-    """The names by which a list may have an operator; empty for a node that calls none."""
+    """The names by which `splitting_ops` may list a node's operator; () if it calls none."""
     return operator_names(node.target)
 
 

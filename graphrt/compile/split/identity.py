@@ -1,4 +1,4 @@
-"""When two pieces are the same code: the text that says so, and its hash."""
+"""Which pieces can share code: a text of each piece that is equal for these, and its hash."""
 
 from __future__ import annotations
 
@@ -104,5 +104,5 @@ def _argument(value: Any, numbers: dict[fx.Node, str]) -> str:
         return f"{type(value).__name__} {value!r}"
     if callable(value) or isinstance(value, type):
         return target_name(value)
-    # Nothing is known of it: only pieces with this very object are the same.
+    # Of an unknown kind: only pieces with this very object share code.
     return f"{type(value).__name__} {id(value)}"

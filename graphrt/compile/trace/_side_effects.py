@@ -11,7 +11,7 @@ from typing import Any
 from graphrt.compile.private_torch.traces import SideEffects, side_effects
 
 _MODULE = re.compile(r"\._modules\['(\w+)'\]")
-_KEPT = re.compile(r"\._(?:parameters|buffers)\b(?:\['(\w+)'\])?")
+_STATE = re.compile(r"\._(?:parameters|buffers)\b(?:\['(\w+)'\])?")
 _NOTHING = object()
 _PLAIN = (int, float, bool, str, bytes, type(None))
 _ARGUMENT = re.compile(r"^L\['(\w+)'\]")
@@ -22,10 +22,10 @@ _ROOT = re.compile(r"^G\['_call'\](?:\.__self__)?")
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A place in which the forward leaves the plain value that was there at the trace.
+    """An attribute or item to which the forward assigns the plain value that it had at the trace.
 
-    Compiled code does not write it. Dynamo guards on what the forward reads; a value that it only
-    writes may have become another one meanwhile.
+    Compiled code leaves the assignment out, which is right while the value is there. Dynamo guards
+    only what the forward reads, so calls compare the value themselves.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Rewritten:
             return "nothing"
 
     def holds(self) -> bool:
-        """Whether it is the value of the trace; zeros of either sign are equal."""
+        """Whether it is the value of the trace, by `repr`: 0.0 == -0.0."""
         now = self.now()
         return type(now) is type(self.value) and repr(now) == repr(self.value)
 
 
 def assignments() -> tuple[tuple[str, ...], tuple[Rewritten, ...]]:
-    """Attributes, containers and globals that existed before the forward, and that it assigns to,
-    by name; and those which it leaves as they were.
+    """The names of attributes, containers and globals that existed before the forward and that it
+    assigns to; and the places to which it assigns their old value.
 
     Must be called in the backend. In-place operators are no assignments.
     """
@@ -65,7 +65,7 @@ class _Assignments:
         self.assigned: dict[str, None] = {}
         self.rewritten: list[Rewritten] = []
         attributes = getattr(effects, "store_attr_mutations", {})
-        # While Dynamo traces, what the forward writes to still has what it had.
+        # While Dynamo traces, these objects keep their old values: it only notes assignments.
         objects = {id(each): each for each in effects.keepalive}
         for key, variable in list(effects.id_to_variable.items()):
             source = getattr(variable, "source", None)
@@ -81,13 +81,13 @@ class _Assignments:
 
     def _note_attributes(self, name: str, owner: Any, stored: Mapping[str, Any]) -> None:
         for attribute, value in stored.items():
-            at = f"{name}.{attribute}"
+            path = f"{name}.{attribute}"
             if not _is_restored(self._effects, owner, attribute, value):
-                self.assigned[at] = None
+                self.assigned[path] = None
             elif type(value).__name__ != "DeletedVariable":
                 old = inspect.getattr_static(owner.value, attribute)
                 if type(old) in _PLAIN:
-                    self.rewritten.append(Rewritten(at, old, owner.value, attribute, True))
+                    self.rewritten.append(Rewritten(path, old, owner.value, attribute, True))
 
     def _note_items(self, name: str, variable: Any, before: Any) -> None:
         keys = _changed_keys(self._effects, variable, before)
@@ -117,9 +117,8 @@ def _is_restored(effects: SideEffects, owner: Any, attribute: str, stored: Any) 
 
 
 def _changed_keys(effects: SideEffects, variable: Any, before: Any) -> list[object] | None:
-    """The keys at which a container has another value now than `before`; None if all that is known
-    is that something changed. To write the value that is there is no change: Whisper's cache does
-    so at every step."""
+    """The keys at which a container's value differs from `before`; None if it changed in a way that
+    no key names. Assigning the old value is no change: Whisper's cache does so at every step."""
     now, source = getattr(variable, "items", None), variable.source
     if type(before) is set and now is not None:
         return [] if {_key_of(key) for key in now} == before else None
@@ -159,14 +158,14 @@ def _is_same(effects: SideEffects, variable: Any, before: object) -> bool:
     if type(variable).__name__ == "LazyVariableTracker" or not hasattr(variable, "value"):
         return False
     value = variable.value
-    plain = type(value) is type(before) and type(value) in _PLAIN
-    # Zeros of either sign are equal.
-    return value is before or (plain and repr(value) == repr(before))
+    is_plain = type(value) is type(before) and type(value) in _PLAIN
+    # By `repr`: 0.0 == -0.0.
+    return value is before or (is_plain and repr(value) == repr(before))
 
 
 def _is_kept(effects: SideEffects, variable: Any, before: object, container: Any, key: Any) -> bool:
-    """Whether a value is the one that the container had at that key, which Dynamo need not have
-    read."""
+    """Whether a value is the one that the container had at that key, even if Dynamo never read
+    it."""
     source = getattr(variable, "source", None)
     unread = getattr(source, "base", None) == container and getattr(source, "index", None) == key
     return unread or _is_same(effects, variable, before)
@@ -182,7 +181,7 @@ def _name_of(source: Any) -> str | None:
 
 def readable_name(name: str) -> str:
     """ "module.layers.0" from Dynamo's name of where a value comes from."""
-    name = _KEPT.sub(lambda held: f".{held[1]}" if held[1] else "", _MODULE.sub(r".\1", name))
+    name = _STATE.sub(lambda held: f".{held[1]}" if held[1] else "", _MODULE.sub(r".\1", name))
     name = _ARGUMENT.sub(r"\1", _ROOT.sub("module", name))
     name = _IMPORT.sub(lambda match: match[1].replace("_dot_", "."), name)
     return _GLOBAL.sub(r"\1", name)

@@ -13,8 +13,8 @@ from torch import fx
 from graphrt.compile.errors import CompileError
 from graphrt.compile.private_torch.operators import was_written
 from graphrt.compile.private_torch.traces import expressions
-from graphrt.compile.trace.check import CallChecker, Overlaps, Small
-from graphrt.compile.trace.dims import DEFAULT_AXIS, DynamicDims, examples, sizes_of, telling_sizes
+from graphrt.compile.trace.check import CallChecker, Overlaps, SmallAxes
+from graphrt.compile.trace.dims import DEFAULT_AXIS, DynamicDims, distinct_sizes, examples, sizes_of
 from graphrt.compile.trace.dynamo import Traced, trace
 from graphrt.compile.trace.interface import Interface, Probe, argument_paths, interface
 from graphrt.compile.trace.outside import Outside
@@ -25,13 +25,13 @@ from graphrt.compile.trace.subject import Subject
 
 @dataclass(frozen=True)
 class TracedCall:
-    """A traced call, in whose graph all sizes are computed from those that it is given.
+    """One trace of a forward: its graph, and the checks that tell which calls it is right for.
 
     `around` is what the forward does around its graph, None where only Dynamo's code can do it, for
     the reason `why_not_around`. `symbol` is the size of the batch axis that counts tokens, else of
-    the first one; None where the graph has no such symbol. `axes` are the axes of all symbols by
-    their names, each with an offset. `checker` lets calls pass that the trace
-    is right for, as long as `outside` has not changed; `overlaps` says which arguments it writes.
+    the first one; None where the graph has no such symbol. `axes` maps the name of each symbol to
+    its axis and the offset from that. `checker` checks a call's arguments, `outside` all other
+    state; `overlaps` says which arguments the graph writes.
     """
 
     traced: Traced
@@ -46,17 +46,17 @@ class TracedCall:
 
     @property
     def device(self) -> torch.device:
-        """Where the graph runs."""
+        """The device on which the graph runs."""
         return _device(self.traced)
 
     def check(self) -> None:
-        """Raise `RetraceError` if the trace is not right for the very call that it was made of, but
-        for sizes of 0 and 1."""
+        """Raise `RetraceError` if the trace is not right for the very call that it was made of,
+        apart from sizes of 0 and 1."""
         self.checker.check(self._leaves)
 
-    def ones_needing_own(self) -> list[Small]:
+    def ones_needing_own_code(self) -> list[SmallAxes]:
         """Axes that need code of their own at a size of 1."""
-        return self.checker.ones_needing_own(self._leaves)
+        return self.checker.ones_needing_own_code(self._leaves)
 
 
 def trace_call(subject: Subject, bound: inspect.BoundArguments, dynamic_shapes: str) -> TracedCall:
@@ -133,15 +133,15 @@ def _probe(
     sizes: Mapping[str, int],
     step: int,
 ) -> tuple[inspect.BoundArguments, list[Leaf]]:
-    """The call with example tensors, of sizes that tell the axes apart; those of each step too."""
+    """The call with example tensors, whose sizes differ from axis to axis and from step to step."""
     static = {n for weight in subject.weights().values() for n in weight.shape}
     for leaf in call:
         if isinstance(leaf.value, torch.Tensor):
             batch = subject.dims.of(leaf)
             static.update(n for dim, n in enumerate(leaf.value.shape) if dim not in batch)
-    probe_sizes = telling_sizes(sizes, static)
+    probe_sizes = distinct_sizes(sizes, static)
     if step:
-        probe_sizes = telling_sizes(
+        probe_sizes = distinct_sizes(
             {name: size + 3 * step for name, size in probe_sizes.items()},
             static | {*probe_sizes.values()},
         )
@@ -150,9 +150,9 @@ def _probe(
 
 
 def at_size(
-    subject: Subject, bound: inspect.BoundArguments, small: Small
+    subject: Subject, bound: inspect.BoundArguments, small: SmallAxes
 ) -> inspect.BoundArguments:
-    """The call with example tensors, of sizes as they are but for those of `small`."""
+    """The call with example tensors of its own sizes, except those of `small`."""
     call = leaves(bound)
     sizes = {**sizes_of(subject.dims, call), **dict(small)}
     return substitute(bound, examples(subject.dims, call, sizes))
@@ -164,7 +164,7 @@ def _outside(
     example, args, kwargs = call
     named = {id(weight) for weight in subject.weights().values()} if stitched else set()
     named |= {id(leaf.value) for leaf in example}
-    bound = {
+    unnamed = {
         index: value
         for index, value in enumerate(traced.inputs_of(*args, **kwargs))
         if isinstance(value, torch.Tensor) and id(value) not in named
@@ -177,8 +177,8 @@ def _outside(
         _device(traced).type,
         methods,
         traced.inputs_of,
-        bound,
-        taken_anew=not stitched,
+        unnamed,
+        gathered_each_call=not stitched,
     )
 
 
@@ -196,7 +196,7 @@ def _overlaps(paths: Mapping[fx.Node, str], traced: Traced) -> Overlaps:
     written, writes_weights = set(), False
     for node in placeholders(traced.graph):
         value = value_of(node)
-        # Tracing runs writes on the very stand-ins that the graph's inputs have.
+        # The trace ran in-place operators on these fake tensors, which count their writes.
         if isinstance(value, torch.Tensor) and was_written(value):
             if node in paths:
                 written.add(paths[node])
@@ -211,7 +211,7 @@ def _named_symbols(
     call: Sequence[Leaf],
     dims: DynamicDims,
 ) -> dict[Any, tuple[str, int]]:
-    """The same for symbols of tensors that the graph does not take, by Dynamo's names of them."""
+    """As `_symbols`, for tensors that are no inputs of the graph: Dynamo names them (`L['x']`)."""
     axes = {id(leaf.value): dims.of(leaf) for leaf in call}
     symbols: dict[Any, tuple[str, int]] = {}
     for symbol, (name, dim) in places.items():

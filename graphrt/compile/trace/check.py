@@ -1,4 +1,4 @@
-"""Compares a call's arguments with the trace's. Written ones must not share memory."""
+"""Refuses calls whose arguments the traced code is not right for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from graphrt.compile.trace.dims import DynamicDims, sizes_of
 from graphrt.compile.trace.parameters import Leaf
 from graphrt.core.base.option_values import shown
 
-Small = tuple[tuple[str, int], ...]
+SmallAxes = tuple[tuple[str, int], ...]
 """Axes of a call whose size is 0 or 1, with that size."""
 
 _MOST_SIZES = 4096
 
 
-_LOOKED_AT = (
+_PROPERTIES = (
     "the type",
     "the layout",
     "whether it is conjugated, is negated, or requires gradients",
@@ -28,22 +28,22 @@ _LOOKED_AT = (
 
 
 class _Tensor(NamedTuple):
-    """A tensor argument of the trace. `looks` is what `_LOOKED_AT` names, `shape` has None for a
-    batch dimension, and `strides` is None for a contiguous one."""
+    """A tensor argument of the trace. `_PROPERTIES` names its `properties`; `shape` has None for a
+    batch dimension; `strides` is None for a contiguous tensor."""
 
-    looks: tuple[object, ...]
+    properties: tuple[object, ...]
     shape: tuple[int | None, ...]
     strides: tuple[int, ...] | None
 
 
 class CallChecker:
-    """The properties of arguments that the trace has baked in; calls are held against them.
+    """Checks that a call's arguments have the properties that the trace has baked in.
 
     `conditions` are relations between sizes; `symbols` says how each symbol in them follows from
-    the sizes of the axes: (axis, offset). `does_the_same` says of sizes of the symbols whether the
-    operators that were traced do there what they did in the trace. `asks_for_gradients`: some code
-    reads whether a tensor requires them, which compiled code itself never does. `asks_for_strides`:
-    some code reads strides, of which one of a dimension of size 1 changes nothing else.
+    the sizes of the axes: (axis, offset). `does_the_same` says whether the traced operators do at
+    given sizes of axes what they did in the trace. `asks_for_gradients`: the forward's code reads
+    `requires_grad`, on which no operator depends. `asks_for_strides`: it reads strides, so even the
+    stride of a dimension of size 1 counts, on which no operator depends.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class CallChecker:
         self._symbols = dict(symbols)
         self._conditions = list(conditions)
         self._does_the_same = does_the_same
-        self._known_sizes: dict[tuple[int, ...], Small] = {}
-        self._served: dict[Small, bool] = {}
+        self._checked_sizes: dict[tuple[int, ...], SmallAxes] = {}
+        self._is_served: dict[SmallAxes, bool] = {}
         for condition in self._conditions:
             if unknown := condition.free_symbols - set(symbols):
                 raise TraceError(
@@ -74,11 +74,10 @@ class CallChecker:
                     advice="name the dimension in dynamic_dims, or make it a constant",
                 )
 
-    def check(self, leaves: Sequence[Leaf]) -> Small:
+    def check(self, leaves: Sequence[Leaf]) -> SmallAxes:
         """Raise `RetraceError`, which names the argument, if the code is not right for a call.
 
-        Returns the axes of size 0 and 1 where the call needs code of its own for these; else
-        nothing.
+        Returns the axes of size 0 or 1 if the call needs code of its own for these; else ().
         """
         paths = [leaf.path for leaf in leaves]
         if paths != list(self._expected):
@@ -88,51 +87,51 @@ class CallChecker:
             self._check_leaf(leaf)
         sizes = sizes_of(self._dims, leaves)
         key = tuple(sizes.values())
-        needed = self._known_sizes.get(key)
-        if needed is None:
-            needed = self._needed(sizes)
-            if len(self._known_sizes) >= _MOST_SIZES:
-                self._known_sizes.clear()
-            self._known_sizes[key] = needed
-        return needed
+        small = self._checked_sizes.get(key)
+        if small is None:
+            small = self._check_new_sizes(sizes)
+            if len(self._checked_sizes) >= _MOST_SIZES:
+                self._checked_sizes.clear()
+            self._checked_sizes[key] = small
+        return small
 
-    def sizes_needing_own(self, leaves: Sequence[Leaf]) -> Small:
+    def axes_needing_own_code(self, leaves: Sequence[Leaf]) -> SmallAxes:
         """The result of `check` for a call that passes it; looks at sizes only."""
         sizes = sizes_of(self._dims, leaves)
-        needed = self._known_sizes.get(tuple(sizes.values()))
-        if needed is None:
-            return self._needed(sizes) if min(sizes.values(), default=2) < 2 else ()
-        return needed
+        small = self._checked_sizes.get(tuple(sizes.values()))
+        if small is None:
+            return self._check_new_sizes(sizes) if min(sizes.values(), default=2) < 2 else ()
+        return small
 
-    def ones_needing_own(self, leaves: Sequence[Leaf]) -> list[Small]:
+    def ones_needing_own_code(self, leaves: Sequence[Leaf]) -> list[SmallAxes]:
         """Which axes need code of their own at a size of 1: each by itself, and all at once."""
         axes = list(sizes_of(self._dims, leaves))
-        candidates: list[Small] = [((axis, 1),) for axis in axes]
+        candidates: list[SmallAxes] = [((axis, 1),) for axis in axes]
         if len(axes) > 1:
             candidates.append(tuple((axis, 1) for axis in axes))
         return [small for small in candidates if not self._serves(small)]
 
-    def _needed(self, sizes: Mapping[str, int]) -> Small:
+    def _check_new_sizes(self, sizes: Mapping[str, int]) -> SmallAxes:
         small = tuple((axis, size) for axis, size in sizes.items() if size < 2)
-        if small and not (self._serves(small) and self._broken(sizes) is None):
+        if small and not (self._serves(small) and self._broken_condition(sizes) is None):
             return small
         self._check_sizes(sizes)
         return ()
 
-    def _serves(self, small: Small) -> bool:
-        if small not in self._served:
+    def _serves(self, small: SmallAxes) -> bool:
+        if small not in self._is_served:
             sizes = dict(small)
             values = {
                 symbol: sizes[axis] + off
                 for symbol, (axis, off) in self._symbols.items()
                 if axis in sizes
             }
-            self._served[small] = (
+            self._is_served[small] = (
                 0 not in sizes.values()
                 and all(condition.subs(values) != False for condition in self._conditions)  # noqa: E712
                 and self._does_the_same(sizes)
             )
-        return self._served[small]
+        return self._is_served[small]
 
     def _describe(self, leaf: Leaf) -> Any:
         value = leaf.value
@@ -144,12 +143,12 @@ class CallChecker:
         if value.layout is torch.strided:
             is_usual = value.is_contiguous()
             if self._asks_for_strides:
-                # One row of a cut tensor is contiguous, and has the strides of the cut.
-                is_usual &= value.stride() == _contiguous(value.shape)
+                # One row cut out of wider ones is contiguous, but has the stride of the wider rows.
+                is_usual &= value.stride() == _new_strides(value.shape)
             strides = None if is_usual else value.stride()
-        return _Tensor(self._looks(value), shape, strides)
+        return _Tensor(self._properties_of(value), shape, strides)
 
-    def _looks(self, value: torch.Tensor) -> tuple[object, ...]:
+    def _properties_of(self, value: torch.Tensor) -> tuple[object, ...]:
         kind = torch.Tensor if isinstance(value, torch.nn.Parameter) else type(value)
         gradients = self._asks_for_gradients and value.requires_grad
         flags = value.is_conj(), value.is_neg(), gradients
@@ -162,10 +161,10 @@ class CallChecker:
             _check_constant(path, value, expected)
             return
         if not isinstance(value, torch.Tensor):
-            raise _changed(path, "the type", type(value), expected.looks[0])
-        looks = self._looks(value)
-        if looks != expected.looks:
-            both = zip(_LOOKED_AT, looks, expected.looks, strict=True)
+            raise _changed(path, "the type", type(value), expected.properties[0])
+        properties = self._properties_of(value)
+        if properties != expected.properties:
+            both = zip(_PROPERTIES, properties, expected.properties, strict=True)
             raise next(_changed(path, *each) for each in both if each[1] != each[2])
         self._check_shape(path, value, expected.shape)
         if value.layout is torch.strided:
@@ -192,16 +191,16 @@ class CallChecker:
                 raise _changed(path, "the strides", strides, expected)
         elif not value.is_contiguous():
             raise _changed(path, "the strides", strides, "contiguous")
-        elif self._asks_for_strides and strides != (usual := _contiguous(value.shape)):
+        elif self._asks_for_strides and strides != (usual := _new_strides(value.shape)):
             raise _changed(path, "the strides, which the forward asks for", strides, usual)
 
-    def _broken(self, sizes: Mapping[str, int]) -> Any:
+    def _broken_condition(self, sizes: Mapping[str, int]) -> Any:
         """The first condition that does not hold at these sizes."""
         values = {symbol: sizes[axis] + off for symbol, (axis, off) in self._symbols.items()}
         return next((each for each in self._conditions if each.subs(values) == False), None)  # noqa: E712
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
-        condition = self._broken(sizes)
+        condition = self._broken_condition(sizes)
         if condition is None:
             return
         names = sorted({self._symbols[s][0] for s in condition.free_symbols})
@@ -235,9 +234,9 @@ def _check_constant(path: str, value: object, expected: object) -> None:
         raise _changed(path, "a value that the code has baked in", value, expected)
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a new tensor of that shape. A row that is cut out of wider ones has another
-    stride in its dimension of size 1, and counts as contiguous all the same."""
+def _new_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor of that shape. One row cut out of wider ones has another stride
+    in its dimension of size 1, although it is contiguous."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -281,11 +280,11 @@ def _equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, float | complex):
-        return repr(a) == repr(b)  # also of -0.0, and of what is no number
+        return repr(a) == repr(b)  # 0.0 == -0.0, and NaN != NaN
     try:
         return bool(a == b)
     except (RuntimeError, TypeError, ValueError):
-        return False  # such as arrays, whose comparison is no single answer: refused as changed
+        return False  # an array, which compares element by element: refused as changed
 
 
 def _shape_text(shape: Sequence[int | None]) -> str:
@@ -301,8 +300,8 @@ def axis_symbol(axis: tuple[str, int]) -> Any:
 
 
 class Overlaps:
-    """The arguments that a graph writes, by their paths, and whether it writes the module's tensors
-    too; the trace saw none of them overlap."""
+    """Refuses calls in which a tensor that the graph writes shares memory with another: none did in
+    the trace. `written` are paths of arguments; `writes_weights`: also tensors of the module."""
 
     def __init__(self, written: Collection[str], *, writes_weights: bool) -> None:
         self._written = frozenset(written)
@@ -310,6 +309,7 @@ class Overlaps:
 
     @property
     def matter(self) -> bool:
+        """Whether the graph writes any of them."""
         return bool(self._written) or self._writes_weights
 
     def check(self, leaves: Sequence[Leaf], weights: Mapping[str, torch.Tensor]) -> None:
@@ -331,8 +331,8 @@ def _has_memory(value: object) -> bool:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have bytes in common; also for some, of different strides, that only lie
-    between each other."""
+    """Whether two tensors may have bytes in common. True also for some of different strides that
+    only interleave."""
     first, last = _extent(one)
     other_first, other_last = _extent(other)
     if last <= other_first or other_last <= first:
@@ -341,7 +341,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first byte, and of the first behind the last one."""
+    """The addresses of the first byte, and of the byte after the last."""
     if not tensor.numel():
         return 0, 0
     both = zip(tensor.shape, tensor.stride(), strict=True)
@@ -350,8 +350,8 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return first, first + reach * tensor.element_size()
 
 
-def _side_by_side(one: torch.Tensor, other: torch.Tensor, apart: int) -> bool:
-    """Whether they are columns of one matrix, apart from each other in every row."""
+def _side_by_side(one: torch.Tensor, other: torch.Tensor, distance: int) -> bool:
+    """Whether they are different columns of one matrix, which begin `distance` bytes apart."""
     if not one.dim() or one.dim() != other.dim() or one.dtype is not other.dtype:
         return False
     row = one.stride(0) * one.element_size()
@@ -361,7 +361,7 @@ def _side_by_side(one: torch.Tensor, other: torch.Tensor, apart: int) -> bool:
     for tensor in (one, other):
         first, end = _extent(tensor[0])
         widths.append(end - first)
-    offset = apart % row
+    offset = distance % row
     return widths[0] <= offset and offset + widths[1] <= row
 
 

@@ -35,7 +35,7 @@ class DynamicDims:
         self._axes = {name: _axes(value) for name, value in named.items()}
 
     def __bool__(self) -> bool:
-        """Whether any are named: without, all calls have the sizes of the compiled one."""
+        """Whether any are named. If none is, all calls have the sizes of the compiled one."""
         return bool(self._axes)
 
     def check_names(self, names: Sequence[str]) -> None:
@@ -50,7 +50,7 @@ class DynamicDims:
                 )
 
     def without(self, names: Collection[str]) -> DynamicDims:
-        """The same dimensions but for those of the axes `names`, which are like any other."""
+        """The same dimensions without those of the axes `names`."""
         fewer = DynamicDims({})
         fewer._axes = {
             name: {dim: axis for dim, axis in axes.items() if axis.name not in names}
@@ -59,7 +59,7 @@ class DynamicDims:
         return fewer
 
     def of(self, leaf: Leaf) -> dict[int, Axis]:
-        """The batch dimensions of one leaf; empty for what is no tensor."""
+        """The batch dimensions of one leaf; empty if it is no tensor."""
         if not isinstance(leaf.value, torch.Tensor):
             return {}
         axes = self._axes.get(leaf.path)
@@ -99,18 +99,17 @@ def sizes_of(dims: DynamicDims, leaves: Iterable[Leaf]) -> dict[str, int]:
     return sizes
 
 
-def telling_sizes(near_sizes: Mapping[str, int], avoid: Iterable[int]) -> dict[str, int]:
-    """A size for every axis, near the given one, that nothing else has.
+def distinct_sizes(near_sizes: Mapping[str, int], avoid: Iterable[int]) -> dict[str, int]:
+    """A size for every axis, near the given one, that no other dimension has.
 
-    A size that two things have would be taken for one size of both. None is made as small as 2 or
-    3, at which halves and what leaves out an element have a size of 1: Inductor takes `n - 1 = 1`
-    for a constant.
+    Dimensions of equal size would be taken for one axis. No size is changed to 2 or 3, where
+    `n // 2` or `n - 1` is 1: Inductor takes `n - 1 = 1` for a constant.
     """
     taken = {0, 1, *avoid}
     chosen: dict[str, int] = {}
     for name, size in near_sizes.items():
         above = range(size + 1, size + len(taken) + 8)
-        # Halves of an even size are equal, and the trace may rely on it.
+        # Even sizes stay even first: the forward may rely on two equal halves.
         near = [size, *sorted((*range(size - 1, 3, -1), *above), key=lambda n: (n - size) % 2)]
         chosen[name] = next(n for n in near if n not in taken and n + 1 not in taken)
         taken |= {chosen[name] - 1, chosen[name], chosen[name] + 1}
@@ -120,9 +119,9 @@ def telling_sizes(near_sizes: Mapping[str, int], avoid: Iterable[int]) -> dict[s
 def examples(
     dims: DynamicDims, leaves: Sequence[Leaf], sizes: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Tensors like those of the leaves, with batch dimensions of `sizes`; nothing is in them.
+    """Uninitialised tensors like those of the leaves, with batch dimensions of `sizes`.
 
-    A leaf without batch dimensions is represented by itself, under an identity of its own.
+    A tensor without batch dimensions is used itself, as a new object (`detach`).
     """
     tensors = {}
     for leaf in leaves:
@@ -131,19 +130,19 @@ def examples(
             continue
         axes = dims.of(leaf)
         if not axes:
-            plain = type(value) is torch.Tensor and not value.requires_grad
-            tensors[leaf.path] = value.detach() if plain else value
+            is_plain = type(value) is torch.Tensor and not value.requires_grad
+            tensors[leaf.path] = value.detach() if is_plain else value
             continue
         shape = list(value.shape)
         for dim, axis in axes.items():
             shape[dim] = sizes[axis.name] + axis.extra
         if value.is_contiguous():
-            made = torch.empty(shape, dtype=value.dtype, device=value.device)
+            example = torch.empty(shape, dtype=value.dtype, device=value.device)
         else:
-            made = torch.empty_strided(
+            example = torch.empty_strided(
                 shape, value.stride(), dtype=value.dtype, device=value.device
             )
-        tensors[leaf.path] = made.requires_grad_(value.requires_grad)
+        tensors[leaf.path] = example.requires_grad_(value.requires_grad)
     return tensors
 
 

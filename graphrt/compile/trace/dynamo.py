@@ -24,7 +24,7 @@ from graphrt.compile.private_torch.traces import (
     new_code_shown,
     size_oblivious,
     torch_check,
-    trace_so_far,
+    trace_facts,
 )
 from graphrt.compile.trace._side_effects import Rewritten, assignments
 from graphrt.compile.trace.dims import DynamicDims
@@ -41,13 +41,13 @@ _traces = 0
 class Traced:
     """The result of one trace.
 
-    `graph` takes arguments, sizes and weights, in an order of Dynamo's own. `transformed` is the
-    code that Dynamo leaves of the forward: it gathers those, calls the graph, and builds what the
-    forward returns. `conditions` are the relations of sizes that the trace relied on. `assigned`
-    are the attributes and containers that the forward assigns to, `rewritten` the places that it
-    leaves as they were. `codes` is what Dynamo inlined.
-    `size_places` says where the symbols of `conditions` are in the arguments: Dynamo's name of a
-    tensor, and a dimension. `guards` are those on what Python can change.
+    `graph` takes arguments, sizes and weights, in Dynamo's order. `transformed` is Dynamo's code in
+    place of the forward's: it gathers those, calls the graph, and builds what the forward returns.
+    `conditions` are the relations of sizes that the trace relied on. `assigned` are the attributes
+    and containers that the forward assigns to, `rewritten` the places that keep their old value.
+    `codes` are the code objects that Dynamo inlined. `size_places` maps each symbol of `conditions`
+    to Dynamo's name of a tensor, and a dimension. `guards` are those on state that Python can
+    change.
     """
 
     graph: fx.GraphModule
@@ -62,33 +62,33 @@ class Traced:
     _graph_name: str
 
     def inputs_of(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """The graph's inputs in such a call, which ends there."""
-        seen: list[Any] = []
+        """The inputs that such a call gives to the graph. The call ends before the graph runs."""
+        graph_inputs: list[Any] = []
 
-        def look(*inputs: Any) -> tuple[Any, ...]:
-            seen.extend(inputs)
+        def stop_at_graph(*inputs: Any) -> tuple[Any, ...]:
+            graph_inputs.extend(inputs)
             raise _Stop
 
         with contextlib.suppress(_Stop):
-            self.forward_around(look)(*args, **kwargs)
-        return seen
+            self.forward_around(stop_at_graph)(*args, **kwargs)
+        return graph_inputs
 
     def forward_around(self, run: Callable[..., Sequence[Any]]) -> FunctionType:
-        """The forward with `run`, which takes and returns what the graph does, in its place."""
+        """The forward, with `run` called in place of its graph."""
         function = self._function
-        made = FunctionType(
+        forward = FunctionType(
             self.transformed,
             {**function.__globals__, self._graph_name: run},
             "forward",
             function.__defaults__,
             function.__closure__,
         )
-        made.__kwdefaults__ = function.__kwdefaults__
-        return made
+        forward.__kwdefaults__ = function.__kwdefaults__
+        return forward
 
 
 class _Stop(BaseException):
-    """Ends the call that traced: nothing of it shall run."""
+    """Ends the traced call before its graph runs."""
 
 
 def trace(
@@ -99,22 +99,22 @@ def trace(
     dims: DynamicDims,
     dynamic_shapes: str,
 ) -> Traced:
-    """Trace `call` with example `arguments`, of which `leaves` are the parts; runs nothing.
+    """Trace `call` with example `arguments`, whose parts are `leaves`; runs nothing.
 
     Raises `TraceError` where the forward is not one graph, and where a batch dimension turns out
     to be a constant.
     """
     unbacked = dynamic_shapes == "unbacked"
     equalities = _mark(leaves, dims, unbacked=unbacked)
-    seen = _Backend(_function(call, parameters, equalities))
+    backend = _Backend(_function(call, parameters, equalities))
     compiled = torch.compile(
-        seen.function,
-        backend=seen,
+        backend.function,
+        backend=backend,
         fullgraph=True,
         dynamic=False,
-        options={"guard_filter_fn": seen.kept_guards},
+        options={"guard_filter_fn": backend.kept_guards},
     )
-    with _lock, _tracing(seen.keep_code, oblivious=not unbacked):
+    with _lock, _tracing(backend.keep_code, oblivious=not unbacked):
         try:
             compiled(*arguments.args, **arguments.kwargs)
         except _Stop:
@@ -123,7 +123,7 @@ def trace(
             raise
         except Exception as error:
             raise explained(error, dynamic_shapes, any_size=bool(dims)) from error
-    return seen.traced(arguments.arguments)
+    return backend.traced(arguments.arguments)
 
 
 class _Backend:
@@ -139,7 +139,7 @@ class _Backend:
         self._graph = graph
         self.kept_guards.read = names_read(graph)
         self._assigned, self._rewritten = assignments()
-        self._so_far = trace_so_far()
+        self._facts = trace_facts()
         return _stop
 
     def keep_code(self, old: CodeType, new: CodeType) -> None:
@@ -163,21 +163,21 @@ class _Backend:
             )
         function = self.function
         guards = Guards(function, self.kept_guards, arguments)
-        # Dynamo takes its names out of the globals when it forgets the trace.
-        kept = FunctionType(
+        # With a copy of the globals: Dynamo deletes its names from them when it forgets the trace.
+        own_function = FunctionType(
             function.__code__, dict(function.__globals__), "forward", function.__defaults__
         )
-        kept.__kwdefaults__ = function.__kwdefaults__
+        own_function.__kwdefaults__ = function.__kwdefaults__
         return Traced(
             self._graph,
             self._code,
-            self._so_far.conditions,
+            self._facts.conditions,
             self._assigned,
             self._rewritten,
-            self._so_far.codes,
-            self._so_far.places,
+            self._facts.codes,
+            self._facts.places,
             guards,
-            kept,
+            own_function,
             names[0],
         )
 
@@ -187,7 +187,7 @@ def _stop(*_: object) -> Any:
 
 
 def _mark(leaves: Sequence[Leaf], dims: DynamicDims, *, unbacked: bool) -> list[str]:
-    """Mark the batch dimensions; returns the equalities that make those of one axis one symbol."""
+    """Mark the batch dimensions. Returns equalities that give dimensions of one axis one symbol."""
     first: dict[str, str] = {}
     equalities = []
     for leaf in leaves:
@@ -208,10 +208,10 @@ def _mark(leaves: Sequence[Leaf], dims: DynamicDims, *, unbacked: bool) -> list[
 def _function(
     call: Callable[..., Any], parameters: Parameters, equalities: Sequence[str]
 ) -> FunctionType:
-    """`call` as a function of its own code: Dynamo keeps what it knows with the code."""
+    """`call` wrapped in new code, as Dynamo keeps its traces by code object."""
     global _traces
     _traces += 1
-    # Code objects of equal source are equal, wherever they are from; this one is new to Dynamo.
+    # Numbered: code objects of equal source are equal, and Dynamo must not know this one.
     name = f"forward_{_traces}"
     lines = [f"def {name}{parameters.header()}:"]
     lines += [f"    _check({equality})" for equality in equalities]
@@ -222,7 +222,7 @@ def _function(
         **parameters.defaults(),
     }
     file, source = f"<graphrt trace {_traces}>", "\n".join(lines)
-    # Dynamo (2.11) wraps what has no source, and all in the same frame.
+    # Dynamo (2.11) wraps a function without source in a frame, the same one for all.
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     exec(compile(source, file, "exec"), namespace)
     function = namespace[name]
@@ -232,8 +232,8 @@ def _function(
 
 @contextmanager
 def _tracing(hook: Callable[[CodeType, CodeType], None], *, oblivious: bool) -> Iterator[None]:
-    """`oblivious`: symbols may be 1, so that a branch that asks for it is a condition; operators do
-    not ask."""
+    """With `oblivious`, a branch of the forward on a size of 1 becomes a condition of the trace;
+    operators are traced for larger sizes."""
     with ExitStack() as stack:
         stack.enter_context(errors_told_once())
         stack.enter_context(new_code_shown(hook))

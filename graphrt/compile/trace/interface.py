@@ -20,7 +20,7 @@ Probe = tuple[Sequence[Leaf], tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Interface:
-    """The call around the graph, as far as generated code can say it.
+    """What the forward does around its graph, in a form that generated code can repeat.
 
     `inputs` has one entry for each placeholder: Python text that reads it from the parameters, or
     a weight. `result` is what the forward returns, with an `Output` for each tensor of the graph.
@@ -46,7 +46,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the module, which its `repr` tells from any other one."""
+    """A tensor of the module. Its `repr` is unique, as `interface` compares by `repr`."""
 
     tensor: torch.Tensor
 
@@ -55,32 +55,32 @@ class Weight:
 
 
 class _Unclear(Exception):
-    """Generated code cannot say it."""
+    """Generated code cannot do what the forward does around its graph."""
 
 
 def argument_paths(traced: Traced, probe: Probe) -> dict[fx.Node, str]:
-    """The placeholders that are arguments, with where they are in the call."""
+    """The placeholders that are arguments, with the path of each in the call."""
     leaves, args, kwargs = probe
-    seen = traced.inputs_of(*args, **kwargs)
+    inputs = traced.inputs_of(*args, **kwargs)
     paths = _paths(leaves)
     nodes = placeholders(traced.graph)
-    return {n: paths[id(v)] for n, v in zip(nodes, seen, strict=True) if id(v) in paths}
+    return {n: paths[id(v)] for n, v in zip(nodes, inputs, strict=True) if id(v) in paths}
 
 
 def interface(traced: Traced, probes: Sequence[Probe]) -> tuple[Interface | None, str]:
     """How the forward calls its graph; None, and why, where only Dynamo's code can do it.
 
-    Dynamo's code is run once for each probe with something in place of the graph that only looks.
-    A text that differs between two probes of other sizes depends on the size.
+    Dynamo's code is run once for each probe, with a function in place of the graph that notes its
+    inputs. Where the results differ between two probes, the code depends on their sizes.
     """
     if traced.assigned:
         return None, f"the forward assigns to {', '.join(traced.assigned)}"
     try:
         interfaces = [_probe(traced, *probe) for probe in probes]
     except Exception as error:
-        # Whatever the forward does with its results, it cannot be done with placeholders.
+        # `Output` supports nothing that a forward may do with the results of its graph.
         return None, f"the forward computes with what its graph returns ({error!r})"
-    # By text, in which True is not 1, and a weight is itself.
+    # By `repr`: True == 1, and comparing tensors gives a tensor.
     if len(set(map(repr, interfaces))) == 1:
         return interfaces[0], ""
     return None, "two example batches do not tell how the forward calls its graph"
@@ -89,19 +89,21 @@ def interface(traced: Traced, probes: Sequence[Probe]) -> tuple[Interface | None
 def _probe(
     traced: Traced, leaves: Sequence[Leaf], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Interface:
-    seen: list[Any] = []
+    graph_inputs: list[Any] = []
     outputs = tuple(Output(index) for index in range(len(results_of(traced.graph))))
 
-    def look(*inputs: Any) -> tuple[Output, ...]:
-        seen.extend(inputs)
+    def note_inputs(*inputs: Any) -> tuple[Output, ...]:
+        graph_inputs.extend(inputs)
         return outputs
 
     with torch.no_grad():
-        returned = traced.forward_around(look)(*args, **kwargs)
+        returned = traced.forward_around(note_inputs)(*args, **kwargs)
     paths = _paths(leaves)
     nodes = placeholders(traced.graph)
-    sizes = _size_texts(nodes, seen, paths)
-    inputs = tuple(_source(n, value, paths, sizes) for n, value in zip(nodes, seen, strict=True))
+    sizes = _size_texts(nodes, graph_inputs, paths)
+    inputs = tuple(
+        _source(node, value, paths, sizes) for node, value in zip(nodes, graph_inputs, strict=True)
+    )
     weights = {id(value.tensor): value for value in inputs if isinstance(value, Weight)}
     return Interface(inputs, _described(returned, paths, weights))
 
@@ -113,7 +115,7 @@ def _paths(leaves: Sequence[Leaf]) -> dict[int, str]:
 def _size_texts(
     nodes: Sequence[fx.Node], values: Sequence[Any], paths: dict[int, str]
 ) -> dict[Any, str]:
-    """How to read each symbol off the arguments."""
+    """Symbol -> text that reads it from the arguments: "ids.size(0)"."""
     texts: dict[Any, str] = {}
     for node, tensor in zip(nodes, values, strict=True):
         fake, path = value_of(node), paths.get(id(tensor))

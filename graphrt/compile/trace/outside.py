@@ -27,22 +27,22 @@ _CONTAINS = re.compile(r"(not )?___dict_contains\('(\w+)', (.*)\)")
 _KIND = re.compile(r"___check_(type|obj)_id\(.*type=<(?:class )?'?([\w.]+)'?>")
 _TENSOR = re.compile(r"tensor '.*?' (.*?) mismatch.*?expected (.*?),? actual")
 
-_ANEW = (
+_CHANGE_EARLIER = (
     "set it before compiling, compile a new instance of the module, or make it a tensor that is "
     "written in place"
 )
 # Not "compile under it": Dynamo traces nothing under a dispatch mode.
-_UNDER_THE_SAME = "call it under the settings of the trace"
+_SAME_SETTINGS = "call it under the settings of the trace"
 
 
 class Outside:
-    """The state outside of the arguments at the trace.
+    """Checks that all state besides a call's arguments is as it was at the trace.
 
-    `guards` are Dynamo's, which say nothing of the methods of classes, of what the forward only
-    writes (`rewritten`), nor of the defaults of `parameters`, as the traced call is given them all.
-    `inputs` gathers what the graph is given in a call, as Dynamo's code does; `bound` are those at
-    the trace that are neither arguments nor weights that the code has names for. `taken_anew`:
-    Dynamo's code gathers them in each call, so another one will do that is of the same kind.
+    `guards` are Dynamo's. They miss the `methods` of classes, places that the forward only writes
+    (`rewritten`), and the defaults of `parameters`, as the traced call was given all arguments.
+    `inputs` returns the graph's inputs of a call, by Dynamo's code; `unnamed` are those of the
+    trace that are neither arguments nor weights. With `gathered_each_call`, Dynamo's code gathers
+    these in each call, so another tensor of the same kind will do.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Outside:
         device_type: str,
         methods: Sequence[Method],
         inputs: Callable[..., list[Any]],
-        bound: Mapping[int, torch.Tensor],
+        unnamed: Mapping[int, torch.Tensor],
         *,
-        taken_anew: bool,
+        gathered_each_call: bool,
     ) -> None:
         self._guards = guards
         self._rewritten = tuple(rewritten)
@@ -65,24 +65,24 @@ class Outside:
         self._modes = function_modes()
         self._hooks = hooks_of_all_modules()
         self._inputs = inputs
-        self._bound = dict(bound)
-        self._kinds = {index: kind_of(tensor) for index, tensor in bound.items()}
-        self._taken_anew = taken_anew
+        self._unnamed = dict(unnamed)
+        self._kinds = {index: kind_of(tensor) for index, tensor in unnamed.items()}
+        self._gathered_each_call = gathered_each_call
 
     def check_settings(self) -> None:
-        """Raise `RetraceError` if a setting of the process that operators depend on has changed; to
-        be called without gradients. A fraction of a microsecond."""
+        """Raise `RetraceError` if a setting of the process that operators depend on has changed;
+        call it without gradients. It takes a fraction of a microsecond."""
         if not self._ambient.holds() and (changes := self._ambient.differences()):
             text = changes[0].replace("capture", "the trace")
-            raise _changed(changes[0].partition(":")[0], text, advice=_UNDER_THE_SAME)
+            raise _changed(changes[0].partition(":")[0], text, advice=_SAME_SETTINGS)
         if function_modes() != self._modes:
             text = f"{function_modes()} of them, {self._modes} at the trace"
-            raise _changed("torch function modes", text, advice=_UNDER_THE_SAME)
+            raise _changed("torch function modes", text, advice=_SAME_SETTINGS)
 
     def check_state(
         self, arguments: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Raise `RetraceError` if anything that Python can change is not as it was at the trace.
+        """Raise `RetraceError` if state that Python can change is not as it was at the trace.
 
         `arguments` are those of a call by the names of parameters, `args` and `kwargs` the same.
         """
@@ -100,11 +100,11 @@ class Outside:
         if hooks_of_all_modules() != self._hooks:
             raise _changed("what is hooked into all modules", "other hooks")
         self._check_methods()
-        if other := self._parameters.other_default():
-            name, now, before = other
+        if changed := self._parameters.changed_default():
+            name, now, before = changed
             raise _changed(f"the default of {name}", _text(now), _text(before))
-        if self._bound:
-            self._check_bound(args, kwargs)
+        if self._unnamed:
+            self._check_unnamed(args, kwargs)
 
     def _text_of(self, source: str, arguments: Mapping[str, Any]) -> str:
         try:
@@ -118,24 +118,24 @@ class Outside:
             if now is not function or function.__code__ is not code:
                 raise _changed(f"{owner.__qualname__}.{name}", "another function")
 
-    def _check_bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _check_unnamed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         now = self._inputs(*args, **kwargs)
-        for index, tensor in self._bound.items():
+        for index, tensor in self._unnamed.items():
             new = now[index]
-            if new is not tensor and not self._taken_anew:
+            if new is not tensor and not self._gathered_each_call:
                 raise _changed("a tensor of no module", "another one than at the trace")
             if not isinstance(new, torch.Tensor):
                 raise _changed("a tensor that the forward reads", type(new).__name__)
             if (kind := kind_of(new)) != self._kinds[index]:
                 raise _changed("a tensor that the forward reads", kind_text(kind))
-            self._bound[index] = new
+            self._unnamed[index] = new
 
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 def _text(value: object) -> str:
-    """A value in few words, and without a look at what tensors hold."""
+    """A value in few words; of a tensor only its kind, without reading its data."""
     if isinstance(value, torch.Tensor):
         return kind_text(kind_of(value))
     if isinstance(value, _PLAIN) or value is NO_DEFAULT:
@@ -145,7 +145,7 @@ def _text(value: object) -> str:
 
 
 def _changed(
-    name: str, got: str, expected: str = _AS_TRACED, *, advice: str = _ANEW
+    name: str, got: str, expected: str = _AS_TRACED, *, advice: str = _CHANGE_EARLIER
 ) -> RetraceError:
     return RetraceError(
         f"{name} is not as it was when the code was traced",
@@ -166,29 +166,29 @@ class _Broken:
     expected: str
 
 
-def _explained(said: str, text_of: Callable[[str], str]) -> _Broken:
-    """Turn a failed guard (`len(L['self'].layers) == 4`) into words of the user's model.
+def _explained(guard: str, text_of: Callable[[str], str]) -> _Broken:
+    """Turn Dynamo's text of a failed guard (`len(L['self'].layers) == 4`) into the model's names.
 
-    `said` is the guard in Dynamo's words. `text_of` describes the present value of an expression.
+    `text_of` describes the present value of an expression.
     """
-    said = _OF_CLASS.sub(r"\1.\2", said)
-    source = _SOURCE.search(said)
+    guard = _OF_CLASS.sub(r"\1.\2", guard)
+    source = _SOURCE.search(guard)
     if source is None:
-        return _Broken("the module", said, _AS_TRACED)
+        return _Broken("the module", guard, _AS_TRACED)
     name, now = readable_name(source.group()), text_of(source.group())
-    said = said.replace(source.group(), name)
-    if match := _CONTAINS.search(said):
+    guard = guard.replace(source.group(), name)
+    if match := _CONTAINS.search(guard):
         name = f"{name.removesuffix('.__dict__')}.{match[2]}"
         states = "an attribute of the object", "no attribute of the object"
         return _Broken(name, *(states if match[1] else states[::-1]))
-    if match := _KIND.search(said):
+    if match := _KIND.search(guard):
         kind = match[2].removeprefix("builtins.")
         return _Broken(name, now, f"the same {kind}" if match[1] == "obj" else f"a {kind}")
-    if match := _TENSOR.search(said):
+    if match := _TENSOR.search(guard):
         return _Broken(name, now, f"{match[1]} {match[2]}")
-    length = _LENGTH.fullmatch(said)
+    length = _LENGTH.fullmatch(guard)
     if length and not now.endswith(f" of {length[2]}"):
-        said = f"{length[1]} == {length[2]}"  # some guards say what is wrong
-    if "___" in said or "Accessor" in said:
-        said = _AS_TRACED
-    return _Broken(name, now, said)
+        guard = f"{length[1]} == {length[2]}"  # this text says what is wrong, not what is expected
+    if "___" in guard or "Accessor" in guard:
+        guard = _AS_TRACED
+    return _Broken(name, now, guard)

@@ -48,14 +48,14 @@ class Parameters:
         self._function = inspect.unwrap(getattr(function, "__func__", function))
         self._own_defaults = _defaults_of(self._function)
 
-    def other_default(self) -> tuple[str, object, object] | None:
-        """A parameter whose default is no longer the one that calls are bound with, that default as
-        it is now, and as it was."""
+    def changed_default(self) -> tuple[str, object, object] | None:
+        """A parameter whose default was changed since this was made: its name, the default now, and
+        the one before. None if there is none."""
         now, before = _defaults_of(self._function), self._own_defaults
         for name in {**before, **now}:
-            ours, theirs = before.get(name, NO_DEFAULT), now.get(name, NO_DEFAULT)
-            if ours is not theirs and not _same_constant(ours, theirs):
-                return name, theirs, ours
+            old, new = before.get(name, NO_DEFAULT), now.get(name, NO_DEFAULT)
+            if old is not new and not _same_constant(old, new):
+                return name, new, old
         return None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
@@ -73,7 +73,7 @@ class Parameters:
 
     def header(self) -> str:
         """The parameter list as text, with `_default_NAME` for every default."""
-        plain = [
+        without_annotations = [
             each.replace(
                 annotation=inspect.Parameter.empty,
                 default=each.default
@@ -82,7 +82,7 @@ class Parameters:
             )
             for each in self.signature.parameters.values()
         ]
-        return str(inspect.Signature(plain))
+        return str(inspect.Signature(without_annotations))
 
     def defaults(self) -> dict[str, Any]:
         """The values of the names in `header`."""
@@ -138,7 +138,7 @@ def _next(values: Iterator[Any], _: object) -> Any:
 
 
 def _defaults_of(function: Any) -> dict[str, object]:
-    """The defaults of a function by the names of its parameters; nothing of what is none."""
+    """The defaults of a Python function by the names of its parameters; {} of another callable."""
     if not isinstance(function, FunctionType):
         return {}
     values, code = function.__defaults__ or (), function.__code__

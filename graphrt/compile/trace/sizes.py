@@ -1,9 +1,9 @@
-"""Numbers in a traced graph: all are computed from the sizes that the graph is given.
+"""Numbers in a traced graph: all are computed from the sizes that the graph is given. Also whether
+a graph is right for a size of 1.
 
-The trace takes operators to do at sizes of 1 what they do at its own: a symbol stands for sizes
-that broadcast nothing and that nothing squeezes. Branches of Python that ask for 1 are conditions
-of the trace; what operators themselves make of it shows in the shapes of their results, if they are
-run again at such sizes.
+The trace takes each size to be above 1: no operator broadcasts or squeezes it. A branch of Python
+on a size of 1 is a condition of the trace. Whether operators do something else at 1 shows in the
+shapes of their results, when the graph is run again at that size.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def results_of(graph: fx.GraphModule) -> Any:
 
 
 def sized(value: Any, sizes: Mapping[Any, int]) -> Any:
-    """A number of the trace at these sizes of its symbols; of a tensor, one like it with nothing in
-    it. Raises `LookupError` where it depends on data."""
+    """A number of the trace at these sizes of its symbols; for a tensor, an uninitialised one of
+    that shape. Raises `LookupError` where it depends on data."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(
             [sized(size, sizes) for size in value.shape],
@@ -65,8 +65,8 @@ def is_number(node: fx.Node) -> bool:
     return isinstance(value_of(node), NUMBERS)
 
 
-def floating(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that compute numbers from numbers only: every piece can compute them itself."""
+def number_computations(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that compute a number from numbers alone: each piece that needs one computes it."""
     numbers: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or not is_number(node):
@@ -86,11 +86,11 @@ def resolve_sizes(graph: fx.Graph) -> None:
     """
     sizes = _size_placeholders(graph)
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    made: dict[Any, Any] = dict(sizes)
+    by_expression: dict[Any, Any] = dict(sizes)
     for node in list(graph.nodes):
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        number = _resolved(graph, node, made, first)
+        number = _resolved(graph, node, by_expression, first)
         if number is not None:
             _replace(node, number)
     for node in reversed(list(graph.nodes)):
@@ -99,15 +99,17 @@ def resolve_sizes(graph: fx.Graph) -> None:
     graph.lint()
 
 
-def _resolved(graph: fx.Graph, node: fx.Node, made: dict[Any, Any], before: fx.Node) -> Any:
+def _resolved(
+    graph: fx.Graph, node: fx.Node, by_expression: dict[Any, Any], before: fx.Node
+) -> Any:
     """The number, or the tuple of numbers, that takes the place of a node; None if it stays."""
     value = value_of(node)
     if isinstance(value, torch.Size) or _are_numbers(value):
-        numbers = tuple(_number(graph, v, made, before) for v in value)
+        numbers = tuple(_number(graph, v, by_expression, before) for v in value)
         return numbers if all(n is not None for n in numbers) else None
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
         return None
-    number = _number(graph, value, made, before)
+    number = _number(graph, value, by_expression, before)
     return None if number is node else number
 
 
@@ -123,30 +125,32 @@ def _size_placeholders(graph: fx.Graph) -> dict[Any, fx.Node]:
     return by_size
 
 
-def _number(graph: fx.Graph, value: Any, made: dict[Any, Any], before: fx.Node) -> Any:
+def _number(graph: fx.Graph, value: Any, by_expression: dict[Any, Any], before: fx.Node) -> Any:
     """`value` as a constant or a node that computes it from sizes; None if that is impossible."""
     if not isinstance(value, torch.SymInt):
         return value
     expression, _ = expressions(value)
     if expression.is_number:
         return int(expression)
-    if expression in made:
-        return made[expression]
-    if not all(symbol in made for symbol in expression.free_symbols):
+    if expression in by_expression:
+        return by_expression[expression]
+    if not all(symbol in by_expression for symbol in expression.free_symbols):
         return None
     with graph.inserting_before(before):
-        made[expression] = _computed(graph, expression, made, value)
-    return made[expression]
+        by_expression[expression] = _computed(graph, expression, by_expression, value)
+    return by_expression[expression]
 
 
-def _computed(graph: fx.Graph, expression: Any, made: dict[Any, Any], value: Any) -> fx.Node:
+def _computed(
+    graph: fx.Graph, expression: Any, by_expression: dict[Any, Any], value: Any
+) -> fx.Node:
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    symbols = {s: fx.Proxy(made[s], tracer) for s in expression.free_symbols}
+    symbols = {s: fx.Proxy(by_expression[s], tracer) for s in expression.free_symbols}
     before = set(graph.nodes)
     node = computed(expression, symbols).node
     for new in graph.nodes:
         if new not in before:
-            # Of the steps on the way only this is known: they are integers.
+            # Nodes for intermediate results get this value too, to mark them as integers.
             new.meta.setdefault("example_value", value)
     node.meta["example_value"] = value
     return node
@@ -166,7 +170,7 @@ def _is_element_of(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _asks_only(node: fx.Node) -> bool:
-    """Whether a node has no effect besides telling a number."""
+    """Whether a node only gives numbers, and has no other effect."""
     value = value_of(node)
     return isinstance(value, NUMBERS) or _are_numbers(value)
 
@@ -175,14 +179,13 @@ def _asks_only(node: fx.Node) -> bool:
 
 
 def does_the_same(graph: fx.GraphModule, sizes: Mapping[Any, int]) -> bool:
-    """Whether each result has the shape, the dtype and the value, if it is a number, that the trace
-    says it has at these `sizes` of its symbols. Runs on tensors without memory; what cannot be
-    run so is not the same."""
+    """Whether each result has the shape and dtype, or the number its value, that the trace predicts
+    for these `sizes` of its symbols. Runs on tensors without memory; False if that raises."""
     try:
         with errors_told_once(), fake_tensors(), torch.no_grad():
             _Rerun(graph, sizes).run()
     except Exception as error:
-        # Whatever it is: it was no error at the sizes of the trace. It costs a trace more, no more.
+        # Any error counts, as there was none at the sizes of the trace. It costs one more trace.
         at = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
         logger.info(f"not served by the general code: {at}: {type(error).__name__}: {error}")
         return False

@@ -18,30 +18,30 @@ from graphrt.compile.trace.parameters import Parameters
 from graphrt.core.base import tree
 
 _DEEPEST = 20
-"""Containers in one another in which tensors are looked for; one may hold itself."""
+"""How deep containers are searched for tensors: a list may contain itself."""
 
 
 class Held(Protocol):
-    """A container that has objects by keys."""
+    """A container whose objects `get` returns by key."""
 
     def get(self, key: Any, /) -> Any:
         """The object, or None."""
 
 
 Holding = tuple[Held, Any, Any]
-"""A container, such as a dict, a key, and the object that it has there."""
+"""(container, key, object under that key)"""
 
 
 Method = tuple[type, str, FunctionType, CodeType]
-"""A class of a module, the name of a method, the function of that name, and its code."""
+"""(class of a module, name of a method, its function, the function's code)"""
 
 
 @dataclass(frozen=True)
 class Subject:
     """The module or function to compile, and how it is called.
 
-    `small` are batch axes with their size, 0 or 1. The code is for that size alone, so `dims` has
-    these axes no more.
+    `small` are batch axes with their size, 0 or 1. The code is for that size alone, so `dims` does
+    not have these axes.
     """
 
     module: Callable[..., Any]
@@ -71,7 +71,7 @@ class Subject:
                 holdings += [(held, name, value) for name, value in held.items()]
             for name, value in attributes.items():
                 if name[0] != "_":
-                    holdings += [(attributes, name, value), *_inside(value)]
+                    holdings += [(attributes, name, value), *_holdings_in(value)]
         return holdings
 
     def methods(self, codes: Iterable[CodeType]) -> list[Method]:
@@ -110,7 +110,7 @@ def _function_of(call: Callable[..., Any]) -> FunctionType | None:
 
 
 class _Items:
-    """The items of a list, by their places."""
+    """A list as a `Held`."""
 
     def __init__(self, items: list[Any]) -> None:
         self._items = items
@@ -119,8 +119,8 @@ class _Items:
         return self._items[index] if index < len(self._items) else None
 
 
-def _inside(value: object, depth: int = 0) -> list[Holding]:
-    """The containers below an attribute that lead to tensors, and their items that do."""
+def _holdings_in(value: object, depth: int = 0) -> list[Holding]:
+    """The holdings in an attribute's value whose object is a tensor or contains one."""
     held: Any
     if isinstance(value, dict):
         held, items = value, [*value.items()]
@@ -135,7 +135,7 @@ def _inside(value: object, depth: int = 0) -> list[Holding]:
         return []
     holdings: list[Holding] = []
     for key, item in items if depth < _DEEPEST else ():
-        inside = [] if isinstance(item, torch.Tensor) else _inside(item, depth + 1)
+        inside = [] if isinstance(item, torch.Tensor) else _holdings_in(item, depth + 1)
         if held is not None and (inside or isinstance(item, torch.Tensor)):
             holdings.append((held, key, item))
         holdings += inside

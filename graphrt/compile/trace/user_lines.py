@@ -1,8 +1,8 @@
 """Errors of a trace in words of the forward: its line, and the line to write instead.
 
 Dynamo's own text has paragraphs of hints about its settings; of these only the explanation and the
-line of the forward are kept. Where the forward decides by a size that no trace knows, the slices
-before that line say which check is missing.
+line of the forward are kept. Where the forward branches on a size that no trace knows, the slices
+before that line tell which `torch._check` is missing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
 
 
 def explained(error: Exception, dynamic_shapes: str, *, any_size: bool) -> GraphRTError:
-    """Dynamo's error as one about the forward. An error of graphrt's, which the traced code raised,
-    stays as it is."""
-    named: BaseException | None = error
-    while named is not None:
-        if isinstance(named, GraphRTError):
-            return named  # raised by what was traced
-        named = named.__cause__ or named.__context__
+    """Dynamo's error as one about the forward. An error of graphrt that the traced code raised is
+    returned itself."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, GraphRTError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
     error = getattr(error, "inner_exception", None) or error
     text, kind = str(error).strip(), type(error).__name__
     lines = lines_of(text.partition("from user code:")[2] or text)
@@ -78,10 +78,10 @@ def _constant_dimension(text: str, lines: Sequence[Source]) -> TraceError:
     )
 
 
-def decided_by_unknown(said: str, frames: Sequence[Source], *, unbacked: bool) -> TraceError:
-    """The error for a branch on a number that Dynamo does not know. `said` is its text, `frames`
+def decided_by_unknown(text: str, frames: Sequence[Source], *, unbacked: bool) -> TraceError:
+    """The error for a branch on a number that Dynamo does not know. `text` is Dynamo's, `frames`
     are the forward's lines, the innermost last."""
-    first = said.splitlines()[0]
+    first = text.splitlines()[0]
     match = _EXPRESSION.search(first)
     by = match[1] if match else first
     advice = "compare tensors instead (torch.where), or read what data tell, as item() and "
@@ -93,9 +93,9 @@ def decided_by_unknown(said: str, frames: Sequence[Source], *, unbacked: bool) -
     if unbacked:
         what = f"the forward decides by {by}, which dynamic_shapes='unbacked' refuses"
         advice = "add torch._check for what is always true, or use dynamic_shapes='backed'"
-    # Nobody writes a line into a library that is installed.
-    users = filter(_is_editable, reversed(frames))
-    checks = next(filter(None, map(_checks, users)), None)
+    # Advice to add a line is for the user's own files.
+    editable = filter(_is_editable, reversed(frames))
+    checks = next(filter(None, map(_checks, editable)), None)
     if checks is not None:
         line, calls = checks
         advice = f"a slice may be shorter than it says: write {' and '.join(calls)} before {line}; "
@@ -112,13 +112,15 @@ def _checks(frame: Source) -> tuple[str, list[str]] | None:
     that it lacks; None if there are none."""
     try:
         tree = ast.parse("".join(linecache.getlines(frame.filename)))
-    except SyntaxError:  # what an interactive shell takes is not all Python
+    except SyntaxError:  # lines of an interactive shell need not be Python
         return None
-    around = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and _covers(n, frame.line)]
-    function = max((n for n in around if isinstance(n, ast.FunctionDef)), key=_line, default=None)
+    enclosing = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and _covers(n, frame.line)]
+    function = max(
+        (n for n in enclosing if isinstance(n, ast.FunctionDef)), key=_line, default=None
+    )
     if function is None:
         return None
-    statement = max(around, key=_line)
+    statement = max(enclosing, key=_line)
     last = frame.line if hasattr(statement, "body") else statement.end_lineno or frame.line
     line, calls = max(_bounds_by_line(function, last).items(), default=(0, []))
     written = {ast.unparse(n) for n in ast.walk(function) if isinstance(n, ast.Call)}

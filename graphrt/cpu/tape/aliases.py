@@ -18,11 +18,12 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _CONTAINERS = frozenset({list, tuple, dict})
 
 Kept = dict[int, torch.Tensor]
-"""By the `id` of what one call is given, what the tape keeps of it."""
+"""`id` of a tensor that one call is given -> the tensor that the tape keeps in its place."""
 
 
 class Aliases:
-    """The references of one tape, and which blocks of the arena some recorded operator reads."""
+    """Makes the tensors that a tape keeps in place of the forward's, as they keep no block in use;
+    knows which blocks of the arena some recorded operator reads."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -34,20 +35,22 @@ class Aliases:
         return token in self._read
 
     def clear(self) -> None:
-        """Forget the aliases; steps keep those that they use."""
+        """Forget the aliases; each step keeps its own."""
         self._aliases.clear()
 
     def weak(self, *values: Any) -> list[Any]:
-        """The lists, tuples or dicts that one call is given, with their tensors as the tape keeps
-        them. One tensor stays one, and two at one place stay two: kernels look. Attention projects
-        at once a query that is its key and its value, which rounds otherwise."""
+        """The lists, tuples or dicts that one call is given, with the tape's tensors in them.
+
+        One object stays one, and two objects at one address stay two, as kernels compare them:
+        attention projects query, key and value in one product if they are one object, which rounds
+        differently."""
         kept: Kept = {}
         return [self._weak_in(value, kept) for value in values]
 
     def _weak_in(self, value: Any, kept: Kept) -> Any:
-        named = type(value) is dict
+        is_dict = type(value) is dict
         weak = []
-        for item in value.values() if named else value:
+        for item in value.values() if is_dict else value:
             if isinstance(item, torch.Tensor):
                 if id(item) not in kept:
                     kept[id(item)] = self._weak_tensor(item, kept)
@@ -56,7 +59,7 @@ class Aliases:
                 weak.append(self._weak_in(item, kept))
             else:
                 weak.append(item)
-        return dict(zip(value, weak, strict=True)) if named else type(value)(weak)
+        return dict(zip(value, weak, strict=True)) if is_dict else type(value)(weak)
 
     def weak_output(self, out: torch.Tensor) -> torch.Tensor:
         """The tape's reference to an output; does not count as a read."""
@@ -69,7 +72,7 @@ class Aliases:
             raise NESTED_ARGUMENT()
         if tensor.layout is torch.strided and tensor.device.type == "cpu":
             if not tensor.numel():
-                # It has no address; where its storage is a block, it must not keep that in use.
+                # It has no address, but its storage may be a block, which it would keep in use.
                 if self.arena.token_of(tensor):
                     return _stand_in(tensor)
             elif self.arena.owns(tensor):
@@ -84,7 +87,7 @@ class Aliases:
             return tensor.detach()
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = _place(tensor)
+        key = _alias_key(tensor)
         alias = self._aliases.get(key)
         if alias is None:
             alias = self._aliases[key] = self._new_alias(tensor)
@@ -96,15 +99,15 @@ class Aliases:
 
 
 def _stand_in(empty: torch.Tensor) -> torch.Tensor:
-    """Another tensor without elements, of this shape for good: the forward may transpose its own in
-    place (`x[:, :0].clone().t_()`), and a replay would write the old shape into the new one."""
+    """The tape's own tensor of this shape, without elements. The forward may transpose its own in
+    place (`x[:, :0].clone().t_()`), and a replay would write a result of the old shape into it."""
     with inference_guard(False), torch.no_grad():
         return torch.empty_strided(
             empty.size(), empty.stride(), dtype=empty.dtype, device=empty.device
         )
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+def _alias_key(tensor: torch.Tensor) -> tuple[object, ...]:
     return (
         tensor.data_ptr(),
         tensor.storage_offset(),
@@ -116,9 +119,9 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     )
 
 
-def with_replaced(value: Any, others: dict[int, torch.Tensor]) -> Any:
-    """`value` with others in place of the tensors that these have by `id`."""
-    return tree.map_leaves(lambda tensor: others.get(id(tensor), tensor), value)
+def with_replaced(value: Any, replacements: dict[int, torch.Tensor]) -> Any:
+    """`value` with each tensor replaced by the one under its `id`, if there is one."""
+    return tree.map_leaves(lambda tensor: replacements.get(id(tensor), tensor), value)
 
 
 def fresh_among(tensors: list[torch.Tensor], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -128,8 +131,8 @@ def fresh_among(tensors: list[torch.Tensor], arguments: tuple[Any, ...]) -> list
     return [t for t, storage in zip(tensors, storages, strict=True) if storage not in held]
 
 
-def core(tensor: torch.Tensor) -> torch.Tensor:
-    """Without the dimensions that repeat one element, which cannot be written through."""
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with size 1 in each expanded dimension (stride 0), as torch does not write those."""
     if 0 not in tensor.stride():
         return tensor
     sizes = [1 if step == 0 else n for n, step in zip(tensor.size(), tensor.stride(), strict=True)]

@@ -1,4 +1,4 @@
-"""From one recorded operator to the cheapest call that replays it."""
+"""Finds the cheapest call that replays a recorded operator."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from graphrt.cpu.tape.operators import Operator, operator_of
 _COPY: Callable[..., torch.Tensor] = torch.Tensor.copy_
 _COPIES = frozenset({"aten::_to_copy", "aten::clone"})
 _BAKED_BYTES = 4096
-_FACTORY = frozenset({"device", "dtype", "layout", "pin_memory"})
+_FACTORY_ARGUMENTS = frozenset({"device", "dtype", "layout", "pin_memory"})
 
 REFUSALS = (TypeError, ValueError, RuntimeError, IndexError)
-"""How torch says that a call does not exist or does not fit. Anything else is a fault, raised."""
+"""Errors by which torch rejects a call that does not exist or fit. Any other error is raised."""
 
-_KEPT_BYTES = 1 << 20
-"""Larger arguments are weights or caches: they are tried with what they hold."""
+_LARGEST_RANDOM_BYTES = 1 << 20
+"""Larger arguments are weights or caches: `agrees` keeps their values."""
 
 _verdicts: dict[tuple[object, ...], bool] = {}
 
@@ -41,7 +41,7 @@ class Call:
         return self.fn(*self.args, **self.kwargs)
 
     def bound(self) -> Callable[[], Any]:
-        """The same as one C call."""
+        """The same call without arguments, which costs one C call."""
         return partial(self.fn, *self.args, **self.kwargs)
 
 
@@ -50,7 +50,7 @@ class Lowered:
     """How an operator is replayed: `call`, then its results copied into `copies`.
 
     Each copy is (position in the flattened result, recorded output). `flat` says that the result
-    is a tuple or list of tensors with nothing inside; `checked` that shapes may differ at replay.
+    is a tuple or list of tensors with nothing inside; `checked` that a replay compares shapes.
     """
 
     kind: str
@@ -61,26 +61,26 @@ class Lowered:
 
 
 def replay_guard(*, inference: bool) -> Callable[[], Any]:
-    """Makes the dispatch state under which calls are tried at capture and issued at replay.
+    """A factory of context managers, in which calls are tried at capture and issued at replay.
 
-    Below autograd there is no graph to build and no version to count, which is what a device
-    graph does too; a custom operator goes straight to its kernel.
+    They are below autograd, as replays on a device are: calls build no autograd graph and count no
+    versions of tensors, and a custom operator's kernel is called directly.
     """
     return partial(inference_mode, True) if inference else below_autograd
 
 
 class _Probe(ThreadMode):
-    """Sees which operator a Python call issues, without executing it."""
+    """Notes the operators that Python calls issue, without executing them."""
 
     takes_apart = False
 
     def __init__(self, answer: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.answer = answer
-        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def handle(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.seen.append((func, args, kwargs))
+        self.calls.append((func, args, kwargs))
         return self.answer
 
 
@@ -170,9 +170,9 @@ def lower_again(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], ans
 
 @cache
 def out_variant(op: Operator) -> tuple[Operator, tuple[str, ...], frozenset[str]] | None:
-    """The overload that takes the same arguments and writes into given outputs.
+    """The overload of `op` that takes the same arguments and writes into given outputs, or None.
 
-    With it, the names of those outputs, and of the arguments that the outputs make unnecessary.
+    Also the names of those outputs, and of arguments that it lacks (`dtype`, `device`).
     """
     returns = op.schema.returns
     if not returns or any(str(r.type) != "Tensor" for r in returns):
@@ -187,7 +187,7 @@ def out_variant(op: Operator) -> tuple[Operator, tuple[str, ...], frozenset[str]
         arguments = schema_of(candidate).arguments
         outs = tuple(a.name for a in arguments if a.is_out)
         rest = [(a.name, str(a.type)) for a in arguments if not a.is_out]
-        dropped = _FACTORY - {name for name, _ in rest}
+        dropped = _FACTORY_ARGUMENTS - {name for name, _ in rest}
         if len(outs) == len(returns) and rest == [g for g in typed if g[0] not in dropped]:
             return operator_of(candidate), outs, dropped
     return None
@@ -226,11 +226,11 @@ def _same_call(reference: Call, call: Call, answer: Any) -> bool:
     try:
         with _Probe(answer) as probe:
             reference()
-            issued = len(probe.seen)
+            issued = len(probe.calls)
             call()
     except REFUSALS:
         return False  # this spelling does not exist; the caller tries the next
-    return issued == 1 and len(probe.seen) == 2 and _equal(*probe.seen)
+    return issued == 1 and len(probe.calls) == 2 and _equal(*probe.calls)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -250,7 +250,7 @@ def _equal(a: Any, b: Any) -> bool:
         return bool(a.hex() == b.hex())
     else:
         return bool(a is b or a == b)
-    # Most are the same objects: a tensor, and what the parser hands on as it is.
+    # Most pairs are one object: tensors, and arguments that torch's parser passes on unchanged.
     for x, y in pairs:  # noqa: SIM110
         if x is not y and not _equal(x, y):
             return False
@@ -266,7 +266,7 @@ def _computes(call: Call, results: Sequence[torch.Tensor], outs: Sequence[torch.
     return list(map(identity, outs)) == before and all(map(same_bits, results, outs))
 
 
-# Whether `out=` variants compute what their operators do, tried on data made up -------------------
+# Whether `out=` variants compute what their operators do, tried on random data --------------------
 
 
 def agrees(
@@ -281,13 +281,13 @@ def agrees(
     """Whether `variant`, called with `out_kwargs` in place of `kwargs` and outputs like `outs`,
     gives the bits of `op` on random numbers in `args`. Decided once for tensors of these shapes.
 
-    A step is often captured on padding, and on zeros many a wrong variant agrees.
+    A step is often captured on padding: on zeros a wrong variant may give the right bits.
     """
     key = (op, variant, names, *map(_signature, (args, kwargs)), *map(_signature, outs))
-    known = _verdicts.get(key)
-    if known is None:
-        known = _verdicts[key] = _try(op, variant, names, args, kwargs, out_kwargs, outs)
-    return known
+    verdict = _verdicts.get(key)
+    if verdict is None:
+        verdict = _verdicts[key] = _try(op, variant, names, args, kwargs, out_kwargs, outs)
+    return verdict
 
 
 def _try(
@@ -299,19 +299,20 @@ def _try(
     out_kwargs: dict[str, Any],
     outs: Sequence[torch.Tensor],
 ) -> bool:
-    # The numbers of the forward's own generator are not used up.
+    # Drawn from the default generator, these would change the forward's next random numbers.
     generator = torch.Generator("cpu").manual_seed(0)
-    made = {
+    randoms = {
         id(t): _random_like(t, generator)
         for t in tree.tensors(args, kwargs)
         if t.dtype.is_floating_point or t.dtype.is_complex
     }
-    args = with_replaced(args, made)
+    args = with_replaced(args, randoms)
     buffers = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu") for t in outs]
     before = list(map(identity, buffers))
     try:
-        results = tree.tensors(op.raw(*args, **with_replaced(kwargs, made)))
-        variant(*args, **with_replaced(out_kwargs, made), **dict(zip(names, buffers, strict=True)))
+        results = tree.tensors(op.raw(*args, **with_replaced(kwargs, randoms)))
+        out = dict(zip(names, buffers, strict=True))
+        variant(*args, **with_replaced(out_kwargs, randoms), **out)
     except REFUSALS:
         return False  # a replay calls the operator itself and copies its result
     return (
@@ -324,7 +325,7 @@ def _try(
 def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if (
         tensor.layout is not torch.strided
-        or tensor.nbytes > _KEPT_BYTES
+        or tensor.nbytes > _LARGEST_RANDOM_BYTES
         or not tensor.numel()
         or tensor.is_conj()
         or tensor.is_neg()

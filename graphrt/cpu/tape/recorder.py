@@ -14,8 +14,8 @@ from graphrt.core.base.thread_mode import ThreadMode
 from graphrt.core.capture.refusals import Source, user_source
 from graphrt.cpu.arena import Arena
 from graphrt.cpu.private_torch import disabled_dispatch
-from graphrt.cpu.tape.aliases import PLAIN, Aliases, core, fresh_among, with_replaced
-from graphrt.cpu.tape.births import Births, OwnTensors, changes_metadata
+from graphrt.cpu.tape.aliases import PLAIN, Aliases, fresh_among, unexpanded, with_replaced
+from graphrt.cpu.tape.constants import OwnTensors, TapeConstants, changes_metadata
 from graphrt.cpu.tape.lowering import (
     Call,
     Lowered,
@@ -40,17 +40,17 @@ from graphrt.cpu.tape.refusals import (
     rule_of,
 )
 
-# Under any dispatch mode torch computes vectors that were not asked for (svdvals, eigvalsh, cond,
-# the nuclear norm): by where the vectors are among the results.
+# Operator -> positions of the vectors among its results. Under a dispatch mode torch also computes
+# vectors that nobody asked for (svdvals, eigvalsh, cond, the nuclear norm).
 _FACTORS = {"aten::_linalg_svd": (0, 2), "aten::_linalg_eigh": (1,), "aten::linalg_eig": (1,)}
 
-_LEAST = frozenset({"aten::aminmax", "aten::min"})
-"""What `one_hot` reads first."""
+_MINIMUMS = frozenset({"aten::aminmax", "aten::min"})
+"""`one_hot` computes the smallest of its numbers by one of these, and reads it on the host."""
 
 
 @dataclass
 class Step:
-    """One replayed operator. `args` and `kwargs` are those of the operator, not of its lowering."""
+    """One operator of a replay, as it was called at capture; `lowered` has the call of a replay."""
 
     op: Operator
     args: tuple[Any, ...]
@@ -58,7 +58,7 @@ class Step:
     lowered: Lowered
     source: Source | None
     tokens: tuple[int, ...] = ()
-    """The block of each copy, so that copies nobody reads can be left out."""
+    """The arena block of each copy: `Tape.finish` drops the copy if nothing reads the block."""
 
     @property
     def label(self) -> str:
@@ -66,13 +66,14 @@ class Step:
 
 
 class Tape(ThreadMode):
-    """Records what its thread issues between begin and end of a capture.
+    """Records the operators that its thread runs between begin and end of a capture.
 
-    Outputs that the forward sees own their block of the arena, so liveness is the forward's own
-    references. The tape refers to arena memory weakly, and strongly to everything else.
+    Results that the forward gets keep their block of the arena in use, so a block is reused as soon
+    as the forward drops its tensor. The tape's own references keep no block in use (`Aliases`), but
+    keep all other tensors alive.
     """
 
-    takes_apart = False  # what it refuses, it refuses whole
+    takes_apart = False  # some rules refuse a composite operator: `one_hot` under inference mode
 
     def __init__(self, arena: Arena, *, inference: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,7 +84,7 @@ class Tape(ThreadMode):
         """An error that could not be raised where it arose; the next operator raises it."""
         self._guard = replay_guard(inference=inference)
         self.aliases = Aliases(arena)
-        self.births = Births(arena)
+        self.constants = TapeConstants(arena)
         self.own = OwnTensors(arena)
         self._factors: list[tuple[Operator, Source | None, list[int]]] = []
 
@@ -98,28 +99,32 @@ class Tape(ThreadMode):
             raise self.failure
         op = operator_of(func)
         rule = rule_of(op)
-        if rule is not None and op.name in VALUE_READS and self.births.are_constant((args, kwargs)):
+        if (
+            rule is not None
+            and op.name in VALUE_READS
+            and self.constants.are_constant((args, kwargs))
+        ):
             return func(*args, **kwargs)
         if rule is not None:
-            args = self._held_to(rule, op, args, kwargs)
+            args = self._checked_arguments(rule, op, args, kwargs)
         if op.composite:
             return self.take_apart(func, args, kwargs)
         if op.name == "aten::lift_fresh":
-            return self.own.note(self.births.take(args[0]))
+            return self.own.note(self.constants.take(args[0]))
         if op.metadata_only:
             return self._change_metadata(op, args, kwargs)
         if op.mutates:
             return self._mutate(op, args, kwargs)
         result = self._compute(op, args, kwargs)
-        self.births.derive(op, (args, kwargs), result)
+        self.constants.derive(op, (args, kwargs), result)
         return self.own.note(result)
 
-    def _held_to(
+    def _checked_arguments(
         self, rule: Rule, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """The arguments to record; raises the rule's refusal where it is broken."""
+        """The arguments to record; raises the rule's refusal if they break the rule."""
         if op.name in INDEXED:
-            args = self._with_places(args)
+            args = self._without_constant_masks(args)
         if rule.is_broken(args, kwargs):
             source = user_source()
             refusal = ONE_HOT if self._is_one_hot(rule, source) else rule.refusal
@@ -127,31 +132,31 @@ class Tape(ThreadMode):
         return args
 
     def _is_one_hot(self, rule: Rule, source: Source | None) -> bool:
-        """Whether `one_hot` reads the least of its numbers. It is made of other operators, so only
-        the line tells."""
+        """Whether `one_hot` reads the smallest of its numbers. It consists of other operators, so
+        only the user's source line has its name."""
         if rule.refusal is not HOST_READ or not self.steps:
             return False
-        is_least = self.steps[-1].op.name in _LEAST
-        return is_least and source is not None and "one_hot(" in str(source)
+        after_minimum = self.steps[-1].op.name in _MINIMUMS
+        return after_minimum and source is not None and "one_hot(" in str(source)
 
-    def _with_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments of an index operator with the places that constant masks choose, as the
-        operator itself would find them, instead of these masks."""
+    def _without_constant_masks(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of an index operator, with each constant mask replaced by the indices of its
+        true elements. The operator does the same, but reads the mask on the host."""
         if len(args) < 2 or not isinstance(args[1], list | tuple):
             return args
         indices: list[Any] = []
         for index in args[1]:
             is_mask = isinstance(index, torch.Tensor) and index.dtype in MASK_DTYPES
-            places = self._places(index) if is_mask else None
-            indices += [index] if places is None else places
+            true_indices = self._true_indices(index) if is_mask else None
+            indices += [index] if true_indices is None else true_indices
         return (args[0], indices, *args[2:])
 
-    def _places(self, mask: torch.Tensor) -> list[torch.Tensor] | None:
-        """The places that a constant mask chooses, which are constants too."""
-        if not self.births.are_constant(mask):
+    def _true_indices(self, mask: torch.Tensor) -> list[torch.Tensor] | None:
+        """The indices of a constant mask's true elements, as constants; None for other masks."""
+        if not self.constants.are_constant(mask):
             return None
-        places = mask.nonzero().unbind(1)
-        return [self.own.note(self.births.take(each.clone())) for each in places]
+        columns = mask.nonzero().unbind(1)
+        return [self.own.note(self.constants.take(column.clone())) for column in columns]
 
     def finish(self) -> list[Step]:
         """The steps, without copies of outputs that nothing ever read."""
@@ -160,14 +165,14 @@ class Tape(ThreadMode):
             copies = step.lowered.copies
             if not copies:
                 continue
-            wanted = tuple(
+            read = tuple(
                 copy
                 for copy, token in zip(copies, step.tokens, strict=True)
                 if token == 0 or self.aliases.was_read(token) or self.arena.is_live(token)
             )
-            if len(wanted) < len(copies):
-                low = step.lowered
-                step.lowered = Lowered(low.kind, low.call, wanted, low.flat, low.checked)
+            if len(read) < len(copies):
+                old = step.lowered
+                step.lowered = Lowered(old.kind, old.call, read, old.flat, old.checked)
         self.aliases.clear()
         self.own.clear()
         return self.steps
@@ -175,7 +180,7 @@ class Tape(ThreadMode):
     # The kinds of operators -------------------------------------------------------------------
 
     def _change_metadata(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Later steps see the tensor as it is then; replaying the change would repeat it.
+        # No step: later steps have the tensor's new shape, and a replayed `t_()` would undo it.
         if not self.own.has(args[0]) and changes_metadata(op, args, kwargs):
             raise CHANGED_METADATA(op=op.label)
         try:
@@ -186,7 +191,7 @@ class Tape(ThreadMode):
             raise
 
     def _mutate(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.births.write(op, (args, kwargs), op.written_arguments(args, kwargs))
+        self.constants.note_write(op, (args, kwargs), op.written_arguments(args, kwargs))
         result = _run(op, args, kwargs)
         fresh = fresh_among(tree.tensors(result), (args, kwargs))
         if fresh:
@@ -210,8 +215,8 @@ class Tape(ThreadMode):
         if op.allocates:
             return with_replaced(result, {id(t): self.place(t, op) for t in fresh})
         placed: dict[int, torch.Tensor] = {}
-        whole = bool(fresh) and len(fresh) == len(tensors)
-        if whole and op.repeatable and not torch.is_autocast_enabled("cpu"):
+        all_fresh = bool(fresh) and len(fresh) == len(tensors)
+        if all_fresh and op.repeatable and not torch.is_autocast_enabled("cpu"):
             outs = [self.place(t, op) for t in fresh]
             placed = dict(zip(map(id, fresh), outs, strict=True))
             if self._record_into(outs, op, args, kwargs, fresh):
@@ -247,9 +252,9 @@ class Tape(ThreadMode):
         fresh: list[torch.Tensor],
         placed: dict[int, torch.Tensor],
     ) -> Any:
-        """Replay by running the operator again and copying what is fresh in its result."""
+        """Replay by running the operator again and copying its `fresh` results into the arena."""
         if not op.mutates:
-            self.births.write(op, (args, kwargs), op.written_arguments(args, kwargs))
+            self.constants.note_write(op, (args, kwargs), op.written_arguments(args, kwargs))
         weak_args, weak_kwargs = self.aliases.weak(args, kwargs)
         with self._guard():
             call = _with_autocast(op, lower_again(op, weak_args, weak_kwargs, result))
@@ -293,7 +298,8 @@ class Tape(ThreadMode):
         op: Operator,
         placed: dict[int, torch.Tensor],
     ) -> tuple[Any, tuple[tuple[int, torch.Tensor], ...], tuple[int, ...]]:
-        """Move the fresh tensors of `result` into the arena; which positions to copy at replay."""
+        """Copy the fresh tensors of `result` into the arena. Returns the result with these copies,
+        the (position, output) pairs that a replay copies, and the block of each output."""
         wanted = {id(t) for t in fresh if t.device.type != "meta"}
         replaced: dict[int, torch.Tensor] = {}
         copies: list[tuple[int, torch.Tensor]] = []
@@ -304,7 +310,7 @@ class Tape(ThreadMode):
             out = placed.get(id(tensor))
             if out is None:
                 out = self.place(tensor, op)
-            core(out).copy_(core(tensor))
+            unexpanded(out).copy_(unexpanded(tensor))
             replaced[id(tensor)] = out
             copies.append((position, self.aliases.weak_output(out)))
             tokens.append(self.arena.token_of(out) if out.numel() else 0)
@@ -335,7 +341,8 @@ def _has_own_dispatch(kind: type) -> bool:
 
 
 def _with_autocast(op: Operator, call: Call) -> Call:
-    # Recorded is what autocast made of an operator; on is it where the body calls others.
+    # The recorded arguments are cast already. Operators that a custom operator's body calls are
+    # not: without autocast at replay they would compute in another dtype.
     if not torch.is_autocast_enabled("cpu"):
         return call
     return Call(_under_autocast, (torch.get_autocast_dtype("cpu"), call))

@@ -1,5 +1,5 @@
-"""What cannot be part of a tape because it depends on the data: rules for operators, and for reads
-that no operator shows."""
+"""Refuses what no tape can replay because it depends on data: rules for operators, and guards of
+host reads that call no operator, such as `float(tensor)`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from graphrt.cpu.tape.operators import Operator
 VALUE_READS = frozenset(
     "aten::" + name for name in ("_local_scalar_dense", "allclose", "equal", "is_nonzero", "item")
 )
-"""They read values and do nothing else: those of constants are the same at every replay."""
+"""They only read values. Reading a constant is allowed: its values are those of every replay."""
 INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
-"""They take masks as indices: those that are constants choose the same places at every replay."""
+"""They take masks as indices. A constant mask has the same true elements at every replay."""
 _SYNC_OPS = VALUE_READS | {"aten::_pack_padded_sequence"}
 _HOST_TYPES = frozenset({"int", "float", "bool", "number", "complex", "SymInt"})
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
@@ -108,13 +108,13 @@ WRITTEN_WRAP = Refusal(
 
 
 class Rule(NamedTuple):
-    """What of an operator's calls is refused."""
+    """Which calls of an operator are refused, and how."""
 
     applies: Callable[[Operator], bool]
-    """Whether it is for this operator: the first rule that is decides."""
+    """Whether the rule is for this operator. Only the first such rule of `_RULES` counts."""
     refusal: Refusal
     is_broken: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda args, kwargs: True
-    """Whether a call breaks it."""
+    """Whether a call with these arguments breaks the rule."""
 
 
 def _named(*names: str) -> Callable[[Operator], bool]:
@@ -159,7 +159,7 @@ _RULES = (
     Rule(lambda op: op.name.startswith(_COLLECTIVES), _COLLECTIVE),
     Rule(_named("_linalg_check_errors"), _RESULT_CHECK),
     Rule(_named("_nested_tensor_from_mask_left_aligned", "_nested_tensor_from_mask"), _NESTED),
-    Rule(_named("one_hot"), ONE_HOT),  # as a whole under inference mode
+    Rule(_named("one_hot"), ONE_HOT),  # one operator under inference mode
     Rule(_reads_data, HOST_READ),
     Rule(_named("index"), _MASK_INDEX, _indexes_by_mask),
     Rule(_named("index_put", "index_put_"), _MASK_WRITE, _writes_by_mask),
@@ -175,7 +175,7 @@ _RULES = (
     Rule(_has_dynamic_shape, _DYNAMIC_SHAPE),
     Rule(_returns_host_values, HOST_READ),
 )
-"""Operators that read data on the host, whose shapes depend on data, or that go on afterwards."""
+"""Operators that read data on the host, have shapes that depend on data, or outlast the call."""
 
 
 @functools.cache
@@ -184,12 +184,12 @@ def rule_of(op: Operator) -> Rule | None:
     return next((rule for rule in _RULES if rule.applies(op)), None)
 
 
-# Reads that do not go through the dispatcher. A function mode would see them too, but torch takes
-# it off its stack while it handles a call, and a segment may end inside of one. So the methods are
-# replaced while a capture is open, and refuse on the threads that capture.
+# Methods that read a tensor without the dispatcher. A function mode would see the calls, but torch
+# takes it off its stack while it handles one, and a segment may end inside of that. So guards
+# replace the methods while a capture is open, and refuse on the threads that capture.
 _HOST_READS = (
     "__array__",
-    # torch.tensor([t]), and what else makes a tensor of a list, asks its elements for numbers.
+    # torch.tensor([t]), like other makers of a tensor from a list, calls these of its elements.
     "__bool__",
     "__complex__",
     "__dlpack__",
@@ -206,20 +206,20 @@ _HOST_READS = (
 _COPYING_READS = frozenset(
     ("__bool__", "__complex__", "__float__", "__format__", "__index__", "__int__", "tolist")
 )
-"""Of these reads the forward keeps no memory: those of constants are allowed."""
+"""They return copies, so the forward may read constants by them."""
 
 _WRAPPERS = ("frombuffer", "from_dlpack", "load")
-"""They make tensors of memory that no operator wrote."""
+"""Functions of torch that make a tensor over memory of the host."""
 
 _thread = threading.local()
 
 
 class HostReads:
-    """Refuses the reads of this thread that no operator shows, from `open` to `close`."""
+    """Refuses host reads of this thread that call no operator, from `open` to `close`."""
 
     def __init__(self, wrapped: Callable[[Any], None], are_constant: Callable[[Any], bool]) -> None:
-        """`wrapped` is called with what was made of the host's memory, `are_constant` says whether
-        arguments have the same values at every replay."""
+        """`wrapped` is called with each tensor that is made over memory of the host; `are_constant`
+        says whether arguments have the same values at every replay."""
         self._wrapped = wrapped
         self._are_constant = are_constant
 
@@ -231,7 +231,7 @@ class HostReads:
         guards.enter(self)
 
     def close(self) -> None:
-        """Allow them again; it may be called again, and where `open` came half-way."""
+        """Allow the reads again. May be called twice, and after an `open` that was interrupted."""
         _thread.refusing = False
         _thread.wrapped = _thread.are_constant = None
         include_key(_pointer_key(), False)
@@ -249,12 +249,12 @@ def reads_allowed() -> Iterator[None]:
         _thread.refusing = before
 
 
-# Made once: every segment puts the same guards in place of the same methods.
+# Cached: every segment of a capture installs the same guards again.
 @functools.lru_cache(maxsize=4 * (len(_HOST_READS) + len(_WRAPPERS)))
 def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if getattr(_thread, "refusing", False) and _reads(name, args, kwargs):
+        if getattr(_thread, "refusing", False) and _is_refused(name, args, kwargs):
             raise HOST_READ(op=f"Tensor.{name}")
         result = original(*args, **kwargs)
         if name in _WRAPPERS and getattr(_thread, "refusing", False):
@@ -265,18 +265,18 @@ def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 guards = ProcessChange(partial(replace_reads, _HOST_READS, _WRAPPERS, _guarded))
-"""Stand in place of the methods and functions."""
+"""Guards in place of the methods and functions, while any capture is open."""
 
 
-def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_refused(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name in _WRAPPERS:
         return False
     return not (name in _COPYING_READS and _thread.are_constant(args))
 
 
-# Composite operators that follow a pointer into a tensor. Torch takes them apart before a mode sees
-# them, so the tape would have their parts and not the read. A kernel at a free dispatch key stands
-# before them, whoever calls them.
+# Composite operators that read a tensor through its pointer. Torch takes them apart before a mode
+# sees them, so the tape would have their parts without the read. A kernel at a free dispatch key
+# runs before theirs, and refuses.
 _POINTER_READS: dict[str, int | None] = {
     "_pad_packed_sequence.default": 1,  # batch_sizes
     "gru.data": 1,
@@ -301,28 +301,32 @@ _POINTER_READS: dict[str, int | None] = {
     "fbgemm_pack_quantized_matrix.KN": None,
     "fbgemm_pack_quantized_matrix.default": None,
 }
-"""The argument of each that is read, which may be a constant. None: it also writes its results by
-pointer, which no replay would repeat."""
+"""Operator -> position of the argument that it reads, which may be a constant. None: it also writes
+its results by pointer, which no replay would repeat."""
 
 
 @cache
 def _pointer_key() -> Any:
-    """The key at which these operators have their kernel."""
+    """The dispatch key at which these operators have a kernel that refuses, made at first use."""
     name = f"{FREE_KEYS}GenericWrapper"
     library = kernel_library("IMPL", "aten", name)
     _libraries.append(library)
-    for path, at in _POINTER_READS.items():
-        kernel = partial(_call_unless_refused, path, at)
+    for path, position in _POINTER_READS.items():
+        kernel = partial(_call_unless_refused, path, position)
         library.impl(path.removesuffix(".default"), name, kernel, True)
     return free_key(name)
 
 
 _libraries: list[Any] = []
-"""The kernels go with their library."""
+"""Kept for good: kernels end with their library."""
 
 
-def _call_unless_refused(path: str, at: int | None, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    if getattr(_thread, "refusing", False) and (at is None or not _thread.are_constant(args[at])):
+def _call_unless_refused(
+    path: str, position: int | None, keys: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if getattr(_thread, "refusing", False) and (
+        position is None or not _thread.are_constant(args[position])
+    ):
         raise HOST_READ(op=f"aten.{path}")
     name, _, overload = path.partition(".")
     operator = getattr(getattr(torch.ops.aten, name), overload)

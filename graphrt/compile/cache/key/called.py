@@ -45,7 +45,7 @@ class CalledSources:
         self._values = Values(sources)
         self._digests: dict[str, list[str]] = {}
         self._operators: set[Any] = set()
-        self._run: set[Any] = set()
+        self._watched: set[Any] = set()
         for each in graph.modules():
             if isinstance(each, fx.GraphModule):
                 for node in each.graph.nodes:
@@ -140,25 +140,25 @@ class CalledSources:
                     self._add(f"argument of {node.name}", self._values.of(each))
 
     def _watch(self, node: fx.Node, target: Any) -> None:
-        """Run the node's function with fake tensors, and take in every function that it calls."""
+        """Run the node's function with fake tensors, and describe every function that it calls."""
         from_torch = all(is_torchs_own(each) for each in overloads(target) if overload_name(each))
-        if target in self._run or (
+        if target in self._watched or (
             from_torch and any(overload_name(each) for each in overloads(target))
         ):
             return
-        self._run.add(target)
+        self._watched.add(target)
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
         modes = (getattr(each, "fake_mode", None) for each in _parts((args, kwargs)))
         mode = next((each for each in modes if each is not None), None)
-        seen: list[str] = []
+        described: list[str] = []
 
-        def frame(running: FrameType) -> None:
+        def note_frame(running: FrameType) -> None:
             code = running.f_code
-            # What watches operators while a runner warms up decides about no code.
+            # graphrt's own watches, which are on in warm-ups, do not affect compiled code.
             module = str(running.f_globals.get("__name__"))
             generated = code.co_filename.startswith("<") and _is_generated_for_others(module)
             if not (generated or is_library_file(code.co_filename) or module.startswith(_WATCHING)):
-                seen.append(self._values.frame(code, running.f_globals, running.f_locals))
+                described.append(self._values.frame(code, running.f_globals, running.f_locals))
 
         try:
             with ExitStack() as stack:
@@ -169,18 +169,18 @@ class CalledSources:
                         stack.enter_context(ignoring_new_sizes(mode))
                     stack.enter_context(mode)
                 calls = stack.enter_context(operators_called())
-                stack.enter_context(python_calls(frame))
+                stack.enter_context(python_calls(note_frame))
                 target(*args, **kwargs)
         except Exception as error:
             self._values.unknown.append(f"what {target} calls: {type(error).__name__}: {error}")
             return
-        self._add(f"called by {getattr(target, '__qualname__', target)}", *sorted(set(seen)))
+        self._add(f"called by {getattr(target, '__qualname__', target)}", *sorted(set(described)))
         for each in calls:
             self._operator(each)
 
 
 def _is_generated_for_others(module: str) -> bool:
-    """Whether code without a file is a named tuple's, or of torch's data classes: how often that
+    """Whether code without a file is of a named tuple, or of torch's data classes: whether that
     runs depends on what torch has cached."""
     loaded = sys.modules.get(module)
     return module.startswith("namedtuple_") or (loaded is not None and is_library(loaded))
@@ -199,7 +199,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _extensions() -> set[str]:
-    """The files of libraries that torch was told to load, and of all extensions of others."""
+    """The files of libraries loaded by `torch.ops`, and of extensions that are no library's."""
     files = set(torch.ops.loaded_libraries)
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""

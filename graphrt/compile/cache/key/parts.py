@@ -73,7 +73,7 @@ def code_settings(options: CompileOptions) -> dict[str, object]:
 
 
 def compiler_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that compilers read, but for those that say why not."""
+    """The variables that compilers read, but for `VARIABLES_NOT_IN_KEY`."""
     return {
         name: value
         for name, value in environment.items()
@@ -113,9 +113,9 @@ class CacheKey:
     @classmethod
     def from_groups(cls, groups: Mapping[str, Mapping[str, object]]) -> CacheKey:
         """The key of `groups`: the groups of `PARTS`, or of a file that `to_json` wrote."""
-        plain = {group: _checked(group, groups.get(group, {})) for group in PARTS}
-        text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
-        return cls(hashlib.sha256(text.encode()).hexdigest(), plain)
+        as_json = {group: _as_json(group, groups.get(group, {})) for group in PARTS}
+        text = json.dumps(as_json, sort_keys=True, separators=(",", ":"))
+        return cls(hashlib.sha256(text.encode()).hexdigest(), as_json)
 
     def to_json(self) -> str:
         """For reading, and for `from_groups`."""
@@ -130,8 +130,8 @@ class CacheKey:
         ]
 
 
-def _checked(group: str, values: Mapping[str, object]) -> dict[str, Any]:
-    """JSON types only, so that what is read back equals what was written."""
+def _as_json(group: str, values: Mapping[str, object]) -> dict[str, Any]:
+    """The values as JSON types, so that a key read from its file equals the one written."""
     try:
         loaded: dict[str, Any] = json.loads(json.dumps(dict(values), allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -162,7 +162,7 @@ PARTS: dict[str, Callable[[Compilation], Mapping[str, object]]] = {
     "compiler": lambda _: compiler_settings(),
     "ambient": lambda compilation: ambient_state(compilation.device.type),
     "environment": lambda _: compiler_variables(),
-    # Before the sources, as the files of what is called are among them.
+    # Before the sources, to which it adds the files of called functions.
     "called": _called,
     "sources": _sources,
 }

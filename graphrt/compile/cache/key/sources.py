@@ -1,5 +1,5 @@
-"""The source that a trace went through, which must not change for compiled code to fit: its files,
-what it names, and whose it is.
+"""The source files that a trace went through: compiled code is right only while they are the same.
+Also the names in code, and whether it is a library's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TracedSources:
     that was edited after it was imported must not vouch for code that never ran.
 
     Python, torch and what torch calls are left out; their versions are in the key. `unreadable` are
-    the files of code of which no source is to be had.
+    the files whose source cannot be read.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class TracedSources:
         self._seen: set[CodeType] = set()
 
     def add(self, code: CodeType) -> bool:
-        """Take in a code object; whether its source could be read."""
+        """Add a code object; returns whether its source could be read."""
         path = code.co_filename
         if code in self._seen or is_library_file(path):
             return path not in self.unreadable
@@ -149,7 +149,7 @@ def _constant(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return f"({','.join(map(_constant, value))})"
     if isinstance(value, (frozenset, set)):
-        # Its order is another one in every process.
+        # Its order differs from process to process.
         return f"{{{','.join(sorted(map(_constant, value)))}}}"
     return f"{type(value).__name__} {value!r}"
 

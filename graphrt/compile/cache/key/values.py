@@ -3,8 +3,8 @@
 A function is its file and its bytecode, its defaults and closure, and of the globals that its code
 names: constants by their values, functions and Triton kernels like itself, modules, classes and
 objects by those of their attributes that its code names. Code of Python, torch and `PACKAGES` (a
-library here) counts by its version, which is elsewhere in the key. Variables of the environment
-count where code that reads some has their names.
+library here) counts by its version, which is elsewhere in the key. A variable of the environment
+counts if code that reads the environment has its name as a string.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ class Values:
             return str(value)
         key = id(value), names, self._state_counts
         if key not in self._described:
-            # Else a value that refers to itself would be described for ever.
+            # For a value that refers to itself: describing it would never end.
             self._described[key] = f"again {type(value).__name__}"
             self._alive.append(value)
             self._described[key] = _digest(self._parts(value, names))
         return self._described[key]
 
     def runs(self, function: Any) -> str:
-        """A function that compiled code calls at run time: by its source and constants. The state
-        that it keeps is read then, so it does not count."""
+        """The text of a function that compiled code calls at run time: its source and constants.
+        Its state does not count, as it is read at run time."""
         self._state_counts = False
         try:
             return self.of(function)
@@ -99,7 +99,7 @@ class Values:
             self._state_counts = True
 
     def frame(self, code: CodeType, space: Mapping[str, Any], local: Mapping[str, Any]) -> str:
-        """Code that is running: its globals, and what its closure and its arguments hold."""
+        """The text of running code: its globals, and the values of its closure and arguments."""
         names = names_in(code)
         parts = [self._code(code), *self._globals(code, names, space)]
         for name in code.co_freevars:
@@ -112,9 +112,9 @@ class Values:
         return _digest(parts)
 
     def _parts(self, value: Any, names: Names) -> list[str]:
-        called = self._callable(value, names)
-        if called is not None:
-            return called
+        described = self._callable(value, names)
+        if described is not None:
+            return described
         if isinstance(value, ModuleType):
             return [value.__name__, *self._module(value, names)]
         if isinstance(value, type):
@@ -161,7 +161,7 @@ class Values:
         code = function.__code__
         cells = [_content(cell) for cell in function.__closure__ or ()]
         if is_library_file(code.co_filename):
-            # torch's own wrappers hold what they wrap.
+            # A wrapper of torch's has the wrapped function in its closure.
             held = [self.of(each) for each in cells if callable(each)]
             return [f"{function.__module__}.{function.__qualname__}", *held]
         names = names_in(code)
@@ -214,8 +214,8 @@ class Values:
         if tensor.layout is not torch.strided or tensor.nbytes > _MOST_BYTES:
             self.unknown.append(f"the content of a tensor, {what}")
             return what
-        plain = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        return f"{what} {hashlib.sha256(bytes(plain.tolist())).hexdigest()}"
+        octets = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return f"{what} {hashlib.sha256(bytes(octets.tolist())).hexdigest()}"
 
     def _items(self, value: Any, described: Iterator[str]) -> list[str]:
         if len(value) > _MOST_ITEMS:
@@ -227,7 +227,7 @@ class Values:
         of_library = is_library(module)
         for name in sorted(names & vars(module).keys()):
             value = vars(module)[name]
-            # Of a library's names only those that somebody has replaced.
+            # Of a library only functions that someone else put there count.
             if not of_library or (isinstance(value, FunctionType) and not is_library(value)):
                 yield f"{name} = {self.of(value, names)}"
 
@@ -263,7 +263,7 @@ class Values:
         return parts
 
     def _kernel(self, value: Any) -> Iterator[str]:
-        """A Triton kernel with what tunes it, a configuration, or a constant of Triton's."""
+        """A Triton kernel or its tuner, a configuration, or a constant of Triton's."""
         parts = {name: getattr(value, name, None) for name in _TRITON}
         if any(each is not None for each in parts.values()):
             for name, each in parts.items():

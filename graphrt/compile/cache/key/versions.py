@@ -55,7 +55,7 @@ def _graphrt_version() -> str:
 
 @cache
 def _package_digest() -> str:
-    """The code that splits and stitches decides about pieces as much as the compiler does."""
+    """A hash of `graphrt.compile`, which decides about pieces as much as the compiler does."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[2]
     for path in sorted(package.rglob("*.py")):
@@ -87,8 +87,8 @@ def _device_name(device: torch.device) -> str:
 
 @cache
 def cuda_driver_version() -> str | None:
-    """The CUDA version that the driver is for, such as "13.0"; None without one. What is kept as
-    PTX becomes the device's code in the driver, and so does what it links."""
+    """The CUDA version that the driver is for, such as "13.0"; None without a driver. The driver
+    compiles kernels that are kept as PTX, and links."""
     name = "nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1"
     number = ctypes.c_int()
     try:

@@ -1,5 +1,5 @@
-"""Tensors that one capture has made itself: those of Python data, whose values each replay begins
-with, and tensor objects, whose shape the capture may change."""
+"""Tensors that a capture makes: constants from Python data, and tensor objects whose shape the
+forward may change in place."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from graphrt.cpu.tape.operators import Operator
 from graphrt.cpu.tape.refusals import WRITTEN_WRAP
 
 
-class _Birth:
-    def __init__(self, held: Any, in_use: ReferenceType[Any], call: Call) -> None:
+class _Constant:
+    def __init__(self, held: Any, in_use: ReferenceType[Any], restore: Call) -> None:
         self.held = held
         """Keeps the block in use, so that nothing else is ever written into it."""
         self.in_use = in_use
         """Dead once the forward has let go of the constant."""
-        self.restore = call
+        self.restore = restore
         self.written = False
 
 
-class Births:
-    """The constants of one tape: tensors of Python data (`torch.tensor([1, 2])`).
+class TapeConstants:
+    """Keeps the constants of one tape, tensors of Python data (`torch.tensor([1, 2])`), which no
+    operator makes and so no replay would.
 
-    No operator makes one, so no replay would. It lies in a block of the graph alone. A replay sets
-    its values again only if the forward writes or keeps it. Results of operators that are given
-    constants alone are constants too: their values are the same at every replay, so the forward
-    may read them on the host.
+    Each is in a block that only this graph uses. A replay sets its values again only if the forward
+    writes or keeps it. A result that depends on constants alone is a constant too: its values are
+    the same at every replay, so the forward may read it on the host.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._born: dict[int, _Birth] = {}
-        # Number of a storage -> weak reference, which keeps the number from becoming another's.
+        self._made: dict[int, _Constant] = {}
+        # Number of a storage -> weak reference, which keeps the number from being reused.
         self._constant: dict[int, StorageWeakRef] = {}
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that the forward gets for one that was just made of Python data."""
-        plain = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_quantized
-        if not plain or not tensor.numel() or self._arena.owns(tensor):
+        is_dense = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_quantized
+        if not is_dense or not tensor.numel() or self._arena.owns(tensor):
             return tensor
         if not tensor.untyped_storage().resizable():
-            # It is over memory of the host's, such as an array: `torch.from_numpy`.
-            self.wrapped(tensor)
+            # It is over memory of the host: `torch.from_numpy(array)`.
+            self.note_wrapped(tensor)
             return tensor
         value = tensor.detach().clone()
         out, held, in_use = self._arena.constant(value)
         out.copy_(value)
         restore = Call(torch.Tensor.copy_, (self._arena.alias(out), value))
-        self._born[out.untyped_storage().data_ptr()] = _Birth(held, in_use, restore)
+        self._made[out.untyped_storage().data_ptr()] = _Constant(held, in_use, restore)
         self._note_constant(out)
         return out
 
@@ -68,7 +68,7 @@ class Births:
         return bool(tensors) and all(map(self._is_constant, tensors))
 
     def derive(self, op: Operator, arguments: tuple[Any, ...], result: Any) -> None:
-        """Note the result of an operator as constant if all tensors that it was given are."""
+        """Note the result of an operator as constant if all its tensor arguments are."""
         if (
             op.repeatable
             and not op.allocates
@@ -87,18 +87,18 @@ class Births:
             storage = tensor.untyped_storage()
             self._constant[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
-    def wrapped(self, value: Any) -> None:
+    def note_wrapped(self, value: Any) -> None:
         """Note tensors over memory that the host may hold too: an array, a buffer, a file."""
-        known = self._arena.wrapped
-        for storage in [storage for storage, ref in known.items() if ref.expired()]:
-            del known[storage]
+        wrapped = self._arena.wrapped
+        for storage in [storage for storage, ref in wrapped.items() if ref.expired()]:
+            del wrapped[storage]
         tensors = [t for t in tree.tensors(value) if t.layout is torch.strided]
         for tensor, storage in zip(tensors, storage_ids(tensors), strict=True):
-            known[storage] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            wrapped[storage] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
-    def write(self, op: Operator, arguments: Any, written: Any) -> None:
+    def note_write(self, op: Operator, arguments: Any, written: Any) -> None:
         """Note that an operator of these `arguments` may write the tensors in `written`."""
-        if not (self._born or self._constant or self._arena.wrapped):
+        if not (self._made or self._constant or self._arena.wrapped):
             return
         tensors = tree.tensors(written)
         if not op.built_in or op.random or not self.are_constant(arguments):
@@ -116,39 +116,39 @@ class Births:
     def _note_written(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             if tensor.layout is torch.strided:
-                birth = self._born.get(tensor.untyped_storage().data_ptr())
-                if birth is not None:
-                    birth.written = True
+                constant = self._made.get(tensor.untyped_storage().data_ptr())
+                if constant is not None:
+                    constant.written = True
 
     def finish(self) -> tuple[list[Call], list[Any]]:
         """The calls that a replay begins with, and the blocks that the graph keeps in use."""
-        births = list(self._born.values())
-        self._born.clear()
+        made = list(self._made.values())
+        self._made.clear()
         self._constant.clear()
-        restores = [b.restore for b in births if b.written or b.in_use() is not None]
-        return restores, [b.held for b in births]
+        restores = [c.restore for c in made if c.written or c.in_use() is not None]
+        return restores, [c.held for c in made]
 
 
 # Tensor objects, and changes of their shape, strides or memory, which are in no graph -------------
 
 
 class OwnTensors:
-    """The tensor objects that a capture itself made, or was given for itself alone: its next run
-    makes others."""
+    """Knows the tensor objects that a capture made or that only it was given. The forward may
+    change their shape in place (`t_()`), as each of its runs has new ones."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def note(self, result: Any) -> Any:
-        """`result`, of an operator that made it; what is in graph memory needs no note."""
+        """Return `result` and note its tensors, except those in graph memory: `has` knows them."""
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree.tensors(result):
             if not self._arena.owns(tensor):
                 self._made[id(tensor)] = weakref.ref(tensor)
         return result
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether it was made in this capture."""
+        """Whether this capture made `tensor`."""
         made = self._made.get(id(tensor))
         if (made is not None and made() is tensor) or self._arena.owns(tensor):
             return True
@@ -168,13 +168,13 @@ def changes_metadata(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     meta = torch.empty(count, dtype=tensor.dtype, device="meta")
     meta = meta.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-    before = _place(meta)
+    before = _geometry(meta)
     try:
         op.func(meta, *args[1:], **kwargs)
     except REFUSALS:
         return True
-    return before != _place(meta)
+    return before != _geometry(meta)
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.size(), tensor.stride(), tensor.storage_offset()
