@@ -105,7 +105,7 @@ __all__ = [
 
 _LISTED = ("errors", "lowlevel", "platforms", "types")
 _MODULES = (*_LISTED, "attention", "compile", "observe", "testing")
-"""Those not listed load more than who only looks what there is may have: `testing` needs pytest."""
+"""Only `_LISTED` modules are in `dir()`: the others load more, and `testing` needs pytest."""
 
 _DEFINED_IN = {
     "DEFERRED": "core.replay.tasks",
@@ -152,7 +152,7 @@ _DEFINED_IN = {
     "support_compile": "compile",
     "wrapper_class": "core.capture.wrapper",
 }
-"""The modules of names that are loaded when they are asked for: a name costs what it needs."""
+"""Name -> the module that defines it, which is imported when the name is first used."""
 
 # Hidden from type checkers, which take any name of a module that has it.
 if not TYPE_CHECKING:

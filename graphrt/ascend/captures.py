@@ -17,7 +17,7 @@ from graphrt.core.device.pool_memory import captured_pool
 
 
 class AclCaptures(Captures[GraphMemory]):
-    """The stream and the memory of every open capture, and the streams that captures took."""
+    """Begins, ends and takes back captures; counts the device's streams that captures took."""
 
     def __init__(self, npu: Any, tasks: Tasks) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class AclCaptures(Captures[GraphMemory]):
         watch_queue()
         check_queue()
         free = available_streams()
-        # A begin that fails costs a pool, and a side stream that finds no room ends torch_npu's
-        # queue of launches; so what one capture took is asked for before the next.
+        # Checked before: a begin that fails costs a pool, and a side stream that finds no room ends
+        # torch_npu's launch queue.
         if free is not None and free < self._most_taken:
             raise StreamBudgetError(
                 "the device has too few free streams for another capture",
@@ -81,8 +81,8 @@ class AclCaptures(Captures[GraphMemory]):
 
 
 def graph_class(npu: Any) -> Any:
-    """torch_npu's graphs, whose replay says by name that the queue of launches has ended: the
-    step's own inputs may have failed there."""
+    """torch_npu's NPUGraph, whose replay raises `LaunchQueueError` if the launch queue has ended:
+    the copy of the step's inputs may have failed there."""
 
     class Graph(npu.NPUGraph):  # type: ignore[misc]
         def replay(self) -> None:
@@ -93,7 +93,7 @@ def graph_class(npu: Any) -> Any:
 
 
 def event_class(npu: Any) -> Any:
-    """torch_npu's events, whose record does so: it comes right behind the copy of inputs."""
+    """torch_npu's Event, whose record raises it too: it comes right behind the copy of inputs."""
 
     class Event(npu.Event):  # type: ignore[misc]
         def record(self, stream: Any = None) -> None:
@@ -103,7 +103,7 @@ def event_class(npu: Any) -> Any:
 
 
 def no_stream() -> StreamBudgetError:
-    """That torch_npu could make no stream to capture on."""
+    """The error where torch_npu could make no stream to capture on."""
     return StreamBudgetError(
         "the device has too few free streams for torch_npu's own, on one of which is captured",
         expected=f"{TORCH_NPU_STREAMS} when the process starts",

@@ -19,7 +19,7 @@ from graphrt.core.device.pool_memory import Allocator, PoolHandle, PoolMemory
 
 
 class GraphMemory(PoolMemory):
-    """Allocator pools of NPU memory."""
+    """The memory that the ACL graphs of one pool share, in pools of torch_npu's allocator."""
 
     def __init__(
         self,
@@ -55,12 +55,13 @@ class GraphMemory(PoolMemory):
 
 
 def _hold(npu: Any, streams: OwnStreams, device: int, handle: PoolHandle) -> Any:
+    """An empty graph that keeps an allocator pool alive."""
     graph = npu.NPUGraph()
     with npu.stream(streams.lend()):
         try:
             graph.capture_begin(pool=handle, capture_error_mode="thread_local")
         except RuntimeError:
-            # Of its two allocators the first may have begun.
+            # It routes two allocators, of device and of pinned memory: the first may be routed.
             with suppress(RuntimeError):  # "not currently recording to mempool_id"
                 stop_routing_to_pool(device, handle)
                 release_pool(device, handle)

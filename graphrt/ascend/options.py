@@ -1,4 +1,4 @@
-"""What a host can set of the Ascend platform."""
+"""The options of the Ascend platform."""
 
 from __future__ import annotations
 

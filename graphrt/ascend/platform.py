@@ -367,8 +367,9 @@ class ACLGraphWrapper(GraphWrapper):
     entry_class = DeferrableEntry
 
     def update(self, updates: Updates) -> None:
-        """The updates of the step called with `DEFERRED`; raises `MissingUpdateError` where none
-        was. If they do not fit, it waits on; if one fails, it ends with some arguments old."""
+        """Update the tasks of the step that was called with `DEFERRED`; raises `MissingUpdateError`
+        if none was. Updates that do not fit leave it waiting. If one fails, it ends with some old
+        arguments."""
         step = self.pool.owner
         launched = [
             each.waiting for each in self.entries.values() if isinstance(each, DeferrableEntry)

@@ -87,7 +87,7 @@ def weak_ref(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw_stream_of() -> Callable[[int], int]:
-    """What tells the current stream of a device as CANN's handle, and is called at every replay.
+    """The function that returns CANN's handle of a device's current stream, for every replay.
 
     The other form of this call first waits for torch_npu's queue of launches.
     """

@@ -42,13 +42,13 @@ class OwnStreams:
         return self._streams.lend(self._npu.current_device())
 
     def loan_of(self, stream: Any) -> Loan | None:
-        """What keeps a stream lent, if it is."""
+        """The loan that keeps other pools from a stream; None if it is not lent."""
         return self._streams.loan_of(stream.device_index, stream.stream_id)
 
     def _make(self) -> int:
         kept = self._kept.setdefault(self._npu.current_device(), [])
         if 2 * len(kept) < _streams_of_torch():
-            # torch_npu's turn comes to all its streams: one of these tries finds a free one.
+            # torch_npu hands out all its streams in turn: one of these tries finds a free one.
             for _ in range(_MOST):
                 stream = self._npu.Stream()
                 if not self._is_taken(stream):
@@ -68,9 +68,9 @@ class OwnStreams:
         cls, kept = self._npu.Stream, self._kept
         new = cls.__new__
 
-        def passing_over(cls: type, device: Any = None, priority: int = 0, **others: Any) -> Any:
-            stream = new(cls, device, priority, **others)
-            if not others:  # with others, it is a new object of an existing stream
+        def passing_over(cls: type, device: Any = None, priority: int = 0, **existing: Any) -> Any:
+            stream = new(cls, device, priority, **existing)
+            if not existing:  # else a new object of an existing stream, named by its id
                 for _ in range(_MOST):
                     if stream.stream_id not in kept.get(stream.device_index, ()):
                         break
@@ -86,7 +86,7 @@ _lock = threading.Lock()
 
 
 def own_streams(npu: Any, is_taken: Callable[[Any], bool]) -> OwnStreams:
-    """Those of this process."""
+    """The streams that graphrt keeps in this process."""
     with _lock:
         if not _own:
             _own.append(OwnStreams(npu, is_taken))

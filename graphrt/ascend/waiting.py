@@ -1,10 +1,10 @@
-"""Steps that are launched before their updates come, of hosts with wrappers of their own.
+"""Steps that are launched before their updates come, for hosts that call wrappers themselves.
 
 1. A call with `updates=DEFERRED` launches the graph, which waits on the device for its tasks;
-2. until then the pool is the step's, and nothing else may run in it;
+2. until the update the step owns the pool, and nothing else may run in it;
 3. `ACLGraphWrapper.update` gives the tasks their values, and the graph runs to its end.
 
-A step with eager parts cannot be launched so: those may wait for the device.
+A step with eager parts cannot be launched before its updates: those parts may wait for the device.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class WaitingStep:
         return f"the step {self._context!r}, whose updates have not come,"
 
     def end(self, pool: GraphPool, updates: Updates | Any) -> None:
-        """Give every task its updates. The graph then runs to its end, also where one fails; where
-        they do not fit, nothing has changed. Raises what the updates of any step raise."""
+        """Give every task its updates. The graph then runs to its end, even if one fails. Updates
+        that do not fit change nothing. Raises what the updates of any step raise."""
         if updates is DEFERRED:
             raise InvalidUpdateError(
                 "the updates of a launched step cannot be put off again",
@@ -58,14 +58,14 @@ class WaitingStep:
                 expected="its updates, or UNCHANGED",
                 advice="updates=UNCHANGED, or this step's host arguments",
             )
-        asked = copy.copy(self._context)
-        asked.updates = updates
+        context = copy.copy(self._context)
+        context.updates = updates
         self._table.mixed = self._was_mixed
-        values = self._table.values(asked, all_known=self._all_tasks)
+        values = self._table.values(context, all_known=self._all_tasks)
         self.end_by(pool, lambda segment: self._update(values))
 
     def end_by(self, pool: GraphPool, update: Callable[[Segment], object]) -> None:
-        """The same, by a function that brings the segment to its end."""
+        """End the step by `update`, which signals the tasks of the segment."""
         self._is_over = self._table.mixed = True
         try:
             update(self._segment)
@@ -76,7 +76,8 @@ class WaitingStep:
         self._table.mixed = False
 
     def refusal(self, pool: GraphPool) -> GraphRTError | None:
-        """In its own thread, bring the step to its end with the arguments that it has."""
+        """End the step with the old arguments, as a next step came instead of updates; returns that
+        step's error. None in another thread than the step's, where nothing is done."""
         if self._thread != get_ident():
             return None
         self.end_by(pool, lambda _: self._update(None))
@@ -95,8 +96,8 @@ class WaitingStep:
         segment.give(values, partial(platform.update_deferred, segment.graph, segment.tasks))
 
     def __del__(self) -> None:
-        # Its engine was thrown away, and whoever waits for the device would wait for ever. In a
-        # thread of its own: this one may hold the lock of an update, wherever it is collected.
+        # The engine was dropped before its update: without signals a wait for the device never
+        # ends. In a new thread, as the thread that collects this may hold the lock of an update.
         if not self._is_over and not sys.is_finalizing():
             Thread(target=self._update, args=(None,), daemon=True).start()
 
@@ -114,8 +115,8 @@ class DeferrableEntry(Entry):
         self.waiting = None
         if context.updates is not DEFERRED or not self.tasks:
             return super().launch(context, all_tasks=all_tasks)
-        (segment, *others) = self.parts
-        if others or not (isinstance(segment, Segment) and segment.tasks):
+        (segment, *later_parts) = self.parts
+        if later_parts or not (isinstance(segment, Segment) and segment.tasks):
             raise InvalidUpdateError(
                 "the updates of a step with eager parts cannot come after its launch, as those may "
                 "wait for the device",

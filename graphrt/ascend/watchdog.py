@@ -1,11 +1,11 @@
 """A replay that never ends becomes an error that names the graph, the step and the task.
 
-Without a host synchronisation: events are recorded around every watched replay and after every
-signal, and a thread of its own asks for those of the steps that are under way. It sees replays of
-graphs with tasks, nothing else: no other graphs, no eager work, and no collective that hangs
-outside of such a graph. It cannot wake a thread that waits inside the driver (`tensor.cpu()`); that
-one waits until CANN's own timeout. So the error reaches `on_hang` at once, `Platform.synchronize()`
-while it waits, and every later replay with tasks. Without `on_hang` it is a warning too.
+Events are recorded around every watched replay and after every signal, and a thread of its own
+queries the events of steps under way: no host synchronisation. Only replays of graphs with tasks
+are watched: no other graphs, no eager work, and no collective that hangs outside of such a graph.
+A thread that waits inside the driver (`tensor.cpu()`) cannot be woken before CANN's own timeout. So
+the error goes to `on_hang` at once, is raised by a waiting `Platform.synchronize()` and by every
+later replay with tasks. Without `on_hang` it is a warning too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WatchedStep:
         return self._done is not None and bool(self._done.query())
 
     def running_s(self) -> float:
-        """For how long the device has been at it, as far as was looked."""
+        """For how long the device has run the step, counted from the first query that said so."""
         if self._seen_s is None:
             if not self._started.query():
                 return 0.0
@@ -62,7 +62,7 @@ class WatchedStep:
         return time.monotonic() - self._seen_s
 
     def blocked_at(self) -> tuple[str | None, str]:
-        """The task that is waited for, and how that is known."""
+        """The task that the replay waits for, if one is known, and why it waits."""
         for name, event in self._signals:
             if not event.query():
                 return name, f"the update stream has not come to the signal of task {name!r}"
@@ -83,7 +83,7 @@ class Watchdog:
         on_hang: Callable[[DeviceHangError], object] | None,
         is_capturing: Callable[[], bool],
     ) -> None:
-        """`is_capturing` says when events may not be asked for."""
+        """`is_capturing` returns True while events may not be queried."""
         self.error: DeviceHangError | None = None
         self._npu = npu
         self._timeout_s = timeout_s
@@ -151,9 +151,9 @@ class Watchdog:
                     self._news.wait()
                 if self._closed:
                     return
-                wanted = self._steps[0].device
-            if wanted != device:
-                device = wanted
+                step_device = self._steps[0].device
+            if step_device != device:
+                device = step_device
                 self._npu.set_device(device)
             self._look()
             time.sleep(self._poll_s)

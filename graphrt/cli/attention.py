@@ -59,11 +59,12 @@ def find_level(text: str) -> tuple[KnownBackend, Level]:
 
 
 def fact(text: str) -> tuple[str, Any]:
-    """A fact alone is true; what is neither a boolean nor a number is refused with the rest."""
+    """The name and value of `fact=value`; a name alone is true. Other texts than booleans and
+    numbers stay texts, which the caller refuses."""
     name, equals, value = (part.strip() for part in text.partition("="))
-    known: dict[str, bool] = {"true": True, "false": False}
-    plain = value.lower() if equals else "true"
-    return name.replace("-", "_"), int(plain) if plain.isdecimal() else known.get(plain, value)
+    booleans: dict[str, bool] = {"true": True, "false": False}
+    word = value.lower() if equals else "true"
+    return name.replace("-", "_"), int(word) if word.isdecimal() else booleans.get(word, value)
 
 
 def _one_as_data(text: str) -> dict[str, Any]:

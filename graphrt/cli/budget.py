@@ -51,7 +51,7 @@ def budget_of(
     """The budget for `plan`, which has none yet, with the traffic and the streams it rests on.
 
     No budget where nothing limits the graphs and nothing was asked. Raises `InvalidOptionError` for
-    settings that cannot be read or that the platform has not.
+    settings that cannot be read, or that only another platform has.
     """
     streams = _streams(request, plan)
     limits = _amounts("--budget", request.limits)
@@ -96,7 +96,7 @@ def _streams(request: BudgetRequest, plan: Plan) -> PlannedStreams | None:
 
 
 def _costs(request: BudgetRequest, streams: PlannedStreams | None) -> dict[GraphMode, GraphCost]:
-    asked = _amounts("--cost", request.costs)
+    costs = _amounts("--cost", request.costs)
     pieces = 1 if request.layers is None else request.layers + 1
     piecewise: dict[str, Any] = {"graphs": pieces}
     full: dict[str, Any] = {}
@@ -104,8 +104,8 @@ def _costs(request: BudgetRequest, streams: PlannedStreams | None) -> dict[Graph
         piecewise = {"graphs": streams.pieces, "streams": streams.piecewise}
         full = {"streams": streams.full}
     return {
-        GraphMode.PIECEWISE: GraphCost(**{**piecewise, **asked}),
-        GraphMode.FULL: GraphCost(**{**full, **asked}),
+        GraphMode.PIECEWISE: GraphCost(**{**piecewise, **costs}),
+        GraphMode.FULL: GraphCost(**{**full, **costs}),
     }
 
 

@@ -1,7 +1,7 @@
 """`graphrt doctor`: what is installed, what is available, whether it works, and why not.
 
 On each platform that is available a small graph is captured and replayed, and its output compared
-with the forward's. Variables of the environment that begin like graphrt's and are none are named.
+with the forward's. Variables `GRAPHRT_*` that graphrt does not read are named.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _version(name: str) -> str | None:
 
 def _platform(entry: FoundPlatform, *, tries: bool) -> dict[str, Any]:
     platform = entry.platform
-    # Asked first: what cannot be asked is not available, and says why.
+    # First: a platform whose methods raise is marked unavailable by this, with the reason.
     versions = _asked(entry, "versions") if platform and entry.availability.available else {}
     wrapper = _asked(entry, "get_static_graph_wrapper_cls") if platform else None
     return {
@@ -120,8 +120,8 @@ def _driver() -> str | None:
 
 
 def _tried(name: str) -> dict[str, Any]:
-    """What came of capturing a small graph on a platform and replaying it: the seconds of the
-    capture and of a step, or the error."""
+    """Capture a small graph on a platform and replay it; the seconds of the capture and of a step,
+    or the error."""
     try:
         with graphrt.GraphRunner(
             lambda x: (x * 2 + 1).sum(-1, keepdim=True),
@@ -133,7 +133,7 @@ def _tried(name: str) -> dict[str, Any]:
         ) as runner:
             runner.capture()
             x = torch.arange(_ROWS * 8, dtype=torch.float32, device="cpu").reshape(_ROWS, 8)
-            # The first step is a trial; of those after it the last is looked at.
+            # The first step is a trial, so it is not timed; the last one's output is compared.
             began = 0.0
             for step in range(_STEPS + 1):
                 out = runner(x=x)

@@ -55,7 +55,7 @@ def print_explanation(
 
 def _found(target: str) -> Callable[..., Any]:
     module, _, name = target.partition(":")
-    # As `python3 -m`: an installed command does not see the folder where it is called.
+    # As `python3 -m` does: an installed command would not find modules of the current folder.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

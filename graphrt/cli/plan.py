@@ -76,8 +76,8 @@ def _declared(text: str) -> tuple[str, AttentionSupport]:
         raise _unknown_support(level, f"{backend}=")
     if not colon and difflib.get_close_matches(level.upper(), AttentionSupport.__members__):
         raise _unknown_support(level)
-    known, known_level = find_level(text)
-    return known.name + colon + facts.strip(), known_level.support
+    known_backend, known_level = find_level(text)
+    return known_backend.name + colon + facts.strip(), known_level.support
 
 
 def _unknown_support(level: str, backend: str = "") -> InvalidOptionError:
@@ -90,7 +90,8 @@ def _unknown_support(level: str, backend: str = "") -> InvalidOptionError:
 
 
 def _planned_for(name: str | None) -> Platform:
-    """An NPU's graphs are planned on any machine; other platforms are asked for their figures."""
+    """The platform to plan for. An NPU need not be here; other platforms must be available, as the
+    plan asks them for figures."""
     if name == ASCEND:
         return get_platform(name, must_be_available=False)
     return resolve_platform(name)

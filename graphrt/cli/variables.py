@@ -26,7 +26,7 @@ VARIABLES = {
 """What each is for; `tests/test_cli.py` compares the names with the code."""
 PREFIX = "GRAPHRT_"
 OTHERS = ("GRAPHRT_SIM_", "GRAPHRT_TEST", "GRAPHRT_TORCH")
-"""How variables begin that the simulated NPU, the tests and the builds read."""
+"""Prefixes of the variables that the simulated NPU, the tests and the builds read."""
 
 
 def variables_set(environ: Mapping[str, str]) -> list[dict[str, Any]]:

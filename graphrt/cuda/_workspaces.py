@@ -1,8 +1,8 @@
-"""The memory that cuBLAS works in: one block for each stream, which captured graphs hold too.
+"""cuBLAS's workspaces: one block of scratch memory for each stream, which captured graphs use too.
 
-torch keeps it in a table by handle and stream, and from 2.12 on drops the entry when a graph that
-was captured on the stream is reset. Other graphs go on using the block, which may have become part
-of something else by then: so it is asked for again at once.
+torch has them in a table by handle and stream. From 2.12 on it drops the entry of a stream when a
+graph that was captured on it is reset. The block is free then, but other graphs still write to it.
+So graphrt makes torch allocate it again at once, before another tensor gets it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from graphrt.core.base.thread_mode import unseen
 from graphrt.cuda.blocks import workspace_sizes
 
 _hosts: set[tuple[int, int]] = set()
+"""(device, handle) of each stream on which the host captures too."""
 
 
 def is_hosts(stream: torch.cuda.Stream) -> bool:
-    """Whether the host captures on it too."""
+    """Whether the host captures on this stream too."""
     return (stream.device_index, stream.cuda_stream) in _hosts
 
 
 def mark_as_hosts(stream: torch.cuda.Stream) -> None:
-    """Note that the host captures on it too: its workspace may lie outside of any pool."""
+    """Note that the host captures on this stream too: its workspace may be outside of any pool."""
     _hosts.add((stream.device_index, stream.cuda_stream))
 
 
@@ -43,7 +44,7 @@ def streams_with_workspaces(segments: Iterable[Mapping[str, Any]]) -> set[int]:
 
 
 class Workspaces:
-    """Asks for the workspaces of streams again, in whatever memory the caller routes to."""
+    """Makes torch allocate workspaces of streams again, in the memory that the caller routes to."""
 
     def __init__(self) -> None:
         self._operand: torch.Tensor | None = None
@@ -54,9 +55,9 @@ class Workspaces:
         if self._operand is None:
             with torch.inference_mode(False):
                 device = torch.device("cuda", torch.cuda.current_device())
-                of: Any = {"dtype": torch.float32, "device": device}
-                self._operand = unseen(lambda: torch.ones(16, 16, **of))
-                self._result = unseen(lambda: torch.empty(16, 16, **of))
+                options: Any = {"dtype": torch.float32, "device": device}
+                self._operand = unseen(lambda: torch.ones(16, 16, **options))
+                self._result = unseen(lambda: torch.empty(16, 16, **options))
 
     @undoing
     def ask(self, undo: Undo, streams: Iterable[torch.cuda.Stream]) -> None:

@@ -30,12 +30,13 @@ _GENERATOR_BYTES = 2048
 
 
 class CudaCaptures(Captures[GraphMemory]):
-    """The stream and the memory of every open capture."""
+    """Begins, ends and takes back captures; has the stream and the memory of each open one."""
 
     def __init__(self, tasks: Tasks) -> None:
         super().__init__()
         self._tasks = tasks
         self._forks = ForkWatch()
+        # graph -> the memory it was captured in
         self._homes: WeakKeyDictionary[Any, GraphMemory] = WeakKeyDictionary()
 
     def homes_of(self, graphs: Iterable[Any]) -> list[GraphMemory]:
@@ -88,7 +89,7 @@ class CudaCaptures(Captures[GraphMemory]):
     @undoing
     def _take_back(self, undo: Undo, graph: Any, opened: OpenCapture[GraphMemory]) -> None:
         if captured_pool(graph) is not None:
-            graph.reset()  # it was ended, and what came after that failed
+            graph.reset()  # the capture was ended, and a later call failed
             return
         undo.later(partial(torch.cuda.set_stream, torch.cuda.current_stream()))
         torch.cuda.set_stream(opened.stream)
@@ -105,10 +106,10 @@ class CudaCaptures(Captures[GraphMemory]):
 
 
 def _check_room() -> None:
-    """Raise what the allocator raises if there is no room for the state of a generator.
+    """Raise the allocator's error before a capture begins, if a generator's state finds no room.
 
-    torch makes that state while a capture begins, after it has noted the graph; where that fails,
-    the graph's destructor raises, which ends the process.
+    capture_begin() allocates that state after it has registered the graph. If it failed there, the
+    graph's destructor would raise, which ends the process.
     """
     allocated = torch.cuda.caching_allocator_alloc(_GENERATOR_BYTES)
     torch.cuda.caching_allocator_delete(allocated)  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ _NO_COPY = (
 )
 _SMALLER = "capture fewer or smaller sizes, or leave the KV cache less memory"
 _LIBRARIES = ("cuda", "cublas", "cudnn", "cufft", "cusolver", "cusparse", "nccl", "triton")
-"""Whose errors a capture may cause, with a text that is not known here."""
+"""Libraries whose errors count as the capture's, though `_CAUSES` does not know their text."""
 
 _RERUN = "run the same forward eagerly; if that passes, look for work CUDA cannot capture"
 
@@ -115,8 +115,8 @@ _CAUSES: tuple[tuple[str, type[CaptureError], str, str], ...] = (
 
 
 def explain(error: BaseException) -> CaptureError:
-    """The cause of a failed capture, looked for in the whole chain of `error`; `Unexplained` where
-    it is the forward's own."""
+    """The cause of a failed capture, looked for in the whole chain of `error`; `Unexplained` for an
+    error of the forward's own."""
     messages = [f"{type(link).__name__}: {link}" for link in error_chain(error)]
     for pattern, kind, what, advice in _CAUSES:
         for message in messages:

@@ -27,7 +27,8 @@ from graphrt.cuda.update.ladder import UpdateCounts
 
 
 class GraphMemory(PoolMemory):
-    """Allocator pools of CUDA memory, and how the tasks of graphs in them were updated."""
+    """The memory that the CUDA graphs of one pool share, in pools of torch's allocator. It also has
+    the streams that they were captured on, with their workspaces, and counts updates of tasks."""
 
     def __init__(self, adopted: PoolHandle | None = None) -> None:
         self._empties: list[Any] = []
@@ -52,35 +53,35 @@ class GraphMemory(PoolMemory):
         self._workspaces = Workspaces()
 
     def capturing_on(self, stream: torch.cuda.Stream) -> None:
-        """Note a stream that graphs of this memory are captured on: it stays lent as long, for its
-        workspace, and for tasks that are captured on it again."""
+        """Keep a stream lent until `clear`: its workspace is in this memory, and updates capture
+        tasks on it again."""
         if stream.cuda_stream not in self._streams:
             self._streams[stream.cuda_stream] = stream
             self._loans.append(loan_of(stream))
 
     def keep_empty(self, graph: Any) -> None:
-        """Destroy a graph that recorded nothing only with the others: not between two captures, as
-        with it torch drops the workspace of its stream."""
+        """Keep a graph that recorded nothing for now. Destroyed between two captures, it would make
+        torch drop the workspace of its stream, which the first capture uses."""
         self._graphs.discard(graph)
         self._empties.append(graph)
 
     def before_reset(self) -> None:
-        """Look for which streams the pool has workspaces, which graphs may be using."""
+        """Note which streams have their workspace in this pool, before torch drops it."""
         self._refresh()
         if self._with_workspace or any(map(is_hosts, self._streams.values())):
             self._workspaces.prepare()
 
     @undoing
     def after_reset(self, undo: Undo) -> None:
-        """Take workspaces back for the graphs that are left, those of the host among them."""
-        left = self._share is not None or self._graphs_left()
-        inside = [s for s in self._streams.values() if s.cuda_stream in self._with_workspace]
-        if not left:
+        """Allocate workspaces again for the graphs that are left, those of the host among them."""
+        pool_is_used = self._share is not None or self._graphs_left()
+        streams = [s for s in self._streams.values() if s.cuda_stream in self._with_workspace]
+        if not pool_is_used:
             self._reset_empties()
-        elif inside:
+        elif streams:
             undo.enter(self.allocating())
-            self._workspaces.ask(inside)
-            undo.now()  # what the host's own streams get is outside of the pool
+            self._workspaces.ask(streams)
+            undo.now()  # the workspaces of the host's streams go outside of the pool
         self._ask_for_hosts()
 
     def clear(self) -> None:
@@ -92,7 +93,7 @@ class GraphMemory(PoolMemory):
         self._loans.clear()
 
     def _ask_for_hosts(self) -> None:
-        """Outside of the pool, where the host's own are that were there before."""
+        """Allocate the workspaces of the host's streams again, outside of the pool as before."""
         self._workspaces.ask(
             stream
             for handle, stream in self._streams.items()
@@ -115,8 +116,8 @@ class GraphMemory(PoolMemory):
 
 
 class _Held:
-    """An empty graph in a pool, and its stream: when the graph is reset, torch drops the workspace
-    of that stream, which must not be another pool's by then."""
+    """An empty graph that keeps an allocator pool alive. Its stream is its own: at the reset torch
+    drops that stream's workspace, which graphs of another pool might use."""
 
     def __init__(self, device: int, handle: PoolHandle) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -126,15 +127,15 @@ class _Held:
             try:
                 unseen(partial(self._graph.capture_begin, handle, "thread_local"))  # type: ignore[arg-type]
             except RuntimeError:
-                # Of its two allocators the first may have begun.
+                # It routes two allocators, of device and of pinned memory: the first may be routed.
                 with suppress(RuntimeError):  # "not currently recording to mempool_id"
                     stop_routing_to_pool(device, handle)
                     release_pool(device, handle)
-                # It has also told the generator that a capture is under way; one that ends says no.
-                over = torch.cuda.CUDAGraph()
-                unseen(partial(over.capture_begin, capture_error_mode="thread_local"))
-                over.capture_end()
-                over.reset()
+                # The generator also expects a capture now, until one ends.
+                ended = torch.cuda.CUDAGraph()
+                unseen(partial(ended.capture_begin, capture_error_mode="thread_local"))
+                ended.capture_end()
+                ended.reset()
                 raise
             self._graph.capture_end()
 
@@ -144,8 +145,8 @@ class _Held:
 
 
 def empty_cache() -> None:
-    """Give what nobody uses back to the devices: to all of them, which no capture on another one
-    may see; while one is under way it is kept."""
+    """Give the allocator's unused memory back to all devices. That would break a capture on another
+    device: while one is under way nothing is given back."""
     with no_other_capture(torch.device("cuda", torch.cuda.current_device())) as alone:
         if alone:
             torch.cuda.empty_cache()

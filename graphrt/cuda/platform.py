@@ -1,4 +1,8 @@
-"""NVIDIA GPUs: CUDA graphs captured segment by segment, without what `torch.cuda.graph` adds."""
+"""NVIDIA GPUs: CUDA graphs, captured segment by segment.
+
+Captures call `CUDAGraph.capture_begin` and `capture_end`: `torch.cuda.graph` would also collect
+garbage, empty the cache and synchronise for every segment.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +51,12 @@ class CudaPlatform(Platform):
     needs_pinned_copies = True
     raw_storages = True
     fetched_bytes = 64 << 10
-    """The largest inputs of a step, in bytes, that its graph fetches; larger ones are copied by the
-    copy engine, which moves more bytes at once and costs more to start."""
+    """The most input bytes of a step that its graph fetches by a kernel. Larger inputs are copied
+    by the copy engine, which moves more bytes at once and costs more to start."""
     fetch_limit_s: float | None = 12e-6
-    """Seconds by which a fetch may be longer than one of nothing, measured as each ring is made:
-    what a copy takes of host and device. See benchmarks/gpu/inputs.py. None: not measured."""
-    # HIP has graphs and streams like CUDA; its driver is not asked for more.
+    """How many seconds longer than an empty fetch a fetch may take: what a copy costs host and
+    device (benchmarks/gpu/inputs.py). Measured when a ring is made. None: not measured."""
+    # HIP has graphs and streams like CUDA, but not the driver calls that update tasks.
     capabilities = frozenset(
         {
             Capability.CAPTURE,
@@ -72,7 +76,7 @@ class CudaPlatform(Platform):
     def availability(self) -> Availability:
         if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             return Availability(False, f"torch {torch.__version__} was built without CUDA")
-        # Unlike is_available(), the count asks NVML first: the process may still be forked.
+        # Unlike is_available(), device_count() asks NVML first, so the process may still be forked.
         if torch.cuda.device_count() == 0:
             return Availability(False, "no CUDA device is visible (driver, CUDA_VISIBLE_DEVICES)")
         return Availability(True)
@@ -108,7 +112,7 @@ class CudaPlatform(Platform):
         return memory.shown()
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
-        # The template is what an update of a task names its nodes by.
+        # Updates of tasks name the nodes of the template, so torch has to keep it.
         return torch.cuda.CUDAGraph(keep_graph=driver_available())
 
     def update_figures(self, memory: GraphMemory) -> UpdateFigures | None:
@@ -201,7 +205,7 @@ class CudaPlatform(Platform):
             with torch.cuda.stream(stream):
                 yield
         finally:
-            # An interrupt may have kept the `with` from doing so.
+            # An interrupt may come before the `with` sets the stream back.
             torch.cuda.set_stream(caller)
             caller.wait_stream(stream)
 
@@ -224,7 +228,7 @@ class CudaPlatform(Platform):
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def float32_precision(self, use: str) -> str:
-        # `allow_tf32` raises where somebody has set `fp32_precision`, which knows of both.
+        # Not `allow_tf32`: it raises once `fp32_precision` was set. That one follows both.
         cudnn: Any = torch.backends.cudnn
         owners = {"convolution": cudnn.conv, "rnn": cudnn.rnn}
         precision: str = owners.get(use, torch.backends.cuda.matmul).fp32_precision
@@ -234,7 +238,7 @@ class CudaPlatform(Platform):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def new_input_transport(self, slab: Slab, in_graph: bool = True) -> RingTransport | None:
-        # Unified addresses, so that kernels read pinned memory where the host does.
+        # The CUDA driver loads the fetch kernel, which reads pinned memory at the host's address.
         if not in_graph or torch.version.hip is not None or not driver_available():
             return None
         return ring_transport(

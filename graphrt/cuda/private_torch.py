@@ -21,8 +21,8 @@ _NO_CAPTURES = "no CUDA graph can be captured"
 memory_stats: Callable[[int], Mapping[str, Any]] = NAMES.take(
     "torch._C._cuda_memoryStats", without=_NO_CAPTURES, build="cuda"
 )
-"""The allocator's counters of a device, nested; the public function makes them flat, which takes
-longer than a capture may."""
+"""The allocator's counters of a device, nested; the public function flattens them, which takes too
+long for every capture."""
 
 route_thread_to_pool: Callable[[int, Pool], None] = NAMES.take(
     "torch._C._cuda_beginAllocateCurrentThreadToPool",
@@ -72,8 +72,8 @@ Wait = Callable[..., None]
 
 
 def replace_event_wait(replaced: Callable[[Wait], Wait]) -> Callable[[], None]:
-    """Make what `replaced` returns for `torch.cuda.Event.wait` the method, until the returned
-    function is called."""
+    """Replace the method `torch.cuda.Event.wait` by `replaced(wait)`; the returned function puts
+    the original back."""
     wait: Wait = torch.cuda.Event.wait
     torch.cuda.Event.wait = replaced(wait)  # type: ignore[method-assign]
 

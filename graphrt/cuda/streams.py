@@ -9,8 +9,8 @@ from graphrt.cuda.driver.api import driver_available, new_stream
 
 
 def own_stream() -> torch.cuda.Stream:
-    """A stream of the current device that nobody else has. ROCm has no driver to make one with:
-    there it is one of torch's."""
+    """A stream of the current device that nothing else uses. On ROCm, without the CUDA driver to
+    make one, it is one of torch's."""
     if not driver_available():
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream: torch.cuda.Stream = _streams.lend(torch.cuda.current_device())
@@ -18,7 +18,7 @@ def own_stream() -> torch.cuda.Stream:
 
 
 def loan_of(stream: torch.cuda.Stream) -> Loan | None:
-    """What keeps a stream of graphrt's from another pool."""
+    """The loan that keeps other pools from a stream; None for one that graphrt did not lend."""
     return _streams.loan_of(stream.device_index, stream.cuda_stream)
 
 

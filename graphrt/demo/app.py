@@ -158,7 +158,7 @@ def _speed_table(runs: dict[str, Run]) -> Table:
 
 
 def _median_ms(steps: Sequence[StepRecord]) -> str:
-    """A mean would be that of the one step for which a busy machine had no time."""
+    """Not the mean: on a busy machine one slow step would decide it."""
     return f"{1e3 * median(step.seconds for step in steps):.2f}" if steps else ""
 
 

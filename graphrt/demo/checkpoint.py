@@ -25,9 +25,9 @@ _ARCHITECTURES = ["LlamaForCausalLM"], ["Qwen3ForCausalLM"]
 _WIDTHS = "vocab_size", "hidden_size", "intermediate_size"
 _COUNTS = "num_hidden_layers", "num_attention_heads"
 _MOST_COUNTS, _MOST_WIDTH = 1 << 12, 1 << 31
-"""Of layers and heads, and of all other numbers: far above any model's."""
+"""The most layers or heads, and the most of any other number: far above any model's."""
 _MOST_BYTES = 1 << 26
-"""Of a JSON file."""
+"""The most bytes of a JSON file."""
 _SHARD = re.compile(r"\w[\w.\-]*\.safetensors")
 _LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 _ROPE_KEYS = {"default": (), "linear": _LLAMA3[:1], "llama3": _LLAMA3}
@@ -166,7 +166,7 @@ def inside(directory: Path, name: str) -> Path:
     try:
         target = path.resolve(strict=True)
     except RuntimeError as error:
-        # What `resolve` makes of links that lead to one another.
+        # `resolve` raises it for links that lead to one another.
         raise CheckpointError(f"{path} leads nowhere", got=error, expected="a file") from error
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
     if not target.is_relative_to(home) and target.parent != blobs:
@@ -192,7 +192,7 @@ def _read_weights(directory: Path, config: DecoderConfig, dtype: torch.dtype) ->
         try:
             with safe_open(inside(directory, path.name), framework="pt") as tensors:
                 wanted = shapes.keys() & tensors.keys()
-                # Before anything is read: a file with holes can tell of any size.
+                # Before anything is read: a sparse file may claim tensors of any size.
                 stored_shapes = {
                     name: tuple(tensors.get_slice(name).get_shape()) for name in wanted
                 }
@@ -205,7 +205,7 @@ def _read_weights(directory: Path, config: DecoderConfig, dtype: torch.dtype) ->
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing", expected=f"it, by {listing}") from error
         except (OSError, RuntimeError, SafetensorError) as error:
-            # Torch says so where a file cannot be mapped.
+            # RuntimeError: torch could not map the file.
             raise CheckpointError(f"{path} is no readable safetensors file", got=error) from error
     for name, shape in shapes.items():
         if name not in weights:

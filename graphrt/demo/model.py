@@ -81,7 +81,7 @@ def write_cache(
 
 
 class DecodeAttention(Protocol):
-    """Attention of a device's own for batches of one token a request."""
+    """A device's own attention operator for batches of one token a request."""
 
     def __call__(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, block_table: Tensor
@@ -125,7 +125,7 @@ class Decoder:
         """
         ends = query_start_loc[1:]
         token = torch.arange(len(input_ids), dtype=ends.dtype, device=ends.device)
-        # Padding tokens lie behind the last end: they read the last row and write the dummy page.
+        # Padding tokens are behind the last end: they read the last row and write the dummy page.
         request = torch.searchsorted(ends, token, right=True).clamp(max=len(block_table) - 1)
         pages = block_table.index_select(0, request).flatten()
         visible = (self.context <= positions[:, None])[:, None, None]

@@ -36,7 +36,7 @@ def read_settings(settings: Iterable[str]) -> dict[str, object]:
     A value is JSON or a Python literal if it parses as such, else a string. Raises
     `InvalidOptionError`.
     """
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
@@ -46,8 +46,8 @@ def read_settings(settings: Iterable[str]) -> dict[str, object]:
                 expected="key=value",
                 advice="mode=FULL, sizes=[1,2,4] or outputs=clone",
             )
-        found[key.strip()] = _value_of(text.strip())
-    return found
+        values[key.strip()] = _value_of(text.strip())
+    return values
 
 
 def _value_of(text: str) -> object:

@@ -1,4 +1,4 @@
-"""What graphrt's errors advise one who has a model of others, and writes no step of their own."""
+"""Advice in graphrt's errors for users of a library's model, who do not write its forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ADVICE = (
 
 
 def advise(error: Exception) -> None:
-    """Take advice that names `eager_break` out of an error: with it steps are written."""
+    """Replace advice that names `eager_break` in an error: only the forward's author can use it."""
     advice = error.advice if isinstance(error, GraphRTError) else None
     if isinstance(error, GraphRTError) and advice is not None and "eager_break" in advice:
         error.advice = _ADVICE

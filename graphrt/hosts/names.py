@@ -42,5 +42,7 @@ def missing_arguments(arguments: Mapping[tuple[str, str], Iterable[str]]) -> Ite
         if function is MISSING:
             yield f"{module}.{path}"
             continue
-        has = inspect.signature(inspect.unwrap(function)).parameters
-        yield from (f"argument {each!r} of {module}.{path}" for each in expected if each not in has)
+        taken = inspect.signature(inspect.unwrap(function)).parameters
+        yield from (
+            f"argument {each!r} of {module}.{path}" for each in expected if each not in taken
+        )

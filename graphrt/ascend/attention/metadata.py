@@ -49,7 +49,7 @@ def _lengths_of(task: AttentionTask, metadata: Any) -> HostValues:
 
 
 def _queries(task: AttentionTask, ends: Any) -> Any:
-    """What hosts give as running sums, as the task's operator takes it."""
+    """Query lengths as the task's operator takes them, from the running sums that hosts give."""
     if task.adds_up:
         return ends
     ends = listed(task.queries or "", ends)

@@ -1,4 +1,4 @@
-"""What `npu_multi_head_latent_attention` computes, which some of its arguments depend on."""
+"""The `calc_type` of `npu_multi_head_latent_attention`, without which it ignores arguments."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _WANTED = {"qseqlen": "calc_type_spec", "lse": "calc_type_ring"}
 def mla_options(options: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a call, with the `calc_type` that reads its query lengths.
 
-    ATB does not look at query lengths, nor at `lse`, under another one. Raises `InvalidInputError`
-    where that is asked for.
+    Under another `calc_type` ATB ignores query lengths, or `lse`. Raises `InvalidInputError` for a
+    call that passes one of them in vain.
     """
     if options.get("qseqlen") is not None:
         options = {"calc_type": "calc_type_spec", **options}

@@ -16,7 +16,7 @@ from graphrt.ascend.driver.library import torch_npu
 def fused_infer_attention(
     group: str = "attention", *, max_kv_len: int, layout: str = "TND", spare_request: bool = False
 ) -> AttentionTask:
-    """`torch_npu.npu_fused_infer_attention_score.out`; query lengths add up in layout TND."""
+    """`torch_npu.npu_fused_infer_attention_score.out`; in layout TND query lengths are a sum."""
     return attention_task(
         group,
         lambda *args, **kwargs: torch_npu().npu_fused_infer_attention_score.out(*args, **kwargs),
@@ -33,7 +33,7 @@ def fused_infer_attention(
 def fused_infer_attention_v2(
     group: str = "attention", *, max_kv_len: int, layout: str = "TND", spare_request: bool = False
 ) -> AttentionTask:
-    """`torch_npu.npu_fused_infer_attention_score_v2.out`; query lengths add up in layout TND."""
+    """`torch_npu.npu_fused_infer_attention_score_v2.out`; in layout TND query lengths are a sum."""
     return attention_task(
         group,
         lambda *args, **kwargs: torch_npu().npu_fused_infer_attention_score_v2.out(*args, **kwargs),
@@ -50,7 +50,7 @@ def fused_infer_attention_v2(
 def paged_attention(group: str = "attention", *, max_kv_len: int) -> AttentionTask:
     """`torch_npu._npu_paged_attention`, whose lengths are a tensor on the host.
 
-    Every live request has keys: ATB moves the rows of those behind one that has none.
+    Every live request must have keys: ATB shifts the rows of the requests behind one without.
     """
     return attention_task(
         group,
@@ -67,7 +67,7 @@ def mla_attention(
     group: str = "attention", *, max_kv_len: int, query_lens: bool = False
 ) -> AttentionTask:
     """`torch_npu.atb.npu_multi_head_latent_attention`; `query_lens` for several tokens a request,
-    by `calc_type_spec`. Every live request has keys, as with paged attention.
+    by `calc_type_spec`. Every live request must have keys, as with paged attention.
 
     MLA by way of `npu_fused_infer_attention_score` is `fused_infer_attention`.
     """
@@ -91,8 +91,8 @@ def _fused_room(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 
 def _room_of(*named: tuple[str, int]) -> Room:
-    """Room in a table of blocks of a cache, by the names and places of the arguments that are the
-    cache, the table and the number of heads in the cache."""
+    """The `Room` of an operator with a paged cache. `named` are the names and positions of its
+    arguments: the cache, the block table, and the number of heads in the cache."""
 
     def room(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         return room_in_blocks(
@@ -103,7 +103,7 @@ def _room_of(*named: tuple[str, int]) -> Room:
 
 
 def room_in_blocks(cache: Any, table: Any, kv_heads: Any) -> int | None:
-    """How many keys a row of `table`, [requests, blocks], has room for; None for what is no tensor.
+    """How many keys a row of `table`, [requests, blocks], has room for; None without two tensors.
 
     `cache` is [blocks, block size, kv_heads, width], or in format NZ [blocks, kv_heads * width /
     16, block size, 16].
@@ -129,7 +129,7 @@ def _issue_paged_attention(
     out: torch.Tensor,
     **workspace: torch.Tensor | None,
 ) -> None:
-    # By position, where torch_npu's own handler looks for the lengths too.
+    # By position: torch_npu's handler for updates looks for the lengths there.
     torch_npu()._npu_paged_attention(
         query,
         key_cache,
@@ -161,13 +161,14 @@ def _issue_mla_attention(
 ) -> None:
     optional = mla_options(optional)
     if workspace is not None:
-        # Only the overload with `lse` takes one. Where ATB writes none, it does not look at it.
+        # Only the overload with `lse` takes a workspace. ATB ignores an `lse` that it need not
+        # write, so any tensor will do.
         optional["workspace"] = workspace
         if optional.get("lse") is None:
             optional["lse"] = workspace[:1]
     if optional.get("lse") is not None:
         # Without return_lse this overload of torch_npu 2.13 ends the process: it returns a
-        # reference to a tensor that is no more.
+        # reference to a tensor that was destroyed.
         optional["return_lse"] = True
     torch_npu().atb.npu_multi_head_latent_attention(
         q_nope,

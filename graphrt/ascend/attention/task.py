@@ -13,13 +13,13 @@ from graphrt.core.batch.descriptor import BatchDescriptor
 from graphrt.core.replay.tasks import HostArg, HostValues, UpdatableTask
 
 Room = Callable[[tuple[Any, ...], dict[str, Any]], int | None]
-"""From the arguments of a call to how many keys its block table has room for; None: who knows."""
+"""(args, kwargs) of a call -> how many keys a row of its block table takes; None: unknown."""
 
 
 class AttentionTask(UpdatableTask):
     """A task whose host arguments are the lengths of the queries and of the keys.
 
-    `queries` and `keys` are what its operator calls them; `queries` is None where it takes none.
+    `queries` and `keys` are the operator's names of them; `queries` is None if it takes none.
     """
 
     queries: str | None = None
@@ -34,7 +34,7 @@ class AttentionTask(UpdatableTask):
     def lengths(self, keys: Any, queries: Any = None) -> HostValues:
         """The update of this task; tensors on the host become lists.
 
-        Raises `InvalidUpdateError` for what is on the device, and for what is no list.
+        Raises `InvalidUpdateError` for tensors on the device, and for values that are no list.
         """
         values = {self.keys: listed(self.keys, keys)}
         if self.queries is not None and queries is not None:
@@ -71,12 +71,11 @@ def attention_task(
 ) -> AttentionTask:
     """A task of any operator with lengths: `issue(*args, **lengths, **kwargs)` calls it.
 
-    `max_kv_len` is the length of every key at warm-up and capture, and no step may have longer
-    ones. `cumulative` says that `queries`
-    is a running sum, which must end at the number of tokens. With `spare_request` the lists have
-    one entry more than the graph has requests, to which padding tokens belong when all requests are
-    live: for graphs of mixed batches. No live request may have fewer than `least_kv_len` keys.
-    `workspace` is that of `UpdatableTask`; `room` tells how many
+    `max_kv_len` is the number of keys of every request at warm-up and capture, and no step may have
+    more. `cumulative` says that `queries` is a running sum, which must end at the number of tokens.
+    With `spare_request` the lists have one entry more than the graph has requests, to which padding
+    tokens belong when all requests are live: for graphs of mixed batches. No live request may have
+    fewer than `least_kv_len` keys. `workspace` is that of `UpdatableTask`; `room` tells how many
     keys the block table of a call has room for.
     """
     axis: Literal["reqs", "reqs+1"] = "reqs+1" if spare_request else "reqs"

@@ -1,12 +1,10 @@
 """The scratch memory of attention operators: how much a call needs at most, asked at capture.
 
-Without a workspace torch_npu takes one from the cache of the stream that a task is updated on and
-gives it back at once, while the graph goes on writing to that address. So the operator's own
-function is asked for it while the graph is captured: it lies in the graph's pool, like everything
-else that the graph writes, and every update names it again.
+Without `workspace=` torch_npu allocates one on the stream that a task is updated on and frees it at
+once, while the graph goes on writing to that address. So the operator's own function allocates it
+during the capture, in the graph's pool, and every update passes it again.
 
-Each function here takes what its operator is called with, by position where that does, and returns
-the keywords to add.
+Each function here takes the arguments of a call of its operator, and returns the keywords to add.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from graphrt.ascend.attention.mla import mla_options
 from graphrt.ascend.driver.library import torch_npu
 
 _LONGEST_AT = 6144
-"""Keys at which vllm-ascend finds the workspace of paged attention the largest."""
+"""The number of keys at which vllm-ascend found the workspace of paged attention the largest."""
 
 
 def of_fused(*args: Any, out: Any = None, **kwargs: Any) -> dict[str, torch.Tensor]:
-    """Of `npu_fused_infer_attention_score`; whatever its lengths, by what its name says."""
+    """Of `npu_fused_infer_attention_score`: the largest for any lengths, as the name asked says."""
     ask = torch_npu()._npu_fused_infer_attention_score_get_max_workspace
     return {"workspace": ask(*args, **kwargs)}
 
@@ -38,13 +36,13 @@ def of_fused_v2(*args: Any, out: Any = None, **kwargs: Any) -> dict[str, torch.T
 def of_paged(
     *args: Any, context_lens: Sequence[int], out: torch.Tensor, **kwargs: Any
 ) -> dict[str, torch.Tensor]:
-    """Of `_npu_paged_attention`: the largest of those that are asked for.
+    """Of `_npu_paged_attention`: the largest for some candidate lengths.
 
-    It splits keys among cores by their lengths, so that the longest do not need the most.
+    It splits keys among cores by their lengths, so the longest need not take the most memory.
     """
     ask = torch_npu()._npu_paged_attention_get_workspace
     if kwargs:
-        # By position only, where the operator has its lengths and its output.
+        # All by position, as lengths and output follow by position too.
         names = ("query", "key_cache", "value_cache", "num_kv_heads", "num_heads", "scale_value")
         args = (*args, *(kwargs[name] for name in (*names, "block_table")[len(args) :]))
 
@@ -68,9 +66,9 @@ def of_mla(
     ask = torch_npu().atb._npu_multi_head_latent_attention_get_workspace
     kwargs = mla_options(kwargs | {"lse": lse})
     del kwargs["lse"]
-    names = ("q_nope", "q_rope", "ctkv", "k_rope", "block_tables")
-    more = ("q_headnum", "qk_scale", "kv_headnum")
-    args = (*args, *(kwargs.pop(name) for name in (*names, *more)[len(args) :]))
+    tensors = ("q_nope", "q_rope", "ctkv", "k_rope", "block_tables")
+    numbers = ("q_headnum", "qk_scale", "kv_headnum")
+    args = (*args, *(kwargs.pop(name) for name in (*tensors, *numbers)[len(args) :]))
 
     def asked(lengths: Sequence[int]) -> torch.Tensor:
         workspace: torch.Tensor = ask(
@@ -87,7 +85,7 @@ def _largest(asked: Any, worst: Sequence[int]) -> torch.Tensor:
     candidates = {longest, min(longest, _LONGEST_AT), *powers}
     largest: torch.Tensor | None = None
     for keys in sorted(candidates, reverse=True):
-        # Those of requests that are padding are 0, also in the worst case.
+        # Not `keys` for all: padding requests have length 0 even in the worst case.
         tensor = asked([min(keys, each) for each in worst])
         if largest is None or tensor.nbytes > largest.nbytes:
             largest = tensor

@@ -1,4 +1,4 @@
-"""What a plan is told about the streams of an NPU: by a deployment, a profile and a device."""
+"""The streams of an NPU that `graphrt plan` counts with: of a deployment, a profile, a device."""
 
 from __future__ import annotations
 
@@ -56,25 +56,26 @@ def planned_streams(
 ) -> PlannedStreams:
     """The streams of an NPU for graphs of `layers` layers.
 
-    `settings` are `device` (a generation; by default that of the NPU `at_hand`, a name of torch_npu
-    and the streams that are free, else A2), `profile` (structural, or the version of the formula)
-    and the figures of `Deployment`, of which `domains` may be a text such as "tp,ep". Raises
-    `InvalidOptionError` for others.
+    `settings` are `device` (a generation; by default that of the NPU `at_hand`, else A2), `profile`
+    (structural, or the version of the formula) and the figures of `Deployment`, of which `domains`
+    may be a text such as "tp,ep". `at_hand` is torch_npu's name of the NPU in this machine, and its
+    free streams. Raises `InvalidOptionError` for other settings.
     """
-    left = dict(settings)
-    device_name, profile = left.pop("device", None), str(left.pop("profile", STRUCTURAL))
-    known = [field.name for field in fields(Deployment) if field.name != "layers"]
-    for name in left.keys() - set(known):
+    figures_given = dict(settings)
+    device_name = figures_given.pop("device", None)
+    profile = str(figures_given.pop("profile", STRUCTURAL))
+    figure_names = [field.name for field in fields(Deployment) if field.name != "layers"]
+    for name in figures_given.keys() - set(figure_names):
         raise InvalidOptionError(
             "a plan for an NPU has no such setting",
             got=name,
-            expected=", ".join(["device", "profile", *known]),
-            advice=nearest(name, ["device", "profile", *known]),
+            expected=", ".join(["device", "profile", *figure_names]),
+            advice=nearest(name, ["device", "profile", *figure_names]),
         )
-    domains = left.pop("domains", ())
+    domains = figures_given.pop("domains", ())
     if isinstance(domains, str):
         domains = [each.strip().lower() for each in domains.split(",")]
-    model = Deployment(layers, frozenset(domains), **left)
+    model = Deployment(layers, frozenset(domains), **figures_given)
     available = None
     if device_name is not None:
         device = device_named(str(device_name))
@@ -83,9 +84,9 @@ def planned_streams(
     else:
         device = DEVICES["A2"]
     figures = stream_figures(profile, model, device, available=available)
-    kept = None
+    formula_sizes = None
     if profile != STRUCTURAL and mode.has_piecewise:
-        kept = update_aclgraph_sizes(sizes, model, profile=profile, mode=mode)
+        formula_sizes = update_aclgraph_sizes(sizes, model, profile=profile, mode=mode)
     return PlannedStreams(
         profile,
         device.name,
@@ -94,5 +95,5 @@ def planned_streams(
         figures.piecewise,
         figures.pieces,
         figures.terms,
-        kept,
+        formula_sizes,
     )

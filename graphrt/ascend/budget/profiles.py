@@ -1,4 +1,4 @@
-"""The stream formula of the ACL-graph design, by the versions in which hosts knew it."""
+"""The stream formula of the ACL-graph design, by the versions of vllm-ascend that had it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ parallel, context parallel of prefill and of decode."""
 
 @dataclass(frozen=True)
 class Deployment:
-    """What of a model and its deployment decides how many streams its graphs hold.
+    """The figures of a model and its deployment that decide how many streams its graphs hold.
 
     `domains` are those of `DOMAINS` with more than one rank. `aiv` says that collectives are
     expanded into vector-core kernels (HCCL_OP_EXPANSION_MODE=AIV). `multi_stream` counts the side
@@ -68,13 +68,13 @@ class Deployment:
 
     @property
     def pieces(self) -> int:
-        """Pieces of one piecewise set: attention is between them, a draft model has its own."""
+        """Pieces of one size (a *set*): attention is between them, a draft model has its own."""
         return self.layers + 1 + (self.draft_layers + 1 if self.draft_layers else 0)
 
 
 @dataclass(frozen=True)
 class StreamFigures:
-    """What a profile makes of a deployment; callable as the cost model of a plan."""
+    """The streams that a profile computes for a deployment."""
 
     profile: str
     usable: int
@@ -85,11 +85,11 @@ class StreamFigures:
     """Streams of all pieces of one size."""
     pieces: int
     terms: tuple[tuple[str, int], ...]
-    """What `usable` is the sum of, for people."""
+    """The summands of `usable`, each with a text for people."""
 
     @property
     def cost(self) -> dict[GraphMode, GraphCost]:
-        """For `Budget(cost=)`."""
+        """The cost model of a plan: for `Budget(cost=)`."""
         pieces = GraphCost(self.piecewise, self.pieces)
         return {GraphMode.PIECEWISE: pieces, GraphMode.FULL: GraphCost(self.full)}
 

@@ -23,7 +23,7 @@ RESERVED_STREAMS = 48
 OPERATOR_ENTRIES = 2
 """Queue entries of an operator, on average and at most: most launch one kernel, some a few."""
 SCARCE_STREAMS = 256
-"""With fewer free ones a capture may well run out of them in its middle."""
+"""With fewer free streams a capture may well run out of them in its middle."""
 DOMAIN_STREAMS = 2
 """Side streams of a communication domain whose collectives are not on vector cores."""
 
@@ -115,20 +115,20 @@ def graph_streams(entries: Sequence[int], device: Device) -> int:
 
 
 def streams_needed(work: GraphWork, device: Device) -> int:
-    """The most streams that graphs of such a forward hold together, from what a warm-up issued.
+    """The most streams that graphs of a forward hold together, by the work that a warm-up issued.
 
-    Each takes part in every side stream, as nobody knows which of them do, and each operator is
-    `OPERATOR_ENTRIES` kernels.
+    A warm-up does not show which graphs use which side stream, so each counts as using all of them.
+    Each operator counts as `OPERATOR_ENTRIES` kernels.
     """
     entries = OPERATOR_ENTRIES * sum(work.operators.values()) + device.task_entries * work.tasks
     streams = max(1, len(work.operators))
-    # However they are spread over the streams, each of these is full once more.
+    # A stream that is full goes on in one more, however entries are spread over the streams.
     return work.graphs * streams + entries // device.stream_entries
 
 
 def stream_room(free: int, reserve: int | None = None) -> StreamRoom:
-    """What graphs may take of the streams that are free; `reserve` stay free, by default as many
-    as torch_npu might yet make itself, but no more than a tenth of few."""
+    """How many of the free streams graphs may take. `reserve` of them stay free: by default
+    `RESERVED_STREAMS`, which torch_npu may still need, or a tenth of `free` if that is less."""
     if reserve is None:
         reserve = min(RESERVED_STREAMS, free // 10)
     return StreamRoom(free, reserve)

@@ -40,7 +40,7 @@ class ReplayCause(NamedTuple):
 
 
 INVALIDATED = 507903
-# These follow from an earlier error as often as not; the last is what everything ends in.
+# Often a consequence of an earlier error; every capture that was broken ends with the second code.
 CONSEQUENCES = (107033, INVALIDATED)
 
 _KEEP_OUT = (

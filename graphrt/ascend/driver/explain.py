@@ -89,7 +89,7 @@ _TEXTS: tuple[tuple[re.Pattern[str], Cause], ...] = (
     ),
 )
 _LIBRARIES = ("acl", "cann", "hccl", "npu")
-"""Whose errors a capture may cause, with a text that is not known here."""
+"""Libraries whose errors count as the capture's, though their code or text is unknown here."""
 _MOST_LINES = 12
 _BLOCKING = "ASCEND_LAUNCH_BLOCKING"
 
@@ -102,8 +102,8 @@ class _Code(NamedTuple):
 def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> CaptureError:
     """The cause of a failed capture, looked for in the whole chain of `error`.
 
-    What it found says what happened, the code and the original text, and one thing to do. In
-    `environ` (by default `os.environ`) ASCEND_LAUNCH_BLOCKING=1 is a cause of host waits.
+    The error says what happened, the code and the original text, and one thing to do. In `environ`
+    (by default `os.environ`) ASCEND_LAUNCH_BLOCKING=1 is a cause of host waits.
     """
     chain = list(_chain(error))
     for link in chain:
@@ -120,12 +120,12 @@ def explain(error: BaseException, environ: Mapping[str, str] | None = None) -> C
             if pattern.search(str(link)):
                 return _explained(cause, _codes([link]), link, environ)
     for code in _codes(chain):
-        known = CAPTURE_CAUSES.get(code.code)
-        if known is not None:
-            return _explained(known, [code], code.link, environ)
+        code_cause = CAPTURE_CAUSES.get(code.code)
+        if code_cause is not None:
+            return _explained(code_cause, [code], code.link, environ)
     hang = explain_replay(error, environ)
     if isinstance(hang, DeviceHangError):
-        # A capture waits for what was there before, and runs what it captured once.
+        # A capture waits for earlier work, and replays its graph once: a hang there is a failure.
         return CaptureError(
             f"a capture waited in vain: {hang.what}",
             got=hang.got,
@@ -191,6 +191,6 @@ def _is_blocking(environ: Mapping[str, str] | None) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    # An error that was explained before belongs to an earlier attempt, which this one was made in
-    # the handler of; so does all behind it.
+    # A `CaptureError` in the chain is of an earlier attempt, in whose `except` block this one was
+    # made. The errors behind it are of that attempt too.
     return error_chain(error, leave_out=CaptureError)

@@ -1,18 +1,18 @@
-"""torch_npu's queue of launches, and that it ends with the first error inside of it.
+"""torch_npu's launch queue: finds out that it has ended, as it does at the first error in it.
 
-By default (TASK_QUEUE_ENABLE=1) torch_npu hands operators to a thread that launches them. Where one
-fails there, the thread ends, some later call raises the error, and from then on torch_npu drops
-without a word whatever is issued, on every stream: results are what was in memory before. Only a
-new process gets out of it.
+By default (TASK_QUEUE_ENABLE=1) torch_npu hands operators to a thread that launches them. If one
+fails there, the thread ends, and some later call raises the error. From then on torch_npu silently
+drops every operator, on all streams: results are what was in memory before. Only a new process
+helps.
 
-The error may be raised to a host that catches it, so graphrt does not wait to see it. It asks:
+A host may catch that error, so graphrt may never see it. It finds out by the thread's CPU time:
 
 1. When a device is in use, `watch_queue` finds the thread that launches.
-2. A step and a capture ask for the time that the thread has used: none if it has ended. A step asks
-   once more behind its replay, by when its inputs went through the queue: if the thread has used
-   no time for them, it may hang since the error (it does where the host waited for the queue).
-3. Then the queue is given events until one takes it time, and it has ended if none does. Steps that
-   put nothing into the queue get there too, once a millisecond at most.
+2. Steps and captures ask for its CPU time: a thread that has ended has none. A step asks once more
+   behind its replay, when its inputs went through the queue. If they took no time, the thread may
+   hang since the error (it does where the host waited for the queue).
+3. Then events are put into the queue until one takes the thread time; if none does, the queue has
+   ended. This is also done for steps that put nothing into the queue, once a millisecond at most.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _APART_S = 1e-3
 _EVENTS, _PATIENCE_S = 200, 0.5
 """A queue that takes no time for so many events, over so long, has ended."""
 
-# Process-wide, as the queue is.
+# Process-wide, as the queue is. `_first` is the error that ended it, `_launching` its thread.
 _first: list[str] = []
 _launching: list[_Launching] = []
 
 
 class _Launching:
-    """The thread that launches."""
+    """The thread of the queue, which launches operators, and its CPU time."""
 
     __slots__ = ("_begun_ns", "_clock", "_event", "_next_s", "_npu")
 
@@ -68,14 +68,14 @@ class _Launching:
             self.give_event()
 
     def used_ns(self) -> int:
-        """The time it has used; raises `LaunchQueueError` if it has ended."""
+        """The CPU time that the thread has used; raises `LaunchQueueError` if it has ended."""
         try:
             return time.clock_gettime_ns(self._clock)
         except OSError:
             raise _noticed() from None
 
     def give_event(self) -> None:
-        """Have it launch an event; raises `LaunchQueueError` if it does not."""
+        """Put events into the queue; raises `LaunchQueueError` if the thread launches none."""
         if time.monotonic() < self._next_s or self._npu.is_current_stream_capturing():
             return
         if not self.launches():
@@ -83,13 +83,13 @@ class _Launching:
         self._next_s = time.monotonic() + _APART_S
 
     def launches(self) -> bool:
-        """Whether events that go through the queue take it time.
+        """Whether the thread uses CPU time for events that are put into the queue.
 
-        One event may take none: a virtual machine's clock leaves out what its host took away
-        meanwhile. A queue that has ended takes none of any number.
+        One event may take no time: a virtual machine's clock leaves out the time that its host took
+        away. A queue that has ended takes no time for any number of events.
         """
         before_ns = self.used_ns()
-        # Not the current stream: a capture's may be a direct one, whose events go round the queue.
+        # Not the current stream: a capture's may be a direct one, whose events bypass the queue.
         stream = self._npu.default_stream()
         until_s = time.monotonic() + _PATIENCE_S
         events = 0
@@ -126,7 +126,7 @@ def check_queue() -> None:
 
 
 def named(call: Callable[[], object]) -> None:
-    """Call what may meet the end of the queue; raises `LaunchQueueError` if it does."""
+    """Do a call of torch_npu; raises `LaunchQueueError` if its error is the end of the queue."""
     try:
         call()
     except RuntimeError as error:
@@ -136,13 +136,13 @@ def named(call: Callable[[], object]) -> None:
 
 
 def check_replayed() -> None:
-    """The same behind a replay, before which the queue was empty."""
+    """Raise `LaunchQueueError` behind a replay if its inputs did not go through the queue."""
     for launching in _launching:
         launching.end()
 
 
 def checked_before(read: Callable[[], int]) -> Callable[[], int]:
-    """`read`, which every step calls, behind `check_queue`."""
+    """`read`, which every step calls, after a `check_queue`."""
 
     def checked() -> int:
         check_queue()
@@ -152,10 +152,10 @@ def checked_before(read: Callable[[], int]) -> Callable[[], int]:
 
 
 def watch_queue() -> None:
-    """Look for the thread that launches, until it is found: it has its name once it has launched.
+    """Look for the thread that launches; it gets its name with its first launch.
 
-    There is none with TASK_QUEUE_ENABLE=0, and where a process uses several devices nobody can
-    tell whose is whose: then only an error that graphrt sees says that a queue has ended.
+    There is none with TASK_QUEUE_ENABLE=0, and with several devices a process has several that
+    cannot be told apart. Then only an error that graphrt sees says that a queue has ended.
     """
     if _launching:
         return
@@ -163,12 +163,12 @@ def watch_queue() -> None:
     releasing = [each for each in threads if each.name == _RELEASING]
     if len(releasing) != 1:
         return
-    # It is started right before the one that releases. What it starts has its name from it: a
-    # device's own threads, which on a busy machine are there before the one that releases.
+    # It is started right before the one that releases. A device's own threads, which it starts,
+    # inherit its name; on a busy machine they too are older than the one that releases.
     launching = [each for each in threads if each.name == _LAUNCHING and each < releasing[0]]
     if launching:
         thread = _Launching(torch_npu().npu, min(launching).number)
-        # Where clocks are coarse nothing follows from one that stands still.
+        # A coarse clock may stand still though the thread works: then it is not watched.
         if all(thread.launches() for _ in range(3)):
             _launching.append(thread)
     elif any(each.name == _LAUNCHING for each in threads) and not _first:
@@ -176,7 +176,7 @@ def watch_queue() -> None:
 
 
 def queue_ended() -> LaunchQueueError:
-    """That the queue has ended; not a lack of room, after which others could be captured."""
+    """The error of a queue that has ended. It is no lack of room: no other size can be captured."""
     return LaunchQueueError(
         "an operator failed in torch_npu's queue of launches, which ends at that: nothing that "
         "this process issues gets to the device any more",
@@ -187,7 +187,7 @@ def queue_ended() -> LaunchQueueError:
 
 
 def _noticed() -> LaunchQueueError:
-    """The same, remembered, with torch_npu's own error if that is yet to be raised."""
+    """The same where the thread shows it: remembers torch_npu's error, if that is yet to come."""
     try:
         _wait_for_queue(torch_npu().npu.default_stream())
     except RuntimeError as error:

@@ -96,8 +96,8 @@ def available_streams() -> int | None:
 
 @cache
 def has_value_wait() -> bool:
-    """Whether the signals of tasks are words in memory that a wait takes back. With an older CANN
-    they are events that are to be reset; without any it does not matter."""
+    """Whether signals of tasks are words in memory, which a wait resets itself. With an older CANN
+    they are events, which must be reset. Without CANN it does not matter."""
     try:
         return hasattr(ctypes.CDLL("libascendcl.so"), "aclrtValueWait")
     except OSError:

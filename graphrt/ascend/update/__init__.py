@@ -1,1 +1,1 @@
-"""The update of tasks around a replay, in flight."""
+"""New host arguments for the tasks of a graph, given on another stream while the graph runs."""

@@ -12,11 +12,11 @@ from graphrt.core.capture.options import GraphOptions
 
 
 class AllocationWatch:
-    """Looks at the first new arguments of every graph; under `GRAPHRT_CHECK=always` at all.
+    """Watches the first update of every graph; under `GRAPHRT_CHECK=always` each update.
 
-    Only what an operator took on the stream of the update counts: other threads may allocate at the
-    same time, on theirs. That is seen by the stream having memory now which had none; where it had
-    some already, from work of the host before, only while there is no other thread.
+    Only allocations on the stream of the update count, as other threads may allocate on theirs. A
+    stream that had no memory and now has some shows one. If it had some already, from earlier work
+    of the host, the process's count of allocations shows one while there is no other thread.
     """
 
     def __init__(self, npu: Any) -> None:
@@ -46,8 +46,8 @@ class AllocationWatch:
         return int(stats["allocation"]["all"]["allocated"])
 
     def check(self, task: str, stream: Any, before: int) -> bool:
-        """Raise `TaskContractError` if something was allocated on `stream` since `begin`; returns
-        whether that is known."""
+        """Raise `TaskContractError` if something was allocated on `stream` since `begin`; False if
+        that cannot be told."""
         taken = self.count() - before
         if not taken or not self._has_memory(stream):
             return True

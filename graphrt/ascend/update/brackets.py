@@ -1,4 +1,4 @@
-"""How a task is bracketed at capture and issued again at replay: two ways behind one call."""
+"""Brackets a task at capture and issues it again at replay: by two ways with the same methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphrt.core.device.contract import TaskUpdate
 class TaskHandle:
     """A task group of a graph, and the event for which every replay waits before it.
 
-    `record` is torch_npu's own note of the call, where that made the bracket.
+    `record` is torch_npu's own note of the call, if its automatic dispatch made the bracket.
     """
 
     group: Any
@@ -38,22 +38,23 @@ class Groups:
         event = self._npu.ExternalEvent()
         if not has_value_wait():
             self._create(event, stream)
-        # Where CANN has no value wait the signal is not taken by waiting for it.
+        # Without a value wait of CANN a wait does not reset the signal.
         event.wait(stream)
         event.reset(stream)
         self._npu.graph_task_group_begin(stream)
         self._open[graph] = event
 
     def _create(self, event: Any, capturing: Any) -> None:
-        """Without a value wait torch_npu creates an event when it is first recorded, and a wait
-        before that is none: the graph would not wait for its first signal, nor any other."""
+        """Record an event on a stream beside the capture. Without a value wait torch_npu creates an
+        event at its first record, and a wait before that is ignored: no replay would wait."""
         aside = next(s for s in (self._npu.Stream() for _ in range(2)) if s != capturing)
         event.record(aside)
         event.reset(aside)
         self._aside.append(aside)
 
     def settle(self) -> None:
-        """After a capture: a reset that is under way would take the first signal of an update."""
+        """Wait after a capture for the resets of `_create`: one that is still under way would take
+        the first signal of an update."""
         while self._aside:
             self._aside.pop().synchronize()
 
@@ -64,20 +65,20 @@ class Groups:
     def abort(self, graph: Any) -> None:
         """Close the group that a failed task left open."""
         if self._open.pop(graph, None) is not None:
-            # Ending a group of an invalidated capture reports what is being handled already.
+            # In an invalidated capture it raises the error that is being handled already.
             with suppress(RuntimeError):
                 self._npu.graph_task_group_end(self._npu.current_stream())
 
     def issue(self, graph: Any, stream: Any, update: TaskUpdate) -> None:
         """Issue the task anew on `stream`, which is current, and signal it."""
         try:
-            # Inside, as an interrupt may come right after it.
+            # Inside the `try`, as an interrupt may come right after it.
             self._npu.graph_task_update_begin(stream, update.handle.group)
             update.issue()
             self._npu.graph_task_update_end(stream)
-        except BaseException:  # `undoing`, written out: on the way of steps with tasks
-            # Closing it reports that the tasks do not match, but the stream is usable again. An end
-            # that failed with what the operator had left in the queue of launches closed nothing.
+        except BaseException:  # `@undoing` written out, as every step with tasks comes here
+            # This end raises that the tasks do not match, but frees the stream. The end above
+            # closes nothing if it raises the operator's error from the launch queue.
             with suppress(RuntimeError):
                 self._npu.graph_task_update_end(stream)
             raise
@@ -132,7 +133,7 @@ class AutoDispatch:
         return TaskHandle(new[0].handle, new[0].event, new[0])
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Nothing to wait for."""
 
     def abort(self, graph: Any) -> None:
         """Leave the mode and close the group that a failed task left open."""
@@ -149,7 +150,7 @@ class AutoDispatch:
         mode.update_stream, mode.graph_dispatch_records = stream, [record]
         try:
             graph.update([values])
-        except BaseException:  # `undoing`, written out: on the way of steps with tasks
+        except BaseException:  # `@undoing` written out, as every step with tasks comes here
             with suppress(RuntimeError):
                 self._npu.graph_task_update_end(stream)
             raise

@@ -1,4 +1,4 @@
-"""The update of a graph apart from its launch: what was launched, and the host's own signals."""
+"""Updates that come apart from the launch of their graph, before or after it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from graphrt.core.device.contract import TaskUpdate
 
 @dataclass
 class Launch:
-    """A replay that waits for its tasks: the stream to update them on, the event that the update
-    waits for (the replay before), and the stream of the replay."""
+    """A replay that waits for the updates of its tasks.
+
+    `updating` is the stream to update them on, `fence` the end of the replay before, for which the
+    update waits, `stream` that of the replay."""
 
     updating: UpdateStream
     fence: Any
@@ -25,20 +27,20 @@ class Launch:
 
 @dataclass
 class Ahead:
-    """An update whose launch is to come: where it was issued, and the event at its end."""
+    """An update whose launch is to come: the stream it was issued on, and the event at its end."""
 
     updating: UpdateStream
     fence: Any
 
 
 def has_waiting(updating: UpdateStream, launched: Container[Any]) -> bool:
-    """Whether a graph among `launched` waits to be updated on a stream; asked under its lock."""
+    """Whether a graph among `launched` waits to be updated on `updating`, whose lock is held."""
     graph = updating.awaited()
     return graph is not None and graph in launched
 
 
 class UpdateWindow:
-    """While a host updates the tasks of a graph: the stream, and which of them are signalled."""
+    """Given to a host that updates the tasks of a graph itself: its stream, and `signal`."""
 
     def __init__(self, stream: Any, updates: Sequence[TaskUpdate], watched: Any = None) -> None:
         """`watched` is the watchdog's note of the launch."""
@@ -68,7 +70,7 @@ class UpdateWindow:
 
     @property
     def next(self) -> TaskUpdate:
-        """The task that the host is at, as far as is known."""
+        """The first task that is not signalled yet, else the last one."""
         return next(iter(self._open.values()), self._last)
 
     def check(self) -> None:
@@ -88,7 +90,7 @@ def _named(updates: Any) -> str:
 
 
 def too_early(name: str) -> MissingCapabilityError:
-    """That a device which needs the update first was given a launch first."""
+    """The error where a launch comes first on a device that needs the update first."""
     return MissingCapabilityError(
         "this device needs the update of tasks before the launch of their graph",
         got=f"updates=DEFERRED for graph {name}, and no update before the call",
@@ -98,7 +100,7 @@ def too_early(name: str) -> MissingCapabilityError:
 
 
 def still_waiting(name: str) -> MissingUpdateError:
-    """That a stream for updates is taken by a launch that still waits for its own."""
+    """The error where the update stream is taken by a launched graph that waits for its update."""
     return MissingUpdateError(
         f"graph {name} is to be updated on a stream on which a launched graph still waits for its "
         "update; it would wait for it for ever",

@@ -1,4 +1,4 @@
-"""Streams to update tasks on: none that is computed or captured on, and one for each pool."""
+"""The streams on which pools update tasks: one for each pool, which no other work runs on."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def nothing() -> None:
 
 
 class UpdateStream:
-    """A stream on which one pool updates its tasks, and the lock for where pools must share it.
+    """A stream on which one pool updates its tasks, and a lock in case pools must share it.
 
-    Two threads that update on one stream collide (107033), and what one of them queues between
-    another's fence and its signals could wait for itself. Once it `is_left` nothing may be updated
-    on it; that is to be asked under the lock.
+    Two threads that update on one stream at once collide (107033). Work that one of them queues
+    between the fence and the signals of the other could wait for itself. Once `is_left` is True,
+    which is to be read under the lock, no task may be updated on the stream.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -55,11 +55,11 @@ def is_update_stream(stream: Any) -> bool:
 
 
 def leave_stream(stream: Any) -> None:
-    """Update nothing on `stream` any more, which is going to be computed or captured on, whichever
-    pool does; waits for an update that is under way.
+    """Keep all pools from updating on `stream` from now on, as other work or a capture comes there;
+    waits for an update that is under way.
 
-    What is launched there between the begin and the end of an update would be taken for a part of
-    it (507009, 507000).
+    CANN would take work between the begin and the end of an update for a part of it (507009,
+    507000).
     """
     note_use(stream)
     stream_in_use = _live.get(stream.npu_stream)
@@ -74,10 +74,10 @@ def leave_stream(stream: Any) -> None:
 
 @contextmanager
 def no_update_under_way() -> Iterator[None]:
-    """Keep every thread from launching a graph and updating its tasks meanwhile.
+    """Keep every thread from launching a graph and updating its tasks inside of the `with`.
 
-    For what waits for the device without letting go of Python's lock: behind that, an update could
-    not go on for which the device waits.
+    For calls that wait for the device and hold the GIL: an update that is under way could not go
+    on, and the device waits for its signals.
     """
     with ExitStack() as held:
         held.enter_context(_lock)
@@ -90,20 +90,20 @@ def no_update_under_way() -> Iterator[None]:
 def new_update_stream(npu: Any, current: Any, avoid: Collection[int]) -> UpdateStream:
     """A stream for the updates of one pool, which is neither `current` nor among `avoid`.
 
-    As far as torch_npu has enough of them it is no stream that was ever computed or captured on,
-    and no other pool's; else one of another pool, to be shared under its lock; else the one whose
-    last use is longest ago. Raises `PlatformError` if there is no other stream at all.
+    If torch_npu has enough streams, it is one that no work or capture ever used, and of no other
+    pool; else one of another pool, to be shared under its lock; else the one whose last use is
+    longest ago. Raises `PlatformError` if there is no other stream at all.
     """
     with _lock:
-        updated_on = dict(_live.items())
+        update_streams = dict(_live.items())
         used = {}
         shared = []
         for _ in range(_TRIES):
             stream = npu.Stream()
             if stream == current or stream.npu_stream in avoid:
                 continue
-            if stream.npu_stream in updated_on:
-                shared.append(updated_on[stream.npu_stream])
+            if stream.npu_stream in update_streams:
+                shared.append(update_streams[stream.npu_stream])
             elif stream.npu_stream in _last_use:
                 used[stream.npu_stream] = stream
             else:

@@ -1,9 +1,9 @@
-"""Tasks of captured graphs, and their update around a replay, ordered on the device alone.
+"""Tasks of captured graphs, and their update around a replay, without a host synchronisation.
 
 A step's update may begin only when the last replay of the same graph is over: a signal that is
-given twice before it is taken once is lost. So the update stream waits for that replay. This wait
-is queued before the new replay. Queued after it, the update stream would wait for the new replay,
-which waits for its signals.
+given twice before a wait takes it once is lost. So the update stream waits for that replay. This
+wait is queued before the new replay. Queued after it, the update stream would wait for the new
+replay, which waits for its signals.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from graphrt.core.device.contract import TaskUpdate
 
 
 class Tasks:
-    """All task groups of a platform: the open ones, and what orders the update of the others."""
+    """Captures the task groups of a platform's graphs, and updates them around replays."""
 
     def __init__(
         self,
@@ -75,22 +75,22 @@ class Tasks:
         self._brackets.abort(graph)
 
     def capture(self, graph: Any, stream: Any, memory: GraphMemory) -> None:
-        """Update nothing on `stream` any more, on which `graph` is captured into `memory`."""
-        # Its tasks may be bracketed by the host, without `begin`.
+        """Keep updates from `stream`, on which `graph` is captured into `memory`."""
+        # Here, as a host may bracket tasks itself, without `begin`.
         self._memories[graph] = memory
         self._capturing.add(stream.npu_stream)
         self._captured_on.setdefault(memory, set()).add(stream.npu_stream)
         leave_stream(stream)
 
     def return_to(self, stream: Any) -> None:
-        """Nothing is captured on `stream` any more."""
+        """The capture on `stream` is over."""
         self._brackets.settle()
         self._capturing.discard(stream.npu_stream)
 
     def replay(self, graph: Any, updates: Sequence[TaskUpdate], changed: bool, name: str) -> None:
         """Replay with every task signalled, and updated if `changed`.
 
-        Raises what an update raised, with the device idle or on the way to it, and the
+        Raises the error of an update, after which the device still comes to an end, and the
         `DeviceHangError` of a step before.
         """
         check_queue()
@@ -114,7 +114,8 @@ class Tasks:
                 raise
 
     def launch(self, graph: Any, updates: Sequence[TaskUpdate], name: str) -> bool:
-        """Replay; returns whether the graph waits for `update` or `updating`, else that was before.
+        """Replay; True if the graph now waits for `update` or `updating`, False if `updating` came
+        before.
 
         Raises `MissingCapabilityError` where the device needs the update first and has none.
         """
@@ -172,7 +173,7 @@ class Tasks:
                 if launch is None:
                     self._ahead[graph] = Ahead(updating, updating.stream.record_event())
             except BaseException as error:
-                # What raised between the host's begin and its end left the update open.
+                # An error between the host's begin and its end leaves the update open.
                 with suppress(RuntimeError):
                     self._npu.graph_task_update_end(updating.stream)
                 self._settle(updating.stream, current, updates)
@@ -182,7 +183,7 @@ class Tasks:
                 raise
 
     def forget(self, graph: Any, updates: Sequence[TaskUpdate]) -> None:
-        """Take back an update whose launch did not come: it would count for the next one."""
+        """Take back an update whose launch did not come: its signals would start the next one."""
         ahead = self._ahead.pop(graph, None)
         if ahead is not None:
             current = self._npu.current_stream()
@@ -198,7 +199,7 @@ class Tasks:
         updates: Sequence[TaskUpdate],
         name: str,
     ) -> None:
-        """Fence the update of a step that is not launched yet behind the replay before it."""
+        """Make the update of a step, before its launch, wait for the graph's replay before it."""
         if has_waiting(updating, self._launched):
             raise still_waiting(name)
         ahead = self._ahead.pop(graph, None)
@@ -225,18 +226,18 @@ class Tasks:
         watched: WatchedStep | None,
     ) -> None:
         signalled = 0
-        looking = sure = changed and self._allocations.looks_at(graph)
+        watching = none_allocated = changed and self._allocations.looks_at(graph)
         try:
-            # A signal that is dropped is one for which a launched graph waits for ever.
+            # An ended queue drops signals without an error, and a launched graph waits for ever.
             check_queue()
             with self._npu.stream(stream):
                 for update in updates:
                     if watched is not None:
                         watched.updating(update.name)
-                    if looking:
+                    if watching:
                         before = self._allocations.begin(stream)
                         self._brackets.issue(graph, stream, update)
-                        sure &= self._allocations.check(update.name, stream, before)
+                        none_allocated &= self._allocations.check(update.name, stream, before)
                     elif changed:
                         self._brackets.issue(graph, stream, update)
                     else:
@@ -244,7 +245,7 @@ class Tasks:
                     signalled += 1
                     if watched is not None:
                         watched.signalled(stream)
-            if sure:
+            if none_allocated:
                 self._allocations.passed(graph)
         except BaseException as error:
             named = _named(error, updates[min(signalled, len(updates) - 1)])
@@ -277,7 +278,7 @@ class Tasks:
 
     @contextmanager
     def _locked_stream(self, graph: Any, current: Any) -> Iterator[UpdateStream]:
-        """The stream to update on. Under its lock nobody else updates or computes on it."""
+        """The stream to update on, locked: meanwhile no other thread updates or computes on it."""
         while True:
             update_stream = self._update_stream(graph, current)
             with update_stream.lock:
@@ -289,16 +290,17 @@ class Tasks:
     def _stream_of(
         self, graph: Any, begun: Launch | Ahead | None, current: Any
     ) -> Iterator[UpdateStream]:
-        """The same for a step that has begun: its own stream, or one behind that if it was left."""
+        """The same for a step that has begun: its own stream or, if that was left meanwhile, a new
+        one that waits for the step's fence."""
         if begun is not None:
             with begun.updating.lock:
                 if not begun.updating.is_left:
                     yield begun.updating
                     return
-        with self._locked_stream(graph, current) as other:
+        with self._locked_stream(graph, current) as new_stream:
             if begun is not None and begun.fence is not None:
-                other.stream.wait_event(begun.fence)
-            yield other
+                new_stream.stream.wait_event(begun.fence)
+            yield new_stream
 
     def _update_stream(self, graph: Any, current: Any) -> UpdateStream:
         memory = self._memories[graph]
@@ -311,7 +313,7 @@ class Tasks:
 
 
 def _named(error: BaseException, update: TaskUpdate) -> GraphRTError | None:
-    """What graphrt calls an error that torch_npu raised in an update; None for any other."""
+    """graphrt's error for one that torch_npu raised in an update; None for any other error."""
     if isinstance(error, LaunchQueueError) or has_queue_ended(error):
         ended = queue_ended()
         hang = DeviceHangError(

@@ -1,1 +1,4 @@
-"""The CUDA driver: what it knows of captures, templates and their nodes, and torch does not ask."""
+"""Calls of the CUDA driver for which torch has no function: captures, graphs and their nodes.
+
+A *template* is a captured CUgraph, an *executable* the CUgraphExec that is launched.
+"""

@@ -1,15 +1,15 @@
 """The kernel with which a graph fetches its inputs, as text that every driver can assemble.
 
-Nothing but the driver is needed for it, neither a compiler nor a library of kernels. What a slot
-holds is in `graphrt.core.device`. Traps:
+The driver assembles it, without a compiler or a library of kernels. `graphrt.cuda.ring.format` says
+how a slot is laid out. Traps:
 
-- The host writes a slot while others are read, so pinned memory is read by volatile loads: a cached
-  line would be an older step's.
-- The loads of the payload are issued before it is known whether they are wanted: with the header
-  and the moves they take one trip over the bus, not two.
-- The last block to be done writes the counter, which all have read by then, and after it the
-  progress, by which the host takes the slot for free.
-- Another step's number moves nothing and counts nothing: what the graph reads stays what it was.
+- The host writes a slot while the kernel reads others, so pinned memory is read by volatile loads:
+  a cached line would be an older step's.
+- Payload loads are issued before the header says whether they are needed: together with header and
+  moves they take one trip over the bus, not two.
+- The last block to finish writes the counter, which all blocks have read by then. After it comes
+  the progress, by which the host knows that the slot is free.
+- A slot with another step's number is not copied and not counted: the graph reads its old inputs.
 """
 
 THREADS = 256

@@ -1,8 +1,8 @@
-"""What the CUDA driver knows about captures and `torch` does not ask it.
+"""Captures, templates, streams and contexts, by the CUDA driver.
 
-The driver works in the context that is current in the calling thread, and a new thread has none
-until torch's first call there that needs one. A step may come to the driver before that: its inputs
-are the host's, so that it begins with a fetch. So `need()` gives a thread the context.
+The driver works in the calling thread's current context. A new thread has none until torch first
+needs one there. `need()` sets it: without it a step whose inputs are all on the host, which begins
+with a fetch by the driver, would fail in a new thread.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def end_capture(stream: int) -> None:
     if library is None:
         return
     graph = ctypes.c_void_p()
-    # An invalidated or absent capture returns its error here, and that is what is dropped.
+    # An invalidated or absent capture returns an error here, which changes nothing.
     library.cuStreamEndCapture(pointer(stream), ctypes.byref(graph))
     if graph.value:
         library.cuGraphDestroy(graph)
@@ -153,20 +153,20 @@ def need() -> ctypes.CDLL:
 def enter_context(library: ctypes.CDLL) -> None:
     """Give this thread the context of torch's current device, unless it has one.
 
-    Who keeps a function of the driver, as what is called at every step does, calls this where that
-    answers `INVALID_CONTEXT`.
+    Code that keeps a function of the driver, to call it at every step, leaves `need()` out. It
+    calls this when the function returns `INVALID_CONTEXT`.
     """
     context = ctypes.c_void_p()
     failed = library.cuCtxGetCurrent(ctypes.byref(context))
     if failed or not context.value:
-        # The driver itself is not started before torch is.
+        # torch's initialisation is also what starts the driver.
         torch.cuda.init()  # type: ignore[no-untyped-call]
         primary = _primary_context(library, current_device())
         check("cuCtxSetCurrent", library.cuCtxSetCurrent(pointer(primary)))
 
 
 def _primary_context(library: ctypes.CDLL, index: int) -> int:
-    """The context that torch uses on a device. It is kept as torch keeps it: until the end."""
+    """The context that torch uses on a device; like torch, graphrt never releases it."""
     device, context = ctypes.c_int(0), ctypes.c_void_p()
     check("cuDeviceGet", library.cuDeviceGet(ctypes.byref(device), index))
     retain = library.cuDevicePrimaryCtxRetain

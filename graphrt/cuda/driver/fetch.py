@@ -15,12 +15,12 @@ from graphrt.cuda.ring.format import RingFormat, slot_bytes
 
 _CHUNK = 16
 _MOST_BLOCKS = 264
-"""Two for each multiprocessor of a large GPU: the payload of 1 MiB goes in one round of loads."""
+"""Two for each multiprocessor of a large GPU: for 1 MiB each thread loads one chunk."""
 
 
 class FetchRing:
-    """Pinned slots, and a kernel that fetches the next one into `slab`; it keeps its counter, and
-    how many of its blocks are done, in memory of its own."""
+    """Pinned slots for the inputs of steps, and a kernel that copies the next slot into `slab`. The
+    kernel counts steps, and its finished blocks, in device memory of its own."""
 
     def __init__(self, slab: torch.Tensor, slots: int, nbytes: int, moves: int) -> None:
         """Raises `DriverError` where the driver does not take the kernel."""
@@ -34,7 +34,7 @@ class FetchRing:
         self.device_memory: Sequence[torch.Tensor] = (self._counter,)
         with torch.cuda.device(self._device):
             self._function = _function(_context())
-        # A call of its own, as whoever else calls it may say otherwise what its arguments are.
+        # By index ctypes makes a new object: other code may set other argtypes on the attribute.
         self._launch = need()["cuLaunchKernel"]
         self._launch.argtypes = (
             ctypes.c_void_p,
@@ -43,7 +43,7 @@ class FetchRing:
         )
 
     def prepare(self, nbytes: int, moves: int) -> Callable[[], None]:
-        """See `graphrt.cuda.ring.RingDevice`. Raises `DriverError` when it is called."""
+        """See `graphrt.cuda.ring.RingDevice`. The function that it returns raises `DriverError`."""
         control = self.memory.data_ptr()
         chunks = -(-nbytes // _CHUNK)
         blocks = min(max(-(-chunks // THREADS), 1), _MOST_BLOCKS)
@@ -58,20 +58,20 @@ class FetchRing:
             ctypes.c_uint32(RingFormat.FIRST_MOVE + RingFormat.MOVE_WORDS * moves),
             ctypes.c_uint32(chunks),
         )
-        places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        value_pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         launch, device = self._launch, self._device
         kernel = pointer(self._function), blocks, 1, 1, THREADS, 1, 1, 0
 
         def fetch() -> None:
-            # The kernel's arguments are read from `values`, which must live as long.
-            status = launch(*kernel, raw_stream_of(device), places, None)
+            status = launch(*kernel, raw_stream_of(device), value_pointers, None)
             if status == INVALID_CONTEXT:
-                # This thread's first call: a step by pieces whose inputs are all the host's.
+                # This thread's first call on a device: a PIECEWISE step with host inputs alone.
                 enter_context(need())
-                status = launch(*kernel, raw_stream_of(device), places, None)
+                status = launch(*kernel, raw_stream_of(device), value_pointers, None)
             if status:
                 check("cuLaunchKernel", status)
 
+        # Every launch reads the arguments from `values`, so they live as long as the function.
         fetch.values = values  # type: ignore[attr-defined]
         return fetch
 

@@ -1,4 +1,4 @@
-"""Which streams were forked inside a capture, and where, so that an error can name them."""
+"""Finds a stream that was forked inside a capture and not joined, and the line that forked it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from graphrt.cuda.private_torch import Wait, replace_event_wait
 
 
 class ForkWatch:
-    """Notes every wait for an event while a capture is open: that is how streams fork and join.
+    """Notes every wait for an event during a capture: that is how streams fork and join.
 
-    torch tells nobody, so `Event.wait` is replaced meanwhile; calls of threads that capture nothing
-    pass. Threads may capture at the same time, each on a device of its own.
+    torch has no hook for it, so `Event.wait` is replaced while any capture is open. Threads that
+    capture nothing are not noted. Threads may capture at the same time, each on its own device.
     """
 
     def __init__(self) -> None:
         self._waits: dict[int, dict[int, Source | None]] = {}
-        """By the thread that captures: what it made wait, and where."""
+        """Capturing thread -> handle of a stream that it made wait -> the user's line."""
         self._restore: Callable[[], None] | None = None
         self._lock = Lock()
 
@@ -35,7 +35,8 @@ class ForkWatch:
                 self._restore = replace_event_wait(self._watching)
 
     def end(self) -> dict[int, Source | None]:
-        """Watch this thread no longer; returns what it made wait, by stream, and where."""
+        """Stop watching this thread; returns the streams that it made wait, by handle, with the
+        user's line of each."""
         with self._lock:
             waits = self._waits.pop(get_ident(), {})
             if self._restore is not None and not self._waits:
@@ -46,26 +47,26 @@ class ForkWatch:
     def check_joined(self, stream: int, waits: dict[int, Source | None]) -> None:
         """Raise `CaptureError` if work of another stream, one of `waits`, would be left out of the
         capture that is open on `stream`."""
-        forked = {other: at for other, at in waits.items() if other != stream}
+        forked = {side: source for side, source in waits.items() if side != stream}
         if not forked or not driver_available():
             return
         graph, joined = capture_dependencies(stream)
-        before: dict[int, list[int]] = {}
-        for node, after, _ in edges(graph):
-            before.setdefault(after, []).append(node)
+        predecessors: dict[int, list[int]] = {}
+        for node, successor, _ in edges(graph):
+            predecessors.setdefault(successor, []).append(node)
         reached, pending = set(joined), list(joined)
         while pending:
-            for node in before.get(pending.pop(), ()):
+            for node in predecessors.get(pending.pop(), ()):
                 if node not in reached:
                     reached.add(node)
                     pending.append(node)
-        for other, source in forked.items():
-            other_graph, last = capture_dependencies(other)
-            if other_graph == graph and not reached.issuperset(last):
+        for side, source in forked.items():
+            side_graph, last_nodes = capture_dependencies(side)
+            if side_graph == graph and not reached.issuperset(last_nodes):
                 raise CaptureError(
                     "a stream that was forked inside the capture was not joined before its end",
                     source=None if source is None else str(source),
-                    got=f"stream {other:#x} holds work that the capture stream {stream:#x} does "
+                    got=f"stream {side:#x} holds work that the capture stream {stream:#x} does "
                     "not wait for",
                     advice="torch.cuda.current_stream().wait_stream(side) at the end of the "
                     "forward, and before every eager break",

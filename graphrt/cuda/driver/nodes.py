@@ -1,4 +1,4 @@
-"""Captured templates, their nodes, and the executables made of them, through the driver."""
+"""Templates, their nodes, and the executables made of them, by the CUDA driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MEMORY_NAMES = {1: "Memcpy", 2: "Memset"}  # CUgraphNodeType
 
 
 def destroy_graph(graph: int) -> None:
-    """Destroy a template that is no graph of torch's."""
+    """Destroy a template that no graph of torch owns."""
     check("cuGraphDestroy", need().cuGraphDestroy(pointer(graph)))
 
 
@@ -42,10 +42,10 @@ def can_instantiate(graph: int) -> bool:
 
 
 class NodeCalls:
-    """The driver's calls that set nodes. Each answers with a status, 0 where it did.
+    """The driver's calls that set nodes; each returns a status, 0 for success.
 
-    Handles are ctypes pointers already, because every node is set at every step. The functions are
-    kept for the same reason, so the caller has called `need` in its thread.
+    Every node is set at every step. So handles are ctypes pointers already, and functions are
+    looked up once: callers call `need` first, for a context in their thread.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class NodeCalls:
         self._get_context = library.cuCtxGetCurrent
 
     def set_memory(self, kind: int, executable: Any, node: Any, parameters: Any) -> int:
-        """Set a copy or a fill of an executable."""
+        """Set the parameters of a copy or fill node of an executable."""
         context = ctypes.c_void_p()
         check("cuCtxGetCurrent", self._get_context(ctypes.byref(context)))
         call = getattr(need(), f"cuGraphExec{_MEMORY_NAMES[kind]}NodeSetParams")
@@ -67,7 +67,7 @@ class NodeCalls:
         return int(self._set_enabled(executable, node, int(enabled)))
 
     def set_template(self, kind: int, node: Any, parameters: Any) -> int:
-        """Set a node of a template, which does nothing to its executable."""
+        """Set the parameters of a node of a template; its executable stays as it is."""
         if kind not in _MEMORY_NAMES:
             return int(self._set_template_kernel(node, parameters))
         return int(getattr(need(), f"cuGraph{_MEMORY_NAMES[kind]}NodeSetParams")(node, parameters))
@@ -80,8 +80,8 @@ class NodeCalls:
 
 
 def memory_parameters(node: int, kind: int) -> bytes:
-    """The parameters of a copy or a fill."""
-    # Large enough for either; what is left stays zero.
+    """The parameters of a copy or fill node."""
+    # Large enough for either; the rest stays zero.
     parameters = (ctypes.c_char * 256)()
     name = f"cuGraph{_MEMORY_NAMES[kind]}NodeGetParams"
     check(name, getattr(need(), name)(pointer(node), parameters))
@@ -103,7 +103,7 @@ def argument_sizes(function: int) -> tuple[int, ...] | None:
 
 
 def arguments_of(parameters: KernelParameters, sizes: Sequence[int]) -> list[bytes]:
-    """The arguments of a kernel, which the driver holds as long as the node."""
+    """The arguments of a kernel, copied: the driver holds them as long as the node."""
     pointers = ctypes.cast(parameters.arguments, ctypes.POINTER(ctypes.c_void_p))
     return [ctypes.string_at(pointers[index], size) for index, size in enumerate(sizes)]
 
@@ -143,7 +143,7 @@ def nodes_of(graph: int) -> list[int]:
 
 
 def edges(graph: int) -> list[tuple[int, int, bytes]]:
-    """The edges of a template: from, to, and the bytes that say of which kind each is."""
+    """The edges of a template: source, target, and the bytes of the edge's kind."""
     count = ctypes.c_size_t(0)
     ask = need().cuGraphGetEdges_v2
     check("cuGraphGetEdges", ask(pointer(graph), None, None, None, ctypes.byref(count)))

@@ -1,8 +1,8 @@
 """The words in the nodes of a template that may be addresses of memory they touch.
 
 The search is conservative: every aligned word of eight bytes in the arguments of a kernel, or in
-the parameters of a copy or a fill, that is large enough to be an address. What lies between the
-fields of a struct was never written, so a word may also be left from an earlier call. Not found are
+the parameters of a copy or a fill, that is large enough to be an address. The padding between the
+fields of a struct is never written, so a word there may be left from an earlier call. Not found are
 addresses in packed structs, in arrays on the device (grouped matrix products), in TMA descriptors,
 which encode them, and in `__device__` variables.
 """
@@ -68,8 +68,8 @@ class _Scan:
         self._layouts: dict[tuple[int, int], _Layout | None] = {}
 
     def words(self, node: int, kind: int) -> tuple[int, ...] | None:
-        """What may be addresses; None if the driver does not tell, or touching is not of a known
-        kind."""
+        """The words that may be addresses; None if the driver does not tell them, or if nodes of
+        this kind may touch memory in another way."""
         if kind == _KERNEL:
             return self._of_kernel(kernel_parameters(node))
         if kind in (_MEMCPY, _MEMSET):
@@ -103,12 +103,12 @@ class _Layout:
         ]
 
     def words(self, arguments: int) -> list[int]:
-        """All whole words, `arguments` being where the addresses of the arguments are."""
+        """All whole words. `arguments` is the address of the driver's array of pointers to them."""
         words: list[int] = []
         if self._wide:
-            places = self._places.from_address(arguments)
+            addresses = self._places.from_address(arguments)
             for index, array in self._wide:
-                address = places[index]
+                address = addresses[index]
                 if address:
                     words += array.from_address(address)[:]
         return words

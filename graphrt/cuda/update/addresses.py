@@ -1,9 +1,9 @@
 """Whether a task that is issued again still touches the memory that it was captured with.
 
-What is known of a kernel's arguments is bytes, so only words of eight bytes that changed are looked
-at: an address of device memory before, and one in another tensor now. The captured tensors are told
-apart exactly. What a task knows from elsewhere may move within its block of the allocator, so that
-two tensors in one block (parts of a larger one) are not told apart.
+Only the bytes of a kernel's arguments are known. So changed words of eight bytes are looked at: one
+that was an address of device memory, and now is in another tensor, is a *stranger*. The tensors
+that the task was captured with are told apart exactly. Other memory is known by its block of the
+allocator, so two parts of one block are not told apart.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _LEAST_ADDRESS = 1 << 20
 
 
 class Homes:
-    """Where the addresses in a task's captured parameters belong to.
+    """Tells for each address in a task's captured parameters which memory it belongs to.
 
-    `tensors` are the ranges of the captured ones, `block_of` tells the range of other memory.
+    `tensors` are the ranges of the captured tensors, `block_of` returns the range of other memory.
     """
 
     def __init__(self, tensors: Iterable[Range], block_of: Callable[[int], Range | None]) -> None:
@@ -43,13 +43,13 @@ class Homes:
         return None
 
     def _strange(self, old: int, new: int) -> bool:
-        # The end of a tensor may be where another one begins.
+        # Any captured tensor is accepted: `old` may be the end of one and the beginning of another.
         if any(start <= new < end for start, end in self._tensors):
             return False
         if old not in self._homes:
             self._homes[old] = self._home(old)
         home = self._homes[old]
-        # Two small numbers side by side may look like an address, but hardly like two.
+        # Two small numbers side by side may look like an address, but hardly both times.
         return home is not None and not home[0] <= new < home[1] and bool(self._block_of(new))
 
     def _home(self, address: int) -> Range | None:
@@ -69,7 +69,7 @@ def strange_address(homes: Homes, bases: Images, images: Images) -> int | None:
 
 
 def ranges_of(tensors: Iterable[torch.Tensor]) -> list[Range]:
-    """The memory of tensors on the device, with what else their storages have."""
+    """The memory of the whole storages of device tensors."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.is_cuda]
     return [(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages]
 

@@ -1,4 +1,4 @@
-"""What a node of a task is given, as plain data that outlives the graph it was read from."""
+"""The parameters of a task's nodes, as plain data that outlives the graph it was read from."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Image(NamedTuple):
     """What one node does: two nodes with equal images do the same.
 
     `launch` is how a kernel is launched (function, kernel, context, grid, block, shared bytes). The
-    arguments of a kernel, or the parameters of a copy or a fill as its only one, lie in `data` one
-    after the other, each at a multiple of eight bytes.
+    arguments of a kernel are in `data` one after the other, each at a multiple of eight bytes. The
+    parameters of a copy or a fill are its only argument.
     """
 
     kind: int
@@ -46,7 +46,7 @@ SKIPPED: tuple[Any, ...] = ("skipped",)
 
 
 def with_skipped(bases: Images, images: Images) -> Images:
-    """`images` of the first nodes of a task, and the others switched off."""
+    """`images`, which are of the first nodes of a task, and the other nodes switched off."""
     return images + tuple(base._replace(launch=SKIPPED) for base in bases[len(images) :])
 
 

@@ -1,4 +1,4 @@
-"""How an executable is given new parameters: node by node, else whole, else made anew."""
+"""Gives an executable new parameters: node by node, else all at once, else as a new executable."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Calls(Protocol):
 class TaskNode:
     """A node of a captured task: what it was captured with (`base`), and what it has now.
 
-    `base` is None if the driver does not tell; such a node is set from where it was read.
+    `base` is None if the driver does not tell; `Ladder.give_directly` sets such a node.
     """
 
     __slots__ = ("_whole", "applied", "base", "in_template", "kind", "off", "pointer", "setting")
@@ -65,20 +65,20 @@ class TaskNode:
     def __init__(self, node: int, kind: int) -> None:
         self.pointer = ctypes.c_void_p(node)
         self.kind = kind
-        # Switched off, which only the executable knows.
+        # Whether it is switched off in the executable; a template has no such state.
         self.off = False
         self._whole: WholeSetting | None = None
         self.captured_as(None)
 
     def captured_as(self, base: Image | None) -> None:
-        """Take what executable and template have from the capture."""
+        """Note the parameters that executable and template have from the capture."""
         self.base = self.applied = base
         self.setting: Setting | None = None
-        # What the template has; it only follows `applied` when it is needed.
+        # The template's parameters. They follow `applied` only once the driver refused a node.
         self.in_template = base
 
     def whole(self, image: Image) -> WholeSetting:
-        """The setting for images of this node's own, with arguments of these sizes."""
+        """This node's own buffer for images whose arguments have the sizes of `image`'s."""
         if self._whole is None or self._whole.image.sizes != image.sizes:
             assert self.base is not None
             self._whole = WholeSetting(self.base if image.launch is SKIPPED else image)
@@ -88,9 +88,9 @@ class TaskNode:
 class Ladder:
     """The ways to give one graph's executable new parameters, tried in order; each is counted.
 
-    Nodes are given one after the other, and `settle` ends the round. As soon as the driver has
-    refused one, the template takes all that the executable should have, and the executable is
-    updated from the whole template or made anew of it. Where that fails too the graph is given up.
+    A round sets one node after the other, and `settle` ends it. If the driver refused a node, the
+    template gets all parameters, and the executable is updated from the whole template, else
+    instantiated from it again. Where that fails too the graph is given up: no update goes to it.
     """
 
     def __init__(self, calls: Calls, counts: UpdateCounts) -> None:
@@ -110,7 +110,7 @@ class Ladder:
         self._refused = False
 
     def give(self, node: TaskNode, setting: Setting, image: Image) -> None:
-        """Let `node` have what `image` is, loaded into `setting`."""
+        """Give `node` the parameters `image`, by way of the buffer `setting`."""
         node.applied = image
         if node.off or image.launch is SKIPPED:
             self._switch(node, off=image.launch is SKIPPED)
@@ -137,8 +137,8 @@ class Ladder:
     def give_all(
         self, nodes: Sequence[tuple[TaskNode, Setting]], numbers: Sequence[int], image: Image
     ) -> int:
-        """Let these of the nodes, which are of one kind, have `image`, loaded into the setting of
-        each; returns how many had it not yet."""
+        """Give `image` to those of the nodes, all of one kind, that have these numbers; returns how
+        many did not have it yet."""
         set_kernel, executable = self.calls.set_kernel, self._executable
         slow = self._refused or image.kind != KERNEL or image.launch is SKIPPED
         patched = done = 0
@@ -161,8 +161,8 @@ class Ladder:
         return patched
 
     def give_directly(self, node: TaskNode, reference: Any) -> None:
-        """Let `node` have parameters that are gone after this call: the template takes them too,
-        as it could not be told later."""
+        """Give `node` parameters whose memory is gone after this call. So the template gets them
+        at once: `settle` could not read them any more."""
         if self.calls.set_template(node.kind, node.pointer, reference):
             self._give_up()
         if self._refused:
@@ -188,7 +188,7 @@ class Ladder:
             self._counts.whole_updates += 1
             self._switch_again(graph)
             return
-        # torch destroys the executable before it makes another one, and must not be left with none.
+        # torch destroys the executable before it makes another, and would have none if that failed.
         if not self.calls.can_instantiate(template):
             self._give_up()
         self.given_up = True
@@ -220,13 +220,13 @@ class Ladder:
             return
         node.off = off
         self._switched.add(node)
-        # No rung below could do it.
+        # Neither an update of the whole nor a new executable could switch it.
         if self.calls.set_enabled(self._executable, node.pointer, not off):
             self._give_up()
         self._counts.patches += 1
 
     def _switch_again(self, graph: Any) -> None:
-        """An executable that was updated as a whole, or is new, may have all nodes switched on."""
+        """Switch nodes as they were: all may be on after an update of the whole, or when new."""
         executable = ctypes.c_void_p(graph.raw_cuda_graph_exec())
         for node in self._switched:
             if self.calls.set_enabled(executable, node.pointer, not node.off):

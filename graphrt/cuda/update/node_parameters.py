@@ -1,4 +1,4 @@
-"""Parameters of nodes in memory of their own, from which the driver copies them."""
+"""Host buffers for the parameters of nodes, from which the driver copies them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Setting(Protocol):
 class _Parameters:
     """The launch of a kernel, with a pointer to each argument, or a copy's or fill's parameters.
 
-    A launch is the bytes of its `head` and `tail`, which have the addresses of no arguments.
+    `head` and `tail` are the bytes of a launch before and behind its pointers to arguments. They
+    can be copied to the launch of another node.
     """
 
     __slots__ = ("_memory", "_pointers", "head", "launch", "reference", "tail")
@@ -67,18 +68,17 @@ class WholeSetting:
         if image is before:
             return
         self._bytes[: len(image.data)] = image.data
-        # The launch of another capture, perhaps an equal one.
+        # By identity: an equal launch, of another capture, is set once more.
         if image.launch is not before.launch:
             self.parameters.set_launch(image)
         self.image = image
 
 
 class SharedSetting(WholeSetting):
-    """What layers are patched from: all but the `unshared` words (of four bytes), which
-    each layer has for itself.
+    """The parameters that layers share: all but the `unshared` words (of four bytes), which differ
+    from layer to layer.
 
-    `pieces` are the shared bytes of arguments that also have words of the layer's own, and `mixed`
-    says which arguments those are.
+    `mixed` says which arguments have unshared words; `pieces` are the shared bytes of these.
     """
 
     __slots__ = ("_runs", "mixed", "pieces")
@@ -89,7 +89,7 @@ class SharedSetting(WholeSetting):
         self.mixed: list[bool] = []
         for at, size in zip(offsets(image.sizes), image.sizes, strict=True):
             first, end = at // WORD, (at + size + WORD - 1) // WORD
-            # The driver reads a copy's or a fill's parameters in one piece.
+            # A copy's or fill's parameters are one struct: a layer cannot take parts from here.
             mixed = image.kind != KERNEL or not unshared.isdisjoint(range(first, end))
             self.mixed.append(mixed)
             if mixed:
@@ -104,7 +104,7 @@ class SharedSetting(WholeSetting):
 class PatchedSetting:
     """A layer's node, set from the image of another layer except for its own words.
 
-    Arguments without words of its own are read where `shared` has them, so they cost nothing.
+    Arguments without own words are read from the buffer of `shared`, so they cost nothing.
     """
 
     __slots__ = ("_buffer", "_bytes", "_image", "_parameters", "_shared", "reference")

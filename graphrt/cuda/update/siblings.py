@@ -1,10 +1,10 @@
-"""Layers that are issued alike: one is issued again, and the others are patched from it.
+"""Layers with equal tasks: one layer is issued again, and the others are patched from it.
 
-The words of four bytes in which the captured parameters of two layers differ are each layer's own;
-they are addresses, as a rule. All others are shared. A layer may be patched, which gives it the
-shared words of another one, only where that is proven to make what issuing it would have made: for
-the first sets of host arguments all layers are issued and compared bit for bit. From then on a set
-that changes an own word of the layer that is issued still goes to each layer by itself.
+A layer's *own* words (of four bytes) are those in which the captured parameters of layers differ:
+addresses, as a rule. All other words are shared. To patch a layer is to give it the shared words of
+the issued one. That must equal issuing it: for the first sets of host arguments all layers are
+issued and compared bit for bit. Later, a set that changes an own word of the issued layer is still
+issued for each layer.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def patched(base: Image, unshared: frozenset[int], source: Image) -> Image | Non
 
 
 class Known:
-    """The parameters for one set of host arguments: of one layer for all to be patched from, or of
-    each layer (by number) that has been issued."""
+    """The remembered parameters for one set of host arguments: `patched` of the layer `issuer`,
+    from which all are patched, or `whole` of each layer (by number) that was issued."""
 
     __slots__ = ("issuer", "patched", "whole")
 
@@ -64,8 +64,8 @@ class Known:
 class Family:
     """Tasks of one graph that are alike: issued alike, and captured as the same launches.
 
-    `layers` are the nodes of each, `indices` where they are among the tasks of the graph. `alike`
-    is None until enough sets were compared.
+    `layers` are the nodes of each, `indices` their indices among the tasks of the graph. `alike`
+    says whether layers may be patched; None until enough sets were compared.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class Family:
         self._known: OrderedDict[Hashable, Known] = OrderedDict()
 
     def prepare(self, updates: Sequence[TaskUpdate], issue: Issue) -> list[tuple[Known, list[int]]]:
-        """What each layer is to be given, by number; layers are issued where that is not known."""
+        """The parameters of all layers, with the numbers of the layers that they are for. Layers
+        without remembered parameters are issued."""
         first = updates[self.indices[0]].values
         for index in self.indices:
             if updates[index].values is not first:
@@ -95,7 +96,7 @@ class Family:
         return [(self._find(first, self._everyone, updates, issue), self._everyone)]
 
     def give(self, prepared: Sequence[tuple[Known, list[int]]], ladder: Ladder) -> None:
-        """Give the layers what was prepared for them, where they have it not yet."""
+        """Give the layers their prepared parameters, unless they have them already."""
         for known, numbers in prepared:
             if known.patched is not None:
                 self._give_patched(known.patched, known.issuer, numbers, ladder)
@@ -120,7 +121,7 @@ class Family:
         for number, index in enumerate(self.indices):
             values = updates[index].values
             key = key_of(values)
-            # An id is no key of values: those are tuples.
+            # An id cannot equal a key: keys are tuples.
             groups.setdefault(id(values) if key is None else key, (values, []))[1].append(number)
         return list(groups.values())
 
@@ -167,11 +168,11 @@ class Family:
         return self._predicted(number, images) == images
 
     def _predicted(self, number: int, images: Images) -> tuple[Image | None, ...]:
-        """What the layer would be patched to from `images` of another one."""
+        """The images to which `images` of another layer would patch this one."""
         return tuple(map(patched, self._bases[number], self._own, images))
 
     def _check(self, known: Known) -> None:
-        """Compare what all layers were issued as with what they would have been patched to."""
+        """Compare the images that all layers were issued with to those that patching would give."""
         source = known.whole[0]
         self._counts.self_checks += 1
         for number, images in known.whole.items():
@@ -219,7 +220,7 @@ def _base(node: TaskNode) -> Image:
 
 
 def _same_if_equal(known: Image, image: Image) -> Image:
-    # What a node has already, and how it is launched, is found by identity.
+    # Images and launches are compared by identity later, so equal ones become one object.
     if image == known:
         return known
     return image._replace(launch=known.launch) if image.launch == known.launch else image

@@ -45,7 +45,7 @@ from graphrt.cuda.update.images import (
 from graphrt.cuda.update.ladder import Calls, Ladder, TaskNode, UpdateCounts
 from graphrt.cuda.update.siblings import Family
 
-# CUlaunchAttributeID (cooperative, cluster): an update carries neither over.
+# CUlaunchAttributeID (cooperative, cluster): an update cannot change them.
 _FIXED_ATTRIBUTES = (2, 4)
 
 
@@ -93,8 +93,8 @@ class Recorder:
         return TaskHandle(tasks, task_nodes, fixed, torch.cuda.current_stream())
 
     def read(self, handle: TaskHandle) -> None:
-        """Read what a task was captured with; its graph is captured, and no capture is open in
-        which a function might have to be loaded."""
+        """Read the parameters that a task was captured with. Its capture is over: reading may load
+        a function, which no capture allows."""
         nodes = [(node.pointer.value or 0, node.kind) for node in handle.nodes]
         handle.captured_as(
             [
@@ -120,7 +120,7 @@ class Recorder:
         return images
 
     def give_directly(self, update: TaskUpdate, ladder: Ladder) -> None:
-        """Issue a task whose parameters cannot be read, and hand them on from where they are."""
+        """Issue a task whose parameters cannot be read, and pass the driver's own structs on."""
         handle: TaskHandle = update.handle
         with self._recorded(update) as nodes:
             if len(nodes) < len(handle.nodes):
@@ -135,7 +135,7 @@ class Recorder:
 
     @contextmanager
     def _recorded(self, update: TaskUpdate) -> Iterator[list[int]]:
-        """The nodes that the task is now, as long as their graph is kept."""
+        """Capture the task once more; its nodes, which live until the `with` ends."""
         handle: TaskHandle = update.handle
         self._counts.reissues += 1
         allocated = _allocations()
@@ -204,7 +204,7 @@ class GraphTasks:
                 for family in self._families
             ]
             self._give(graph, updates, prepared)
-        except BaseException:  # `undoing`, written out: on the way of steps with tasks
+        except BaseException:  # `@undoing` written out, as every step with tasks comes here
             self._counts.failed += 1
             raise
 
@@ -215,7 +215,7 @@ class GraphTasks:
             for family, of_layers in prepared:
                 family.give(of_layers, self.ladder)
             self.ladder.settle(graph)
-        except BaseException:  # `undoing`, written out: on the way of steps with tasks
+        except BaseException:  # `@undoing` written out, as every step with tasks comes here
             self.ladder.forget()
             raise
 
@@ -271,7 +271,7 @@ class Tasks:
 
 
 def refused(update: TaskUpdate, what: str) -> TaskContractError:
-    """The error of a task that is something else than at its capture."""
+    """The error of a task that no longer fits the nodes of its capture."""
     return TaskContractError(
         f"task {update.name!r} cannot be updated in its graph",
         got=what,
@@ -282,8 +282,8 @@ def refused(update: TaskUpdate, what: str) -> TaskContractError:
 
 
 def _captured(update: TaskUpdate) -> int:
-    """The template of the task captured once more by itself, on the stream of its capture: what
-    libraries keep for each stream is there already."""
+    """The template of the task captured once more by itself, on the stream of its capture: there
+    libraries have allocated already what they keep for each stream."""
     handle: TaskHandle = update.handle
     stream = handle.stream.cuda_stream
     with torch.cuda.stream(handle.stream):
@@ -297,7 +297,7 @@ def _captured(update: TaskUpdate) -> int:
             end_capture(stream)
             if isinstance(error, Exception) and not isinstance(error, GraphRTError):
                 explained = explain(error)
-                # torch refuses some of it before the driver does.
+                # torch refuses some calls before the driver does, and the capture stays valid.
                 if invalid or isinstance(explained, CaptureSyncError):
                     raise refused(update, explained.what) from error
             raise

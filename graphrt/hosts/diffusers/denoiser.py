@@ -117,10 +117,10 @@ class DenoiserForward:
     ) -> None:
         """`name` is that of the component, for messages; `most` is `max_signatures`."""
         self.module = module
-        # Another one than the class's, if somebody has replaced it before.
+        # A forward that the instance had already, in place of its class's; else None.
         self._before = vars(module).get("forward")
         self.eager: Callable[..., Any] = module.forward
-        # By which `inspect.signature` goes on; and others that wrap this name it so.
+        # `inspect.signature` follows it. Hooks that wrap this forward set the same attribute.
         self.__wrapped__ = self.eager
         self.counts = DenoiserReport()
         self._name = name
@@ -128,10 +128,10 @@ class DenoiserForward:
         self._pool = pool
         self._max_batch = max_batch
         self._most = most
-        # A capture takes one, and replays bring them back.
+        # Each capture takes one, and replays earn them back.
         self._credit = _CREDIT
         self._picture: ModulePicture | None = None
-        # A text in place of a runner says why there is none.
+        # A text in place of a runner says why its capture failed.
         self._runners: OrderedDict[Signature, GraphRunner[Any] | str] = OrderedDict()
         self._warned_of: set[object] = set()
 
@@ -201,8 +201,8 @@ class DenoiserForward:
             return self._eagerly(EagerReason.FAILED, runner, args, kwargs)
         outputs = self._run(runner, call)
         if is_new and self._has_changed():
-            # A first step runs the forward once more, after warm-ups. One that has still changed
-            # what it holds, such as a list of attention maps, does so at each run.
+            # The first step runs the forward once more after the warm-ups. If it changed the
+            # denoiser even then (a list of attention maps that grows), it does so at each run.
             self._credit = 0
             self._drop_all()
         return outputs
@@ -212,11 +212,11 @@ class DenoiserForward:
         return latents.shape[0] if latents is not None and latents.ndim else 1
 
     def _has_changed(self) -> bool:
-        """Whether the denoiser is another one than before the call."""
+        """Whether the denoiser has changed since its picture was taken."""
         return self._picture is not None and not self._picture.holds()
 
     def _picture_now(self) -> ModulePicture:
-        """The picture of the denoiser; graphs of another one are dropped."""
+        """The picture of the denoiser as it is now; if it has changed, its graphs are dropped."""
         before = self._picture
         if before is not None and before.holds():
             return before
@@ -245,10 +245,10 @@ class DenoiserForward:
             runner: GraphRunner[Any] | str = self._captured(call, template)
             self.counts.captures += 1
         except Exception as error:
-            # graphrt's, or the denoiser's own, which its eager call then raises if it is to blame.
+            # An error of the denoiser's own is raised again by the eager call that follows.
             advise(error)
-            known = isinstance(error, GraphRTError | torch.OutOfMemoryError)
-            runner = str(error) if known else f"{type(error).__name__}: {error}"
+            has_advice = isinstance(error, GraphRTError | torch.OutOfMemoryError)
+            runner = str(error) if has_advice else f"{type(error).__name__}: {error}"
         self._credit -= 1
         self._runners[call.signature] = runner
         # Warm-ups may have filled caches of the module.
@@ -256,7 +256,7 @@ class DenoiserForward:
         return runner
 
     def _captured(self, call: Call, template: Template) -> GraphRunner[Any]:
-        one = next(self.module.parameters(), next(iter(call.tensors.values())))
+        example = next(self.module.parameters(), next(iter(call.tensors.values())))
         runner = GraphRunner[Any](
             partial(_call, self.eager, template, [*call.tensors]),
             mode="FULL",
@@ -266,7 +266,7 @@ class DenoiserForward:
                 for name, tensor in call.tensors.items()
             },
             options=GraphOptions(outputs="clone"),
-            pool=self._pool.on(one.device),
+            pool=self._pool.on(example.device),
         )
         try:
             runner.capture()
@@ -289,7 +289,7 @@ class DenoiserForward:
     def _eagerly(
         self, reason: EagerReason, detail: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        # First: a call that ends in an error of its own is none of the counted ones.
+        # First: a call that raises is not counted.
         outputs = self.eager(*args, **kwargs)
         self._count(reason, detail)
         return outputs
@@ -321,6 +321,6 @@ def _positional(forward: Callable[..., Any]) -> list[str]:
 
 
 def _platform_of(device: torch.device) -> Platform:
-    """The CPU's own for a denoiser on the CPU of a machine with GPUs."""
+    """The current platform; for a denoiser on the CPU of a machine with GPUs, the CPU's."""
     current = current_platform()
     return get_platform("cpu") if device.type == "cpu" != current.device_type else current

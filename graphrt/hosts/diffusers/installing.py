@@ -40,7 +40,8 @@ class _Installed:
 
 
 _installed: MutableMapping[Any, dict[str, _Installed]] = weakref.WeakKeyDictionary()
-"""By pipeline. A denoiser that takes the place of a served one calls nothing of graphrt."""
+"""By pipeline: a denoiser that replaces a served one calls nothing of graphrt, so `report` looks
+here for what was installed."""
 
 
 def with_graphs(
@@ -103,8 +104,8 @@ def without_graphs(pipe: T) -> T:
     """Give the denoisers of a pipeline their own forwards back, and destroy their graphs; returns
     the pipeline."""
     installed = (_installed.pop(pipe, None) if _can_be_key(pipe) else None) or {}
-    known = [each.forward() for each in installed.values()]
-    for served in [*_served(pipe).values(), *filter(None, known)]:
+    forwards = [each.forward() for each in installed.values()]
+    for served in [*_served(pipe).values(), *filter(None, forwards)]:
         served.close()
         if vars(served.module).get("forward") is served:
             # Else hooks have wrapped it, and it calls the denoiser's own forward for them.
@@ -133,8 +134,8 @@ def capture(pipe: Any, *args: Any, **kwargs: Any) -> None:
         # Not the process's: later images stay what they would have been.
         "generator": torch.Generator().manual_seed(0),
     }
-    known = inspect.signature(pipe.__call__).parameters
-    pipe(*args, **{name: short[name] for name in short if name in known} | kwargs)
+    taken = inspect.signature(pipe.__call__).parameters
+    pipe(*args, **{name: short[name] for name in short if name in taken} | kwargs)
 
 
 def report(pipe: Any) -> dict[str, DenoiserReport]:
@@ -171,7 +172,7 @@ def _reports(pipe: Any, *, is_served: bool = False) -> dict[str, DenoiserReport]
 
 
 def _can_be_key(pipe: Any) -> bool:
-    """Not so a dataclass of a user's that compares by value."""
+    """Whether a pipeline can be a key of `_installed`: a user's dataclass has no hash, say."""
     ask_hash: object = type(pipe).__hash__
     return ask_hash is object.__hash__ and type(pipe).__weakrefoffset__ != 0
 

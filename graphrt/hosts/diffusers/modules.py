@@ -36,7 +36,8 @@ _INNER = ("_parameters", "_buffers", "_modules", *_HOOKS)
 _TORCHS = frozenset(vars(torch.nn.Module()))
 
 MOST_VALUES = 10_000
-"""Below one attribute of a module; a call compares some 10 million a second."""
+"""The most values that one attribute of a module may lead to: a call compares some 10 million a
+second."""
 
 _COMPARED = (dict, OrderedDict, defaultdict, list, deque, set)
 """Containers that C compares with a copy."""
@@ -45,7 +46,8 @@ _METHODS = (types.MethodType, types.BuiltinMethodType)
 """Equal ones are of the same object."""
 _FIXED = (torch.Tensor, type, types.ModuleType)
 _FIXED_HOMES = frozenset({"graphrt", "logging", "threading", "weakref"})
-"""Of the graphs themselves, and of objects that move without a meaning for a forward."""
+"""Packages whose objects are not compared: graphrt's own, and those whose changes mean nothing for
+a forward."""
 
 OFFLOADING, REGISTRY = "_hf_hook", "_diffusers_hook"
 """Attributes by which accelerate and diffusers mark a module that has their hooks."""
@@ -54,7 +56,7 @@ _NOT_ENTERED = _TORCHS | {REGISTRY, "_old_forward"}
 
 
 class ModulePicture:
-    """A module as graphs have seen it."""
+    """Tells whether a module is still as it was when graphs were captured of it."""
 
     def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
         """`forward` is the one that graphs were captured of."""
@@ -67,7 +69,7 @@ class ModulePicture:
         self._same: list[Any] = []
         self._tensors = walk.tensors
         for container in self._containers:
-            if type(container) is set:  # its members keep what their hashes are of
+            if type(container) is set:  # members are hashed: equal ones are the same to a forward
                 continue
             for key, value in _items_of(container):
                 is_watched = isinstance(value, torch.Tensor) or id(value) in walk.entered
@@ -87,18 +89,19 @@ class ModulePicture:
         try:
             if self._containers != self._copies:
                 return False
-            # Tensors of one element have a truth, and equal lists are not the same list.
+            # By identity: one-element tensors compare by value, and equal lists may be two lists.
             if not all(map(is_, map(getitem, self._held, self._keys), self._same)):
                 return False
             if self._readers and not _are_same(self._read_now(), self._read):
                 return False
         except (RuntimeError, ValueError, TypeError, LookupError):
-            # A tensor or an array took the place of another: their == has no truth.
+            # A tensor or an array was replaced by another: their == is no bool.
             return False
         return self._placed == self._placed_now()
 
     def equals(self, other: ModulePicture) -> bool:
-        """Whether graphs of the one serve the other: containers may be others of equal values."""
+        """Whether graphs captured for one picture serve the other: containers may be new ones of
+        equal values."""
         try:
             same = self._copies == other._copies and self._read == other._read
         except (RuntimeError, ValueError, TypeError):
@@ -118,7 +121,8 @@ class ModulePicture:
 
 
 class _Walk:
-    """All that a module, and what it holds, leads to; each object once, in a fixed order."""
+    """Collects the containers, readers and tensors that a module leads to, each once, in a fixed
+    order."""
 
     def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
         self.containers: list[Any] = []
@@ -145,7 +149,7 @@ class _Walk:
         self.tensors += [value for value in values if isinstance(value, torch.Tensor)]
 
     def _enter(self, path: str, value: Any) -> None:
-        queue, left = deque([value]), MOST_VALUES
+        queue, values_left = deque([value]), MOST_VALUES
         while queue:
             value = queue.popleft()
             if type(value) in _PLAIN or isinstance(value, _FIXED) or id(value) in self.entered:
@@ -153,8 +157,8 @@ class _Walk:
             self.entered.add(id(value))
             self._kept.append(value)  # else its id may come back
             inside = self._inside(path, value)
-            left -= len(inside)
-            if left < 0:
+            values_left -= len(inside)
+            if values_left < 0:
                 self.unseen = self.unseen or f"{path} leads to more than {MOST_VALUES} values"
                 return
             queue += inside
@@ -202,7 +206,7 @@ def _fixed_inside(value: Any) -> list[Any] | None:
 
 
 def _reader_of(value: Any, home: str) -> Callable[[], list[Any]] | None:
-    """Returns what a value holds beside its `__dict__`; None if nothing is known of that."""
+    """A function that returns what a value holds beside its `__dict__`; None if that is unknown."""
     if isinstance(value, types.FunctionType):
         is_torchs = is_library(value.__module__ or "")
         return None if is_torchs else functools.partial(_of_function, value)

@@ -2,13 +2,13 @@
 
 Where there is a mask, transformers repeats keys and values for each head. That copies the whole
 memory in each layer of each step, four times where 32 heads share 8. Here the heads of a group take
-the place of positions, which a step has one of, and nothing is repeated. SDPA makes numbers of a
-mask of booleans, some kernels in each layer: a step's mask has numbers from the start.
+the place of positions, which a step has one of, and nothing is repeated. SDPA turns a boolean mask
+into numbers, by some kernels in each layer: a step's mask has numbers from the start.
 
 Inside of `grouped` a config that says `sdpa` says `GROUPED`. A model whose attention does not come
-from transformers' `AttentionInterface`, whose code compares the name, and any other attention, stay
-as they are. Another thread's forward of the same model may attend so meanwhile, which rounds
-otherwise.
+from transformers' `AttentionInterface`, or whose code compares the name, stays as it is, and so
+does any other attention. Meanwhile another thread's forward of the same model may use grouped
+attention too, which rounds differently.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLAIN = "sdpa"
 
 
 def attention_of(model: Any) -> Any:
-    """The config whose attention is another one in steps; None where none is."""
+    """The config to give to `grouped` for steps of this model; None if its attention stays."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", None)
     if config._attn_implementation != _PLAIN or not _is_transformers_own():
@@ -57,8 +57,8 @@ def _is_transformers_own() -> bool:
 
 @functools.cache
 def _asks_for_its_name(module: str) -> bool:
-    """Whether a module's code does otherwise by the name of the attention: MiniMax-M3 leaves its
-    mask of blocks out of one that it does not know. Code without a source may."""
+    """Whether a module's code depends on the name of the attention: MiniMax-M3 leaves its mask of
+    blocks out if it does not know the name. True also if there is no source to read."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
@@ -68,8 +68,8 @@ def _asks_for_its_name(module: str) -> bool:
 
 @contextmanager
 def grouped(config: Any) -> Iterator[None]:
-    """Steps of the model of `config` attend by groups; None changes nothing, nor does one inside of
-    another."""
+    """Use grouped attention in the model of `config` inside of the `with`. Changes nothing if
+    `config` is None, or inside of another `grouped`."""
     if config is None or config._attn_implementation_internal == GROUPED:
         yield
         return
@@ -77,7 +77,7 @@ def grouped(config: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # Not what was there before: of two threads the second one to leave would keep GROUPED.
+        # Not the value from before: the second of two threads to leave would restore GROUPED.
         config._attn_implementation_internal = _PLAIN
 
 
@@ -89,32 +89,32 @@ def _attend(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     # A mask or bias of each head's own would have to be regrouped too.
     by_head = attention_mask is not None and attention_mask.shape[1] != 1
-    if query.shape[2] != 1 or by_head or more.get("position_bias") is not None:
+    if query.shape[2] != 1 or by_head or kwargs.get("position_bias") is not None:
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return output
     if attention_mask is not None and attention_mask.dtype is not torch.bool:
         attention_mask = attention_mask.to(query.dtype)
     rows, heads, _, width = query.shape
-    # The heads of a group follow each other, as those that keys are repeated for.
-    together = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
+    # The heads of a group are neighbours: transformers repeats keys in that order.
+    by_group = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
     attended = scaled_dot_product_attention(
-        together, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+        by_group, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
     )
     return attended.reshape(rows, 1, heads, value.shape[-1]), None
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    made: torch.Tensor | None = sdpa_mask(*args, **kwargs)
+    mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
     dtype = kwargs.get("dtype")
-    if made is None or made.shape[2] != 1 or dtype is None:
-        return made
-    return torch.zeros_like(made, dtype=dtype).masked_fill_(made.logical_not(), -torch.inf)
+    if mask is None or mask.shape[2] != 1 or dtype is None:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
 
 
 def _register() -> None:

@@ -3,8 +3,8 @@
 1. A text is padded to the next length that has graphs, under a mask; its batch to the next size, as
    a runner does it. Pictures have one length.
 2. Two short eager runs tell which dimensions of the outputs are lengths: there, padding is cut off.
-3. The mask of attention is made here, by one of `masks_of`: models look into one of two dimensions
-   on the host.
+3. The mask of attention is made here, by one of `masks_of`: given a mask of two dimensions, models
+   read it on the host.
 4. Graphs are compared with the model's own call of the same inputs without padding. A model that
    lets padding through (it pools without a mask, say), or has another mask, is refused.
 """
@@ -46,8 +46,8 @@ class Buckets:
         options: GraphOptions,
         mask: MaskMaker | None,
     ) -> None:
-        """Captures; raises what capturing raises, and `VerificationError` for calls that are not
-        the model's own. Pictures have no `lengths`. `mask` is one of `masks_of`."""
+        """Captures; raises what capturing raises, and `VerificationError` if graphs do not give
+        what the model gives. Pictures have no `lengths`. `mask` is one of `masks_of`."""
         self._mask = mask
         self._model, self._forward, self._max_batch = model, forward, max_batch
         self.is_text = model.main_input_name == "input_ids"
@@ -62,12 +62,11 @@ class Buckets:
             }
             for length in ((_SHORT, _SHORT + 1) if self.is_text else (0, 0))
         ]
-        # Of texts the length is free.
         self.kinds = {
             name: (each.dtype, () if self.is_text else tuple(each.shape[1:]))
             for name, each in self._random(1, _SHORT).items()
         }
-        """The dtype of each input, and the shape that one of a picture has."""
+        """The dtype of each input, and the shape of one picture; of a text it is ()."""
         self._cut = {
             name: _first_other(shape, shapes[1][name]) for name, shape in shapes[0].items()
         }
@@ -121,16 +120,17 @@ class Buckets:
         copies = {name: each.clone() for name, each in cut.items()}
         return self._output(**copies), runner.last_dispatch
 
-    def _padded(self, inputs: Inputs, more: int) -> Inputs:
+    def _padded(self, inputs: Inputs, count: int) -> Inputs:
+        """All inputs of a text, with `count` tokens of padding behind it."""
         tokens = inputs["input_ids"]
-        full: dict[str, torch.Tensor] = {}
+        padded: dict[str, torch.Tensor] = {}
         for name in self.names:
             tensor = inputs.get(name)
             if tensor is None:
-                missing = torch.ones_like if name == "attention_mask" else torch.zeros_like
-                tensor = missing(tokens)
-            full[name] = pad(tensor, (0, more), value=self._filler(name)) if more else tensor
-        return full
+                default = torch.ones_like if name == "attention_mask" else torch.zeros_like
+                tensor = default(tokens)
+            padded[name] = pad(tensor, (0, count), value=self._filler(name)) if count else tensor
+        return padded
 
     def _filler(self, name: str) -> int:
         return int(self._model.config.pad_token_id or 0) if name == "input_ids" else 0
@@ -164,10 +164,10 @@ class Buckets:
         tokens = torch.randint(
             config.vocab_size, (rows, length), generator=generator, device="cpu"
         ).to(device)
-        made = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        made["attention_mask"][0, length - length // 4 :] = 0
-        made["token_type_ids"] = torch.zeros_like(tokens)
-        return {name: made[name] for name in self.names}
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        inputs["attention_mask"][0, length - length // 4 :] = 0
+        inputs["token_type_ids"] = torch.zeros_like(tokens)
+        return {name: inputs[name] for name in self.names}
 
     def _example_of(self, length: int) -> Callable[[Batch, torch.Generator], Example]:
         return lambda batch, generator: Example(self._random(batch.num_tokens, length, generator))
@@ -175,17 +175,17 @@ class Buckets:
     def _compare(self, length: int) -> None:
         full, padded = self._random(self._max_batch, length), max(self._max_batch - 1, 1)
         if self.is_text:
-            # The first token and the last one see each other, as a window has to allow.
+            # The first and the last token attend to each other: a window that is too short shows.
             full["attention_mask"] = torch.ones_like(full["input_ids"])
         for inputs in (full, self._random(padded, max(length - 1, 1))):
             outputs = self.run(inputs, length)[0], self._call_model(inputs)
             ours, theirs = (_tensors(each, self._model.config) for each in outputs)
             for name, expected in theirs.items():
-                apart = float((ours[name] - expected).float().norm() / expected.float().norm())
-                if not apart <= CLOSE.get(expected.dtype, 1e-2):
+                error = float((ours[name] - expected).float().norm() / expected.float().norm())
+                if not error <= CLOSE.get(expected.dtype, 1e-2):
                     raise VerificationError(
                         "a call by a graph is not what the model gives without padding",
-                        got=f"{name} that differs by {apart:.2g} of its norm",
+                        got=f"{name} that differs by {error:.2g} of its norm",
                         expected="the same, but for rounding",
                         advice="leave with_graphs() out for this model",
                     )
@@ -208,8 +208,8 @@ def _causal(config: Any, states: torch.Tensor, mask: torch.Tensor) -> Any:
         _FULL: masking_utils.create_causal_mask,
         _SLIDING: masking_utils.create_sliding_window_causal_mask,
     }
-    more = {"past_key_values": None, "allow_is_causal_skip": False}
-    return _by_layer(config, makers, states, mask, **more)
+    options = {"past_key_values": None, "allow_is_causal_skip": False}
+    return _by_layer(config, makers, states, mask, **options)
 
 
 def _by_layer(
@@ -217,10 +217,10 @@ def _by_layer(
     makers: Mapping[str, Callable[..., Any]],
     states: torch.Tensor,
     mask: torch.Tensor,
-    **more: Any,
+    **options: Any,
 ) -> Any:
     """One mask for all layers, or one for each kind of layer where the config has kinds."""
-    call = {"config": config, "inputs_embeds": states, "attention_mask": mask, **more}
+    call = {"config": config, "inputs_embeds": states, "attention_mask": mask, **options}
     if _SLIDING in _kinds(config):
         return {kind: make(**call) for kind, make in makers.items()}
     slides = not _kinds(config) and getattr(config, "sliding_window", None) is not None
@@ -228,11 +228,11 @@ def _by_layer(
 
 
 def masks_of(config: Any) -> tuple[MaskMaker | None, ...]:
-    """Makers of masks, one of which may be the model's: a comparison says which. None leaves it to
-    the model, and is alone where a config says what a comparison may miss: a chunk or another kind
-    of window, by which a few tokens of a long text see a few others."""
-    known = not _kinds(config) - {_FULL, _SLIDING}
-    if known and not getattr(config, "use_bidirectional_attention", False):
+    """Makers of masks to try: a comparison tells which one is the model's. None leaves the mask to
+    the model. It is the only one where a comparison may miss a difference: with chunks, or another
+    kind of window, by which a few tokens of a long text see a few others."""
+    all_known = not _kinds(config) - {_FULL, _SLIDING}
+    if all_known and not getattr(config, "use_bidirectional_attention", False):
         return _bidirectional, _causal, None
     return (None,)
 
@@ -259,12 +259,12 @@ def check_encoder(model: Any) -> None:
 def _tensors(output: Any, config: Any) -> dict[str, torch.Tensor]:
     """The outputs of a model by name; raises `CaptureError` where one is no tensor."""
     tensors = dict(output.items())
-    other = sorted(name for name, each in tensors.items() if not isinstance(each, torch.Tensor))
-    if other:
-        has_cache = set(other) <= {*CACHES}
+    others = sorted(name for name, each in tensors.items() if not isinstance(each, torch.Tensor))
+    if others:
+        has_cache = set(others) <= {*CACHES}
         raise CaptureError(
             "the model returns more than tensors",
-            got=", ".join(other),
+            got=", ".join(others),
             expected="tensors alone",
             advice="model.config.use_cache = False before with_graphs()"
             if has_cache
@@ -281,5 +281,5 @@ def _first_other(one: torch.Size, other: torch.Size) -> int | None:
 
 
 def _padding(name: str) -> int:
-    """Rows of padding look at all of their tokens: NaN else."""
+    """The values of padding rows. Their mask is 1: a row that attends to no token would be NaN."""
     return 1 if name == "attention_mask" else 0

@@ -1,17 +1,16 @@
 """Two caches over one `Memory`: the one that transformers sees, and the one inside of graphs.
 
-- `KeptCache` is a `DynamicCache` whose keys, values and states lie in the memory. Eager forwards
+- `KeptCache` is a `DynamicCache` whose keys, values and states are in the memory. Eager forwards
   see tensors as long as the sequence, so masks and kernels are those of a `DynamicCache`. Beam
   search, cropping and all else that transformers does to its layers work on it.
 - Sliding layers may keep their window alone, as a ring in which a token overwrites the one that has
   left the window. Attention looks at all of it, in any order: the mask says which are padding.
-- `StepCache` has the same memory at full length, for one captured step of some tokens a row. Where
-  they go is in tensors, so one graph serves all positions. It is made anew in each run of the
-  forward and holds nothing.
+- `StepCache` is the same memory at full length, for one captured step of some tokens a row. Rows
+  and positions are in tensors, so one graph serves all positions. Each run of the forward makes a
+  new one.
 
-A `KeptCache` that leaves the memory takes its tensors along and is an ordinary `DynamicCache` from
-then on: when another sequence needs the memory, or when its own has no place for it (more rows, or
-more positions).
+A `KeptCache` leaves the memory when another sequence needs it, or when its own does not fit any
+more (more rows or positions). It then copies its tensors out and is an ordinary `DynamicCache`.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class Residence:
         self.layers: list[Any] = []
 
     def takes(self, rows: int) -> bool:
-        """Whether tensors of this many rows may lie in the memory; the first ones say how many rows
-        the sequence has."""
+        """Whether tensors of this many rows may be in the memory; the first call sets the number of
+        rows."""
         if self.attached and self.rows == 0 and rows <= self.most_rows:
             self.rows = rows
         return self.attached and rows == self.rows
@@ -95,7 +94,7 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
     @values.setter
     def values(self, values: torch.Tensor | None) -> None:
         self._write("values", values)
-        # After the keys: until both are written, both are read as long as before.
+        # Not with the keys: until both are written, both are read at the old length.
         if values is not None:
             self._seen = self._end(values)
 
@@ -130,7 +129,7 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
         return self._seen
 
     def stepped(self, tokens: int) -> None:
-        """A graph has written more positions."""
+        """Count the tokens of each row that a graph has written."""
         self._seen += tokens
 
     def take_along(self) -> None:
@@ -149,7 +148,7 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
         return memory[: self._residence.rows, : self._seen].transpose(1, 2)
 
     def _end(self, tensor: torch.Tensor) -> int:
-        """How many tokens have been seen, if the last one is the tensor's."""
+        """The length of the sequence up to the last token of `tensor`, which is assigned."""
         return tensor.shape[-2]
 
     def _place(self, memory: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -174,7 +173,7 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
             self._tensors[name] = tensor
 
     def _fits(self, states: torch.Tensor, length: int, memory: torch.Tensor) -> bool:
-        """Whether states may lie in the memory of a sequence of `length` tokens; else the cache
+        """Whether states of a sequence of `length` tokens may be in the memory; else the cache
         leaves it. Under autocast, say, they have another dtype."""
         residence = self._residence
         if not residence.attached:
@@ -192,10 +191,10 @@ class KeptLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class KeptWindow(KeptLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A layer that slides, in a ring: position `p` lies at `p % window`.
+    """A layer that slides, in a ring: position `p` is at `p % window`.
 
     `keys` and `values` are copies of the last `window - 1` positions in their order, as they are in
-    transformers' own layer, and what is assigned goes back to its places.
+    transformers' own layer. What is assigned to them is written back into the ring.
     """
 
     def __init__(self, memory: LayerMemory, residence: Residence, window: int) -> None:
@@ -235,14 +234,14 @@ class KeptWindow(KeptLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
         super().activate_past_recording()
 
     def move_in(self, residence: Residence) -> None:
-        # Assisted generation may have left more of the past.
+        # After assisted generation the tensors may be longer than a window.
         self.record_past = False
         for name, tensor in self._tensors.items():
             self._tensors[name] = tensor[:, :, 1 - self.sliding_window :]
         super().move_in(residence)
 
     def _end(self, tensor: torch.Tensor) -> int:
-        # A full window can only be replaced; a shorter one begins at the first token.
+        # With a full window the tensor ends at the last token; else it begins at the first one.
         full = self._seen >= self.sliding_window
         return self._seen if full else super()._end(tensor)
 
@@ -337,7 +336,7 @@ class KeptBoth(KeptStates, KeptLayer):
         KeptStates.__init__(self, memory, residence, count)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        # Of keys and values by position, of states by name, as transformers' own layer of both.
+        # As for transformers' own layer: keys and values come by position, states by name.
         kind = KeptLayer if args else KeptStates
         kind.lazy_initialization(self, *args, **kwargs)
 
@@ -411,7 +410,7 @@ class KeptCache(DynamicCache):  # type: ignore[misc]
         self.residence.leave(TAKEN)
 
     def attach(self) -> bool:
-        """Go back into the memory, which holds no other sequence; whether there is room."""
+        """Copy the sequence back into the memory, which no other may use; True if there is room."""
         if not self.attached and self.seen <= self.memory.length:
             residence = Residence(self.memory.rows)
             residence.layers = self.layers
@@ -430,7 +429,7 @@ class KeptCache(DynamicCache):  # type: ignore[misc]
 
 
 class KeptPair(EncoderDecoderCache):  # type: ignore[misc]
-    """The caches of a decoder beside an encoder: of its own tokens, and of the encoder's."""
+    """The two caches of a decoder beside an encoder: for its own tokens, and the encoder's."""
 
     self_attention_cache: KeptCache
     cross_attention_cache: KeptCache
@@ -508,7 +507,7 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(
         self, memory: LayerMemory, rows: torch.Tensor, length: torch.Tensor, places: torch.Tensor
     ) -> None:
-        """`places` `(tokens,)` are those of the tokens in the memory."""
+        """`places` `(tokens,)` are the positions in the memory that the step writes."""
         self._memory, self._rows, self._length, self._places = memory, rows, length, places
         super().__init__()
         self.keys = first_rows(memory.keys, rows.shape[0]).transpose(1, 2)
@@ -534,7 +533,7 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._memory.window is not None
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        # A window has columns of its own behind those of all positions.
+        # In the mask the columns of a window come behind those of all positions.
         return self.get_max_length(), self._memory.length if self.is_sliding else 0
 
     def get_seq_length(self) -> Any:
@@ -545,10 +544,10 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class StepStates(LinearAttentionLayer):  # type: ignore[misc]
-    """Convolution and recurrent states, in copies that the forward may write as it likes.
+    """Convolution and recurrent states, in copies that the forward may write in place.
 
-    Models write them in place, all rows at once: in the memory itself padding would write rows too,
-    which may hold a sequence at a later step. `write_back` copies row by row.
+    Models write all rows at once. In the memory itself, padding would also write rows that may hold
+    a sequence at a later step. `write_back` copies row by row.
     """
 
     def __init__(self, memory: LayerMemory, rows: torch.Tensor, count: int) -> None:
@@ -560,11 +559,11 @@ class StepStates(LinearAttentionLayer):  # type: ignore[misc]
         self.conv_kernel_size.update({at: each.shape[-1] for at, each in memory.conv.items()})
 
     def _take(
-        self, states: dict[int, Any], memory: dict[int, torch.Tensor], known: dict[int, bool]
+        self, states: dict[int, Any], memory: dict[int, torch.Tensor], initialized: dict[int, bool]
     ) -> None:
         for at, state in memory.items():
             states[at] = state.index_select(0, self._rows)
-            known[at] = True
+            initialized[at] = True
             self.dtype, self.device = state.dtype, state.device
 
     def write_back(self) -> None:
@@ -591,8 +590,8 @@ class StepBoth(StepLayer, StepStates):
 
 
 class _Offset:
-    """Where the tokens of a step begin: behind others. transformers asks on the host whether that
-    is 0, as it is in a prompt, which a number in a tensor would wait for."""
+    """The position of a step's first token, which is never 0. transformers asks on the host whether
+    it is 0, as in a prompt; with a tensor that question would wait for the device."""
 
     def __init__(self, length: torch.Tensor) -> None:
         self._length = length
@@ -602,12 +601,13 @@ class _Offset:
 
 
 class StepCache(Cache):  # type: ignore[misc]
-    """The memory of the rows `(size,)` at full length, as `length` `(1,)` says how much is used."""
+    """The cache of a captured step: the memory of the rows `(size,)` at full length, of which
+    `length` `(1,)` positions hold tokens."""
 
     def __init__(
         self, memory: Memory, rows: torch.Tensor, length: torch.Tensor, tokens: int = 1
     ) -> None:
-        """A ring takes one of the `tokens` of a step."""
+        """`tokens` of each row; with a ring it is 1."""
         places = length + torch.arange(tokens, device=length.device) if tokens > 1 else length
         ring = None if memory.window is None else length % memory.window
         super().__init__(layers=[_step(each, rows, length, places, ring) for each in memory.layers])
@@ -630,10 +630,10 @@ class StepCache(Cache):  # type: ignore[misc]
             return mask
         places = torch.arange(memory.window, device=mask.device)
         positions = length - (length - places) % memory.window
-        seen = mask.index_select(1, positions.clamp(min=0)).logical_and(positions >= 0)
-        # A row of padding has to look at something: NaN else.
+        ring = mask.index_select(1, positions.clamp(min=0)).logical_and(positions >= 0)
+        # A row of padding that looks at no position would be NaN.
         padding = (self._rows == memory.rows)[:, None]
-        return torch.cat([mask, seen.logical_or(padding).to(mask.dtype)], 1)
+        return torch.cat([mask, ring.logical_or(padding).to(mask.dtype)], 1)
 
     def write_back(self) -> None:
         """Write the states of the step; keys and values are written already."""
@@ -643,7 +643,7 @@ class StepCache(Cache):  # type: ignore[misc]
 
 
 class CrossLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of what an encoder gave, which no step changes."""
+    """Keys and values of an encoder's outputs, which no step changes."""
 
     is_compileable = True
     is_sliding = False

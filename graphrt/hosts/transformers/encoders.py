@@ -1,8 +1,8 @@
 """`EncoderGraphs`: the seam between a model that is called once a batch, and its graphs.
 
-Encoders, embedders and classifiers of texts (BERT) and pictures (ViT, CLIP's towers). Their
-`forward` alone has ours in front: a call that graphs serve is replayed, and others go on to the
-model's own, with a reason in the log and in `report()`.
+Encoders, embedders and classifiers of texts (BERT) and pictures (ViT, CLIP's towers). Only their
+`forward` is replaced: a call that graphs serve is replayed, and others go on to the model's own
+forward, with a reason in the log and in `report()`.
 
 A change of the model is found within some calls: each looks at a part of its modules.
 """
@@ -113,8 +113,9 @@ class EncoderGraphs(Seam):
         if buckets is None:
             return NO_GRAPHS, 0
         if self._captured is not None:
-            whole = self._changed is not None
-            self._changed = self._captured.first_change(None if whole else _LOOKED_AT)
+            # After a change all modules are looked at: the next part alone may have none.
+            was_changed = self._changed is not None
+            self._changed = self._captured.first_change(None if was_changed else _LOOKED_AT)
         main = call.get(self.model.main_input_name)
         reason = self._why_other_model() or _why_other_inputs(call, buckets, main)
         if reason is not None:

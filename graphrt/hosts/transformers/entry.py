@@ -45,16 +45,15 @@ def with_graphs(
     (1, 2, 4, ... `max_batch`); between them rows are padded. Beside an encoder of text its inputs
     may have `max_encoder_len` tokens (`max_len`). Texts of encoders are padded to 16, 32, 64, ...
     `max_len` tokens. A number of proposed tokens in the model's `generation_config` captures steps
-    that check them. What is not served runs as before, and
-    `graphs_of(model).report()` says why. So does a model that cannot be captured: `strict` raises
-    its error. Without `capture`, `graphs_of(model).recapture()` captures later.
+    that check them. What is not served runs as before, and `graphs_of(model).report()` says why. A
+    model that cannot be captured runs as before too; `strict` raises its error. Without `capture`,
+    `graphs_of(model).recapture()` captures later.
 
     With `compile` the step of a model that generates is compiled into pieces by Inductor before it
     is captured (or as `CompileOptions` say): faster steps, seconds to begin with (less with the
     pieces in the cache), and the rounding of fused kernels.
 
-    Raises `UnsupportedHostError` for a transformers that was not tested, `InvalidOptionError`, and
-    `InvalidOptionError`.
+    Raises `UnsupportedHostError` for a transformers that was not tested, and `InvalidOptionError`.
     """
     check_transformers()
     target = _target(model)
@@ -171,8 +170,8 @@ def _compile_options(compile: bool | CompileOptions) -> CompileOptions | None:
 
 def _checked_sizes(sizes: Iterable[int], max_batch: int) -> list[int]:
     """Row counts that have graphs, ascending: the memory has rows for `max_batch`."""
-    none = "sizes=None for 1, 2, 4, ... max_batch"
-    listed = items_of("sizes", sizes, "[1, 2, 4]", InvalidOptionError, empty=none)
+    default = "sizes=None for 1, 2, 4, ... max_batch"
+    listed = items_of("sizes", sizes, "[1, 2, 4]", InvalidOptionError, empty=default)
     checked = check_sizes(sorted(positive("a capture size", each) for each in listed))
     if checked[-1] > max_batch:
         raise InvalidOptionError(
@@ -185,7 +184,7 @@ def _checked_sizes(sizes: Iterable[int], max_batch: int) -> list[int]:
 
 
 def _doubling(least: int, most: int) -> list[int]:
-    """The least, twice that, and so on, and the most."""
+    """`least`, twice that, and so on below `most`; and `most`."""
     sizes = []
     while least < most:
         sizes.append(least)

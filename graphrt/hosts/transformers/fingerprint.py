@@ -1,15 +1,15 @@
 """Whether a model is still the one that was captured.
 
-graphrt finds weights that have moved, but not a flag, a hook or an adapter that is another one
-(`docs/concepts/trust.md`). A call of `generate` is long enough to look at all of them, and so are
+graphrt finds weights that have moved, but not a flag, a hook or an adapter that was replaced
+(`docs/concepts/trust.md`). A call of `generate` is long enough to look at all of them, and at the
 numbers of the config, which some forwards read. The look compares identities, some 3 us a module;
-values are only compared where an identity is another one.
+values are only compared where an identity differs.
 
-So is code that is replaced where transformers lets it be: `forward` of a class of modules, and the
-function that is registered for an attention or its mask.
+Code that anybody may replace is compared too: `forward` of a class of modules, and the functions
+that transformers has registered for an attention and its mask.
 
-What the code of a hook reads is nowhere to look at: `hooks_inside` names the hooks with which a
-model is not captured.
+What the code of a hook reads cannot be compared: `hooks_inside` names the hooks with which a model
+is not captured.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def hooks_inside(model: torch.nn.Module) -> str | None:
         return "torch calls hooks in all modules"
     for name, module in model.named_modules():
         hooks = [hook for each in _HOOKS for hook in module.__dict__[each].values()]
-        known = all(_module_of(hook).startswith(_KNOWN_HOOKS) for hook in hooks)
+        all_known = all(_module_of(hook).startswith(_KNOWN_HOOKS) for hook in hooks)
         by_accelerate = getattr(module, "_hf_hook", None)
         inner = getattr(by_accelerate, "hooks", None) or (by_accelerate,)
         offloads = all(each is None or _module_of(each).startswith("accelerate.") for each in inner)
-        if (name and not known) or not offloads:
+        if (name and not all_known) or not offloads:
             return f"{name or 'the model itself'} has a hook"
     return None
 
@@ -87,10 +87,10 @@ def _module_of(hook: object) -> str:
 
 
 class Fingerprint:
-    """What the modules of a model and its configs were when it was made."""
+    """Tells what changed in a model since this was made: modules, configs or replaceable code."""
 
     def __init__(self, model: torch.nn.Module, unread: frozenset[str] = frozenset()) -> None:
-        """`unread` are names of the configs that may change."""
+        """`unread` are names of a config whose values may change."""
         unread |= _UNREAD
         modules = [*model.named_modules()]
         self._modules = [_Seen(name, module, unread) for name, module in modules]
@@ -109,8 +109,8 @@ class Fingerprint:
         self._next = 0
 
     def first_change(self, count: int | None = None) -> str | None:
-        """The name of the first module, or number of a config, that is another one now; None if all
-        are the same. With a `count` the next modules are looked at, in turn, and all configs."""
+        """The name of the first module, or value of a config, that has changed; None if none has.
+        With a `count` only so many modules are looked at, the next in turn, and all configs."""
         if _hooks_everywhere():
             return "torch calls hooks in all modules"
         for module, facts in self._configs:
@@ -154,7 +154,7 @@ class _Seen:
         self.name, self._module, self._unread = name, module, unread
         state = module.__dict__
         by_torch = {*_HOOKS, *_TENSORS, "_modules"}
-        # Whose contents may change though they are the same objects.
+        # Containers: their contents may change though they are the same objects.
         self._containers = [
             each
             for each, value in state.items()
@@ -228,7 +228,7 @@ def _first_other(one: dict[str, object], other: dict[str, object]) -> str:
 
 
 def plain(value: object, depth: int = 0) -> object:
-    """A value that can be compared; of others their class."""
+    """A copy of a value, to compare with later; for a value that cannot be compared, its class."""
     if isinstance(value, _PLAIN):
         return value
     if depth < _DEEPEST and isinstance(value, list | tuple):

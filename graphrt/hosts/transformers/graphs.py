@@ -61,7 +61,7 @@ class ModelGraphs(Seam):
         }
 
     def _capture(self) -> None:
-        # Experts decode with other kernels on some devices, and `generate` chooses them so.
+        # On some devices experts decode with other kernels, which `generate` selects by this.
         with self.model._optimize_model_for_decode():
             make = partial(
                 StepGraphs,
@@ -105,9 +105,9 @@ class ModelGraphs(Seam):
 
     def _take_over(self, cache: KeptCache | KeptPair | None) -> None:
         """Give the memory to another cache; the one that has it takes its tensors along."""
-        before = self._holder()
-        if before is not None:
-            before.detach()
+        holder = self._holder()
+        if holder is not None:
+            holder.detach()
         self._holder = _nobody if cache is None else weakref.ref(cache)
         if self.steps is not None:
             self.steps.clear()
@@ -138,7 +138,7 @@ class ModelGraphs(Seam):
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        """Where `generate` makes its cache."""
+        """In place of the method by which `generate` makes its cache."""
         name = self._signature.cache
         cache, call = model_kwargs.get(name), self._calls.current()
         if call is not None and call.leased:
@@ -161,7 +161,7 @@ class ModelGraphs(Seam):
     def _why_no_cache(self, config: Any, batch_size: int) -> str | None:
         rows = batch_size * max(config.num_beams, config.num_return_sequences)
         kind = config.cache_implementation
-        # A cache of fixed size, as some checkpoints ask for by themselves, is what ours is.
+        # Some checkpoints ask for a cache of fixed size, which ours is.
         fixed = kind in ALL_STATIC_CACHE_IMPLEMENTATIONS and "offloaded" not in kind
         if kind not in (None, "dynamic") and not fixed:
             return f"cache_implementation={kind!r} was asked for"
@@ -201,11 +201,11 @@ class ModelGraphs(Seam):
             return self._forward(*args, **kwargs)
 
     def _is_check(self, count: int, cache: Any) -> bool:
-        """Whether there are graphs for several tokens of one row, behind others."""
+        """Whether a graph serves `count` tokens of one row, as assisted generation checks them."""
         steps = self.steps
         if steps is None or not 1 < count <= steps.checked or cache.rows != 1:
             return False
-        # The graph writes as many as it has been captured for.
+        # The graph always writes `checked` positions, so there must be room for them.
         return bool(0 < cache.seen <= self.max_len - steps.checked)
 
     def _why_eager(self, call: Mapping[str, Any], cache: Any, may_be_served: bool) -> str | None:
@@ -265,8 +265,8 @@ class ModelGraphs(Seam):
         return None
 
     def _look_unless_generating(self) -> None:
-        """Loops have no beginning at which to look at the model, as `generate` has: it may be
-        another one in any step."""
+        """Look at the model in every step of a user's own loop. `generate` looks at its beginning;
+        a loop has none, and the model may change between any two steps."""
         if self._calls.current() is None:
             self._look_at_model()
 
@@ -409,8 +409,8 @@ def _checked_mask(tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tens
             advice="pass what the tokenizer gives",
         )
     # The next token's logits are those of the last column: with padding there, of no token.
-    known = mask.eq(0).logical_or(mask.eq(1)).all(-1)
-    wrong = known.logical_not().logical_or(mask[:, -1].eq(0)).tolist()
+    is_binary = mask.eq(0).logical_or(mask.eq(1)).all(-1)
+    wrong = is_binary.logical_not().logical_or(mask[:, -1].eq(0)).tolist()
     if any(wrong):
         raise InvalidInputError(
             "attention_mask is not one of prompts that are padded on the left",
@@ -421,8 +421,8 @@ def _checked_mask(tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tens
     return mask.to(torch.int64)
 
 
-def _is_ids(tokens: object, *more: torch.dtype) -> bool:
-    return isinstance(tokens, torch.Tensor) and tokens.dtype in (torch.int64, *more)
+def _is_ids(tokens: object, *other_dtypes: torch.dtype) -> bool:
+    return isinstance(tokens, torch.Tensor) and tokens.dtype in (torch.int64, *other_dtypes)
 
 
 def _kind_of(value: object) -> str:

@@ -3,10 +3,10 @@
 1. `shapes_of` reads the shapes of one token's keys, values and states off a cache that transformers
    has filled in a short eager run: no family is known by name.
 2. `Memory` allocates them for `rows + 1` sequences: the last one is the row that padding writes.
-3. Layers that slide may have a `window` of positions alone: position `p` lies at `p % window`.
+3. Layers that slide may have a `window` of positions alone: position `p` is at `p % window`.
 
-Keys and values lie as (row, position, head, width), so that what a step writes is one index write,
-and graphrt can save the rows of a trial alone.
+Keys and values are laid out as (row, position, head, width). So a step writes them by one index
+write, and graphrt can save the rows of a trial alone.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _filled(states: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor
 def first_rows(memory: torch.Tensor, size: int) -> torch.Tensor:
     """The memory of the first rows.
 
-    A trace is made at a batch size that tells it from all other sizes, which may be more rows than
-    there are: a slice would end at the last one.
+    A trace uses a batch size that no other size equals, perhaps more rows than there are: a slice
+    would end at the last one.
     """
     if torch.compiler.is_compiling():
         return memory.as_strided((size, *memory.shape[1:]), memory.stride())
@@ -93,7 +93,7 @@ def first_rows(memory: torch.Tensor, size: int) -> torch.Tensor:
 def write(
     memory: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None, states: torch.Tensor
 ) -> None:
-    """Write states of each row, at the places `(tokens,)` if there are places.
+    """Write states of each row, at the positions `places` `(tokens,)`; None: states have none.
 
     Compiled code calls an operator: graphrt sees which rows an operator writes and saves these
     alone, but sees no write inside of Inductor's kernels.

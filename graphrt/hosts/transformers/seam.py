@@ -1,4 +1,4 @@
-"""`Seam`: methods of ours in front of a model's own, and what a capture of that model came to.
+"""`Seam`: replaces methods of a model by ours, captures it, and says why it has no graphs.
 
 What cannot be captured runs as before. A model with other weights, layers, adapters or attributes
 than at the capture is not served until `recapture()`.
@@ -31,7 +31,7 @@ _NOT_A_MODELS = ("torch.", "graphrt.")
 
 
 class Seam(ABC):
-    """Stands between one model and its graphs."""
+    """Stands between one model and its graphs; base of `ModelGraphs` and `EncoderGraphs`."""
 
     _UNREAD: frozenset[str] = frozenset()
     """Names of the config that calls by graphs do not read."""
@@ -42,7 +42,7 @@ class Seam(ABC):
         self._counts = Counts(type(model).__name__)
         self._models_own: Callable[..., Any] | None = model.__dict__.get("forward")
         self._before: dict[str, Any] = {}
-        # Held while somebody works on the memory of graphs.
+        # Held by a call that uses the graphs or their memory.
         self._using = threading.RLock()
         self._captured: Fingerprint | None = None
         self._changed: str | None = None
@@ -79,7 +79,7 @@ class Seam(ABC):
                 with torch.inference_mode(False), torch.no_grad():
                     self._capture()
             except Exception as error:
-                # graphrt's, or the model's own from a call such as users make.
+                # graphrt's, or the model's own, which is called here as users call it.
                 advise(error)
                 if strict:
                     raise
@@ -91,7 +91,7 @@ class Seam(ABC):
                 self._captured = Fingerprint(self.model, self._UNREAD)
 
     def recapture(self) -> None:
-        """Capture again, for a model that is another one now; raises what capturing raises."""
+        """Capture again, after a change of the model; raises what capturing raises."""
         self.capture(strict=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -100,11 +100,11 @@ class Seam(ABC):
 
     @abstractmethod
     def _methods(self) -> dict[str, Callable[..., Any]]:
-        """Methods by the name of the model's that each takes the place of."""
+        """Name of a method of the model -> our method in its place."""
 
     @abstractmethod
     def _capture(self) -> None:
-        """Capture all graphs, of which there are none."""
+        """Capture all graphs; there are none yet."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -169,7 +169,7 @@ class _Installed:
 
 
 def _line_of(error: Exception) -> str:
-    """The line of the model that an error of its own comes from; of graphrt's there is none."""
+    """The line of the model's code that raised an error, as text; empty for graphrt's errors."""
     if isinstance(error, GraphRTError):
         return ""
     lines = [

@@ -1,7 +1,7 @@
-"""How a model's forward is called: the names of its arguments, and a call of `generate`'s kind.
+"""How a model's forward is called: the names of its arguments, and calls as `generate` makes them.
 
 Decoders take `input_ids`, a mask and positions; decoders beside an encoder take the same with
-`decoder_` before, and what the encoder has given. Models of states alone call their cache
+`decoder_` before, and the encoder's outputs. Models of states alone call their cache
 `cache_params`.
 """
 
@@ -34,7 +34,7 @@ _FEATURES = "input_features"
 
 @dataclass(frozen=True)
 class Encoded:
-    """What an encoder has given: its outputs, and the mask of its inputs if there is one."""
+    """The outputs of an encoder, and the mask of its inputs if there is one."""
 
     outputs: Any
     mask: torch.Tensor | None = None
@@ -51,9 +51,9 @@ class Signature:
         self.model = model
         self.names = list(inspect.signature(forward).parameters)
         self.has_encoder = bool(model.config.is_encoder_decoder)
-        before = "decoder_" if self.has_encoder else ""
-        self.tokens = f"{before}input_ids"
-        self.mask = self._known(f"{before}attention_mask")
+        prefix = "decoder_" if self.has_encoder else ""
+        self.tokens = f"{prefix}input_ids"
+        self.mask = self._known(f"{prefix}attention_mask")
         # Beside an encoder `generate` passes none: the model counts.
         self.positions = None if self.has_encoder else self._known("position_ids")
         self.cache = next((name for name in CACHES if name in self.names), CACHES[-1])
@@ -73,13 +73,13 @@ class Signature:
         inner = self.model.base_model
         if self.positions is None or not hasattr(inner, "rope_deltas"):
             return None
-        before = inner.rope_deltas
+        deltas = inner.rope_deltas
         tokens = torch.zeros((1, 1), dtype=torch.int64, device=self.model.device)
         try:
             positions = self.model._prepare_position_ids_for_generation(tokens, {})
         finally:
-            # A sequence that was begun before goes on with it.
-            inner.rope_deltas = before
+            # The call above sets them; a sequence that was begun before still needs its own.
+            inner.rope_deltas = deltas
         return positions.shape[0] if positions.dim() == 3 else None
 
     def _known(self, name: str) -> str | None:
@@ -96,8 +96,8 @@ class Signature:
     def window(self, length: int) -> int | None:
         """How many positions sliding layers keep of sequences of this many tokens; None: all.
 
-        A ring cannot give back what it has overwritten, so assisted generation leaves it. That is
-        paid where it halves the memory of a layer at least, and no `checked()` speaks of that.
+        A ring cannot give back what it has overwritten, so assisted generation leaves the memory.
+        So a ring is only used if it at least halves the memory of a layer, and `checked()` is 0.
 
         A ring also needs the mask of padding. Chunks begin at a token of each row's own, which no
         ring has; decoders beside an encoder have few tokens.
@@ -110,7 +110,7 @@ class Signature:
         return window if 1 < window <= length // 2 else None
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name, the cache by its newest."""
+        """The arguments of a call by name, the cache by its newest name."""
         call = {**dict(zip(self.names, args, strict=False)), **kwargs} if args else kwargs
         if self.cache not in call:
             for name in CACHES:
@@ -155,8 +155,8 @@ class Signature:
         return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
 
     def encode(self, rows: int, length: int, tokens: torch.Tensor) -> Encoded | None:
-        """What the encoder gives for some inputs of this length; of sound, for as long as it must
-        be. None without an encoder."""
+        """The encoder's outputs for some inputs of this length; sound has one length, whatever is
+        asked for. None without an encoder."""
         if not self.has_encoder:
             return None
         config, name = self.model.config, self.model.main_input_name

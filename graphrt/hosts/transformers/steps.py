@@ -70,23 +70,23 @@ class StepGraphs:
         options: GraphOptions,
         compile: CompileOptions | None,
     ) -> None:
-        """Captures; raises what capturing raises, and `VerificationError` for steps that are not
-        transformers'."""
+        """Captures; raises what capturing raises, and `VerificationError` if steps do not give what
+        transformers' own give."""
         self.signature, self._forward = signature, forward
         self._max_batch, self._max_len = max_batch, max_len
         device = signature.model.device
         tokens = self._random_tokens(max_batch, _PROMPT)
         encoder_len = min(_PROMPT, max_encoder_len)
         encoded = signature.encode(max_batch, encoder_len, tokens)
-        twin = signature.new_cache()
-        probe = self._run(tokens[:1, :2], None, _rows_of(encoded, 1), twin)
+        probe_cache = signature.new_cache()
+        probe = self._run(tokens[:1, :2], None, _rows_of(encoded, 1), probe_cache)
         self._output = _output_of(probe, signature)
         self._has_deltas = signature.planes is not None and hasattr(probe, DELTAS)
-        self.memory = Memory(shapes_of(_decoder(twin)), max_batch, max_len, device, window)
+        self.memory = Memory(shapes_of(_decoder(probe_cache)), max_batch, max_len, device, window)
         self.cross: Memory | None = None
         if encoded is not None:
             length = max_encoder_len if signature.masks_encoder else encoded.length
-            shapes = shapes_of(twin.cross_attention_cache)
+            shapes = shapes_of(probe_cache.cross_attention_cache)
             self.cross = Memory(shapes, max_batch, length, device)
         # On the host: a runner copies them to its graphs.
         self._row_numbers = torch.arange(max_batch, device="cpu")
@@ -104,7 +104,7 @@ class StepGraphs:
         prompts alone."""
         self._attention = attention_of(signature.model)
         self._pool = GraphPool(device.type, device=device)
-        # By the number of tokens of a row.
+        # tokens of a row -> the graphs of such steps
         self._runners: dict[int, GraphRunner[torch.Tensor]] = {}
         try:
             for count in (1, self.checked) if self.checked else (1,):
@@ -112,9 +112,9 @@ class StepGraphs:
                 if compile is not None:
                     batched = [name for name in self._inputs(count) if name != "length"]
                     graphrt.compile(step, dynamic_dims=batched, options=compile)
-                of_count = sizes if count == 1 else [1]
+                row_counts = sizes if count == 1 else [1]
                 axes = "tokens", count, probe.logits.shape[-1]
-                self._runners[count] = self._runner(step, count, of_count, axes, options)
+                self._runners[count] = self._runner(step, count, row_counts, axes, options)
             self._capture(tokens, encoded)
         except BaseException:
             self.close()
@@ -261,11 +261,11 @@ class StepGraphs:
             if "logits_to_keep" in call:
                 call["logits_to_keep"] = tokens.shape[1]
             got, expected = self.replay(call, ours)[0], self._forward(**call).logits
-            apart = float((got - expected).float().norm() / expected.float().norm())
-            if not apart <= CLOSE.get(expected.dtype, 1e-2):
+            error = float((got - expected).float().norm() / expected.float().norm())
+            if not error <= CLOSE.get(expected.dtype, 1e-2):
                 raise VerificationError(
                     "a step by a graph is not the step that transformers makes with its own cache",
-                    got=f"logits of {len(prompt)} rows that differ by {apart:.2g} of their norm",
+                    got=f"logits of {len(prompt)} rows that differ by {error:.2g} of their norm",
                     expected="the same logits, but for rounding",
                     advice="leave with_graphs() out for this model, and report it",
                 )
@@ -308,7 +308,7 @@ class StepGraphs:
             self.cross.clear()
 
     def serves_encoder(self, call: Mapping[str, Any], cache: Any) -> bool:
-        """Whether what the encoder gave has a length that graphs were captured for."""
+        """Whether the encoder's outputs have a length that graphs were captured for."""
         if self.cross is None:
             return True
         length = cache.cross_attention_cache.seen
@@ -328,10 +328,10 @@ class StepGraphs:
         if positions is None:
             positions = self._position_numbers[cache.seen : cache.seen + count][None]
         captured = 1 if count == 1 else self.checked
-        runner, more = self._runners[captured], captured - count
-        if more:
-            tokens = pad(tokens, (0, more))
-            positions = pad(positions, (0, more))
+        runner, padding = self._runners[captured], captured - count
+        if padding:
+            tokens = pad(tokens, (0, padding))
+            positions = pad(positions, (0, padding))
         values = self._values(tokens, positions, cache.seen)
         logits = runner(self._batches[tokens.shape[0]], **values)[:, :count]
         cache.stepped(count)
@@ -340,12 +340,12 @@ class StepGraphs:
 
     def output(self, call: Mapping[str, Any], logits: torch.Tensor, cache: Any) -> Any:
         """The output of a step, as the model's forward returns it."""
-        more: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if self.signature.has_encoder:
-            more["encoder_last_hidden_state"] = call["encoder_outputs"][0]
+            extra["encoder_last_hidden_state"] = call["encoder_outputs"][0]
         if self._has_deltas:
-            more[DELTAS] = self.signature.model.base_model.rope_deltas
-        return self._output(logits=logits, **{self.signature.cache: cache}, **more)
+            extra[DELTAS] = self.signature.model.base_model.rope_deltas
+        return self._output(logits=logits, **{self.signature.cache: cache}, **extra)
 
     def close(self) -> None:
         for runner in self._runners.values():
@@ -353,10 +353,10 @@ class StepGraphs:
         self._pool.close()
 
     def _set_masks(
-        self, cache: Any, more: int, mask: torch.Tensor | None, encoder_mask: torch.Tensor | None
+        self, cache: Any, count: int, mask: torch.Tensor | None, encoder_mask: torch.Tensor | None
     ) -> None:
         if self.memory.has_keys and self.signature.mask is not None:
-            self.memory.set_mask(cache.rows, cache.seen + more, mask)
+            self.memory.set_mask(cache.rows, cache.seen + count, mask)
         if self.cross is not None and self.signature.masks_encoder:
             length = cache.cross_attention_cache.seen
             self.cross.set_mask(cache.rows, length, encoder_mask)
@@ -405,16 +405,16 @@ class _Step(nn.Module):
         self._names = signature.tokens, signature.positions, signature.cache
         self._mask_name = signature.mask if memory.has_keys else None
         self._masks_encoder = signature.masks_encoder
-        # Copied where there is an encoder, which a trace cannot do.
+        # Beside an encoder this call copies the config, which a trace cannot do.
         self._config = signature.model.config.get_text_config(decoder=True)
         self._more: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if "logits_to_keep" in signature.names:
             self._more["logits_to_keep"] = count
         if encoded is not None:
-            # Nobody reads the values: what steps need of them is in the cross-attention's cache.
+            # No step reads their values: the cache of cross-attention has what steps need.
             states = encoded.outputs[0]
             self._no_states = states.new_zeros((1, 1, states.shape[-1]))
-            # T5Gemma takes no tuple, and NLLB-MoE reads what others have not.
+            # The class of its own outputs: T5Gemma takes no tuple, NLLB-MoE reads extra attributes.
             self._encoder_output = type(encoded.outputs)
 
     def forward(
@@ -483,30 +483,30 @@ def _rows_of(encoded: Encoded | None, rows: int) -> Encoded | None:
 
 
 def _encoder_mask(config: Any, mask: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """The mask `(size, 1, 1, length)` of an encoder's inputs: made here, because models look into
-    one of two dimensions on the host."""
+    """The mask `(size, 1, 1, length)` of an encoder's inputs: made here, because models read a mask
+    of two dimensions on the host."""
     from transformers.masking_utils import create_bidirectional_mask
 
-    made: torch.Tensor = create_bidirectional_mask(
+    encoder_mask: torch.Tensor = create_bidirectional_mask(
         config=config,
         inputs_embeds=states[:, :1],
         attention_mask=mask,
         encoder_hidden_states=states,
         allow_is_bidirectional_skip=False,
     )
-    return made
+    return encoder_mask
 
 
 def _output_of(probe: Any, signature: Signature) -> Callable[..., Any]:
     """The class of a step's output; raises `CaptureError` where it has more than logits."""
-    known = {"logits", signature.cache, "encoder_last_hidden_state"}
+    served = {"logits", signature.cache, "encoder_last_hidden_state"}
     if signature.planes is not None:
-        known.add(DELTAS)
-    more = sorted(name for name in probe if name not in known)
-    if more:
+        served.add(DELTAS)
+    others = sorted(name for name in probe if name not in served)
+    if others:
         raise CaptureError(
             "the model's forward returns more than logits and its cache",
-            got=", ".join(more),
+            got=", ".join(others),
             expected="logits alone",
             advice=advice_for_outputs(signature.model.config),
         )

@@ -1,4 +1,4 @@
-"""What one process that serves vLLM has once: its steps, its pools, its counts."""
+"""The state of a process that serves vLLM: contexts of steps, pools, counts."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from graphrt.lowlevel import Recording, current_capture
 
 
 class Breaks:
-    """Stands for the capture that vLLM's marked functions look for, in one of graphrt's."""
+    """What vLLM's marked functions find as their open capture during a capture of graphrt's."""
 
     def __init__(self, capture: Recording) -> None:
         self._capture = capture
@@ -38,12 +38,12 @@ class Breaks:
 
 
 def called_by(closure: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """What a closure of vLLM's calls: graphrt wants to see the tensors that a part is given."""
+    """The function and arguments that a closure of vLLM's calls: graphrt looks at the tensors."""
     cells = closure.__closure__ if isinstance(closure, types.FunctionType) else None
     names = closure.__code__.co_freevars if cells else ()
-    inside = {name: cell.cell_contents for name, cell in zip(names, cells or (), strict=True)}
+    values = {name: cell.cell_contents for name, cell in zip(names, cells or (), strict=True)}
     try:
-        return inside["fn"], inside["weak_args"], inside["weak_kwargs"]
+        return values["fn"], values["weak_args"], values["weak_kwargs"]
     except KeyError as error:
         raise UnsupportedHostError(
             "a function that vLLM marked as a break is not called as graphrt knows it",
@@ -54,7 +54,7 @@ def called_by(closure: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[s
 
 
 class _BreakableCalls:
-    """Goes before vLLM's class, and takes its calls and graphs."""
+    """The base before vLLM's class, which overrides its calls and its graphs."""
 
     runnable: Callable[..., Any]
     vllm_config: Any
@@ -76,13 +76,13 @@ class _BreakableCalls:
             return self.runnable(*args, **kwargs)
         key_of = self.__dict__.get("key_fn")
         if key_of is not None:
-            # The same shape may run other code.
+            # By this key: a batch of the same shape may run other code.
             step = state.steps.keyed(step, key_of(*args, **kwargs))
         inner = self._inner.get(step.mode)
         if inner is None:
             inner = self._inner[step.mode] = self._new_inner(step.mode)
         self._step = step
-        # vLLM gives None in some steps for what it leaves out in others.
+        # vLLM passes None in some steps and nothing in others: to a graph both must be the same.
         self._left_out = {name: None for name, value in kwargs.items() if value is None}
         named = {name: value for name, value in kwargs.items() if value is not None}
         return inner(*args, **named)
@@ -94,19 +94,19 @@ class _BreakableCalls:
 
     @graph_pool.setter
     def graph_pool(self, handle: Any) -> None:
-        left, self._handle = self._handle, handle
-        if left is handle or left == handle:
+        old_handle, self._handle = self._handle, handle
+        if old_handle is handle or old_handle == handle:
             return
         pool = state.pools.use(handle, self)
         for inner in self._inner.values():
             inner.clear_graphs()
             inner.move_to(pool.graphs)
-        state.pools.leave(left, self)
+        state.pools.leave(old_handle, self)
 
     @property
     def entries(self) -> dict[Any, Any]:
-        """What is captured, by vLLM's descriptor, or that and the key of `key_fn`; whatever is
-        assigned destroys it."""
+        """What is captured, by vLLM's descriptor, or that and the key of `key_fn`. To assign
+        anything destroys it."""
         return {
             descriptor.variant: entry
             for inner in self._inner.values()
@@ -122,8 +122,8 @@ class _BreakableCalls:
             inner.clear_graphs()
 
     def _is_mine(self, mode: GraphMode) -> bool:
-        asked = self.__dict__.get("runtime_mode")
-        return asked is None or asked.name == mode.name
+        only_mode = self.__dict__.get("runtime_mode")
+        return only_mode is None or only_mode.name == mode.name
 
     def _new_inner(self, mode: GraphMode) -> Any:
         return wrapper_class(device_platform())(
@@ -142,13 +142,13 @@ class _BreakableCalls:
         capture = current_capture()
         if capture is None or not capture.breakable:
             return self.runnable(*args, **kwargs)
-        local = self._breaks
-        outer = getattr(local, "active", None)
+        thread_local = self._breaks
+        outer = getattr(thread_local, "active", None)
         try:
-            local.active = Breaks(capture)
+            thread_local.active = Breaks(capture)
             return self.runnable(*args, **kwargs)
         finally:
-            local.active = outer
+            thread_local.active = outer
 
 
 @functools.cache

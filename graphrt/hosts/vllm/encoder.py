@@ -16,10 +16,10 @@ from graphrt.hosts.vllm.full import FullGraph
 
 
 class EncoderCaptures:
-    """What goes on while `EncoderCudaGraphManager` captures the graph of a budget.
+    """Captures the graph of a budget by graphrt, in `EncoderCudaGraphManager`.
 
-    vLLM prepares the buffers and runs the block that it would capture; what that block does, from
-    the input buffers to the output buffer, is captured after it.
+    vLLM prepares the buffers and runs the block that it would capture. graphrt then captures the
+    same work, from the input buffers to the output buffer.
     """
 
     def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,23 +28,23 @@ class EncoderCaptures:
         @functools.wraps(original)
         def capture(manager: Any, token_budget: int, path: str = "default", *args: Any) -> Any:
             result = original(manager, token_budget, path, *args)
-            made = [
+            new_budgets = [
                 budget
                 for budget in manager._get_graph_set(path).values()
                 if isinstance(budget.graph, FullGraph) and not budget.graph.filled
             ]
-            if len(made) != 1:
+            if len(new_budgets) != 1:
                 raise CaptureError(
                     "vLLM made no graph for a budget of its encoder",
-                    got=f"{len(made)} graphs for {token_budget} tokens",
+                    got=f"{len(new_budgets)} graphs for {token_budget} tokens",
                     expected="1",
                     advice="report it, with the version of vLLM",
                 )
-            # Not the budget: it has the graph, which is dropped when nobody has it any more.
-            buffers = made[0].input_buffers, made[0].output_buffer
+            # Not the budget itself: it refers to the graph, which could then never be dropped.
+            buffers = new_budgets[0].input_buffers, new_budgets[0].output_buffer
             forward = partial(_encode, manager.model, *buffers, path)
             descriptor = BatchDescriptor(token_budget, variant=("encoder", path))
-            made[0].graph.capture(manager.graph_pool, forward, descriptor)
+            new_budgets[0].graph.capture(manager.graph_pool, forward, descriptor)
             return result
 
         return capture

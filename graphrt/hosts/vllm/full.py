@@ -21,7 +21,7 @@ from graphrt.hosts.vllm.wrapper import check_config, offloading, trials
 
 
 class FullGraph:
-    """Has the place, and the `replay()`, of a `torch.cuda.CUDAGraph`; destroyed as it dies."""
+    """Stands in for a `torch.cuda.CUDAGraph`; the graph that it replays is destroyed with it."""
 
     __slots__ = ("__weakref__", "filled", "replay")
 
@@ -65,7 +65,7 @@ def _not_captured() -> None:
 
 
 def _joined(hooks: Any) -> Any:
-    """What is left to do for the offloader: vLLM itself waits for it around replays."""
+    """The hook at the end of a capture alone: vLLM itself waits for its offloader elsewhere."""
     return None if hooks is None else _Join(hooks.end_of_capture)
 
 
@@ -100,10 +100,10 @@ class _CudaWithGraphs:
 
 
 class FullCaptures:
-    """What goes on while a manager of the V2 runner captures.
+    """Captures FULL graphs by graphrt, in the manager of the V2 runner.
 
-    vLLM opens `torch.cuda.graph` around one call of the forward that it was given by
-    `create_forward_fn`. Here the block is entered with nothing open, and that call is captured.
+    vLLM opens `torch.cuda.graph` around one call of the forward that `create_forward_fn` returned.
+    Here that block opens no capture, and graphrt captures the call inside of it.
     """
 
     def __init__(self) -> None:
@@ -128,8 +128,8 @@ class FullCaptures:
         return capture
 
     def new_graph(self, *args: Any, **kwargs: Any) -> Any:
-        """For `torch.cuda.CUDAGraph()`. Micro-batches run in threads of vLLM's, which its own graph
-        is captured across."""
+        """For `torch.cuda.CUDAGraph()`; vLLM's own for micro-batches, which it captures across
+        several threads."""
         if self._manager is None or getattr(self._key, "num_ubatches", 1) > 1:
             return torch.cuda.CUDAGraph(*args, **kwargs)
         return FullGraph()
@@ -156,11 +156,11 @@ class FullCaptures:
 
     def _create(self, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
         self._key = args[0] if args else kwargs["desc"]
-        made = create_forward_fn(*args, **kwargs)
-        # vLLM 0.24 returns the state of its attention beside it.
-        if isinstance(made, tuple):
-            return (partial(self._run, made[0]), *made[1:])
-        return partial(self._run, made)
+        created = create_forward_fn(*args, **kwargs)
+        # vLLM 0.24 returns the forward and the state of its attention.
+        if isinstance(created, tuple):
+            return (partial(self._run, created[0]), *created[1:])
+        return partial(self._run, created)
 
     def _run(self, forward: Callable[[Any], Any], mode: Any) -> Any:
         graph = self._open

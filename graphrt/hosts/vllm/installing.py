@@ -39,7 +39,7 @@ _undo: list[Callable[[], object]] = []
 
 
 def asked() -> bool:
-    """Whether GRAPHRT_VLLM asks for graphrt; raises `UnsupportedHostError` for no switch."""
+    """Whether GRAPHRT_VLLM is 1; raises `UnsupportedHostError` if it is neither that nor 0."""
     value = os.environ.get(SWITCH, "")
     if value not in ("", "0", "1"):
         raise UnsupportedHostError(
@@ -157,7 +157,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _rebind(name: str, home: Any, new: Any) -> None:
-    """Replace what `home` calls so, wherever vLLM has imported it by this name."""
+    """Replace the object `name` of the module `home`, wherever vLLM imported it by this name."""
     old = getattr(home, name)
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "vllm" and vars(module).get(name) is old:

@@ -32,7 +32,7 @@ class Captures:
         )
 
     def log(self, seconds: float, pool_bytes: int | None) -> None:
-        """Say so."""
+        """Write the counts to the log."""
         if not self.graphs:
             return
         memory = "" if pool_bytes is None else f", {pool_bytes / 2**30:.3f} GiB"
@@ -40,8 +40,8 @@ class Captures:
 
 
 class EagerSteps:
-    """Counts the steps that ran eagerly, by their reason; each is told at its 1st, 10th, 100th...
-    time. Wrappers tell it of those that vLLM had announced a graph for (`not_replayed`)."""
+    """Counts the steps that ran eagerly, by their reason; each reason is logged at its 1st, 10th,
+    100th... time. Wrappers call `not_replayed` for a step whose graph they do not have."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -13,8 +13,8 @@ from graphrt.hosts.vllm.versions import KNOWN
 
 
 def serves() -> bool:
-    """Whether this is a vLLM that is known, on NVIDIA GPUs; what is wrong with another one is for
-    `install` to say, as vLLM passes over what a platform raises."""
+    """Whether this is a vLLM that is known, on NVIDIA GPUs. `install` says what is wrong with
+    another one: vLLM ignores errors of its platform plugins."""
     import vllm
     from vllm.platforms import cuda_platform_plugin
 

@@ -35,17 +35,17 @@ class SharedPool:
         hooks: SegmentHooks | None,
         trials: Callable[[], WrapperTrials | None] | None = None,
     ) -> KeyedGraphs:
-        """Its graphs by key."""
+        """The graphs of this pool that vLLM names by keys."""
         if self._keyed is None:
             self._keyed = KeyedGraphs(self.graphs, hooks=hooks, trials=trials)
         return self._keyed
 
 
 class Pools:
-    """All of them, by handle, and the session that is open in all of them, if any.
+    """graphrt's pools by vLLM's handles, and the capture session that is open in all of them.
 
-    Each keeps a share of vLLM's memory, which therefore never dies between two captures: nothing
-    could be captured into it again.
+    Each keeps a share of vLLM's allocator pool. Without it a pool that is empty between two
+    captures would be gone, and nothing could be captured into it again.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Pools:
         return pool
 
     def leave(self, handle: Any, user: Any) -> None:
-        """Note that `user` captures elsewhere from now on."""
+        """Note that `user` captures into another pool from now on."""
         pool = self._pools.get(handle)
         if pool is not None:
             pool.users.discard(user)
 
     def close_unused(self, keep: Any) -> None:
-        """Close what was captured in and is used by nobody, save the pool of the handle `keep`.
+        """Close the pools with captures that have no user any more, save that of the handle `keep`.
 
         vLLM profiles its memory, and captures its encoders, in pools that it forgets.
         """
@@ -97,12 +97,12 @@ class Pools:
 
     @property
     def captures(self) -> int:
-        """How much was captured in all pools that are open."""
+        """How many captures there were in all open pools."""
         return sum(pool.graphs.captures for pool in self._pools.values())
 
     @property
     def steps(self) -> int:
-        """How many steps they had."""
+        """How many steps ran in all open pools."""
         return sum(pool.graphs.generation for pool in self._pools.values())
 
     @property
@@ -120,7 +120,7 @@ class Pools:
 
     @contextmanager
     def session(self, stream: Any) -> Iterator[None]:
-        """Lets what captures lazily capture, on `stream`, and nothing be collected meanwhile."""
+        """Let lazy wrappers capture, on `stream`; the garbage collector does not run meanwhile."""
         if self._stack is not None:
             yield
             return
@@ -140,8 +140,8 @@ class Pools:
 
     def _join(self, pool: SharedPool) -> None:
         if self._stack is not None:
-            # Blocks are used again by captures on the stream that they were made on alone, and
-            # each manager of vLLM's has another one.
+            # Later sessions keep the pool's own stream: the allocator reuses a block only on the
+            # stream that it was made on, and each of vLLM's managers captures on another one.
             stream = None if pool.graphs.captures else self._stream
             session = pool.graphs.capture_session(stream=stream)
             self._sessions.append(self._stack.enter_context(session))

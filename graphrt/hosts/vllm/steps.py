@@ -9,7 +9,7 @@ from graphrt.hosts.vllm.log import EagerSteps
 from graphrt.hosts.vllm.table import Row, Table
 
 KEY = "graphrt"
-"""Under which vLLM's forward context carries the step's."""
+"""The key of graphrt's context in the extra arguments of vLLM's forward context."""
 
 MOST = 16384
 """Contexts that are kept: more descriptors than any vLLM captures."""
@@ -20,8 +20,8 @@ _NO_GRAPH = ForwardContext(GraphMode.NONE)
 class Steps:
     """Contexts of steps, made once for each pair of mode and descriptor.
 
-    A descriptor of vLLM's is the `variant` of graphrt's: no two of its graphs become one, whatever
-    it tells them apart by (adapters, query lengths, requests).
+    A descriptor of vLLM's is the `variant` of graphrt's: graphs that vLLM tells apart, by whatever
+    (adapters, query lengths, requests), stay apart.
     """
 
     def __init__(self, eager: EagerSteps, table: Table) -> None:
@@ -33,10 +33,10 @@ class Steps:
         """The context of a step, which begins now."""
         if descriptor is None or mode.name == "NONE":
             return _NO_GRAPH
-        known = self._steps.get((mode.name, descriptor))
-        if known is None:
-            known = self._new(mode.name, descriptor)
-        step, row = known
+        step_and_row = self._steps.get((mode.name, descriptor))
+        if step_and_row is None:
+            step_and_row = self._new(mode.name, descriptor)
+        step, row = step_and_row
         row.steps += 1
         step.begin_step()
         return step
@@ -44,11 +44,11 @@ class Steps:
     def keyed(self, step: ForwardContext, key: Any) -> ForwardContext:
         """The context of a step whose graph depends on `key` as well."""
         assert step.descriptor is not None
-        both = step.descriptor.variant, key
-        known = self._steps.get((step.mode.name, both))
-        if known is None:
-            known = self._new(step.mode.name, both, step.descriptor.num_tokens)
-        keyed, row = known
+        variant = step.descriptor.variant, key
+        step_and_row = self._steps.get((step.mode.name, variant))
+        if step_and_row is None:
+            step_and_row = self._new(step.mode.name, variant, step.descriptor.num_tokens)
+        keyed, row = step_and_row
         row.steps += 1
         keyed.begin_step()
         return keyed
@@ -59,8 +59,8 @@ class Steps:
         tokens = key.num_tokens if num_tokens is None else num_tokens
         descriptor = BatchDescriptor(tokens, getattr(key, "num_reqs", None), variant=key)
         step = ForwardContext(GraphMode[mode], descriptor, dispatcher=self.eager)
-        # One that is not kept is slower, as its graphs are looked up by the descriptor.
+        # Without a kept context each step is slower: wrappers look graphs up by the descriptor.
         if len(self._steps) >= MOST:
             return step, Row(step.mode, descriptor)
-        known = self._steps[mode, key] = step, self._table.row(step.mode, descriptor)
-        return known
+        step_and_row = self._steps[mode, key] = step, self._table.row(step.mode, descriptor)
+        return step_and_row

@@ -7,8 +7,8 @@
 3. `report()` gives a `RunnerReport`. With `GRAPHRT_VLLM_REPORT=run.json` each process saves its own
    to `run.PID.json` after its captures and when it ends.
 
-Limits: vLLM pads batches itself, so live rows are unknown, and the report has no padding. graphrt
-tries no graphs of vLLM's. Graphs that vLLM has destroyed stay in it until it captures again.
+Limits: vLLM pads batches itself, so live rows are unknown, and the report has no padding. It has no
+trials either. Graphs that vLLM has destroyed stay in it until vLLM captures again.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Table:
             )
             steps[row.mode, descriptor] = row.steps
         modes = {row.mode for row in rows}
-        both = len(modes) > 1
+        has_both_modes = len(modes) > 1
         held = [pool.bytes() for pool in pools]
         return RunnerReport(
             graphs=tuple(records),
@@ -143,7 +143,11 @@ class Table:
             reasons={Reason.HIT: sum(steps.values()), **eager},
             live_tokens=0,
             pool_bytes=None if None in held else sum(each or 0 for each in held),
-            mode=GraphMode.FULL_AND_PIECEWISE if both else next(iter(modes), GraphMode.NONE),
+            mode=(
+                GraphMode.FULL_AND_PIECEWISE
+                if has_both_modes
+                else next(iter(modes), GraphMode.NONE)
+            ),
             device=str(pools[0].device) if pools else "",
         )
 

@@ -15,7 +15,8 @@ from graphrt.hosts.vllm.steps import KEY
 
 
 def step_reader() -> Callable[[], ForwardContext | None]:
-    """What reads the graphrt context of the step from vLLM's; None outside of one."""
+    """A function that returns graphrt's context of the current step, from vLLM's; None outside of a
+    step."""
     import vllm.forward_context as module
 
     def read_step() -> ForwardContext | None:
@@ -26,9 +27,10 @@ def step_reader() -> Callable[[], ForwardContext | None]:
 
 
 def graph_options(vllm_config: Any) -> GraphOptions:
-    """Captured when vLLM first asks; arguments are compared at every replay where it debugs."""
+    """Options of wrappers: lazy captures, and arguments compared at every replay if vLLM debugs."""
     debugging = logging.getLogger("vllm").isEnabledFor(logging.DEBUG)
-    # Adapters have a flag on the host that says whether there are any: vLLM's keys say so too.
+    # With LoRA a graph reads a flag on the host that says whether adapters are active. It may be
+    # baked in, as vLLM has graphs of their own for batches with adapters.
     has_lora = getattr(vllm_config, "lora_config", None) is not None
     return GraphOptions(
         lazy=True,
@@ -38,8 +40,8 @@ def graph_options(vllm_config: Any) -> GraphOptions:
 
 
 def trials() -> WrapperTrials | None:
-    """What tries a wrapper's graphs, where GRAPHRT_CHECK asks for more than vLLM's own graphs have:
-    from `first` on."""
+    """The trials of a wrapper's graphs; None unless GRAPHRT_CHECK is `first` or more, as vLLM's own
+    graphs have none."""
     return WrapperTrials() if GraphOptions().checks("first") else None
 
 
@@ -89,12 +91,12 @@ class _PoolAndEntries:
         if handle != self._handle:
             self.clear_graphs()
             self.move_to(state.pools.use(handle, self).graphs)
-            left, self._handle = self._handle, handle
-            state.pools.leave(left, self)
+            old_handle, self._handle = self._handle, handle
+            state.pools.leave(old_handle, self)
 
     @property
     def concrete_cudagraph_entries(self) -> Any:
-        """What is captured, by vLLM's descriptor; whatever is assigned destroys it."""
+        """What is captured, by vLLM's descriptor. To assign anything destroys it."""
         return {descriptor.variant: entry for descriptor, entry in self.entries.items()}
 
     @concrete_cudagraph_entries.setter
@@ -123,8 +125,8 @@ def wrapper_type() -> Any:
             runtime_mode: Any,
             cudagraph_options: Any = None,
         ) -> None:
-            """Raises `InvalidModeError` for mode NONE. Of the options nothing is left to do:
-            graphrt never collects garbage in a capture, and keeps weak references alone."""
+            """Raises `InvalidModeError` for mode NONE. `cudagraph_options` change nothing: graphrt
+            never collects garbage in a capture, and always keeps weak references alone."""
             check_config(vllm_config)
             self.vllm_config = vllm_config
             self.compilation_config = vllm_config.compilation_config

@@ -1,7 +1,7 @@
 """The graphs of vllm-ascend, by graphrt: call `install()` before the engine loads its model.
 
-vllm-ascend keeps its model runner, its attention and its way to update their lengths. What it calls
-`ACLGraphWrapper`, `GraphParams` and `update_full_graph_params` is what is here. See
+Its `ACLGraphWrapper`, `GraphParams` and `update_full_graph_params` are replaced by graphrt's. Its
+model runner, its attention and its code that updates lengths stay. See
 `docs/how-to/vllm_ascend.md`.
 """
 

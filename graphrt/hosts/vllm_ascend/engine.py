@@ -1,7 +1,7 @@
 """What graphrt asks of vLLM and vllm-ascend while it serves their graphs.
 
-Nothing here imports them: `module` is vllm-ascend's own module of graphs, whose names are looked up
-at every use, so that what replaces one of them is met.
+Nothing here imports them: `module` is vllm-ascend's own module of graphs. Its names are looked up
+at every use, as vllm-ascend's tests replace some of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Engine:
         self._module.compilation_counter.num_cudagraph_captured += 1
 
     def log_capture(self, mode: str, descriptor: Any) -> None:
-        """Say that a graph is captured."""
+        """Log that a graph is captured."""
         self._module.logger.debug("Capturing a aclgraph on (%s,%s)", mode, descriptor)
 
     def wrappers(self) -> weakref.WeakSet[Any]:

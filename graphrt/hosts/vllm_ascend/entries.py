@@ -30,7 +30,7 @@ class ACLGraphEntry:
 class Entries(dict[Any, ACLGraphEntry]):
     """Captured graphs by vLLM's descriptor; one that is taken out is destroyed.
 
-    While a step waits for its update nothing is: to destroy a graph is to wait for the device.
+    While a step waits for its update none can be destroyed, as that would wait for the device.
     """
 
     def __init__(self, check_idle: Callable[[], None], drop: Callable[[Any], None]) -> None:

@@ -26,11 +26,11 @@ class Issued(NamedTuple):
 
 
 class OperatorWatch(ThreadMode):
-    """Remembers operators that are no operators of torch itself and write to what they are given.
+    """Records the operators, other than torch's own, that write to their arguments.
 
-    One that has a `workspace` and gets None gets `workspace`: the memory that it would allocate is
-    free again, and its graph would keep the address. Raises `InvalidUpdateError` for lengths that
-    no request has.
+    An operator that takes a `workspace` and is given None gets ours: memory that it allocated
+    itself would be freed, while the graph keeps the address. Raises `InvalidUpdateError` for
+    lengths that no request can have.
     """
 
     takes_apart = False
@@ -51,14 +51,14 @@ class OperatorWatch(ThreadMode):
         return func(*args, **kwargs)
 
     def take(self) -> list[Issued]:
-        """What was called since this was asked for last."""
+        """The operators called since the last `take`."""
         seen, self._seen = self._seen, []
         return seen
 
 
 def _check_lengths(issued: Issued) -> None:
-    """Those of paged attention are looked at in torch_npu's queue of launches, where an error ends
-    all that the process does on the device."""
+    """Raise `InvalidUpdateError` for bad lengths. torch_npu checks those of paged attention in its
+    launch queue, where an error ends all work of the process on the device."""
     arguments = _by_name(issued)
     for name, value in arguments.items():
         lengths = _on_host(value)

@@ -1,7 +1,8 @@
 """`GraphParams`: where attention notes the sites of a graph, and finds them again to update them.
 
-By token count, as vllm-ascend keeps them; but what is found is of the graph that is captured, or
-that is updated, now. Two graphs of as many tokens do not see each other's sites or workspaces.
+A *site* is one call of attention, which waits for new lengths. Sites are found by token count, as
+in vllm-ascend, but only those of the graph that is captured or updated now: graphs of equal token
+counts do not see each other's sites or workspaces.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from graphrt.hosts.vllm_ascend.sites import Site, Sites, under_way
 
 @dataclass(eq=False)
 class GraphParams:
-    """What vllm-ascend calls so: four mappings by token count.
+    """vllm-ascend's class of this name: four mappings by token count.
 
     `events`, `handles` and `attn_params` hold lists, `workspaces` tensors or None. Outside of
-    graphrt's captures and updates they are plain: so graphs that vllm-ascend captures without the
-    wrapper (its second model runner) work as they do without graphrt.
+    graphrt's captures and updates they are ordinary dicts: so graphs that vllm-ascend captures
+    without the wrapper (its second model runner) work as they do without graphrt.
     """
 
     events: dict[int, Any]
@@ -54,8 +55,8 @@ class GraphParams:
         return self._captures[recording]
 
     def _updating(self, tokens: int) -> list[Site] | None:
-        """The sites of the graph that is updated now; None if none is. Raises `TaskContractError`
-        if it is another one's."""
+        """The sites of the graph that is updated now; None outside of updates. Raises
+        `TaskContractError` if that graph has no sites here for so many tokens."""
         update = under_way.get()
         if update is None:
             return None
@@ -73,7 +74,7 @@ class GraphParams:
 
 
 class _ByTokens(dict[int, Any]):
-    """Lists by token count: of the capture or the update that is under way, else plain ones."""
+    """Lists by token count: of the capture or update under way, else those that the host put in."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class _Column(list[Any]):
 
 
 class _Workspaces(dict[int, Any]):
-    """Scratch memory by token count: of the capture or the update under way, else plain."""
+    """Workspaces by token count: of the capture or update under way, else what the host put in."""
 
     def __init__(self, params: GraphParams, plain: Mapping[int, Any]) -> None:
         super().__init__(plain)

@@ -27,12 +27,12 @@ class Site:
         self.group: Any = None
         self.issued: Issued | None = None
         self.task: CapturedTask | None = None
-        # What the replay before was given: the device may still be at it.
+        # The arguments of the replay before, kept alive as the device may still read them.
         self.before: Issued | None = None
 
 
 class SiteEvent:
-    """The host's event of a site, which it may signal while graphrt lets it update only."""
+    """The host's event of a site, which the host may signal only inside of an update by graphrt."""
 
     def __init__(self, site: Site, event: Any) -> None:
         self.site = site
@@ -148,7 +148,7 @@ class HostUpdate:
             )
         issued = self.watch.take()
         if issued and site.issued is not None:
-            # Others may have asked for scratch memory.
+            # Before it others may have been issued, such as one that computes the workspace.
             new = [each for each in issued if each.function is site.issued.function]
             if len(new) != 1 or new[0] is not issued[-1]:
                 raise TaskContractError(

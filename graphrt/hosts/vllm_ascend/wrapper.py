@@ -53,7 +53,7 @@ class ACLGraphWrapper:
         enable_enpu: bool = False,
     ) -> None:
         """`runtime_mode` is vLLM's; raises `InvalidModeError` for NONE. `use_eagle` and
-        `enable_enpu` say in which steps vllm-ascend waits for the device: graphrt orders all there.
+        `enable_enpu` say in which steps vllm-ascend waits for the device; graphrt never waits.
         """
         self.runnable = runnable
         self.vllm_config = vllm_config
@@ -93,7 +93,7 @@ class ACLGraphWrapper:
         more.
         """
         host = self.engine.forward_context()
-        # Equal is what the engine asks: tests of it compare stand-ins.
+        # By !=, as the engine compares modes: its tests use stand-ins for them.
         if host.cudagraph_runtime_mode != self.runtime_mode:
             return self.runnable(*args, **kwargs)
         key = host.batch_descriptor
@@ -155,8 +155,8 @@ class ACLGraphWrapper:
     ) -> bool:
         """Have `update(stream)` update the graph of the engine's context `host`, launched or not.
 
-        Returns False, and does nothing, where this wrapper has none whose sites are its; with
-        `if_launched` also where it waits for no update.
+        Returns False, and does nothing, if this wrapper has no such graph with sites in `host`'s
+        `GraphParams`; with `if_launched` also if that graph waits for no update.
         """
         graphs, entry = self._graphs, self._entry_of(host)
         if graphs is None or entry is None or not entry.tasks:
@@ -200,7 +200,8 @@ class ACLGraphWrapper:
         return cast("DeferrableEntry | None", self._graphs.entries.get(descriptor))
 
     def _take_ahead(self, graphs: GraphWrapper, host: Any, called: Entry) -> None:
-        """Let an update before the call count for that call, and that graph, alone."""
+        """Use up an update that came before its call. If this call is for another context or graph,
+        take the update back."""
         assert self._ahead is not None
         segment, updated_for = self._ahead
         self._ahead = None

@@ -25,7 +25,8 @@ D4, D2 = BatchDescriptor(4), BatchDescriptor(2)
 
 
 class ConformanceBase:
-    """Only elementary operators are used, so that young devices can run the suite."""
+    """The fixtures and steps that all tests share. Only elementary operators are used, so that
+    devices whose backend is young can run the suite."""
 
     platform: Platform
 
@@ -37,8 +38,8 @@ class ConformanceBase:
 
     @property
     def notes_operators(self) -> bool:
-        """Whether captures note operators, and replays run each as a whole: then nothing can break
-        in the kernel of one."""
+        """Whether captures record operators and replays run each as a whole: then no eager part can
+        be inside of an operator's kernel."""
         return self.platform.capture_executes
 
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""Breakable capture: segments and eager parts in order, results where their readers look."""
+"""Breakable capture: segments and eager parts run in order, and each reads the other's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constants that a forward makes of Python data: every replay has them, whatever was written."""
+"""Constants that a forward makes of Python data: every replay has the values of the capture."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ class ConstantConformance(ConformanceBase):
             self.capture(wrapper, FULL, x)
 
     def _pinned_memory_is_used_by_others(self) -> None:
-        """Whatever was given back too early has other bytes afterwards."""
+        """Overwrite free pinned memory: a buffer that was freed too early gets other bytes."""
         self.platform.synchronize()
         buffers = [self.platform.host_buffer(size) for size in (4, 8, 32, 64, 256) for _ in "1234"]
         for buffer in buffers:

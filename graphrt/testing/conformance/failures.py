@@ -204,7 +204,8 @@ class FailureConformance(ConformanceBase):
     def test_a_runner_whose_forward_draws_on_the_host_is_not_captured(
         self, mode: str, least: int
     ) -> None:
-        """Warm-ups tell, of the size at hand: operators are not looked at where none has drawn."""
+        """Whether a forward draws is learnt in the warm-up of each size: a capture watches its
+        operators for draws only if the warm-up drew."""
         if self.platform.device_type == "cpu":
             pytest.skip("this platform is the host")
 

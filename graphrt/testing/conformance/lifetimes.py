@@ -1,4 +1,4 @@
-"""Step lifetimes and weak references: what a replay overwrites, and what it must not."""
+"""Lifetimes of outputs: which memory a replay overwrites, and which it must not."""
 
 from __future__ import annotations
 

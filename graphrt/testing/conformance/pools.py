@@ -1,4 +1,4 @@
-"""Pools: one thread at a time, streams ordered, closed when they are closed."""
+"""Pools: one thread at a time, streams in order, shared handles, and errors once closed."""
 
 from __future__ import annotations
 

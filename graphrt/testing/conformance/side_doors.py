@@ -1,4 +1,7 @@
-"""A tensor that leaves an eager part by a side door, and is read by a graph, is refused."""
+"""A tensor that leaves an eager part by a side door, and is read by a graph, is refused.
+
+A side door is any way but the part's result: an attribute, a list, a global, a closure.
+"""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class TaskConformance(ConformanceBase):
 
     def test_a_task_asks_for_its_workspace_at_capture_and_keeps_it(self, pool: GraphPool) -> None:
         self.need(Capability.TASK_UPDATE)
-        plain, asked, addresses = self.task(), [], set()
+        base_task, asked, addresses = self.task(), [], set()
 
         def issue(
             x: torch.Tensor,
@@ -117,7 +117,7 @@ class TaskConformance(ConformanceBase):
         ) -> None:
             scratch = torch.empty_like(x) if workspace is None else workspace
             addresses.add(scratch.data_ptr())
-            plain.issue(x, scratch, lengths=lengths)
+            base_task.issue(x, scratch, lengths=lengths)
             torch.mul(scratch, 1, out=out)
 
         def workspace(
@@ -127,7 +127,11 @@ class TaskConformance(ConformanceBase):
             return {"workspace": torch.empty_like(x)}
 
         task = UpdatableTask(
-            "attention", issue, plain.host_args, at_capture=plain.at_capture, workspace=workspace
+            "attention",
+            issue,
+            base_task.host_args,
+            at_capture=base_task.at_capture,
+            workspace=workspace,
         )
         wrapper = self.wrap(self.two_layers(task), FULL, pool)
         x, updates = self.tensor(1, 2, 3, 4), {"attention": {"lengths": [1]}}
@@ -240,7 +244,7 @@ class Boom(Exception):
 
 
 def fail_in(issue: Any, layer: int) -> Any:
-    """`issue`, but once, in the call of this number, it raises."""
+    """`issue`, which raises once, in its call number `layer`."""
     calls = [-1]
 
     def issue_or_fail(*args: Any, **kwargs: Any) -> None:
