@@ -115,6 +115,12 @@ def test_devices_that_there_are_not_are_refused(device, words):
         GraphPool(Devices(), device=device)
 
 
+def test_buffers_on_a_device_that_torch_has_not_are_refused():
+    with pytest.raises(InvalidOptionError, match="torch has no such device here") as refused:
+        GraphRunner(lambda x: x, device="xla", inputs=INPUTS, sizes=[2], platform=Devices())
+    assert "got: xla" in str(refused.value)
+
+
 def test_a_runner_is_on_the_device_of_its_pool():
     pool = GraphPool(Devices(), device=1)
     with pytest.raises(InvalidOptionError, match="another device"):

@@ -14,7 +14,7 @@ from graphrt import (
     HostArg,
     UpdatableTask,
 )
-from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
+from graphrt.core.base.errors import InvalidOptionError, InvalidUpdateError, MissingUpdateError
 from graphrt.core.replay.entry import TaskTable
 from graphrt.core.replay.tasks import WORST_CASE, CapturedTask
 
@@ -85,6 +85,12 @@ def test_no_request_of_a_uniform_graph_gets_more_than_its_query_length(value):
     arg = HostArg("reqs", "cumulative")
     with pytest.raises(InvalidUpdateError, match="add up"):
         arg.fitted("lengths", value, 8, 4, query_len=2)
+
+
+def test_bounds_that_no_value_can_meet_are_refused():
+    with pytest.raises(InvalidOptionError, match=r"least=5, most=1[\s\S]*least=1, most=5"):
+        HostArg(least=5, most=1)
+    assert HostArg(least=5, most=5).most == 5
 
 
 LIVE = Batch(5, 3)

@@ -364,6 +364,15 @@ def asked_device(kind: str, device: Any) -> torch.device:
         raise _no_device("the argument 'device' names no device", shown(device), kind) from error
 
 
+def check_exists(device: torch.device, kind: str) -> None:
+    """Raise `InvalidOptionError` if torch has no such device, where one of `kind` could be meant."""
+    try:
+        torch.empty(0, device=device)
+    # A torch that was built without a device asserts.
+    except (AssertionError, RuntimeError) as error:
+        raise _no_device(f"torch has no such device here ({error})", device, kind) from error
+
+
 def _no_device(what: str, got: object, kind: str) -> InvalidOptionError:
     return InvalidOptionError(
         what,

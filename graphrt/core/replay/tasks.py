@@ -20,7 +20,7 @@ import torch
 
 from graphrt.core.base import option_values, tree
 from graphrt.core.base._undo import Undo, note, undoing
-from graphrt.core.base.errors import InvalidUpdateError, MissingUpdateError
+from graphrt.core.base.errors import InvalidOptionError, InvalidUpdateError, MissingUpdateError
 from graphrt.core.base.homes import public
 from graphrt.core.batch.context import ForwardContext, current_context
 from graphrt.core.batch.descriptor import Axis, Batch, BatchDescriptor
@@ -69,7 +69,8 @@ class HostArg:
     tokens can belong when all requests are live. An `optional` one may be left out of updates.
     `least` and `most` bound every value of a list.
 
-    Raises `InvalidInputError` for an axis that does not exist.
+    Raises `InvalidInputError` for an axis that does not exist, `InvalidOptionError` for a `least`
+    above `most`.
     """
 
     axis: str | None = "reqs"
@@ -84,6 +85,13 @@ class HostArg:
         option_values.flag("optional", self.optional)
         for name in ("least", "most"):
             option_values.check_kind(name, getattr(self, name), int)
+        if self.least is not None and self.most is not None and self.least > self.most:
+            raise InvalidOptionError(
+                "no value of a host argument can be right",
+                got=f"least={self.least}, most={self.most}",
+                expected="a least value that is at most the largest one",
+                advice=f"HostArg(least={self.most}, most={self.least})",
+            )
         # The only way to set a field of a frozen dataclass.
         object.__setattr__(self, "_axis", None if self.axis is None else Axis.parse(self.axis))
 

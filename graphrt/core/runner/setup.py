@@ -15,7 +15,7 @@ from graphrt.core.base.thread_mode import where_asked, without_gradients
 from graphrt.core.batch.modes import GraphMode, PieceProvider
 from graphrt.core.capture.options import GraphOptions
 from graphrt.core.capture.wrapper import GraphWrapper, wrapper_class
-from graphrt.core.device.platform import Platform, asked_device
+from graphrt.core.device.platform import Platform, asked_device, check_exists
 from graphrt.core.device.registry import resolve_platform
 from graphrt.core.inputs.buffers import StaticInputs
 from graphrt.core.inputs.declared import check_forward
@@ -165,6 +165,7 @@ def _pool_for(
         if platform is not None:
             pool.check_is_of(platform)
     if asked.type != pool.device.type:
+        check_exists(asked, pool.device.type)
         return pool, asked, owns_pool
     if asked.index is not None:
         pool.check_is_of(pool.platform, asked)
