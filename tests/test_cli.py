@@ -8,15 +8,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from graphrt import GraphMode
+from graphrt import GraphMode, Plan
 from graphrt.cli.app import app, main
 from graphrt.cli.variables import OTHERS, VARIABLES
 from graphrt.core.base.errors import InvalidModeError, InvalidOptionError
+from graphrt.core.device.registry import PlatformRegistry, PluginWarning, hookimpl
 from graphrt.core.trust.host_watch import watch_state
+from graphrt.cpu import CpuPlatform
 from graphrt.demo.settings import read_settings, runner_settings
 from graphrt.observe import report_text
 from tests.observe.planted import planted_runner, run_planted
@@ -237,6 +241,22 @@ def test_a_step_down_is_logged_once(caplog):
     assert len(caplog.records) == 1
 
 
+def test_a_strict_plan_refuses_a_step_down(monkeypatch, capsys):
+    flags = ["plan", "--mode", "FULL", "--attention", "UNIFORM_BATCH", "-c", "strict=true"]
+    monkeypatch.setattr("sys.argv", ["graphrt", *flags])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "InvalidModeError: mode FULL cannot run here" in capsys.readouterr().err
+
+
+def test_a_plan_is_saved_as_it_is_printed(tmp_path):
+    path = tmp_path / "plan.json"
+    text = run("plan", "--sizes", "1,2", "--max-num-tokens", "2", "--save", str(path))
+    assert text == f"{Plan.load(path)}\nSaved to {path}\n"
+    assert json.loads(run("plan", "--sizes", "1,2", "--save", str(path), "--json"))
+
+
 def test_an_unknown_setting_is_told_all_that_there_are():
     with pytest.raises(InvalidOptionError, match=r"sizes, .*outputs"):
         runner_settings(["nonsense=1"])
@@ -335,6 +355,69 @@ def test_doctor_says_what_does_not_work(monkeypatch):
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "cpu does not work: " in result.output and "no such device" in result.output
+
+
+class OtherDevice(CpuPlatform):
+    """A platform whose device torch may not know, or which fails where it is asked something."""
+
+    def __init__(self, name: str, device_type: str, fails: str = "") -> None:
+        self.name, self.device_type = name, device_type
+        if fails:
+            setattr(self, fails, self._broken)
+
+    def _broken(self, *_: object) -> Any:
+        raise RuntimeError("the driver is broken")
+
+    def device_count(self) -> int:
+        return 1
+
+    @hookimpl
+    def graphrt_platforms(self) -> Any:
+        return self
+
+
+def doctor_of(monkeypatch, *plugins: object) -> PlatformRegistry:
+    """The registry that the command sees, of these plugins alone."""
+    made = PlatformRegistry({}, group=None)
+    for plugin in plugins:
+        made.register(plugin, f"plugin of {getattr(plugin, 'name', 'none')}")
+    monkeypatch.setattr("graphrt.cli.doctor.installed_platforms", made.platforms)
+    monkeypatch.setattr("graphrt.cli.doctor.current_platform", lambda: made.current({}))
+    return made
+
+
+@pytest.mark.parametrize("fails", ["versions", "device_count", "get_device_name"])
+def test_doctor_shows_what_a_platform_fails_at_and_goes_on(fails, monkeypatch):
+    names = SimpleNamespace(get_device_name=lambda at: f"number {at}")
+    if fails == "get_device_name":
+        names.get_device_name = OtherDevice("", "")._broken
+    monkeypatch.setattr("torch.broken_device", names, raising=False)
+    broken = OtherDevice("broken", "broken_device", "" if fails == "get_device_name" else fails)
+    fine = OtherDevice("fine", "unheard_of")
+    doctor_of(monkeypatch, broken, fine)
+    with pytest.warns(PluginWarning, match="the driver is broken"):
+        result = CliRunner().invoke(app, ["doctor", "--no-try", "--json"])
+    report = json.loads(result.stdout)
+    told = {each["name"]: each for each in report["platforms"]}
+    assert not told["broken"]["available"] and told["fine"]["available"]
+    assert "the driver is broken" in told["broken"]["reason"]
+    assert "Traceback" in told["broken"]["error"] and not told["fine"]["error"]
+    text = CliRunner().invoke(app, ["doctor", "--no-try"]).stdout
+    assert "plugin of broken failed:" in text and "Current platform: fine" in text
+
+
+def test_doctor_names_the_devices_of_a_platform(monkeypatch):
+    names = SimpleNamespace(get_device_name=lambda at: f"number {at}")
+    monkeypatch.setattr("torch.named_device", names, raising=False)
+    doctor_of(monkeypatch, OtherDevice("named", "named_device"), OtherDevice("other", "unheard_of"))
+    told = json.loads(CliRunner().invoke(app, ["doctor", "--no-try", "--json"]).stdout)
+    assert [each["devices"] for each in told["platforms"]] == [["number 0"], []]
+
+
+def test_doctor_without_any_platform_says_so_and_fails(monkeypatch):
+    doctor_of(monkeypatch)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1 and "No current platform: " in result.stdout
 
 
 def test_doctor_shows_variables_and_names_those_that_are_none(monkeypatch):

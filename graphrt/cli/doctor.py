@@ -86,6 +86,7 @@ def _platform(entry: FoundPlatform, *, tries: bool) -> dict[str, Any]:
     # First: a platform whose methods raise is marked unavailable by this, with the reason.
     versions = _asked(entry, "versions") if platform and entry.availability.available else {}
     wrapper = _asked(entry, "get_static_graph_wrapper_cls") if platform else None
+    devices = _devices(entry) if platform and entry.availability.available else []
     return {
         "name": entry.name,
         "plugin": entry.plugin,
@@ -95,7 +96,7 @@ def _platform(entry: FoundPlatform, *, tries: bool) -> dict[str, Any]:
         "capabilities": sorted(c.value for c in platform.capabilities) if platform else [],
         "wrapper": wrapper,
         "versions": versions,
-        "devices": _devices(entry) if platform and entry.availability.available else [],
+        "devices": devices,
         "driver": _driver() if entry.name == "cuda" else None,
         "tried": _tried(str(entry.name)) if tries and entry.availability.available else None,
     }
@@ -104,10 +105,16 @@ def _platform(entry: FoundPlatform, *, tries: bool) -> dict[str, Any]:
 def _devices(entry: FoundPlatform) -> list[str]:
     """The names of a platform's devices, where torch knows them."""
     kind = getattr(entry.platform, "device_type", "cpu")
-    name_of = getattr(torch.get_device_module(kind), "get_device_name", None)
+    # torch.get_device_module raises for a device that torch has no module of.
+    name_of = getattr(getattr(torch, kind, None), "get_device_name", None)
     if kind == "cpu" or name_of is None:
         return [host.processor() or host.machine()] if kind == "cpu" else []
-    return [str(name_of(at)) for at in range(int(_asked(entry, "device_count") or 0))]
+    count = int(_asked(entry, "device_count") or 0)
+    try:
+        return [str(name_of(at)) for at in range(count)]
+    except Exception as error:
+        entry.failed("could not name its devices", error)
+        return []
 
 
 def _driver() -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphrt.compile import CompileError, opaque
+from graphrt.compile.split.effects import written
 from graphrt.compile.split.graph import returned_count, split
 from graphrt.compile.split.groups import Roles, partition, splits_at
 from graphrt.compile.split.identity import fingerprint, normalised
@@ -303,3 +306,31 @@ def test_what_pieces_cannot_keep_is_refused(name, error):
 
     with pytest.raises(CompileError, match=error):
         split(fake_module(build), splits_at([]))
+
+
+# Higher-order operators ----------------------------------------------------------------------
+
+
+def checkpointed(inner: Callable[[Any], Any]) -> tuple[fx.GraphModule, fx.Node, fx.Node]:
+    """A graph that calls the graph of `inner`, its input and the call."""
+    root, graph = torch.nn.Module(), fx.Graph()
+    root.body = fx.symbolic_trace(inner)
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.ones(2)
+    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+    called = graph.call_function(checkpoint, (graph.get_attr("body"), x))
+    graph.output(called)
+    return fx.GraphModule(root, graph), x, called
+
+
+def test_pieces_that_differ_inside_of_a_higher_order_operator_are_not_taken_for_the_same():
+    sine = fingerprint(checkpointed(lambda x: x.sin())[0])
+    assert sine == fingerprint(checkpointed(lambda x: x.sin())[0])
+    assert sine != fingerprint(checkpointed(lambda x: x.cos())[0])
+
+
+def test_a_higher_order_operator_writes_where_its_graph_does():
+    _, x, called = checkpointed(lambda x: x.add_(1) * 2)
+    assert x in written(called)
+    _, _, called = checkpointed(lambda x: x.add(1) * 2)
+    assert not written(called)
