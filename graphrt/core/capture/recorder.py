@@ -247,19 +247,19 @@ class Recorder:
         places = _Places()
         places.add(tensors)
         # Replays call it with the tensors of the capture.
-        kept = tree.map_leaves(self.captured_ref, call)
-        outside_pool = set(map(id, tree.tensors(*kept)))
-        called = entry.under_settings(
+        kept_call = tree.map_leaves(self.captured_ref, call)
+        outside_pool = set(map(id, tree.tensors(*kept_call)))
+        at_replay = entry.under_settings(
             entry.on_copies(function) if can_change(args, kwargs) else function, self._settings
         )
-        memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
+        addresses = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
         places.check()
         self._places.add([tensor for tensor in tensors if id(tensor) in outside_pool])
         strided(result, f"eager break {name}")
-        readable, aliased, recorded = unseen(partial(self._readable, result, memory))
+        readable, aliased, recorded = unseen(partial(self._readable, result, addresses))
         self.give([leaf for path, leaf in tree.leaves(readable) if path not in aliased])
-        self.parts.append(entry.EagerPart(called, kept, recorded, aliased))
+        self.parts.append(entry.EagerPart(at_replay, kept_call, recorded, aliased))
         copies = _copies(result, readable)
         # A storage that is alive below is one that the part has also kept elsewhere, so this
         # reference to it has to go first.
