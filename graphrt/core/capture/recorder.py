@@ -190,8 +190,7 @@ class Recorder:
         outer = active.get()
         if outer is not None and outer.segment_open:
             raise refusals.NESTED_CAPTURE()
-        # The lock is in C: no interrupt comes between taking it and the body, or before its
-        # release.
+        # A lock in C: no interrupt comes between taking it and the body, nor before its release.
         with self.pool.capture_lock:
             try:
                 return self._record(body)
@@ -218,9 +217,8 @@ class Recorder:
         freeze_garbage(undo, self)
         pool.check_open()
         pool._enter_capture(context)
-        # The capture stream waits for all earlier work in the pool. When that is undone, the
-        # caller's stream waits for the capture, and is the last that used the pool: others wait for
-        # it.
+        # The capture stream waits for all earlier work in the pool. Undone, the caller's stream
+        # waits for the capture; it counts as the last that used the pool, so others wait for it.
         pool.streams.follow()
         work = None if context.capture is None else context.capture.work
         undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
@@ -283,8 +281,7 @@ class Recorder:
         site = len([part for part in self.parts if isinstance(part, entry.EagerPart)])
         allocate = self.pooled_like
         readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=allocate)
-        # The forward gets strong references, and decides how long they live; the entry keeps weak
-        # ones.
+        # The forward gets strong references, so it decides how long they live; the entry weak ones.
         return readable, aliased, tree.map_leaves(self._kept_apart, readable)
 
     def bracketed(self, issue: Callable[[], object]) -> Any:
@@ -461,8 +458,7 @@ def strided(result: Any, what: str = "the forward") -> Any:
 
 def can_change(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function called with these arguments gets lists, dicts or dataclasses, whose items
-    it may replace: then each replay passes copies. A module among them is not copied, and not
-    asked."""
+    it may replace: then each replay passes copies. No copy is made of a module."""
     return any(map(_holds_container, (*args, *kwargs.values())))
 
 

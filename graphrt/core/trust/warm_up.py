@@ -28,8 +28,7 @@ from graphrt.core.trust.watching.writes import SavedWrites, WriteWatch, note_ope
 T = TypeVar("T")
 
 Calls: TypeAlias = Callable[[], Callable[[], T]]
-"""Called before each run, unwatched: returns the call to run, with fresh arguments, as a run may
-reshape them."""
+"""Called unwatched before each run: returns its call, with arguments that the run may reshape."""
 
 
 class WarmedUp(NamedTuple):
@@ -228,9 +227,8 @@ def _filled_once(
     reads: ReadSet,
 ) -> str | None:
     """Memory, in words, that the first run fills with padding's values once for all; None if there
-    is none. Either the first run has `made` it, and the second, `again`, goes on from it. Or only
-    the first writes it, or writes it more often: a flag in Python tells later runs that it is
-    filled."""
+    is none. Either the first run has `made` it, and the second, `again`, goes on from it. Or the
+    first alone writes it, or more often: a flag in Python tells later runs that it is filled."""
     uses = again.uses
     for key, (path, memory) in made.items():
         use = uses.get(key)
@@ -382,8 +380,7 @@ class _Moves:
         self._left_paths = [path for path in self._left_paths if path not in remade]
 
     def note_left(self, tensors: Keyed) -> None:
-        """Note the paths of those `tensors`, reached now and not before, that are in graph
-        memory."""
+        """Note the paths of new tensors among `tensors` that are in graph memory."""
         for place, tensor, key in tensors:
             # A path stays noted, even if a run puts another tensor there later.
             is_new = key not in self.before and place.path not in self._left_paths

@@ -102,8 +102,7 @@ class SavedWrites:
         self._sums = sums
         self.limit = limit_bytes
         self._regions: list[_Region] = []
-        # The rows of each tensor that need not be saved again: every run of a forward writes the
-        # same ones.
+        # Rows of each tensor that are saved already: every run of a forward writes the same ones.
         self._saved: dict[tuple[object, ...], list[Index]] = {}
         self._protected: list[Callable[[Sequence[int]], str]] = []
 
@@ -267,8 +266,7 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dim_of_rows(tensor: torch.Tensor) -> int:
-    """Along which dimension rows are: the first, or the second if the first has at most two entries
-    (keys and values)."""
+    """The first dimension, or the second if the first has at most two entries (keys, values)."""
     return 1 if tensor.dim() > 1 and tensor.shape[0] <= 2 else 0
 
 
