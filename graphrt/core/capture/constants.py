@@ -65,8 +65,7 @@ def _unchanged(tensor: torch.Tensor, source: Source | None = None) -> Check:
 
 class _Made(NamedTuple):
     """A storage on the host that a capture made: checks of the `arrays` that it was computed from,
-    and those of its `operands` that are no constants. Without such operands it is a constant
-    itself."""
+    and those of its `operands` that are no constants. Without such operands it is a constant."""
 
     storage: StorageWeakRef
     arrays: tuple[Check, ...]

@@ -294,8 +294,7 @@ class SideDoors:
         guard: CaptureGuard | None = None,
     ) -> Any:
         """Run an eager part, and note what it makes; a part inside of it belongs to it. In a
-        capture, which has a `guard`, it may read pool memory only if it was given that, and write
-        no copy."""
+        capture (`guard`) it may read pool memory only if it was given that, and write no copy."""
         for mode in torch_names.dispatch_modes():
             if isinstance(mode, _PartWatch) and mode.doors is self:
                 return function(*args, **kwargs)
@@ -423,8 +422,7 @@ in_eager_part: ContextVar[frozenset[int] | None] = ContextVar("graphrt_eager_par
 watched: replays give it the same."""
 
 side_doors: ContextVar[SideDoors | None] = ContextVar("graphrt_side_doors", default=None)
-"""The side doors of the session whose warm-ups and captures this thread runs, if some are in
-pieces."""
+"""`SideDoors` of the session whose runs and captures this thread makes, if some are in pieces."""
 
 
 def refuse_transform(function: Callable[..., Any]) -> None:

@@ -190,8 +190,7 @@ class Recorder:
         outer = active.get()
         if outer is not None and outer.segment_open:
             raise refusals.NESTED_CAPTURE()
-        # The lock is in C: no interrupt comes between taking it and the body, or before its
-        # release.
+        # A lock in C: no interrupt comes between taking it and the body, nor before its release.
         with self.pool.capture_lock:
             try:
                 return self._record(body)
@@ -218,9 +217,8 @@ class Recorder:
         freeze_garbage(undo, self)
         pool.check_open()
         pool._enter_capture(context)
-        # The capture stream waits for all earlier work in the pool. When that is undone, the
-        # caller's stream waits for the capture, and is the last that used the pool: others wait for
-        # it.
+        # The capture stream waits for all earlier work in the pool. Undone, the caller's stream
+        # waits for the capture; it counts as the last that used the pool, so others wait for it.
         pool.streams.follow()
         work = None if context.capture is None else context.capture.work
         undo.enter(platform.on_stream(platform.capture_stream(pool.stream, work)))
@@ -247,19 +245,19 @@ class Recorder:
         places = _Places()
         places.add(tensors)
         # Replays call it with the tensors of the capture.
-        kept = tree.map_leaves(self.captured_ref, call)
-        outside_pool = set(map(id, tree.tensors(*kept)))
-        called = entry.under_settings(
+        kept_call = tree.map_leaves(self.captured_ref, call)
+        outside_pool = set(map(id, tree.tensors(*kept_call)))
+        at_replay = entry.under_settings(
             entry.on_copies(function) if can_change(args, kwargs) else function, self._settings
         )
-        memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
+        addresses = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         result = self._guard.doors.watched(function, args, kwargs, self._guard)
         places.check()
         self._places.add([tensor for tensor in tensors if id(tensor) in outside_pool])
         strided(result, f"eager break {name}")
-        readable, aliased, recorded = unseen(partial(self._readable, result, memory))
+        readable, aliased, recorded = unseen(partial(self._readable, result, addresses))
         self.give([leaf for path, leaf in tree.leaves(readable) if path not in aliased])
-        self.parts.append(entry.EagerPart(called, kept, recorded, aliased))
+        self.parts.append(entry.EagerPart(at_replay, kept_call, recorded, aliased))
         copies = _copies(result, readable)
         # A storage that is alive below is one that the part has also kept elsewhere, so this
         # reference to it has to go first.
@@ -283,8 +281,7 @@ class Recorder:
         site = len([part for part in self.parts if isinstance(part, entry.EagerPart)])
         allocate = self.pooled_like
         readable, aliased = self._bridges.fix(site, result, stays=stays, allocate=allocate)
-        # The forward gets strong references, and decides how long they live; the entry keeps weak
-        # ones.
+        # The forward gets strong references, so it decides how long they live; the entry weak ones.
         return readable, aliased, tree.map_leaves(self._kept_apart, readable)
 
     def bracketed(self, issue: Callable[[], object]) -> Any:
@@ -461,8 +458,7 @@ def strided(result: Any, what: str = "the forward") -> Any:
 
 def can_change(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function called with these arguments gets lists, dicts or dataclasses, whose items
-    it may replace: then each replay passes copies. A module among them is not copied, and not
-    asked."""
+    it may replace: then each replay passes copies. No copy is made of a module."""
     return any(map(_holds_container, (*args, *kwargs.values())))
 
 

@@ -131,8 +131,8 @@ class WrapperGraphs:
         return graphs_of([part for entry in taken for part in entry.parts])
 
     def clear_buffers(self) -> None:
-        """Let go of the buffers if no graph is left: they may be memory of the pool, and keep
-        it."""
+        """Let go of the buffers if no graph is left: they may be in the pool, and keep its
+        memory."""
         if not self.entries:
             self.bridges.clear()
 
@@ -302,8 +302,7 @@ class GraphWrapper(errors.Uncopied):
             self.pool.pieces.without_graph = context.token
 
     def _capture(self, context: ForwardContext, args: Any, kwargs: Any) -> Any:
-        """Capture a call, if that is allowed, and return its result; else count an eager call, and
-        return `_EAGERLY`."""
+        """Capture a call, if allowed, and return its result; else `_EAGERLY`, which is counted."""
         graphs, transaction = self._graphs, context.capture
         if context.descriptor in graphs.entries:
             # An earlier piece of the step ran eagerly: its results are not where this graph reads.

@@ -247,8 +247,7 @@ class PythonState:
                 put_back(slot, numbers[slot.path])
 
     def much_later(self, now: Sequence[Any]) -> list[Any] | None:
-        """Likely values after many more runs like the one that left `now`; None if they can be told
-        of no slot."""
+        """Likely values after many more runs like the one that left `now`; None if all stay."""
         values = [*now]
         for at, slot in enumerate(self.slots):
             is_dict = slot.way is slots.CONTENTS and isinstance(slot.holder, dict)
@@ -338,9 +337,8 @@ def further(was: Any, now: Any, steps: int) -> Any:
 
 
 def much_later(was: Any, now: Any) -> Any:
-    """What a text, tuple or list is likely to be after many runs like the one that made `now` of
-    `was`: far longer, or empty; of a tuple, numbers are moved on. None where that cannot be
-    told."""
+    """What a text, tuple or list may be after many runs like the one that made `now` of `was`: far
+    longer, or empty; of a tuple, numbers are moved on. None where that cannot be told."""
     if type(was) is not type(now) or not isinstance(now, str | bytes | tuple | list):
         return None
     was, now = cast(tuple[Any, ...], was), cast(tuple[Any, ...], now)

@@ -152,7 +152,6 @@ class Trial:
         return self._verdict
 
     def _judge(self) -> None:
-        """Make the runs, put the state back after each, and ask the questions about them."""
         step, state, verdict = self.step, self._state, self._verdict
         # Padded and live tokens; None if no run can differ in padding.
         rows = step.sizes[0] if step.sizes else None
@@ -201,9 +200,8 @@ class Trial:
         self._leave_asked_step(unpadded)
 
     def _leave_asked_step(self, unpadded: Run | None) -> None:
-        """Leave the effects of the step that the host asked for, where the last run was another
-        one. After a failure that is the run without padding. If results depend on gradient and
-        inference modes, it is a run under the caller's."""
+        """Leave the effects of the step that the host asked for. After a failure that is the run
+        without padding; if results depend on gradient modes, a run under the caller's."""
         step, state, verdict = self.step, self._state, self._verdict
         if unpadded is not None and verdict.failure is not None:
             # That run is not made again: ranks whose trial passed would make no such run, and a
@@ -227,9 +225,8 @@ class Trial:
     ) -> Run | None:
         """Make a run for comparison, with the Python state `start`, and put the state back.
 
-        An error is no failure of the graph: it is noted, after `how`, and None is returned. With
-        the option `follows` of a `Watch` the run ends where it deviates: then its outputs are that
-        `Deviation`."""
+        An error is no failure of the graph: it is noted, after `how`, and None is returned. A run
+        that deviates from the trace that it `follows` has the `Deviation` as outputs."""
         run_watch = self._watch(**watch)
         try:
             if start is not None:
@@ -347,12 +344,10 @@ class Trial:
         self._fail(verdicts.NOT_EAGER, apart.text + self._likely_cause(), where=where)
 
     def _note_another_way(self, now: Watch) -> None:
-        """Note the first operator of the capture that eager runs do not issue: then the forward
-        takes another way under captures, and rounding is allowed.
-
-        A capture of another size may have other operators for its size alone. So may one before a
-        change of the host's, whose effect may be as small as rounding. In both cases the warm-up,
-        of the capture's size and before the change, has to differ from the capture too."""
+        """Note the first operator of the capture that eager runs do not issue: the forward takes
+        another way under captures, so rounding is allowed. If the capture had another size, or came
+        before a change of the host's, its warm-up has to differ from it too: else the size or the
+        change may be the cause, and a change may have an effect as small as rounding."""
         warm, record = self.warm, self.graph.record
         captured_operators = None if warm is None else warm.captured.get(record.mode)
         if warm is None or captured_operators is None:
@@ -523,8 +518,7 @@ class Trial:
     def _runs_moved_on(
         self, moved: snapshot.Changes, numbers: snapshot.Changes
     ) -> Iterator[tuple[str, snapshot.Changes, str | None]]:
-        """Makes the runs with later values. For each: the kind of value, the changes, the
-        effect."""
+        """Make the runs with later values. For each: the kind of value, changes, their effect."""
         python, left = self._state.python, self._eager.left.python
         how = f"with {', '.join(numbers)} moved on"
         for times in _MULTIPLES if numbers else ():
@@ -552,9 +546,8 @@ class Trial:
         moved: Mapping[str, Any] = _NO_NUMBERS,
         leaves: list[list[Any]] | None = None,
     ) -> str | None:
-        """What the step does differently, in words, if it begins with `start` in Python and with
-        the numbers in `moved`; None if nothing, or if it raises. Appends to `leaves` what it leaves
-        there.
+        """What the step does differently, in words, if it begins with `start` in Python and numbers
+        `moved`; None if nothing, or if it raises. Appends to `leaves` what it leaves there.
 
         Without `leaves` the values are made up, and the run may do harm with them. Once its
         operators differ from those of the first run, it ends at the first that may do harm. Among

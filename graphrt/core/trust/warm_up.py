@@ -28,8 +28,7 @@ from graphrt.core.trust.watching.writes import SavedWrites, WriteWatch, note_ope
 T = TypeVar("T")
 
 Calls: TypeAlias = Callable[[], Callable[[], T]]
-"""Called before each run, unwatched: returns the call to run, with fresh arguments, as a run may
-reshape them."""
+"""Called unwatched before each run: returns its call, with arguments that the run may reshape."""
 
 
 class WarmedUp(NamedTuple):
@@ -77,7 +76,7 @@ class WatchedState:
         self, undo: Undo, kind: Hashable, tokens: int, inputs: frozenset[int], calls: Calls[T]
     ) -> T:
         """Run a forward of so many tokens eagerly. The run is watched if it is the largest of its
-        kind so far, or has no kind. Any other is run again, watched, if it changes Python values
+        kind so far, or has no kind. Another run is made again, watched, if it changes Python values
         and writes memory that larger ones did not. `inputs` are the addresses of its inputs'
         storages.
 
@@ -228,13 +227,12 @@ def _filled_once(
     reads: ReadSet,
 ) -> str | None:
     """Memory, in words, that the first run fills with padding's values once for all; None if there
-    is none. Either the first run has `made` it, and the second, `again`, goes on from it. Or only
-    the first writes it, or writes it more often: a flag in Python tells later runs that it is
-    filled."""
+    is none. Either the first run has `made` it, and the second, `again`, goes on from it. Or the
+    first alone writes it, or more often: a flag in Python tells later runs that it is filled."""
     uses = again.uses
-    for key, (path, kept) in made.items():
+    for key, (path, memory) in made.items():
         use = uses.get(key)
-        if use is not None and use.exposed and (kept.from_inputs or use.is_written):
+        if use is not None and use.exposed and (memory.from_inputs or use.is_written):
             return f"{path}: {use}"
     first, second = watch.written(), again.written()
     only_first = {
@@ -268,10 +266,10 @@ class _NotedParts(SideDoors):
         self._doors = doors
         self._moves = moves
 
-    def watched(self, *call: Any, **more: Any) -> Any:
+    def watched(self, *call: Any, **options: Any) -> Any:
         python = self._moves.python
         before = python.take()
-        result = self._doors.watched(*call, **more)
+        result = self._doors.watched(*call, **options)
         now = python.take()
         moved = python.moved_slots(before, now)
         if all(is_plain(now[at]) and python.slots[at].way is not MEMORY for at in moved):
@@ -334,14 +332,14 @@ class _Moves:
     def note_made(self, watch: Watch, reads: ReadSet) -> dict[int, tuple[str, OwnMemory]]:
         """The memory that a run made and left in Python, if it computed that from its inputs or
         wrote it again: key -> (path, memory)."""
-        kept, made = watch.made_alive(), {}
-        for place, tensor, key in reads.walk().keyed if kept else ():
-            if key not in kept:
+        alive, made = watch.made_alive(), {}
+        for place, tensor, key in reads.walk().keyed if alive else ():
+            if key not in alive:
                 continue
             # Such as a table that is built once: graphs read it even if it is replaced later.
             reads.keep(tensor)
-            if kept[key].from_inputs or kept[key].is_written:
-                made[key] = place.path, kept[key]
+            if alive[key].from_inputs or alive[key].is_written:
+                made[key] = place.path, alive[key]
             else:
                 self.of_weights.add(place.path)
         return made
@@ -382,8 +380,7 @@ class _Moves:
         self._left_paths = [path for path in self._left_paths if path not in remade]
 
     def note_left(self, tensors: Keyed) -> None:
-        """Note the paths of those `tensors`, reached now and not before, that are in graph
-        memory."""
+        """Note the paths of new tensors among `tensors` that are in graph memory."""
         for place, tensor, key in tensors:
             # A path stays noted, even if a run puts another tensor there later.
             is_new = key not in self.before and place.path not in self._left_paths

@@ -8,8 +8,8 @@ checks compare the listed places with what is there later.
 2. That method returns the object's slots: attributes, items, closure cells. `Walk.take` sorts them
    into the lists of `Places`. Objects among them join the queue.
 
-Code leads to the globals, attributes of modules and methods that its bytecode names, and to no
-others. The type alone decides how an object is read (`Shape`), so no code of a user runs.
+Code leads to globals, attributes of modules and methods that it names, and to no others. The type
+alone decides how an object is read (`Shape`), so no code of a user runs.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ Kind = enum.Enum(
     "CACHED WRAPPER PACKED ARRAY SKIPPED",
 )
 """How a walk treats an object. It lists PLAIN values, NumPy's ARRAYs and torch's PACKED C++
-objects, enters no SKIPPED object, and reads the slots of all others by a method of `_READERS`.
-"""
+objects, enters no SKIPPED object, and reads the slots of all others by a method of `_READERS`."""
 
 
 class Shape(NamedTuple):
@@ -190,8 +189,7 @@ def _new_shape(of: type) -> Shape:
 
 
 def _kind_of_base(of: type) -> tuple[type | None, Kind | None]:
-    """The base class that decides the kind of a type, and that kind; None where no base class
-    does."""
+    """The base class that decides a type's kind, and the kind; None where no base class does."""
     for base, kind in _KIND_OF_BASE:
         if issubclass(of, base):
             return base, kind

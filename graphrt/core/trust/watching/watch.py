@@ -230,8 +230,8 @@ class Watch(ThreadMode):
         return {key: use for key, use in self.uses.items() if use.is_written}
 
     def _follow(self, op: Op, args: Sequence[Any], earlier: Trace) -> None:
-        """Raise `Deviation` if this run differs by now from an earlier one, and this operator may
-        do harm."""
+        """Raise `Deviation` if the run differs from an earlier one, and this operator may do
+        harm."""
         at = len(self.trace)
         first = self._first_deviation
         if first is None:

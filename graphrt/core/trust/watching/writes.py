@@ -102,8 +102,7 @@ class SavedWrites:
         self._sums = sums
         self.limit = limit_bytes
         self._regions: list[_Region] = []
-        # The rows of each tensor that need not be saved again: every run of a forward writes the
-        # same ones.
+        # Rows of each tensor that are saved already: every run of a forward writes the same ones.
         self._saved: dict[tuple[object, ...], list[Index]] = {}
         self._protected: list[Callable[[Sequence[int]], str]] = []
 
@@ -115,15 +114,15 @@ class SavedWrites:
         saved = self._saved.setdefault((key, *place, tensor.size(), tensor.stride()), [])
         if tensor.numel() == 0 or WHOLE.at in saved:
             return
-        rows = facts.rows if facts.rows and tensor is args[0] else None
-        if rows is not None:
+        rows_of = facts.rows if facts.rows and tensor is args[0] else None
+        if rows_of is not None:
             self.row_writes.add((key, facts.name))
-        unseen(lambda: self._save(tensor.detach(), rows and rows(args), use, saved))
+        unseen(lambda: self._save(tensor.detach(), rows_of and rows_of(args), use, saved))
 
     def _save(
         self, tensor: torch.Tensor, rows: Rows | None, use: object, saved: list[Index]
     ) -> None:
-        if rows is not None and any(_are_equal(rows.at, each) for each in saved):
+        if rows is not None and any(_same_rows(rows.at, each) for each in saved):
             return
         if rows is None and self.bytes + tensor.nbytes > self.limit:
             if self._sums:
@@ -198,7 +197,7 @@ class SavedWrites:
         return [unseen(partial(check, pads)) for check in self._protected]
 
 
-def _are_equal(ours: Index, theirs: Index) -> bool:
+def _same_rows(ours: Index, theirs: Index) -> bool:
     """Whether two indices choose the same rows."""
     return len(ours) == len(theirs) and all(
         a.dtype is b.dtype and a.device == b.device and torch.equal(a, b)
@@ -267,8 +266,7 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dim_of_rows(tensor: torch.Tensor) -> int:
-    """Along which dimension rows are: the first, or the second if the first has at most two entries
-    (keys and values)."""
+    """The first dimension, or the second if the first has at most two entries (keys, values)."""
     return 1 if tensor.dim() > 1 and tensor.shape[0] <= 2 else 0
 
 
