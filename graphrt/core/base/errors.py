@@ -33,8 +33,8 @@ class GraphRTError(Exception):
     def _message(self, **more: object) -> str:
         """What happened, and below it each part that is known."""
         parts = {**more, "got": self.got, "expected": self.expected, "try": self.advice}
-        known = (f"{name}: {part}" for name, part in parts.items() if part is not None)
-        return "\n  ".join((self.what, *known))
+        lines = (f"{name}: {part}" for name, part in parts.items() if part is not None)
+        return "\n  ".join((self.what, *lines))
 
 
 IN_PIECES = 'mark the function around it @eager_break and capture in pieces (mode="PIECEWISE")'

@@ -37,15 +37,16 @@ _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 def check_keys(
     options: Mapping[str, object], owner: type, prefix: str = "", like: Sequence[str] = ()
 ) -> None:
-    """Raise `InvalidOptionError` for a key that is no field; `like` are further ones to name."""
+    """Raise `InvalidOptionError` for a key that is no field of `owner`; the message also names the
+    options `like` these."""
     if not isinstance(options, Mapping):
         raise wrong_type("options", options, "a dict of options", "{}")
-    known = [*like, *(prefix + each.name for each in fields(owner))]
+    names = [*like, *(prefix + each.name for each in fields(owner))]
     for key, value in options.items():
         name = f"{prefix}{key}"
-        if name not in known[len(like) :]:
-            advice = nearest(name, known) or "see `GraphOptions` for what each option does"
-            raise refused(f"unknown option {name!r}", value, ", ".join(known), advice)
+        if name not in names[len(like) :]:
+            advice = nearest(name, names) or "see `GraphOptions` for what each option does"
+            raise refused(f"unknown option {name!r}", value, ", ".join(names), advice)
 
 
 def check_fields(options: Any, checks: Mapping[str, Check], prefix: str = "") -> None:
@@ -204,16 +205,16 @@ def number_of(
 ) -> float:
     """`value`, which is `what`, as a Python number from `least` to `most`; raises
     `InvalidOptionError` for anything else."""
-    plain: Any = value
+    number: Any = value
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        plain = value.item()
-    if isinstance(plain, int):
+        number = value.item()
+    if isinstance(number, int):
         most = min(most, MOST)
-    number = isinstance(plain, (int, float)) and not isinstance(plain, bool)
-    if not number or not least <= plain <= most:
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or not least <= number <= most:
         expected, advice = f"a number from {least} to {most}", f"{name}={max(least, 1)}"
         raise refused(f"{what} must be a number >= {least}", value, expected, advice)
-    return plain  # type: ignore[no-any-return]
+    return number  # type: ignore[no-any-return]
 
 
 def padding_ratio(key: str, value: object) -> float:

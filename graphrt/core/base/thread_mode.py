@@ -189,12 +189,12 @@ def without_kept_casts(undo: Undo) -> None:
 
 
 def autocast_depth() -> int:
-    """How often autocast was entered. Torch tells that only by counting further: both calls are
-    made from C, so that an interrupt cannot come between them and leave autocast entered, which
-    would then keep its casts for ever."""
-    there = iter(torch.autocast_increment_nesting, None)
-    back = iter(torch.autocast_decrement_nesting, None)
-    _, depth = next(zip(there, back, strict=False))
+    """How often autocast was entered. Torch tells that only by counting up, and down again. Both
+    calls are made from C: an interrupt between them would leave autocast entered, which would then
+    keep its casts for ever."""
+    up = iter(torch.autocast_increment_nesting, None)
+    down = iter(torch.autocast_decrement_nesting, None)
+    _, depth = next(zip(up, down, strict=False))
     return depth
 
 

@@ -126,14 +126,14 @@ def tensors(*trees: Any, depth: int = 0) -> list[torch.Tensor]:
 
 def octets(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a dense tensor as one row of bytes, in their order."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Not by reshape(): what has one element keeps the stride that it has.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not by reshape(), which keeps the stride of a tensor of one element: view() needs 1.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What a graph bakes in about a tensor: address, shape, strides, dtype and device; one that is
-    not strided has no address, and is itself alone."""
+    """What a graph bakes in about a tensor: address, shape, strides, dtype and device; for one that
+    is not strided, and has no address, its `id`."""
     if tensor.layout is not torch.strided:
         return id(tensor), tuple(tensor.shape), tensor.layout, tensor.dtype, tensor.device
     shape = tuple(tensor.shape)
@@ -161,18 +161,18 @@ def placed(values: Iterable[Any], *, parts: bool = False) -> list[Placed]:
     """The tensors among values and in lists of them, each with its `storage_key` and where the
     storage begins; with `parts` those that a subclass is made of in place of it."""
     tensors: list[Placed] = []
-    left = [*values]
-    while left:
-        value = left.pop(0)
+    pending = [*values]
+    while pending:
+        value = pending.pop(0)
         if not isinstance(value, torch.Tensor):
             if isinstance(value, list | tuple):
-                left[:0] = value
+                pending[:0] = value
             continue
         flatten = None
         if parts and type(value) not in BARE:
             flatten = getattr(value, "__tensor_flatten__", None)
         if flatten is not None:
-            left[:0] = [getattr(value, name) for name in flatten()[0]]
+            pending[:0] = [getattr(value, name) for name in flatten()[0]]
             continue
         key, address = None, 0
         if value.layout is torch.strided and not value.is_meta:

@@ -121,8 +121,8 @@ class ForwardContext:
         it are one step from now on, which ends where the next one begins in their pool.
 
         For hosts whose wrappers have a `read_context`; without it every call is a step of its own.
-        A context that is kept and begun again gets a slot, if it has none; that is a number alone,
-        and announces no graph.
+        A context that is kept and begun again gets a slot, if it has none, by which wrappers find
+        their graphs; no dispatcher has announced one then.
         Raises `InvalidOptionError` inside of `with` this context, which is a step by itself.
         """
         if isinstance(self.token, Token):
@@ -139,7 +139,7 @@ class ForwardContext:
 
     @property
     def announced(self) -> bool:
-        """Whether someone said that there is a graph: a slot that is more than a number."""
+        """Whether the slot is a dispatcher's, which stands for a graph, not one of `begin_step`."""
         return 0 <= self.slot < _FIRST_NUMBER
 
     def __enter__(self) -> ForwardContext:
@@ -171,7 +171,7 @@ class ForwardContext:
 
 
 _FIRST_NUMBER = 1 << 62
-"""More than any slot: contexts that are kept have numbers from here on."""
+"""More than any slot of a dispatcher: contexts that are kept get slots from here on."""
 _numbers = itertools.count(_FIRST_NUMBER)
 
 _current: ContextVar[ForwardContext | None] = ContextVar("graphrt_forward_context", default=None)

@@ -29,8 +29,8 @@ def _call_of(fields: BatchDescriptor | Batch) -> str:
     """The call that makes a descriptor or a batch, without the arguments that are defaults."""
     defaults: Any = type(fields).__new__.__defaults__
     named = zip(fields._fields[1:], fields[1:], defaults, strict=True)
-    more = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
-    return f"{type(fields).__name__}({fields.num_tokens}{more})"
+    others = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
+    return f"{type(fields).__name__}({fields.num_tokens}{others})"
 
 
 class _Named(NamedTuple):
@@ -328,13 +328,13 @@ class Axis(NamedTuple):
 
         Raises `InvalidInputError`.
         """
-        known = None
+        allowed = None
         if names is not None:
             listed = items_of("names", names, '("tokens", "reqs")', InvalidInputError)
-            known = [name for name in listed if isinstance(name, str)]
+            allowed = [name for name in listed if isinstance(name, str)]
         match = _AXIS.fullmatch(text) if isinstance(text, str) else None
-        if match is None or (known is not None and match[1] not in known):
-            meant = nearest(match[1] if match else text, known or AXES)
+        if match is None or (allowed is not None and match[1] not in allowed):
+            meant = nearest(match[1] if match else text, allowed or AXES)
             extra = f"+{match[2]}" if match and match[2] else ""
             right = f'"{meant}{extra}"' if meant else '("tokens",), or ("reqs", 64) for rows of 64'
             what = "unknown batch axis in a shape"

@@ -82,8 +82,7 @@ class PoolMemory:
             self._take_share()
 
     def _begin(self, before: list[PoolHandle], adopted: PoolHandle | None = None) -> None:
-        """Use another pool from now on, of which nothing is known yet; gives the share of the last
-        one back."""
+        """Use another pool from now on, and give the share of the last one back."""
         if self._share is not None:
             self._share.reset()
             self._share = None
@@ -130,8 +129,8 @@ class PoolMemory:
     def abandon(self, graph: Any) -> None:
         """Never capture into the present pool again: an allocator may still route into it.
 
-        Its filter points at `graph`, which must therefore never be destroyed. The host cannot
-        capture into it either, and is told so.
+        The allocator still asks `graph` what to route, so it must never be destroyed. The host
+        cannot capture into the pool either, and the log says so.
         """
         never_destroy(graph)
         self.stop_routing()
@@ -206,16 +205,17 @@ class PoolMemory:
 
 
 def pool_handle(handle: Any) -> PoolHandle:
-    """What a host calls an allocator pool by; raises `InvalidOptionError` for anything else."""
-    plain = tuple(handle) if isinstance(handle, tuple | list) else ()
-    if len(plain) != 2 or not all(isinstance(each, int) for each in plain) or plain == (0, 0):
+    """The handle of an allocator pool, from the two integers that a host gives; raises
+    `InvalidOptionError` for anything else."""
+    pair = tuple(handle) if isinstance(handle, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(each, int) for each in pair) or pair == (0, 0):
         raise InvalidOptionError(
             "no handle of an allocator pool",
             got=shown(handle),
             expected="two integers: graph_pool_handle(), MemPool.id or the pool() of a graph",
             advice="GraphPool(platform, handle=torch.cuda.graph_pool_handle())",
         )
-    return PoolHandle((plain[0], plain[1]))
+    return PoolHandle((pair[0], pair[1]))
 
 
 @public("graphrt.lowlevel")

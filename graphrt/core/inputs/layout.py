@@ -81,16 +81,17 @@ class FieldMove:
         self.field = field
         self.shape = torch.Size(spec.sizes(tokens, reqs))
         self.rows = field.rows if axis is None else axis.size(tokens, reqs)
-        size, block = self.rows * field.row_bytes, field.rows * field.row_bytes
-        rest = block - size
+        live, block = self.rows * field.row_bytes, field.rows * field.row_bytes
+        padding = block - live
         starts = [field.offset + index * block for index in range(field.blocks)]
-        tails = [start + size for start in starts] if rest else []
-        if not rest:
-            starts, size = [field.offset], field.end - field.offset
-        self.copies = [(start, index * size, size) for index, start in enumerate(starts) if size]
+        tails = [start + live for start in starts] if padding else []
+        if not padding:
+            # All blocks are one copy.
+            starts, live = [field.offset], field.end - field.offset
+        self.copies = [(start, index * live, live) for index, start in enumerate(starts) if live]
         repeated = spec.pad == "repeat"
-        self.pads: list[Span] = [] if repeated else [(tail, rest) for tail in tails]
-        self.repeats = [(tail - field.row_bytes, tail, rest) for tail in tails if repeated]
+        self.pads: list[Span] = [] if repeated else [(tail, padding) for tail in tails]
+        self.repeats = [(tail - field.row_bytes, tail, padding) for tail in tails if repeated]
 
     # Made when a device writes them: where the host copies, thousands would be kept for nothing.
 

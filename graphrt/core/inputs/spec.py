@@ -166,11 +166,11 @@ def _check_pad(dtype: torch.dtype, pad: object, index: bool) -> None:
 def _holds(dtype: torch.dtype, value: complex) -> bool:
     """Whether rows can be filled with a value, which for integers is then itself."""
     try:
-        held = torch.full((1,), value, dtype=dtype, device="cpu").item()
+        filled = torch.full((1,), value, dtype=dtype, device="cpu").item()
     except (OverflowError, RuntimeError, TypeError):
         return False
     if not (dtype.is_floating_point or dtype.is_complex):
-        return bool(held == value)
+        return bool(filled == value)
     # Some dtypes take their largest number for a larger one.
     return not value or not cmath.isfinite(value) or abs(value) <= torch.finfo(dtype).max
 

@@ -170,16 +170,16 @@ def fit(
     pieces = [key for key in order if key[0] is GraphMode.PIECEWISE]
     fewest = min(budget.min_piecewise, len(pieces))
     taken = total_of(costs[key] for key in pieces[:fewest])
-    # Twice their cost does not fit: they would take more than half of the budget.
+    # If twice their cost does not fit, they would take more than half of the budget.
     early = 0 if budget.lacks(taken, taken) else fewest
     kept = _fill([*full[:1], *pieces[:early], *full[1:], *pieces[early:]], costs, budget)
     if mode.mode is GraphMode.FULL_AND_PIECEWISE:
-        held = sum(key in kept for key in pieces)
-        if held < fewest:
-            why = f"the budget holds {held} of {len(pieces)} piecewise sizes, fewer than {fewest}"
+        fit_in = sum(key in kept for key in pieces)
+        if fit_in < fewest:
+            why = f"the budget holds {fit_in} of {len(pieces)} piecewise sizes, fewer than {fewest}"
             mode = mode.stepped(BUDGET_RULE, GraphMode.FULL_DECODE_ONLY, why)
             kept = _fill(full, costs, budget)
-        elif full and 0 < held == len(kept):
+        elif full and 0 < fit_in == len(kept):
             mode = mode.stepped(BUDGET_RULE, GraphMode.PIECEWISE, "the budget holds no FULL graph")
     if keys and not kept:
         mode = mode.stepped(BUDGET_RULE, GraphMode.NONE, "the budget holds no graph at all")

@@ -51,9 +51,9 @@ def in_json(value: Any) -> Any:
     if isinstance(value, (Budget, GraphCost)):
         value = vars(value)
     if isinstance(value, (PlannedCapture, LeftOut)):
-        more = value._asdict()
-        of_graph, cost = more.pop("descriptor")._asdict(), vars(more.pop("cost"))
-        value = {"mode": value.mode, **of_graph, **cost, **more}
+        fields = value._asdict()
+        of_graph, cost = fields.pop("descriptor")._asdict(), vars(fields.pop("cost"))
+        value = {"mode": value.mode, **of_graph, **cost, **fields}
     if isinstance(value, Mapping):
         return {str(in_json(key)): in_json(each) for key, each in value.items()}
     return [in_json(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -76,7 +76,7 @@ def given_arguments(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def _literal(variant: Hashable) -> str:
     """A variant as Python writes it, which is read back as an equal one."""
-    with suppress(Exception):  # of the host's own repr() or ==, too
+    with suppress(Exception):  # what the host's own repr() or == raises, too
         text = repr(variant)
         if ast.literal_eval(text) == variant:
             return text

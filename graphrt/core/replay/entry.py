@@ -355,7 +355,7 @@ class TaskTable:
         # Values that layers share are fitted, and compared, only once.
         fitted: dict[object, HostValues] = {}
         # Kept alive, as their ids are keys: a mapping may make its values when it is asked.
-        held = []
+        kept_alive = []
         changes: dict[tuple[int, int], bool] = {}
         values = []
         for task in self.tasks:
@@ -363,7 +363,7 @@ class TaskTable:
             new = fitted.get(key)
             if new is None:
                 host_values = task.spec.values_for(task.name, updates)
-                held.append(host_values)
+                kept_alive.append(host_values)
                 shared = id(task.spec), id(host_values)
                 new = fitted.get(shared) or task.spec.fitted(host_values, context)
                 fitted[key] = fitted[shared] = new
@@ -446,9 +446,9 @@ class Entry:
         return None
 
     def _replay_with(self, values: Sequence[HostValues] | None) -> None:
-        rest = iter(values or ())
+        remaining = iter(values or ())
         for part in self.parts:
             if values is not None and isinstance(part, Segment):
-                part.replay_with([next(rest) for _ in part.tasks])
+                part.replay_with([next(remaining) for _ in part.tasks])
             else:
                 part.replay()

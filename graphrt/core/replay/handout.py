@@ -250,23 +250,23 @@ class LiveOutputs:
     raw_storages: bool
     # The outputs that the graph returns at every step; what hands out their tensors; and (live
     # tokens, live requests) -> the shapes of their live rows.
-    held: Any = None
+    graph_outputs: Any = None
     prepared: _Prepared = ()
     shapes: dict[tuple[int, int], list[Shape]] = field(default_factory=dict)
     # The identity of the output that pieces returned last, and what hands it out: often they return
     # the same memory again.
-    last: tuple[Any, _Prepared] = (None, ())
+    last_prepared: tuple[Any, _Prepared] = (None, ())
 
     def hold(self, outputs: Any) -> None:
         """Prepare for steps that return exactly these outputs."""
         self.prepared = self._prepare(outputs)
         self.shapes = {}
-        self.held = outputs
+        self.graph_outputs = outputs
 
     def single(self) -> tuple[Any, ...] | None:
-        """What `NativeReplay` hands out by, as `Shell.hand_out` does, where the held outputs are
-        one tensor over storages of its own; else None."""
-        if type(self.held) is not torch.Tensor:
+        """The `outputs=` of `NativeReplay`, which hands out as `Shell.hand_out` does; None unless
+        the graph's outputs are one tensor that a shell hands out."""
+        if type(self.graph_outputs) is not torch.Tensor:
             return None
         shell = getattr(self.prepared[0][0], "__self__", None)
         if not isinstance(shell, Shell):
@@ -276,7 +276,7 @@ class LiveOutputs:
 
     def live(self, outputs: Any, tokens: int, reqs: int) -> Any:
         """The live rows of this step's outputs, as the caller gets them."""
-        if outputs is self.held and outputs is not None:
+        if outputs is self.graph_outputs and outputs is not None:
             prepared = self.prepared
             shapes = self.shapes.get((tokens, reqs))
             if shapes is None:
@@ -301,9 +301,9 @@ class LiveOutputs:
         # By identity: the same object may have been given other memory, or another shape.
         is_strided = type(outputs) is torch.Tensor and outputs.layout is torch.strided
         identity = tree.identity(outputs) if is_strided else None
-        if identity is None or identity != self.last[0]:
-            self.last = identity, self._prepare(outputs)
-        return self.last[1]
+        if identity is None or identity != self.last_prepared[0]:
+            self.last_prepared = identity, self._prepare(outputs)
+        return self.last_prepared[1]
 
     def _prepare(self, outputs: Any) -> _Prepared:
         prepared = []

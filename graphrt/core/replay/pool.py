@@ -226,14 +226,16 @@ class PoolStreams:
     waits for."""
 
     # Slots, as every step reads them, and C reads `last_id` at a fixed offset.
-    __slots__ = ("_index", "_platform", "last", "last_id", "own", "read_id")
+    __slots__ = ("_index", "_platform", "for_captures", "last", "last_id", "read_id")
 
     def __init__(self, platform: Platform, index: int | None, stream: Any) -> None:
         """`index` is that of the pool's device, which is current; None if there is only one. The
         pool captures on the host's `stream`, or on one of its own."""
         self._platform = platform
         self._index = index
-        self.own = platform.new_stream() if stream is None else platform.adopt_stream(stream)
+        self.for_captures = (
+            platform.new_stream() if stream is None else platform.adopt_stream(stream)
+        )
         # Returns the current stream's id; None where the device has no streams.
         self.read_id: Callable[[], int] | None = None
         if Capability.STREAMS in platform.capabilities:
@@ -407,7 +409,7 @@ class GraphPool(errors.Uncopied):
     @property
     def stream(self) -> Any:
         """The stream that it captures on; None where the device has none."""
-        return self.streams.own
+        return self.streams.for_captures
 
     @property
     def captures(self) -> int:
@@ -436,7 +438,7 @@ class GraphPool(errors.Uncopied):
         self.check_open()
         if stream is not None:
             with self.on_device():
-                self.streams.own = self.platform.adopt_stream(stream)
+                self.streams.for_captures = self.platform.adopt_stream(stream)
         return CaptureSession(self)
 
     def _captured(self, wrapper: HoldsGraphs, descriptor: BatchDescriptor) -> None:
@@ -495,7 +497,7 @@ class GraphPool(errors.Uncopied):
             raise self.busy_error(context)
         if context.token is not None and self.pieces.replaying is context.token:
             raise _behind_a_replay(context)
-        # No token is this: the next replay, of any step, goes through `begin`.
+        # Equal to no step's token: the next replay, of any step, goes through `begin`.
         self.pieces.replaying = _CAPTURED
 
     def _leave_step(self, context: ForwardContext | None) -> None:
@@ -573,7 +575,7 @@ class GraphPool(errors.Uncopied):
         with self.capture_lock, self.on_device():
             self.platform.release_memory(self.memory)
         # A lent stream can then go to another pool.
-        self.streams.own = None
+        self.streams.for_captures = None
         # Last: before it, an interrupt would leave memory that no further call gives back.
         self.memory = _GIVEN_BACK
 

@@ -164,12 +164,12 @@ def _uneven(
     live: Batch | None,
 ) -> tuple[str, str] | None:
     """As `HostArg._fault`, of cumulative lengths."""
-    steps, rest = [b - a for a, b in pairwise([0, *values])], tokens - values[-1]
+    lengths, left_over = [b - a for a, b in pairwise([0, *values])], tokens - values[-1]
     # No request of a graph has more.
     most = query_len or tokens
-    if min(steps) < 0 or max(steps) > most or rest < 0:
+    if min(lengths) < 0 or max(lengths) > most or left_over < 0:
         return "does not add up", f"rising values of at most {tokens}, each at most {most} more"
-    if rest > most * missing:
+    if left_over > most * missing:
         expected = f"the last one to be at least {tokens - most * missing}"
         return "does not add up", f'{expected}, or axis "reqs+1" with a request of padding'
     if live and needed and values[needed - 1] != live.num_tokens:

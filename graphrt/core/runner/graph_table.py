@@ -149,7 +149,7 @@ class PreparedStep:
         wrapper, setup = self.wrapper, self._setup
         entry = None if wrapper is None else wrapper.entries.get(self.descriptor)
         # The pool may have been cleared: until `recapture()` its steps are without a graph.
-        if wrapper is None or entry is None or entry.outputs is self.outputs.held:
+        if wrapper is None or entry is None or entry.outputs is self.outputs.graph_outputs:
             return
         self.outputs.hold(entry.outputs)
         # A step of several pieces is run by its wrappers, which count it as one step.

@@ -111,8 +111,8 @@ class RunnerReport:
     @property
     def driver_bytes(self) -> int | None:
         """What the driver took for the executables of all graphs: see `GraphRecord`."""
-        known = [each.driver_bytes for each in self.graphs if each.driver_bytes is not None]
-        return sum(known) if known else None
+        figures = [each.driver_bytes for each in self.graphs if each.driver_bytes is not None]
+        return sum(figures) if figures else None
 
     @property
     def padded_tokens(self) -> int:
@@ -308,11 +308,11 @@ def _changes(trust: Mapping[str, Any]) -> Iterator[str]:
     """How changes in Python are seen."""
     if not trust["glance_steps"]:
         return
-    watched, seen = trust["dicts_watched"], f"seen after {trust['glance_steps']} steps at most"
+    watched, delay = trust["dicts_watched"], f"seen after {trust['glance_steps']} steps at most"
     if watched:
-        yield f"Changes in Python: {watched} dicts watched; others {seen}"
+        yield f"Changes in Python: {watched} dicts watched; others {delay}"
     else:
-        yield f"Changes in Python: {seen}: {trust['not_watched']}"
+        yield f"Changes in Python: {delay}: {trust['not_watched']}"
     if trust["harmless"]:
         yield f"  make no difference, and are looked at no more: {listed(trust['harmless'])}"
 

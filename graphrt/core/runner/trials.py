@@ -363,16 +363,16 @@ class WrapperStep(TriedStep):
         self.watch: Watch | None = None
         self._context, self._args, self._kwargs = context, args, kwargs
         # Saved, as arguments may be in the pool, where a replay overwrites them with its results.
-        places = unseen(lambda: [*map(_writable, tree.tensors(args, kwargs))])
-        self._before = [(place, place.clone()) for place in places]
+        views = unseen(lambda: [*map(_writable, tree.tensors(args, kwargs))])
+        self._before = [(view, view.clone()) for view in views]
 
     @undoing
     def put_back(self, undo: Undo) -> None:
         """Give the arguments the values that they had."""
         # Tensors that were made in inference mode can be written only in it.
         undo.enter(inference_guard(True))
-        for place, before in self._before:
-            place.copy_(before)
+        for view, before in self._before:
+            view.copy_(before)
 
     def eager(self, watch: Watch, rows: Rows = "padded") -> Any:
         self.put_back()
@@ -390,9 +390,9 @@ class WrapperStep(TriedStep):
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
     """A view that has each element in memory once, and no gradients: neither an expanded tensor nor
     a parameter can be written."""
-    place = tensor.detach()
-    if place.layout is torch.strided:
-        for dim, stride in enumerate(place.stride()):
-            if stride == 0 and place.shape[dim] > 1:
-                place = place.narrow(dim, 0, 1)
-    return place
+    view = tensor.detach()
+    if view.layout is torch.strided:
+        for dim, stride in enumerate(view.stride()):
+            if stride == 0 and view.shape[dim] > 1:
+                view = view.narrow(dim, 0, 1)
+    return view

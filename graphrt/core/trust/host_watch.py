@@ -306,7 +306,7 @@ class HostWatch:
     def _note_events(
         self, changes: HostChanges, events: Sequence[tuple[Any, Any]] | None, read: Iterable[Place]
     ) -> None:
-        """Note what CPython has told of and no slot has shown: what was not there, or a tensor."""
+        """Note changes that CPython has told and no slot has shown: of new keys, or of tensors."""
         for holder, key in self._without_slot(events or (), read):
             changes.is_structural = True
             path, now = self._watched[id(holder)].path(key), _told(_value_of(holder, key))
@@ -351,7 +351,7 @@ class HostWatch:
         return not stays
 
     def ignore(self, path: str) -> None:
-        """What the last `take` has told at a path makes no difference: leave it out."""
+        """Leave out from now on what the last `take` reported at a path: it makes no difference."""
         values = self.values
         assert values is not None
         for holder, key in self._taken.slots.get(path, ()):

@@ -279,11 +279,11 @@ class ReadSet:
         if self.watched:
             places = self.walk()
             self._refuse(self.moved(places))
-            known = {address_of(tensor) for _, tensor in places.tensors}
-            known.update(_addresses(entries, of_runner))
-            known.update(map(address_of, self._named().values()))
+            named = {address_of(tensor) for _, tensor in places.tensors}
+            named.update(_addresses(entries, of_runner))
+            named.update(map(address_of, self._named().values()))
         if self.watched and not self.saw_compiled_code:
-            unknown = [str(use) for held, use in self._uses() if held.data_ptr() not in known]
+            unknown = [str(use) for storage, use in self._uses() if storage.data_ptr() not in named]
             if unknown:
                 raise UntrackedWeightsError(
                     f"whether weights moved cannot be told of {len(unknown)} tensors that graphs "
@@ -316,10 +316,9 @@ class ReadSet:
             return None
         entries = [*entries]
         graphs = [graph for entry in entries for graph in graphs_of(entry.parts)]
-
-        held = (storage.data_ptr() for storage, _ in self._held.values())
-        known = chain(held, _addresses(entries, of_runner))
-        unknown = unknown_memory(pool.platform, graphs, known)
+        kept = (storage.data_ptr() for storage, _ in self._held.values())
+        addresses = chain(kept, _addresses(entries, of_runner))
+        unknown = unknown_memory(pool.platform, graphs, addresses)
         if unknown is None or not unknown.blocks:
             return unknown
         names: dict[int, str] = {}
@@ -338,11 +337,11 @@ class ReadSet:
         for storage, use in self._uses():
             paths = places.get(storage._cdata, [])
             is_last = storage_use_count(storage._cdata) <= 1
-            gone = moved.issuperset(paths) if paths else is_last
+            has_moved = moved.issuperset(paths) if paths else is_last
             name, source = min(paths, key=len, default=""), str(use.source or "")
             rows.append(
                 TensorUse(
-                    name, use.dtype, use.shape, storage.nbytes(), use.is_written, gone, source
+                    name, use.dtype, use.shape, storage.nbytes(), use.is_written, has_moved, source
                 )
             )
         return tuple(rows)
@@ -391,9 +390,9 @@ def _modules_of(forward: Any) -> tuple[list[torch.nn.Module], bool]:
     if isinstance(forward, functools.partial):
         modules, complete = _modules_of(forward.func)
         arguments = tree.leaves((forward.args, forward.keywords))
-        more = [value for _, value in arguments if isinstance(value, torch.nn.Module)]
-        # A tensor in it is not looked up again: what it stands for may have been replaced.
-        return modules + more, complete and not tree.tensors(forward.args, forward.keywords)
+        bound = [value for _, value in arguments if isinstance(value, torch.nn.Module)]
+        # A bound tensor is not looked up again: the weight that it was may have been replaced.
+        return modules + bound, complete and not tree.tensors(forward.args, forward.keywords)
     if inspect.ismethod(forward) and isinstance(forward.__self__, torch.nn.Module):
         return [forward.__self__], True
     # Wrappers and compiled modules.

@@ -351,8 +351,8 @@ def _refill(container: Any, base: Any, items: list[Any]) -> None:
     # the forward changes.
     pairs = entries(container, items)
     keys = [key for key, _ in pairs]
-    known = {*map(id, keys)}
-    for key in [each for each in base.__iter__(container) if id(each) not in known]:
+    kept = {*map(id, keys)}
+    for key in [each for each in base.__iter__(container) if id(each) not in kept]:
         base.__delitem__(container, key)
     if not same_items([*base.__iter__(container)], keys):
         base.clear(container)
