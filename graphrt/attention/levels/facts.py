@@ -1,4 +1,4 @@
-"""What a backend's level is made of: facts, the conditions on them, and the level they give."""
+"""Facts, conditions on facts, and the level of a backend that follows from them."""
 
 from __future__ import annotations
 
