@@ -93,7 +93,7 @@ def is_capturing(stream: torch.Stream) -> bool:
 @contextmanager
 def current(stream: torch.Stream) -> Iterator[None]:
     """Make `stream` current, and the caller's device and stream again afterwards."""
-    # Not `with stream`: what that restores is kept in the object, which threads may share.
+    # Not `with stream`: it keeps the stream to restore in the object, which threads may share.
     caller = torch.accelerator.current_stream()
     torch.accelerator.set_stream(stream)
     try:

@@ -42,7 +42,7 @@ class GraphMemory:
             self._abandoned.add(handle)
 
     def owns(self, address: int) -> bool:
-        """Whether the address is memory of one of the pools; False where that cannot be told."""
+        """Whether the address is memory of one of the pools; False if the device does not tell."""
         self._refresh()
         return any(start <= address < end for start, end in self._ranges)
 

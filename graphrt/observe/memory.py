@@ -135,7 +135,7 @@ class MemoryWatch:
         self._warned = False
         self._bar = progress_bar(stream)
         self.forecasts: list[Forecast] = []
-        """One after each graph, from the second on; the last one is what they took."""
+        """One after each graph, from the second on. The last one has the memory that they took."""
 
     def __call__(self, done: int, total: int, descriptor: BatchDescriptor) -> None:
         """See `graphrt.GraphRunner.capture`."""

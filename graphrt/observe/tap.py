@@ -1,4 +1,4 @@
-"""The steps, captures and trials of a runner, seen from outside while somebody observes it.
+"""The steps, captures and trials of a runner, for observers from outside.
 
 `attach` puts a `Tap` in place of `GraphRunner._run`, to which a runner's calls go, and adds a span
 to its graph table. Detached, the runner calls its engine, or its twin in C, as before. An error
@@ -149,7 +149,7 @@ class _Span(AbstractContextManager[object]):
 
 
 def attach(runner: GraphRunner[Any], observer: Observer) -> Callable[[], None]:
-    """Tell an observer what the runner does; returns the function that ends it, callable twice."""
+    """Let `observer` follow a runner. Returns a function that ends it, and may be called twice."""
     with _lock:
         tap = runner._run
         if not isinstance(tap, Tap):

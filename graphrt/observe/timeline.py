@@ -48,7 +48,7 @@ def trace(
     error. The last `most_steps` steps of each are kept. With `nvtx` steps and captures are NVTX
     ranges too, for Nsight Systems.
 
-    Raises `InvalidOptionError` for what is no runner, and for `nvtx` without a CUDA device.
+    Raises `InvalidOptionError` for anything but runners, and for `nvtx` without a CUDA device.
     """
     return Trace(path, runners, most_steps=most_steps, nvtx=nvtx)
 

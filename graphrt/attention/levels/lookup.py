@@ -15,7 +15,7 @@ from graphrt.core.batch.modes import AttentionSupport
 def get_cudagraph_support(name: str, **facts: bool | int) -> AttentionSupport:
     """The support that the backend `name` declares under `facts`.
 
-    It is what an engine declares that keeps metadata at fixed addresses. `name` may be an alias, in
+    Engines that keep metadata at fixed addresses declare it. `name` may be an alias, in
     any case, with `_` for `-`. A fact that is not given has its default, and one that the backend
     does not depend on changes nothing. Raises `InvalidOptionError` for an unknown name or fact, or
     a value of the wrong type.

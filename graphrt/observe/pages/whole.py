@@ -42,7 +42,7 @@ def page(
 ) -> str:
     """HTML of reports, of their plain data, or of files of them; two runs are compared.
 
-    Raises `InvalidOptionError` for what is no report.
+    Raises `InvalidOptionError` for anything but reports.
     """
     runs = [run for at, each in enumerate(reports, 1) for run in runs_of(each, f"run {at}")]
     parts = [*_compared(*runs)] if len(runs) == 2 else []
