@@ -16,12 +16,13 @@ from graphrt.core.device.pool_memory import captured_pool, never_destroy
 
 
 class AcceleratorCaptures(Captures[GraphMemory]):
-    """The stream and the memory of every open capture, and the streams that were lost to one."""
+    """Begins and ends captures of any device. A stream whose capture could not be ended is lost: it
+    is never used again."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lost: set[int] = set()
-        self._replaced: dict[int, torch.Stream] = {}
+        self._replacements: dict[int, torch.Stream] = {}
 
     def _stream_to_capture(self) -> torch.Stream:
         """Raises `NestedCaptureError` if the current stream is being captured already, and
@@ -51,14 +52,14 @@ class AcceleratorCaptures(Captures[GraphMemory]):
         if opened.begun and _ended(graph, opened.stream):
             graph.reset()
             return
-        # There is no call that takes back half a begin or a failed end: allocators may still ask
-        # this graph whether an allocation on this stream is part of it.
+        # No call undoes half a begin or a failed end. An allocator may still ask this graph whether
+        # an allocation on the stream is part of it, so it must not be destroyed.
         never_destroy(graph)
         opened.memory.abandon(opened.handle)
         self._lost.add(opened.stream.stream_id)
 
     def new_stream(self) -> torch.Stream:
-        """A stream that no capture was lost on."""
+        """A stream that is not lost."""
         stream = torch.Stream()
         # Devices hand out a fixed number of streams in turn.
         for _ in range(64):
@@ -68,12 +69,12 @@ class AcceleratorCaptures(Captures[GraphMemory]):
         return stream
 
     def usable(self, stream: torch.Stream) -> torch.Stream:
-        """`stream`, or the one that takes its place since a capture on it could not be ended."""
+        """`stream`, or its replacement if it is lost."""
         if not self.is_lost(stream):
             return stream
-        other = self._replaced.get(stream.stream_id)
+        other = self._replacements.get(stream.stream_id)
         if other is None or self.is_lost(other):
-            other = self._replaced[stream.stream_id] = self.new_stream()
+            other = self._replacements[stream.stream_id] = self.new_stream()
         return other
 
     def is_lost(self, stream: torch.Stream) -> bool:
@@ -92,7 +93,7 @@ def is_capturing(stream: torch.Stream) -> bool:
 @contextmanager
 def current(stream: torch.Stream) -> Iterator[None]:
     """Make `stream` current, and the caller's device and stream again afterwards."""
-    # Not `with stream`: what that restores is kept in the object, which threads may share.
+    # Not `with stream`: it keeps the stream to restore in the object, which threads may share.
     caller = torch.accelerator.current_stream()
     torch.accelerator.set_stream(stream)
     try:
@@ -102,13 +103,13 @@ def current(stream: torch.Stream) -> Iterator[None]:
 
 
 def _ended(graph: Any, stream: torch.Stream) -> bool:
-    """End a failed capture as what it got to; False if the device refuses."""
+    """End a failed capture with the part that was recorded; False if the device refuses."""
     if captured_pool(graph) is not None:
         return True  # the end itself failed, after the capture was over
     with current(stream), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the graph is empty
         try:
             graph.capture_end()
-        except RuntimeError:  # what ended the capture, which the caller is handling already
+        except RuntimeError:  # the error that ended the capture; the caller handles it
             return captured_pool(graph) is not None
     return True

@@ -1,4 +1,4 @@
-"""What `torch.accelerator` offers here: the device, and what can be had beyond its graphs."""
+"""What `torch.accelerator` and the device's own module offer: graphs, memory, snapshots."""
 
 from __future__ import annotations
 
@@ -71,15 +71,16 @@ def memory_info() -> tuple[int, int] | None:
 
 
 def pool_snapshot(kind: str) -> Snapshot | None:
-    """How to tell whose memory is, or None unless that and aliases are seen to work.
+    """A function that lists the allocator's segments with their pools, by which graph memory is
+    recognised; None unless a probe shows that it and `weak_alias` work.
 
-    `torch.accelerator` itself cannot tell, but the module of a device may, as `torch.xpu` does.
+    `torch.accelerator` has no such function, but a device's module may, as `torch.xpu` does.
     """
     try:
         read: Snapshot = torch.get_device_module(kind).memory_snapshot
         probe = torch.ones(3, dtype=torch.uint8, device=kind)
         address = probe.untyped_storage().data_ptr()
-        shown = any(
+        is_listed = any(
             "segment_pool_id" in segment
             and "device" in segment
             and 0 <= address - segment["address"] < segment["total_size"]
@@ -95,7 +96,7 @@ def pool_snapshot(kind: str) -> Snapshot | None:
         RuntimeError,
         TypeError,
     ):
-        # A missing operator, another form of snapshot, a device that torch was built without:
-        # strong references do.
+        # A missing operator, another form of snapshot, a device that torch was built without: core
+        # then keeps strong references.
         return None
-    return read if shown and works else None
+    return read if is_listed and works else None

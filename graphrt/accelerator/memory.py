@@ -28,26 +28,26 @@ class GraphMemory:
 
     def handle(self) -> PoolHandle | None:
         """The allocator pool to capture into now; None lets the device make a new one."""
-        # Only a graph that still holds its capture keeps its pool alive: to enter a pool whose
-        # last graph was reset trips assertions of allocators.
+        # Only a graph that holds its capture keeps its pool alive. Entering a pool whose last graph
+        # was reset fails assertions of allocators.
         return next((pool for pool in self._pools() if pool not in self._abandoned), None)
 
     def add(self, graph: Any) -> None:
-        """Count `graph`, once it is captured, among those that keep a pool alive."""
+        """Note a captured graph, which keeps its pool alive."""
         self._graphs.add(graph)
 
     def abandon(self, handle: PoolHandle | None) -> None:
-        """Never capture into this pool again: an allocator may still route into it."""
+        """Never capture into this pool again: an allocator may still place allocations there."""
         if handle is not None:
             self._abandoned.add(handle)
 
     def owns(self, address: int) -> bool:
-        """Whether the address is memory of one of the pools; False where that cannot be told."""
+        """Whether the address is memory of one of the pools; False if the device does not tell."""
         self._refresh()
         return any(start <= address < end for start, end in self._ranges)
 
     def bytes(self) -> int | None:
-        """What the pools hold from the device, or None where that cannot be told."""
+        """Bytes that the pools hold of the device; None if the device does not tell."""
         if self._snapshot is None:
             return None
         self._refresh()
@@ -70,7 +70,7 @@ class GraphMemory:
         version = (pools, *_device_allocations(self.device))
         if None not in version and version == self._ranges_version:
             return
-        # Of all pools: devices differ in how a snapshot is asked for one.
+        # Segments of all pools: devices differ in how a snapshot of one pool is asked for.
         self._ranges = [
             (segment["address"], segment["address"] + segment["total_size"])
             for segment in self._snapshot()
@@ -80,7 +80,7 @@ class GraphMemory:
 
 
 def _device_allocations(device: int) -> tuple[int | None, int | None]:
-    """Counters that change with every segment that comes or goes; None where there are none."""
+    """Counters that change with every segment that is made or freed; None if there are none."""
     try:
         stats = torch.accelerator.memory_stats(device)
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The floor: capture and replay on any device that registers graphs with torch."""
+"""Capture and replay on any device that registers graphs with torch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class AcceleratorPlatform(Platform):
     """Graphs of `torch.accelerator.Graph`; all calls are about the current device.
 
     `availability()` finds the device: only after it `device_type` is the accelerator's, and
-    `capabilities` has what depends on the device. SHARED_POOL is there where the device's own
-    module tells which memory a pool has; elsewhere tensors are referenced strongly, and what
-    graphs share is only the memory of what no reference is left to.
+    `capabilities` has what depends on the device. SHARED_POOL is there if the device's own module
+    tells which memory a pool has. Otherwise tensors are referenced strongly, and graphs share only
+    the memory of tensors without references.
     """
 
     name = "accelerator"
@@ -42,18 +42,18 @@ class AcceleratorPlatform(Platform):
     def __init__(self) -> None:
         self._captures = AcceleratorCaptures()
         self._snapshot: Snapshot | None = None
-        self._found = Availability(False)
+        self._availability = Availability(False)
 
     def availability(self) -> Availability:
-        # Once found it is not asked again: that works on the device, which every new pool would
-        # do while another thread may be capturing.
-        if not self._found.available:
-            self._found = availability()
-            if self._found.available:
-                self._look_at(device_type() or self.device_type)
-        return self._found
+        # Once found it is not asked again: asking runs work on the device, and each new pool would
+        # do so, maybe while another thread captures.
+        if not self._availability.available:
+            self._availability = availability()
+            if self._availability.available:
+                self._set_device(device_type() or self.device_type)
+        return self._availability
 
-    def _look_at(self, device_type: str) -> None:
+    def _set_device(self, device_type: str) -> None:
         self.device_type = device_type
         self._snapshot = pool_snapshot(device_type)
         self.capabilities = type(self).capabilities
@@ -95,8 +95,8 @@ class AcceleratorPlatform(Platform):
         self._captures.abort(graph)
 
     def owns(self, memory: GraphMemory, tensor: torch.Tensor) -> bool:
-        # "No" is always safe: core then keeps a strong reference where it would keep a weak one,
-        # and copies what an eager part returns where it might have read it in place.
+        # False is always safe: core then keeps a strong reference in place of a weak one, and
+        # copies a result of an eager part that it could have read in place.
         device = tensor.device
         if device.type != self.device_type or device.index not in (None, memory.device):
             return False
@@ -137,7 +137,7 @@ class AcceleratorPlatform(Platform):
             with current(stream):
                 yield
         finally:
-            # To wait for a stream whose capture is still open would draw the caller's into it.
+            # Waiting for a stream whose capture is still open would draw the caller's stream in.
             if not self._captures.is_lost(stream):
                 caller.wait_stream(stream)
 

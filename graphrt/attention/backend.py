@@ -28,7 +28,7 @@ class AttentionStep:
     cache up to its own position, context_len - q + i. `query_len` is the number of tokens of every
     request, or None where they differ: request r has the tokens `query_start_loc[r]` to
     `query_start_loc[r + 1]` ([reqs + 1] int32). `max_context` is an upper bound of `context_lens`
-    that is known on the host, and `prepared` is what the backend made of all this.
+    that is known on the host, and `prepared` has the backend's own data for the step.
     `serial` is unique to a call of `begin`.
     """
 
@@ -53,7 +53,7 @@ class AttentionBackend(abc.ABC):
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
-        self._live: tuple[object, AttentionStep] | None = None
+        self._decode_step: tuple[object, AttentionStep] | None = None
 
     @abc.abstractmethod
     def get_cudagraph_support(self) -> AttentionSupport:
@@ -90,7 +90,7 @@ class AttentionBackend(abc.ABC):
         if query_len is None and context is not None:
             query_len = self._live_query_len(context, len(context_lens))
             if query_len is not None and descriptor is not None:
-                # Of a graph of mixed batches, which may have more requests than tokens / query_len.
+                # A graph of mixed batches may have more requests than tokens / query_len.
                 reqs = min(len(context_lens), descriptor.num_tokens // query_len)
                 block_table, context_lens = block_table[:reqs], context_lens[:reqs]
         if query_len is None and query_start_loc is None:
@@ -134,18 +134,18 @@ class AttentionBackend(abc.ABC):
         return True
 
     def live_step(self, step: AttentionStep) -> AttentionStep:
-        """`step`, or if it was captured for mixed batches and this one is uniform, its decode step:
-        begun once for all layers. For eager parts."""
+        """The step for an eager part: `step`; but a decode step, begun once for all layers, if
+        `step` was captured for mixed batches and the live batch is uniform."""
         context = current_context()
         if step.query_len is not None or context is None or context.token is None:
             return step
         if self._live_query_len(context, len(step.context_lens)) is None:
             return step
         key = context.token, step.serial
-        if self._live is None or self._live[0] != key:
+        if self._decode_step is None or self._decode_step[0] != key:
             begun = self.begin(step.block_table, step.context_lens, max_context=step.max_context)
-            self._live = key, begun
-        return self._live[1]
+            self._decode_step = key, begun
+        return self._decode_step[1]
 
     def _live_query_len(self, context: ForwardContext, reqs: int) -> int | None:
         query_len = context.query_len

@@ -24,8 +24,8 @@ _LIBRARY.define(
 
 _by_name: weakref.WeakValueDictionary[str, OpaqueAttention] = weakref.WeakValueDictionary()
 
-# The step that each has begun last, and the token of its context. As an attribute it would count as
-# state that the model's calls move, and trials refused models for it.
+# Token of the last context, and the step that was begun in it. As an attribute it would count as
+# state that the model's calls change, and trials would refuse the model.
 _begun: weakref.WeakKeyDictionary[OpaqueAttention, tuple[object, AttentionStep]] = (
     weakref.WeakKeyDictionary()
 )
@@ -48,7 +48,7 @@ class OpaqueAttention:
         Raises `InvalidOptionError` for a name that is in use.
         """
         if name in _by_name:
-            # The one before may be garbage that waits for the collector.
+            # An earlier one of that name may be garbage that waits for the collector.
             gc.collect()
         if name in _by_name:
             raise InvalidOptionError(
@@ -100,9 +100,9 @@ class OpaqueAttention:
         context = current_context()
         token = None if context is None else context.token
         # Read once: another thread may replace it in between.
-        known = _begun.get(self)
-        if known is not None and token is not None and known[0] is token:
-            return known[1]
+        last = _begun.get(self)
+        if last is not None and token is not None and last[0] is token:
+            return last[1]
         begun = self.backend.begin(block_table, context_lens, query_start_loc=query_start_loc)
         if token is not None:
             _begun[self] = token, begun
@@ -119,7 +119,7 @@ def _call(
     out: torch.Tensor,
     layer: str,
 ) -> None:
-    """The operator; inside of it, where the backend breaks too, a segment can no longer end."""
+    """The operator, with a break around it: inside of it no segment can end for a break."""
     torch.ops.graphrt.attend(query, caches, block_table, context_lens, query_start_loc, out, layer)
 
 

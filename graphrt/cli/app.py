@@ -133,7 +133,7 @@ def report(
 ) -> None:
     """Show saved reports, or make a page of them; two of them are compared."""
     from graphrt.observe.files import runs_of
-    from graphrt.observe.memory import told_beforehand
+    from graphrt.observe.memory import taken_and_predicted
     from graphrt.observe.pages.whole import write_page
     from graphrt.observe.report import report_text
 
@@ -143,7 +143,7 @@ def report(
         return
     texts = []
     for run in (run for file in files for run in runs_of(file)):
-        memory = told_beforehand(run.figures)
+        memory = taken_and_predicted(run.figures)
         text = f"{run.label}: {report_text(run.figures)}"
         if memory is not None:
             text += f"\nMemory: {memory[0]}, {memory[1]} predicted after two graphs"

@@ -8,7 +8,7 @@ Its folders, each of which uses those above it only:
     trace          a call becomes one graph, by Dynamo
     cache          compiled pieces on disk
     split          the graph becomes pieces, at opaque operators
-    backend        a piece becomes code, by Inductor or as it is
+    backend        a piece becomes code, or runs uncompiled
     pieces         pieces are compiled once, wrapped for capture, and stitched into one call
 
 `module` puts a forward behind all that, `api` is how hosts ask for it.

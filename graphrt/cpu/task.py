@@ -52,6 +52,8 @@ def reissue(
 
 
 class _Reissue(ThreadMode):
+    """Compares the operators that a task issues with those of its capture; executes none."""
+
     takes_apart = False  # the tape takes composite operators apart itself
 
     def __init__(self, steps: Sequence[Step]) -> None:

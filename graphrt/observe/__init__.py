@@ -1,4 +1,4 @@
-"""What a run of graphs does, to look at: pages, timelines, metrics.
+"""Shows what a runner does: pages, timelines, metrics.
 
 - `print(report_text(runner.report()))`: what deserves a look, with what to try, and a table of the
   graphs; `findings(report)` has it as objects.
@@ -9,10 +9,10 @@
   OpenTelemetry.
 - `capture(progress=MemoryWatch(runner))`: the bar of `progress=True`, with the memory of all
   graphs, predicted after two of them.
-- `explain(forward, inputs)`: what stands in the way of graphs, and what they would bring.
+- `explain(forward, inputs)`: what keeps a forward out of graphs, and how much faster they are.
 
-Everything here takes values of a runner from outside. A step that is not observed costs nothing
-more, and nothing in `graphrt.core` knows of it.
+Everything here reads a runner from outside; `graphrt.core` knows nothing of it. A step that is not
+observed costs nothing more.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`explain`: what stands in the way of graphs for a forward, and what they would bring.
+"""`explain`: what keeps a forward out of graphs, and how much faster they are.
 
 1. Capture it as one graph. Each operator that is refused is noted with its line, and the forward is
    captured again in pieces, around functions that are marked @eager_break and around that operator,
    until nothing is refused: then all of them are known. A read that is no operator (`if tensor:`,
-   `tensor.numpy()`) and is not in such a function ends that, as nothing can break there.
+   `tensor.numpy()`) ends the search unless it is in such a function, as nothing can break there.
 2. Run steps, the first of which is a trial: does the replay equal the forward? If one graph does
    not, pieces may.
 3. Time steps, by graphs and eagerly on the same live rows.
@@ -43,10 +43,10 @@ from graphrt.core.inputs.spec import InputSpec
 from graphrt.core.replay.entry import EagerPart
 from graphrt.core.runner.runner import GraphRunner
 
-_MOST = 32
-"""Operators after which nobody wants to know more."""
+_MOST_BREAKS = 32
+"""Operators to break at, after which the search ends."""
 _STEPS, _ROUNDS = 20, 7
-_LISTED = 6
+_MOST_NAMES = 6
 """Names in a line."""
 
 
@@ -62,7 +62,7 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was found out. Without `mode` nothing could be captured."""
+    """The result of `explain`. Without `mode` nothing could be captured."""
 
     obstacles: tuple[Obstacle, ...]
     mode: str | None = None
@@ -70,11 +70,11 @@ class Explanation:
     graphs: int = 0
     """Graphs of one step."""
     eager_parts: int = 0
-    """What runs between them."""
+    """Eager parts between these graphs."""
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     trial: str | None = None
-    """Why no graph stands for the forward; None if the replay equals it."""
+    """Why the replay does not equal the forward; None if it does."""
     eager_s: float = 0.0
     graph_s: float = 0.0
     code: str = ""
@@ -108,8 +108,8 @@ class Explanation:
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:_LISTED])
-    return f"{len(names)} tensors: {shown}, ..." if len(names) > _LISTED else shown
+    shown = ", ".join(names[:_MOST_NAMES])
+    return f"{len(names)} tensors: {shown}, ..." if len(names) > _MOST_NAMES else shown
 
 
 def explain(
@@ -123,7 +123,7 @@ def explain(
     such as those of the forward itself, are raised."""
     obstacles: dict[tuple[object, ...], Obstacle] = {}
     breaks: list[str] = []
-    in_one: Explanation | None = None
+    one_graph: Explanation | None = None
     mode = GraphMode.FULL
     while True:
         with GraphRunner(
@@ -139,8 +139,10 @@ def explain(
                 explanation = _explained(runner, forward, inputs, tokens, obstacles, tuple(breaks))
                 if explanation.trial is None or mode is GraphMode.PIECEWISE:
                     # Without an eager part the pieces are the one graph that was tried before.
-                    return explanation if in_one is None or explanation.eager_parts else in_one
-                in_one, mode = explanation, GraphMode.PIECEWISE
+                    return (
+                        explanation if one_graph is None or explanation.eager_parts else one_graph
+                    )
+                one_graph, mode = explanation, GraphMode.PIECEWISE
                 continue
         obstacle = Obstacle(
             refusal.what.splitlines()[0],
@@ -154,7 +156,7 @@ def explain(
             mode = GraphMode.PIECEWISE
             continue
         name = _break_at(refusal.op)
-        if name is None or name in breaks or len(breaks) == _MOST:
+        if name is None or name in breaks or len(breaks) == _MOST_BREAKS:
             return Explanation(tuple(obstacles.values()))
         breaks.append(name)
 
@@ -230,7 +232,7 @@ def _explained(
 def _made_up(
     inputs: Mapping[str, InputSpec], rows: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """A step of `rows` tokens, each a request of its own."""
+    """Random inputs of a step of `rows` tokens, each a request of its own."""
     generator = torch.Generator().manual_seed(0)
     values = {}
     for name, spec in inputs.items():
@@ -244,15 +246,15 @@ def _made_up(
             of_rows = [-1 if at == dim else 1 for at in range(len(shape))]
             value = torch.arange(shape[dim], device="cpu").reshape(of_rows).expand(shape)
         else:
-            # Rows that are all alike would hide that a mean over them mixes rows.
+            # Rows differ: equal ones would hide a mean over them.
             value = torch.randint(2, shape, generator=generator, device="cpu")
         values[name] = value.to(spec.dtype).to(device)
     return values
 
 
 def _host_draw(call: Callable[[], object]) -> Obstacle | None:
-    """The first line, if any, that draws from a generator of Python's or NumPy's: a replay repeats
-    its numbers, which no operator shows."""
+    """The first line, if any, that draws from a generator of Python or NumPy. No operator shows the
+    draw, and every replay has the numbers of the capture."""
     draws = _Draws()
     before = sys.gettrace()
     sys.settrace(draws.enter)
@@ -268,15 +270,15 @@ def _host_draw(call: Callable[[], object]) -> Obstacle | None:
 
 
 class _Draws:
-    """Looks after each line of one run whether a generator has moved."""
+    """Finds the first line of a run after which the state of a host generator has changed."""
 
     def __init__(self) -> None:
         self.first: tuple[str, Source] | None = None
-        self._was = _host_generators()
+        self._before = _host_generators()
         self._lines: dict[FrameType, int] = {}
 
     def enter(self, frame: FrameType, event: str, arg: object) -> Any:
-        """What traces the lines of a function: none of the generators' own, nor of torch."""
+        """The tracer of a function's lines; None for functions of the generators and of torch."""
         module = str(frame.f_globals.get("__name__"))
         if self.first is not None or module.partition(".")[0] in ("numpy", "random", "torch"):
             return None
@@ -285,7 +287,7 @@ class _Draws:
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
         if self.first is None and event in ("line", "return"):
             now = _host_generators()
-            moved = [name for name, state in now.items() if state != self._was.get(name)]
+            moved = [name for name, state in now.items() if state != self._before.get(name)]
             line = self._lines.get(frame, frame.f_lineno)
             if moved:
                 code = frame.f_code
@@ -304,7 +306,7 @@ def _host_generators() -> dict[str, object]:
 
 
 def _seconds(step: Callable[[], object], sync: Callable[[], object]) -> float:
-    """The median of several rounds, for one step."""
+    """Seconds of one step: the median of several rounds."""
     rounds = []
     for _ in range(_ROUNDS):
         sync()

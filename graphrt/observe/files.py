@@ -15,7 +15,7 @@ from graphrt.core.base.option_values import shown
 from graphrt.core.runner.report import FORMAT, RunnerReport
 
 MOST_BYTES = 1 << 30
-"""Of a file that is read: a trace of 100,000 steps has 30 MiB."""
+"""The largest file that is read: a trace of 100,000 steps has 30 MiB."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def runs_of(
         raise _no_report(path, f"a {type(data).__name__}")
     if "traceEvents" not in data:
         return [Run(path.stem, _checked(data, str(path)))]
-    other = data.get("otherData")
-    reports = other.get("graphrt_reports") if isinstance(other, dict) else None
+    metadata = data.get("otherData")
+    reports = metadata.get("graphrt_reports") if isinstance(metadata, dict) else None
     if not reports:
         raise _no_report(path, "a trace of something else")
     events = data["traceEvents"]

@@ -13,14 +13,14 @@ from typing import Any, Literal
 from graphrt.core.base.texts import counted, seconds_text, size_text
 
 Figures = Mapping[str, Any]
-"""What `RunnerReport.to_dict()` gives, from this process or from a file."""
+"""The data of `RunnerReport.to_dict()`, of this process or from a file."""
 
-_PADS = 0.4
-"""The share of padding that is too much: 5 rows in a graph of 8 have less."""
-_MATTERS = 0.05
-"""The share of all computed rows that such padding is at least, to be worth a line."""
+_MUCH_PADDING = 0.4
+"""A larger share of padding is too much; 5 rows in a graph of 8 have less."""
+_LEAST_SHARE = 0.05
+"""Such padding is a finding if it is at least this share of all computed rows."""
 _IDLE_STEPS = 200
-"""So many steps show that a graph without any is not needed."""
+"""After so many steps, a graph that served none is not needed."""
 
 _ADVICE = {
     "NO_GRAPH": "print(runner.plan) lists the kinds of graphs; plan one for this kind of batch "
@@ -93,7 +93,7 @@ def _eager(figures: Figures) -> Iterator[Finding]:
     total = sum(each["steps"] for each in figures["steps"])
     for each in figures["steps"]:
         reason, steps = each["reason"], each["steps"]
-        # Quarantines have a finding of their own, and whoever turns graphs off knows it.
+        # Quarantines have a finding of their own; mode NONE was asked for.
         if reason in ("HIT", "QUARANTINED", "MODE_NONE"):
             continue
         came_to = "raised" if reason == "FAILED" else "ran eagerly"
@@ -118,14 +118,16 @@ def _larger(figures: Figures, sizes: Sequence[Sequence[int]]) -> str:
 
 
 def _padding(figures: Figures) -> Iterator[Finding]:
-    """Batches that are much smaller than their graph, though others may fill it."""
+    """Findings for batches that are much smaller than their graph."""
     computed = figures["padded_tokens"]
     for graph in figures["graphs"]:
         rows = graph["tokens"]
-        sizes = [(size, count) for size, count in graph["sizes"] if rows - size >= _PADS * rows]
+        sizes = [
+            (size, count) for size, count in graph["sizes"] if rows - size >= _MUCH_PADDING * rows
+        ]
         steps = sum(count for _, count in sizes)
         padding = sum((rows - size) * count for size, count in sizes)
-        if not graph["steps"] or not sizes or padding < _MATTERS * computed:
+        if not graph["steps"] or not sizes or padding < _LEAST_SHARE * computed:
             continue
         best, saved = _best_size(rows, sizes)
         yield Finding(

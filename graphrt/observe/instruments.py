@@ -63,8 +63,8 @@ _GAUGES: tuple[tuple[str, str, str, Callable[[Reading], Points]], ...] = (
 
 
 class _Meter:
-    """What one meter is fed: OpenTelemetry makes an instrument once, and drops the callbacks of a
-    second one of its name, so all runners of a meter share these."""
+    """The instruments of one meter, which all its runners share: OpenTelemetry drops the callbacks
+    of a second instrument of the same name."""
 
     def __init__(self, meter: Any, new_point: Callable[..., Any]) -> None:
         self.feeds: tuple[Instruments, ...] = ()
@@ -93,7 +93,7 @@ class _Meter:
 
 _meters: WeakKeyDictionary[Any, _Meter] = WeakKeyDictionary()
 _lock = threading.Lock()
-"""While instruments come and go."""
+"""Held while instruments are added or closed."""
 
 
 class _Durations(Observer):
@@ -142,8 +142,8 @@ class Instruments(AbstractContextManager["Instruments"]):
         self._detach = attach(runner, _Durations(shared.durations, self.attributes))
 
     def close(self) -> None:
-        """Feed the meter no more. It lives on and never forgets a callback, but those let go of
-        the runner."""
+        """Feed the meter no more. It keeps its callbacks for ever, but these no longer refer to the
+        runner."""
         self._detach()
         with _lock:
             self._meter.feeds = tuple(each for each in self._meter.feeds if each is not self)
@@ -154,7 +154,7 @@ class Instruments(AbstractContextManager["Instruments"]):
 
 @functools.cache
 def _default_meter() -> Any:
-    # One for all: before a provider is set each call returns another stand-in for the same meter.
+    # Cached: before a provider is set, each call returns another proxy of the same meter.
     from opentelemetry.metrics import get_meter
 
     return get_meter("graphrt")

@@ -1,10 +1,10 @@
-"""`MemoryWatch`: what all graphs of a runner will take, told while the first ones are captured.
+"""`MemoryWatch`: predicts the memory of all graphs of a runner while the first ones are captured.
 
 1. Graphs are captured from the largest to the smallest, into one pool. The first takes what a step
    needs at its peak, and the next ones use it again.
-2. After the second graph all are predicted (`predicted`): what is captured, and for each graph that
-   is left a share of the pool by its tokens, and as much of the driver's memory as the graphs took
-   on average, of which the first counts up to 2 MiB. Each further graph corrects that.
+2. After the second graph all are predicted (`predicted`): the memory of the captured ones; and for
+   each graph that is left a share of the pool by its tokens, and as much of the driver's memory as
+   graphs took on average, where the first counts at most 2 MiB. Each further graph corrects that.
 3. Where this is more than the device has free, or than `limit_bytes` or the plan's budget allow, a
    `GraphMemoryWarning` says so, once. As an error (`warnings.simplefilter`) it ends the capture;
    the graphs before it serve.
@@ -27,16 +27,16 @@ from graphrt.core.runner.capture_session import progress_bar
 from graphrt.core.runner.runner import GraphRunner
 
 _SEGMENT_BYTES = 20 << 20
-"""What an allocator takes at once from the device. A pool that grew by less may have room left for
-the graphs that follow, so that is no sign that each of them takes as much."""
+"""The least that an allocator takes from the device. A pool that grew by less may have room for the
+graphs that follow, so these need not take as much."""
 
 _CHUNK_BYTES = 2 << 20
-"""What CUDA's driver takes at once for graphs."""
+"""The least that CUDA's driver takes for graphs."""
 
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """What one graph took: bytes by which the pool and the driver grew, None where unknown."""
+    """Memory of one graph: bytes by which the pool and the driver grew, None if unknown."""
 
     mode: str
     tokens: int
@@ -51,7 +51,7 @@ class GraphMemory:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What all graphs together will take, as known after some of them."""
+    """The predicted memory of all graphs, after some of them."""
 
     bytes: int
     captured_bytes: int
@@ -60,13 +60,13 @@ class Forecast:
 
     @property
     def left_bytes(self) -> int:
-        """What the graphs that are left will take."""
+        """Bytes that the graphs that are left will take."""
         return self.bytes - self.captured_bytes
 
 
 def predicted(captured: Sequence[GraphMemory], left: Iterable[tuple[str, int]]) -> Forecast | None:
-    """What graphs take together: those `captured`, in their order, and those `left`, by mode and
-    tokens; None before the second one, and where bytes are unknown."""
+    """The memory of all graphs: those `captured`, in their order, and those `left`, by mode and
+    tokens. None before the second one, and if bytes are unknown."""
     if len(captured) < 2 or any(graph.pool_bytes is None for graph in captured):
         return None
     by_mode: dict[str, list[GraphMemory]] = {}
@@ -81,29 +81,29 @@ def predicted(captured: Sequence[GraphMemory], left: Iterable[tuple[str, int]]) 
         grown = sum(graph.pool_bytes or 0 for graph in graphs[1:])
         rest += max(0, grown - _SEGMENT_BYTES) * tokens / sum(graph.tokens for graph in graphs[1:])
         rest += _driver_bytes(graphs, first)
-    known = sum(graph.bytes for graph in captured)
-    return Forecast(round(known + rest), known, len(captured), len(captured) + len(left))
+    taken = sum(graph.bytes for graph in captured)
+    return Forecast(round(taken + rest), taken, len(captured), len(captured) + len(left))
 
 
 def _driver_bytes(graphs: Sequence[GraphMemory], first: int) -> float:
-    """What the driver will take for one graph more than `graphs`, where `first` is what it took
-    for the first graph of all, with the kernels that were loaded with it."""
+    """Bytes that the driver will take for one graph more than `graphs`. `first` is what it took for
+    the first graph of all, with the kernels that were loaded with it."""
     taken = [graph.driver_bytes or 0 for graph in graphs]
     later = min(sum(taken[1:]) / len(taken[1:]), first)
-    # A graph for which nothing was taken lies in what one before it left of a chunk.
+    # A graph that took nothing fitted into a chunk of an earlier one.
     return max(0.0, later, min(sum(taken) / len(taken), _CHUNK_BYTES))
 
 
-def told_beforehand(figures: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Of the plain data of a report, what all graphs took and what the first two predicted; None
-    where that is unknown."""
+def taken_and_predicted(figures: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Memory that all graphs of a report took, and the prediction after the first two, as texts;
+    None if unknown."""
     graphs = sorted(figures["graphs"], key=lambda graph: graph["began_s"])
     captured = [
         GraphMemory(each["mode"], each["tokens"], each["pool_bytes"], each["driver_bytes"])
         for each in graphs
     ]
     forecast = predicted(captured[:2], [(each.mode, each.tokens) for each in captured[2:]])
-    # Not the size of the pool: others may be in it, and graphs before these.
+    # Not the size of the pool, which may hold graphs of other runners, and earlier ones.
     took = sum(graph.bytes for graph in captured)
     if forecast is None or not took:
         return None
@@ -135,20 +135,20 @@ class MemoryWatch:
         self._warned = False
         self._bar = progress_bar(stream)
         self.forecasts: list[Forecast] = []
-        """One after each graph, from the second on; the last one is what they took."""
+        """One after each graph, from the second on. The last one has the memory that they took."""
 
     def __call__(self, done: int, total: int, descriptor: BatchDescriptor) -> None:
         """See `graphrt.GraphRunner.capture`."""
         forecast = self._forecast()
         if forecast is None:
-            # The first graph: of another capture than before.
+            # This is the first graph of a new capture.
             self._warned = False
             self.forecasts.clear()
         else:
             self.forecasts.append(forecast)
         self._bar(done, total, descriptor, "" if forecast is None else _text(forecast))
         if forecast is not None and not self._warned:
-            self._look_for_room(forecast)
+            self._warn_if_short(forecast)
 
     def _forecast(self) -> Forecast | None:
         graphs = self._runner.graphs
@@ -158,12 +158,12 @@ class MemoryWatch:
             )
             for each in graphs.records
         ]
-        gone = {(each.mode, each.descriptor) for each in graphs.records}
-        gone |= {(each.mode, each.descriptor) for each in graphs.dropped}
-        left = [key for key in self._runner.plan.keys if key not in gone]
+        done_keys = {(each.mode, each.descriptor) for each in graphs.records}
+        done_keys |= {(each.mode, each.descriptor) for each in graphs.dropped}
+        left = [key for key in self._runner.plan.keys if key not in done_keys]
         return predicted(captured, [(mode.name, each.num_tokens) for mode, each in left])
 
-    def _look_for_room(self, forecast: Forecast) -> None:
+    def _warn_if_short(self, forecast: Forecast) -> None:
         runner = self._runner
         figures = runner.platform.memory_figures()
         limits = []

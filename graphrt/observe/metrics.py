@@ -1,8 +1,8 @@
 """`Metrics`: counters of a runner and latencies of its steps, to poll.
 
-Counters are those that dispatch and checks keep in any case. Latencies are measured while a
-`Metrics` is open, on the host: on a device a step returns when it is launched, so a latency is what
-the host's loop waits for, not what the device takes. `examples/prometheus.py` exposes a reading;
+Counters are those that dispatch and checks always keep. Latencies are measured while a `Metrics` is
+open, on the host: on a device a step returns when it is launched, so a latency is what the host's
+loop waits for, and not the device's time. `examples/prometheus.py` exposes a reading;
 `Instruments` (instruments.py) gives the same figures to OpenTelemetry.
 """
 
@@ -30,8 +30,8 @@ BUCKETS_S = (
 
 @dataclass(frozen=True)
 class Histogram:
-    """Latencies: `counts[i]` are those up to `bounds_s[i]` that no smaller bound holds, the last
-    count is of what is above all bounds."""
+    """Latencies: `counts[i]` is the number of those up to `bounds_s[i]` and above the bound before;
+    the last count is of those above all bounds."""
 
     bounds_s: tuple[float, ...]
     counts: tuple[int, ...]
@@ -123,7 +123,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         return reading_of(self._runner, self._latencies.read())
 
     def close(self) -> None:
-        """Time no more steps; `read()` goes on."""
+        """Time no more steps; `read()` still works."""
         self._detach()
 
     def __exit__(self, *exc_info: object) -> None:
@@ -131,7 +131,7 @@ class Metrics(AbstractContextManager["Metrics"]):
 
 
 def reading_of(runner: GraphRunner[Any], latency: dict[str, Histogram]) -> Reading:
-    """The counters of a runner now, beside latencies that somebody has measured."""
+    """The counters of a runner now, with the given latencies."""
     report = report_of(runner.graphs, runner._engine.live_tokens, quick=True)
     trials = report.trust.trials
     return Reading(

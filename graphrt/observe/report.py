@@ -1,7 +1,6 @@
-"""The report of a runner as text, with what deserves a look.
+"""The report of a runner as text, with its findings.
 
-Findings are found in the plain data of a report (`RunnerReport.to_dict`), of this process or of a
-file.
+Findings come from the plain data of a report (`RunnerReport.to_dict`), of this process or a file.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ def findings(report: RunnerReport) -> tuple[Finding, ...]:
 
 
 def report_text(report: RunnerReport | Mapping[str, Any]) -> str:
-    """What `print(report)` shows, of a report or of the plain data of one, with what deserves a
-    look before the table."""
+    """The text of `print(report)`, of a report or of its plain data, with the findings before the
+    table."""
     figures = report.to_dict() if isinstance(report, RunnerReport) else report
-    return "\n".join(report_lines(figures, _told(findings_of(figures))))
+    return "\n".join(report_lines(figures, _finding_lines(findings_of(figures))))
 
 
-def _told(by_rule: Iterable[Finding]) -> Iterator[str]:
-    for finding in by_rule:
+def _finding_lines(findings: Iterable[Finding]) -> Iterator[str]:
+    for finding in findings:
         yield f"{_MARKS[finding.level]} {finding.what}"
         yield from (f"     {line}" for line in finding.why.splitlines())
         yield f"     try: {finding.advice}"

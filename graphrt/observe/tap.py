@@ -1,8 +1,8 @@
-"""The steps, captures and trials of a runner, seen from outside while somebody observes it.
+"""The steps, captures and trials of a runner, for observers from outside.
 
-`attach` puts a `Tap` in the place of what the runner's calls go to (`GraphRunner._run`), and adds a
-span to its graph table. Detached, the runner calls its engine, or its twin in C, as before. What an
-observer raises goes to the caller of the step: observers here only write down.
+`attach` puts a `Tap` in place of `GraphRunner._run`, to which a runner's calls go, and adds a span
+to its graph table. Detached, the runner calls its engine, or its twin in C, as before. An error
+of an observer goes to the caller of the step: observers here only take notes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ WAYS = ("graph", "eager", "trial")
 """How a step ran: replayed, eagerly, or several times to be tried."""
 
 _lock = threading.Lock()
-"""While observers come and go."""
+"""Held while observers are attached or detached."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """One step as it ran. `dispatch` is None where it raised before it was dispatched."""
+    """One step as it ran. `dispatch` is None if it raised before it was dispatched."""
 
     began_s: float
     ended_s: float
@@ -36,7 +36,7 @@ class StepSeen:
     tried: bool
     """Whether the step was a trial, which runs several times."""
     error: str | None
-    """The class of what it raised."""
+    """The class of the error that it raised."""
 
     @property
     def by_graph(self) -> bool:
@@ -74,10 +74,10 @@ class Observer:
 
 
 class Tap:
-    """Stands in for the entrance of a runner's engine, while there are observers."""
+    """Runs a runner's steps while there are observers, and tells them of each step."""
 
     def __init__(self, runner: GraphRunner[Any]) -> None:
-        # Not the runner itself: that would be a cycle, and its graphs would live on in it.
+        # Not the runner itself: in that cycle its graphs would live until the collector runs.
         self.run: Callable[..., Any] = runner._run
         self.observers: tuple[Observer, ...] = ()
         self._engine = runner._engine
@@ -86,7 +86,7 @@ class Tap:
     def __call__(self, batch: Any, values: Any, updates: Any, metadata: Any, agreed: Any) -> Any:
         engine, observers = self._engine, self.observers
         if under_way and is_inside_capture():
-            # Of another runner, as a part of what that one captures: a range would be an operator.
+            # The step is part of another runner's capture, which would record a range of it.
             return self.run(batch, values, updates, metadata, agreed)
         before, tokens, trials = engine.last_dispatch, engine.live_tokens, self._trials
         error: str | None = None
@@ -104,7 +104,7 @@ class Tap:
             finally:
                 ended = perf_counter()
                 dispatch = engine.last_dispatch
-                # An error before the dispatch leaves that of the step before.
+                # An error before its dispatch: `last_dispatch` is that of the step before.
                 if error is not None and dispatch is before:
                     dispatch = None
                 live = engine.live_tokens - tokens
@@ -116,7 +116,7 @@ class Tap:
                     each.step(seen)
 
     def span(self, what: str, graph: str) -> _Span:
-        """What captures and trials enter: see `graphrt.core.runner.graph_table.Span`."""
+        """A context that captures and trials enter: see `graphrt.core.runner.graph_table.Span`."""
         self._trials += what == "trial"
         return _Span(self.observers, what, graph)
 
@@ -140,7 +140,7 @@ class _Span(AbstractContextManager[object]):
     def __exit__(self, *exc_info: object) -> None:
         stack, self._stack = self._stack, None
         if stack is None:
-            # Left a second time, as an interrupted capture does.
+            # The second exit of an interrupted capture.
             return
         seen = SpanSeen(self._what, self._graph, self._began, perf_counter())
         stack.close()
@@ -149,7 +149,7 @@ class _Span(AbstractContextManager[object]):
 
 
 def attach(runner: GraphRunner[Any], observer: Observer) -> Callable[[], None]:
-    """Let an observer see what the runner does; returns what ends that, and may be called twice."""
+    """Let `observer` follow a runner. Returns a function that ends it, and may be called twice."""
     with _lock:
         tap = runner._run
         if not isinstance(tap, Tap):

@@ -48,13 +48,13 @@ def trace(
     error. The last `most_steps` steps of each are kept. With `nvtx` steps and captures are NVTX
     ranges too, for Nsight Systems.
 
-    Raises `InvalidOptionError` for what is no runner, and for `nvtx` without a CUDA device.
+    Raises `InvalidOptionError` for anything but runners, and for `nvtx` without a CUDA device.
     """
     return Trace(path, runners, most_steps=most_steps, nvtx=nvtx)
 
 
 class Trace(AbstractContextManager["Trace"]):
-    """A timeline that is being written down: see `trace`."""
+    """A timeline under way: see `trace`."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Trace(AbstractContextManager["Trace"]):
 
 
 class _Track(Observer):
-    """What one runner did."""
+    """Keeps the steps, captures and trials of one runner."""
 
     def __init__(self, most_steps: int, *, nvtx: bool) -> None:
         self.began_s = perf_counter()
@@ -128,15 +128,15 @@ class _Track(Observer):
         self._nvtx = nvtx
 
     def with_captures(self, report: RunnerReport) -> list[SpanSeen]:
-        """Captures and trials of the trace with their warm-ups, and the captures before it. Those
-        are moved to its beginning: else hours without a step could lie between."""
+        """The trace's captures and trials, with warm-ups, and the captures from before the trace.
+        These are moved to right before it, as hours without a step may have followed them."""
         records = report.graphs
         early = [record for record in records if record.began_s < self.began_s]
-        gap = self.began_s - max((each.began_s + each.capture_s for each in early), default=0.0)
+        shift = self.began_s - max((each.began_s + each.capture_s for each in early), default=0.0)
         spans = list(self.spans)
         for record in records:
             graph = f"{record.mode.name} [{record.descriptor}]"
-            began = record.began_s + (max(gap, 0.0) if record in early else 0.0)
+            began = record.began_s + (max(shift, 0.0) if record in early else 0.0)
             if record in early:
                 spans.append(SpanSeen("capture", graph, began, began + record.capture_s))
             if record.warm_up_s:
@@ -209,10 +209,10 @@ def _findings(findings: Sequence[Finding], track: _Track, last: float, pid: int)
         note = Finding("note", lost, "", "trace(most_steps=)")
         findings = [*findings, note]
     events = []
-    for at, finding in enumerate(findings):
+    for number, finding in enumerate(findings):
         args = {"why": finding.why, "try": finding.advice}
         name = f"{finding.level}: {finding.what}"
         # Slices of one track nest: each a little shorter than the one around it.
-        begin, end = at * 1e-6, max(last * 1e-6 - at * 1e-6, at * 1e-6)
+        begin, end = number * 1e-6, max(last * 1e-6 - number * 1e-6, number * 1e-6)
         events.append(_slice(name, _FINDINGS, pid, (begin, end), args))
     return events

@@ -45,7 +45,8 @@ from graphrt.ranks.stepping import Answer, RankedSteps, padding_of
 
 @public("graphrt.ranks")
 class Agreement:
-    """The votes of the ranks of one group.
+    """Lets the ranks of one group vote on the graph of each step, so that all of them replay the
+    same one.
 
     Every method but `close()` and `fail()` is collective: all ranks call it, in the same order, and
     from one thread. A rank that raises a `Rank...Error` has not launched its step; no rank makes
@@ -62,10 +63,10 @@ class Agreement:
     ) -> None:
         """`group` is used for nothing else; by default a gloo group of all ranks, made here. Its
         backend decides which device holds a vote: with NCCL the host waits for it at every step.
-        `timeout_s` is how long a rank may be late. `same` is what of the host's own has to be equal
+        `timeout_s` is how long a rank may be late. `same` are values of the host that must be equal
         on all ranks, as text: a checkpoint's name, a LoRA's revision. `abort` are the groups whose
         collectives graphs hold: they are aborted once a rank has been silent for `timeout_s`, so
-        that a host which waits for such a collective gets an error (NCCL; gloo sees it itself).
+        that a host which waits for such a collective gets an error (NCCL; gloo raises by itself).
 
         Raises `InvalidOptionError` where there is no process group, and `RanksDifferError`.
         """
@@ -81,7 +82,7 @@ class Agreement:
                 expected="timeout_s > 0",
                 advice="timeout_s=60.0",
             )
-        # The rest is for finding out who is missing.
+        # The last third is for finding out which rank is missing.
         self._timeout = timedelta(seconds=timeout_s * 2 / 3)
         self._timeout_s = timeout_s
         if group is None:
@@ -97,7 +98,7 @@ class Agreement:
             "python": [host.python_version()],
             **{f"same[{name!r}]": [str(value)] for name, value in (same or {}).items()},
         }
-        # Of runners, and of the last dispatcher of the host's own.
+        # The ballots of runners; and that of the last dispatcher given to `vote`.
         self._ballots: WeakKeyDictionary[GraphTable, Ballot] = WeakKeyDictionary()
         self._ballot: Ballot | None = None
         self._begun: PendingVote | None = None
@@ -199,9 +200,9 @@ class Agreement:
         weaker: Mapping[int, int],
         not_captured: Collection[int] | None = None,
     ) -> PendingVote:
-        """Begin a vote: `weaker` has slots of which this rank has less to say than that they can
-        serve the batch. A missing graph is captured unless it is one of `not_captured`; None
-        captures none."""
+        """Begin a vote. `weaker` maps slots to votes below `USABLE`, whatever the ballot says of
+        them. A missing graph is captured unless its slot is in `not_captured`; None captures
+        none."""
         ballot.renew()
         graphs = ballot.usable(batch)
         if not_captured is None:
@@ -234,10 +235,10 @@ class Agreement:
         return PendingVote(self, facts, graphs, votes, work, began)
 
     def _tally(self, pending: PendingVote) -> Tally:
-        """Wait for the votes of all; raises where ranks are missing, or are not at one step."""
+        """Wait for the votes of all ranks; raise if ranks are missing, or at different steps."""
         try:
             if not pending.work.wait(self._timeout):
-                # The votes would be this rank's own, and it would go on alone.
+                # `votes` has this rank's own vote only: it would go on alone.
                 raise RuntimeError("the vote did not end")
             least = pending.votes.tolist()
         except RuntimeError as error:
@@ -303,7 +304,7 @@ class Agreement:
         self.close()
 
     def _no_agreement(self, facts: Facts) -> Exception:
-        """The error of a vote that all ranks have seen: all of them are here, and compare."""
+        """The error of a vote in which ranks differ. All ranks compare their facts."""
         facts = {**facts, "step": [str(self._step)]}
         try:
             self._refuse_differences(facts)
@@ -324,21 +325,22 @@ class Agreement:
             raise differs
 
     def _note_silence(self, who: str) -> None:
-        """A rank is silent: said in the log, for a host that waits for a device. In a thread."""
+        """Log that a rank is silent, and abort groups: the host may be waiting for a device. Runs
+        in the heartbeat's thread."""
         logger.error("a rank is dead or stopped: %s", who)
         for group in self._abort:
             group.abort()
 
     def explained(self, error: Exception) -> Exception:
-        """What a step raised; a `RankLostError` or `RankStoppedError` if it was a collective that
-        another rank has left."""
+        """The error to raise for a step's `error`: a `RankLostError` or `RankStoppedError` if it
+        comes from a collective that another rank has left, else `error` itself."""
         if isinstance(error, GraphRTError) or not isinstance(error, RuntimeError):
             return error
         signs = self._heartbeat.missing(-1, 0.0, 0.0)
         return self._missing(signs, "was broken off") if signs else error
 
     def _lost(self, began: float, error: Exception) -> Exception:
-        """What a collective that failed, or did not end, has waited for."""
+        """The error for a collective that failed or did not end, which names the missing ranks."""
         waited = time.monotonic() - began
         left = max(self._timeout_s - waited, 0.0)
         signs = self._heartbeat.missing(self._step, waited, left)
@@ -393,23 +395,24 @@ class PendingVote:
 
 
 def difference_of(everybody: Sequence[Facts]) -> RanksDifferError | None:
-    """The first fact in which ranks differ, and which ranks are not as most of them are."""
+    """An error that names the first fact in which ranks differ, and the ranks that differ from
+    most; None if all facts are equal."""
     for fact in dict.fromkeys(name for facts in everybody for name in facts):
         values = [tuple(facts.get(fact, ())) for facts in everybody]
         if len(set(values)) == 1:
             continue
         usual = max(values, key=values.count)
-        apart = [rank for rank, value in enumerate(values) if value != usual]
-        other = values[apart[0]]
+        differing = [rank for rank, value in enumerate(values) if value != usual]
+        other = values[differing[0]]
         first = next(
-            (pair for pair in zip(_lines(other, usual), _lines(usual, other), strict=True)
+            (pair for pair in zip(_filled_up(other, usual), _filled_up(usual, other), strict=True)
              if pair[0] != pair[1]),
             ("nothing", "nothing"),
         )  # fmt: skip
         return RanksDifferError(
             f"ranks do not agree: {fact} is another one on "
-            + ", ".join(f"rank {rank}" for rank in apart),
-            got=f"on rank {apart[0]}: {first[0]}",
+            + ", ".join(f"rank {rank}" for rank in differing),
+            got=f"on rank {differing[0]}: {first[0]}",
             expected=f"as on rank {values.index(usual)}: {first[1]}",
             advice="start all ranks with the same code, plan and options, and make the same steps "
             "on all of them; a rank without work calls idle()",
@@ -417,8 +420,9 @@ def difference_of(everybody: Sequence[Facts]) -> RanksDifferError | None:
     return None
 
 
-def _lines(of: Sequence[str], beside: Sequence[str]) -> list[str]:
-    return [*of, *["nothing"] * (len(beside) - len(of))]
+def _filled_up(lines: Sequence[str], others: Sequence[str]) -> list[str]:
+    """`lines`, with "nothing" for each line that `others` have more."""
+    return [*lines, *["nothing"] * (len(others) - len(lines))]
 
 
 def _device_of(group: Any) -> torch.device:

@@ -1,9 +1,9 @@
 """One vote as bytes, of which the minimum over all ranks is the result.
 
 NCCL has no bitwise AND, so a graph is a byte: 0 for one that this rank cannot use, 1 for one that
-it has to capture first, 2 for one whose step it has to try, 3 for one that it can replay. What has
-to be equal is sent twice, once as its complement: the two minima are complements of each other only
-where all ranks sent the same.
+it has to capture first, 2 for one whose step it has to try, 3 for one that it can replay. The
+digest of the facts and the step must be equal. They are sent twice, once as complements: their two
+minima are complements of each other only if all ranks sent the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphrt.core.dispatch.ladders import preference
 from graphrt.core.dispatch.reasons import Dispatch, Reason
 
 BYTES = 512
-"""Of every vote, whatever there is to vote on: ranks that differ must still be able to say so."""
+"""The size of every vote, however many graphs: ranks that differ must still find that out."""
 
 _DIGEST = 8
 _STEP = 4
@@ -28,14 +28,14 @@ _GRAPHS = 2 * _EQUAL
 MOST_GRAPHS = BYTES - _GRAPHS
 
 Facts = Mapping[str, list[str]]
-"""What has to be equal on all ranks: lines of text by name."""
+"""What must be equal on all ranks: lines of text by name."""
 
 UNUSABLE, MISSING, TRIED, USABLE = 0, 1, 2, 3
 
 
 class Tally(NamedTuple):
-    """The minimum of all votes: whether all are the same and at the same step, the best graph that
-    all can use, by its place, and the least that a rank has said of it."""
+    """The result of a vote: whether all ranks have the same facts and are at the same step; the
+    index of the best graph that all can use; and the lowest vote for it."""
 
     same: bool
     same_step: bool
@@ -54,18 +54,18 @@ def encoded(digest: bytes, step: int, graphs: bytes) -> bytearray:
 
 
 def decoded(least: Sequence[int]) -> Tally:
-    """What the minimum of all votes says."""
+    """The tally of `least`, the minimum of all votes."""
     same = [
         low + high == 255 for low, high in zip(least[:_EQUAL], least[_EQUAL:_GRAPHS], strict=True)
     ]
-    graph = next((at for at, vote in enumerate(least[_GRAPHS:]) if vote != UNUSABLE), None)
+    graph = next((index for index, vote in enumerate(least[_GRAPHS:]) if vote != UNUSABLE), None)
     vote = UNUSABLE if graph is None else least[_GRAPHS + graph]
     return Tally(all(same[:_DIGEST]), all(same[_DIGEST:]), graph, vote)
 
 
 class Ballot:
-    """The graphs of one dispatcher in the order in which ranks prefer them, and which of them can
-    serve a batch; with the `facts` that have to be equal on all ranks, and their `digest`."""
+    """Makes a rank's votes: has the graphs of one dispatcher, the best first, and tells which can
+    serve a batch; with the `facts` that must be equal on all ranks, and their `digest`."""
 
     def __init__(self, dispatcher: GraphDispatcher, facts: Facts) -> None:
         self.dispatcher = dispatcher
@@ -119,6 +119,6 @@ class Ballot:
 
 
 def digest_of(facts: Facts) -> bytes:
-    """What has to be equal on all ranks, in a few bytes."""
+    """A hash of the facts, in a few bytes."""
     lines = [f"{name}: {line}" for name, lines in facts.items() for line in lines]
     return hashlib.sha256("\n".join(lines).encode()).digest()[:_DIGEST]

@@ -1,4 +1,4 @@
-"""What ranks can do to each other, as errors that name the rank."""
+"""Errors that name the ranks at fault."""
 
 from __future__ import annotations
 

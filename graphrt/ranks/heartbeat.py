@@ -1,10 +1,10 @@
-"""Who is still there: each rank says so several times in a time-out, in a store of their own.
+"""Heartbeats, which tell the ranks that are missing.
 
-A collective that does not end says nothing of the rank that is missing. So a thread of each rank
-counts up in a `TCPStore` of rank 0, with the step and what the rank does there, and whoever waits
-too long reads which counts stand still. A process that is stopped, or holds Python's lock for
-ever, stands still too. If rank 0 dies, the store is gone, and that is what the others say.
-A host that waits for a device in a collective is in no vote: the thread tells it by `on_silence`.
+A collective that does not end does not tell which rank is missing. So a thread of each rank beats
+several times in a time-out: it writes a growing count, the step and what the rank does there to a
+`TCPStore` of rank 0. A rank that waits too long reads which counts do not grow: those of ranks that
+are dead, stopped, or never release the GIL. If rank 0 dies, the store is gone, and the others name
+rank 0. A host that waits for a device is in no vote: the thread calls `on_silence` for it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sign:
-    """The last that was heard of a rank."""
+    """The last heartbeat of a rank."""
 
     rank: int
     beats: int = 0
     step: int = -1
     doing: str = "nothing was ever heard of it"
     error: str | None = None
-    """Why it makes no more steps, if it has said so."""
+    """Why the rank makes no more steps, if it has said so."""
     is_cause: bool = True
-    """Whether that is its own error, and not what it says of another rank."""
+    """Whether `error` is its own error, and not one about another rank."""
 
 
 _WITHOUT_STORE = Sign(0, doing="it holds the store of the heartbeats, which does not answer")
@@ -47,7 +47,7 @@ class StoreLostError(Exception):
 
 
 class Heartbeat:
-    """The signs of this rank, and those of the others."""
+    """Writes the signs of this rank in a thread, and reads those of the other ranks."""
 
     def __init__(
         self, group: dist.ProcessGroup, timeout_s: float, on_silence: Callable[[str], object]
@@ -65,21 +65,21 @@ class Heartbeat:
         self._timeout = timedelta(seconds=max(timeout_s, 1.0))
         host: list[Any] = [None]
         if self.rank == 0:
-            # The address of the first rank of all; of another one its host's name has to do.
+            # MASTER_ADDR is the address of global rank 0; for another rank its host's name is used.
             name = os.environ.get("MASTER_ADDR") if dist.get_rank() == 0 else None
             name = name or host_platform.node()
             self._held = self._store(name, 0, holds=True)
             host = [(name, self._held.port)]
         dist.broadcast_object_list(host, group=group, group_src=0)
-        # One for each thread: a client waits for its answers.
+        # Two clients: one that waits for an answer must not block the beats.
         self._writer, self._reader = self._store(*host[0]), self._store(*host[0])
         self._step, self._doing, self._beats = 0, "not stepping yet", 0
         self._error: str | None = None
         self._is_cause = True
         self._lock, self._reading = threading.Lock(), threading.Lock()
-        self._looked = time.monotonic()
-        # The last sign of each rank, and when it was first seen.
-        self._known = [(Sign(rank), self._looked) for rank in range(self.size)]
+        self._updated = time.monotonic()
+        # The last sign of each rank, and when it was first read.
+        self._last_signs = [(Sign(rank), self._updated) for rank in range(self.size)]
         self._ended = threading.Event()
         self._beat()
         self._thread = threading.Thread(
@@ -92,23 +92,23 @@ class Heartbeat:
         return store(host, port, is_master=holds, timeout=self._timeout, wait_for_workers=False)
 
     def now(self, step: int, doing: str) -> None:
-        """What this rank does, said at its next beat."""
+        """Set the step and activity that the next beats of this rank tell."""
         self._step, self._doing = step, doing
 
     def say(self, error: str, *, is_cause: bool) -> None:
         """Say at once that this rank makes no more steps."""
         self._error, self._is_cause = error, is_cause
-        # Without a store nobody is left to read it, and the caller raises what it says.
+        # Without a store no rank can read it; the caller raises its own error anyway.
         with suppress(StoreLostError):
             _answered(self._beat, self._patience)
 
     def close(self, wait_s: float) -> None:
-        """Beat no more. Rank 0, which holds the store, waits until the others have left too or are
-        silent, for `wait_s` seconds at most: they read there why ranks have left."""
+        """Stop beating. Rank 0, which holds the store, waits until the others have left too or are
+        silent, for `wait_s` seconds at most: they read in the store why ranks have left."""
         ended = time.monotonic() + wait_s
         while self.rank == 0 and time.monotonic() < ended:
             try:
-                self._look()
+                self._update()
             except StoreLostError:
                 break
             if all(sign.error is not None or self._is_silent(sign) for sign in self._others()):
@@ -118,18 +118,18 @@ class Heartbeat:
         self._thread.join(timeout=self._interval)
 
     def missing(self, step: int, waited_s: float, wait_s: float) -> list[Sign]:
-        """The ranks that are why step `step` does not go on, after `waited_s` seconds of waiting:
-        those that say so, those whose beats stand still, and else those that have not come to it.
-        Looks for at most `wait_s` seconds, and without a store at what it knew last."""
+        """The ranks that hold up step `step`, for which this rank has waited `waited_s` seconds:
+        those that say they stopped; else those without beats; else those that have not reached the
+        step. Takes at most `wait_s` seconds. Without a store, the last signs count."""
         now = time.monotonic()
         ended = now + wait_s
-        # Before that nobody is called still: a rank that is only slow beats again, and one that has
-        # just been killed does not stand still yet.
+        # No rank is called silent earlier: a slow one beats again, and one that was just killed has
+        # not missed enough beats yet.
         least = now + max(self._silence + 2 * self._interval - waited_s, 0.0)
         while True:
             has_store = True
             try:
-                self._look()
+                self._update()
             except StoreLostError:
                 has_store = False
             said, silent = self._said(), self._silent()
@@ -144,40 +144,40 @@ class Heartbeat:
             time.sleep(self._interval)
 
     def _others(self) -> list[Sign]:
-        return [sign for sign, _ in self._known if sign.rank != self.rank]
+        return [sign for sign, _ in self._last_signs if sign.rank != self.rank]
 
     def _said(self) -> list[Sign]:
-        # A rank that has left because of another one is no cause, and may end before that one does.
+        # Not a rank that left because of another one: it may have ended before that one did.
         return [sign for sign in self._others() if sign.error is not None and sign.is_cause]
 
     def _silent(self) -> list[Sign]:
         return [sign for sign in self._others() if sign.error is None and self._is_silent(sign)]
 
     def _is_silent(self, sign: Sign, longer_than_s: float = 0.0) -> bool:
-        """Whether it had not beaten for some time when this rank looked last."""
-        since = self._looked - self._known[sign.rank][1]
+        """Whether at the last update the rank had not beaten for some time."""
+        since = self._updated - self._last_signs[sign.rank][1]
         return since > max(longer_than_s, self._silence)
 
-    def _look(self) -> None:
-        """Note the last sign of each rank, and when it was another one; raises `StoreLostError`."""
+    def _update(self) -> None:
+        """Read the signs of all ranks, and note which have new beats; raises `StoreLostError`."""
         signs = _answered(self._read, self._patience)
         with self._lock:
-            self._looked = now = time.monotonic()
-            self._known = [
+            self._updated = now = time.monotonic()
+            self._last_signs = [
                 (sign, now if sign.beats != last.beats else since)
-                for sign, (last, since) in zip(signs, self._known, strict=True)
+                for sign, (last, since) in zip(signs, self._last_signs, strict=True)
             ]
 
     def _read(self) -> list[Sign]:
         keys = [str(rank) for rank in range(self.size)]
         try:
-            # Two threads look: that of the beats, and who misses a rank.
+            # Two threads read: that of the beats, and one that waits for a rank.
             with self._reading:
-                there = [key for key in keys if self._reader.check([key])]
-                texts = self._reader.multi_get(there)
-        except RuntimeError as error:  # torch's errors of the network are all of them
+                present = [key for key in keys if self._reader.check([key])]
+                texts = self._reader.multi_get(present)
+        except RuntimeError as error:  # all network errors of torch are of this class
             raise StoreLostError(str(error)) from error
-        signs = {key: Sign(**json.loads(text)) for key, text in zip(there, texts, strict=True)}
+        signs = {key: Sign(**json.loads(text)) for key, text in zip(present, texts, strict=True)}
         return [signs.get(key, Sign(rank)) for rank, key in enumerate(keys)]
 
     def _beat(self) -> None:
@@ -189,13 +189,13 @@ class Heartbeat:
             raise StoreLostError(str(error)) from error
 
     def _run(self) -> None:
-        """Beat, and look now and then whether the others still do."""
+        """Beat until `close`, and now and then check that the other ranks still beat."""
         try:
             while not self._ended.wait(self._interval):
                 self._beat()
-                if time.monotonic() - self._looked < self._timeout_s / 4:
+                if time.monotonic() - self._updated < self._timeout_s / 4:
                     continue
-                self._look()
+                self._update()
                 others = (sign for sign in self._others() if sign.error is None)
                 silent = [sign for sign in others if self._is_silent(sign, self._timeout_s)]
                 if silent:
@@ -207,8 +207,8 @@ class Heartbeat:
 
 
 def _answered(call: Callable[[], T], limit_s: float) -> T:
-    """Call what asks the store. A store whose process is stopped answers nothing, and torch's
-    clients wait for it longer than their time-out."""
+    """The result of `call`, which asks the store; raises `StoreLostError` after `limit_s`. If the
+    store's process is stopped, torch's clients wait longer than their time-out."""
     answers: list[T] = []
     errors: list[Exception] = []
 
@@ -227,7 +227,7 @@ def _answered(call: Callable[[], T], limit_s: float) -> T:
 
 
 def named(signs: Sequence[Sign]) -> str:
-    """Ranks and what was last heard of them, for an error."""
+    """Ranks and their last signs, as text for an error."""
     return "; ".join(
         f"rank {sign.rank}: {sign.error}"
         if sign.error is not None

@@ -18,8 +18,8 @@ from graphrt.core.runner.host import Run
 
 
 class Answer(NamedTuple):
-    """The graph of one step, the same on all ranks; of mode NONE where there is none that all of
-    them can use. With `tried` all ranks try the step."""
+    """The graph of one step, the same on all ranks; of mode NONE if no graph can be used by all of
+    them. With `tried`, all ranks make a trial of the step."""
 
     agreed: Dispatch
     tried: bool
@@ -60,7 +60,7 @@ class RankedSteps:
         agreed: Agreed | None,
     ) -> Any:
         if under_way and is_inside_capture():
-            # A part of what another runner captures.
+            # The step is part of a capture of another runner: no vote.
             return self._run(batch, values, updates, metadata, agreed)
         if agreed is not None:
             raise InvalidBatchError(

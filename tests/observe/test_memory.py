@@ -15,7 +15,7 @@ from graphrt.cli.app import app
 from graphrt.core.device.contract import MemoryFigures
 from graphrt.errors import GraphMemoryWarning, InvalidOptionError
 from graphrt.observe import MemoryWatch, page
-from graphrt.observe.memory import GraphMemory, predicted, told_beforehand
+from graphrt.observe.memory import GraphMemory, predicted, taken_and_predicted
 
 MIB = 1 << 20
 SIZES = [1, 2, 4, 8, 16, 32, 64]
@@ -134,7 +134,7 @@ def test_a_watch_warns_again_after_a_release_and_the_report_keeps_its_figures():
             runner.capture(progress=watch)
         report = runner.report()
         assert sum(graph.pool_bytes or 0 for graph in report.graphs) == report.pool_bytes
-        assert told_beforehand(report.to_dict()) is not None
+        assert taken_and_predicted(report.to_dict()) is not None
         assert [each.captured for each in watch.forecasts] == [2, 3, 4, 5, 6, 7]
         runner.release()
 
@@ -159,7 +159,7 @@ def test_a_device_with_too_little_memory_is_warned_of(monkeypatch):
     full = MemoryFigures(free_bytes=MIB, total_bytes=1 << 30)
     monkeypatch.setattr(type(runner.platform), "memory_figures", lambda self: full)
     with pytest.warns(GraphMemoryWarning, match=r"9.0 MiB of it are still to come, and 1.0 MiB"):
-        watch._look_for_room(replace(watch.forecasts[0], bytes=19 * MIB, captured_bytes=10 * MIB))
+        watch._warn_if_short(replace(watch.forecasts[0], bytes=19 * MIB, captured_bytes=10 * MIB))
 
 
 def test_room_for_all_is_no_warning(recwarn):
@@ -186,7 +186,7 @@ def test_a_saved_report_has_what_was_predicted_beside_what_it_took(tmp_path):
     runner.capture()
     report, path = runner.report(), tmp_path / "run.json"
     report.save(path)
-    told = told_beforehand(json.loads(path.read_text()))
+    told = taken_and_predicted(json.loads(path.read_text()))
     assert told is not None
     took, beforehand = told
     assert took.endswith("MiB") and beforehand.endswith("MiB")
@@ -198,4 +198,4 @@ def test_a_saved_report_has_what_was_predicted_beside_what_it_took(tmp_path):
 def test_a_report_of_one_graph_predicts_nothing():
     runner = runner_of([8])
     runner.capture()
-    assert told_beforehand(runner.report().to_dict()) is None
+    assert taken_and_predicted(runner.report().to_dict()) is None

@@ -1,4 +1,4 @@
-"""What a backend's level is made of: facts, the conditions on them, and the level they give."""
+"""Facts, conditions on facts, and the level of a backend that follows from them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Condition:
 class Level:
     """A support, the conditions that must all hold for it, and why it is that one.
 
-    A `conservative` level is below what the kernels could do, by choice or until somebody checks.
+    A `conservative` level is lower than the kernels may allow, by choice or as it is unchecked.
     """
 
     support: AttentionSupport

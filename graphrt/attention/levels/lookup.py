@@ -15,7 +15,7 @@ from graphrt.core.batch.modes import AttentionSupport
 def get_cudagraph_support(name: str, **facts: bool | int) -> AttentionSupport:
     """The support that the backend `name` declares under `facts`.
 
-    It is what an engine declares that keeps metadata at fixed addresses. `name` may be an alias, in
+    Engines that keep metadata at fixed addresses declare it. `name` may be an alias, in
     any case, with `_` for `-`. A fact that is not given has its default, and one that the backend
     does not depend on changes nothing. Raises `InvalidOptionError` for an unknown name or fact, or
     a value of the wrong type.
@@ -38,7 +38,7 @@ def level_of(name: str, **facts: bool | int) -> Level:
 
 
 def known_backends() -> tuple[KnownBackend, ...]:
-    """Every backend that has a known level, related ones next to each other."""
+    """Every backend that has a known level, family by family."""
     return tuple(backend for family in FAMILIES.values() for backend in family)
 
 
@@ -46,11 +46,11 @@ def known_backend(name: str) -> KnownBackend:
     """The backend of a name or alias; raises `InvalidOptionError` if there is none."""
     check_kind("name", name, str, optional=False, example='"flashinfer"')
     by_name = _by_name()
-    plain = _plain(name)
-    if plain in by_name:
-        return by_name[plain]
-    matches = [each for each in by_name if plain and each.startswith(plain)]
-    matches = matches or difflib.get_close_matches(plain, by_name, n=3)
+    normalised = _normalised(name)
+    if normalised in by_name:
+        return by_name[normalised]
+    matches = [each for each in by_name if normalised and each.startswith(normalised)]
+    matches = matches or difflib.get_close_matches(normalised, by_name, n=3)
     close = list(dict.fromkeys(by_name[match].name for match in matches))[:3]
     raise InvalidOptionError(
         "unknown attention backend",
@@ -93,11 +93,11 @@ def _check_fact(name: str, value: object) -> None:
 @cache
 def _by_name() -> dict[str, KnownBackend]:
     return {
-        _plain(name): backend
+        _normalised(name): backend
         for backend in known_backends()
         for name in (backend.name, *backend.aliases)
     }
 
 
-def _plain(name: str) -> str:
+def _normalised(name: str) -> str:
     return name.strip().lower().replace("_", "-")

@@ -27,8 +27,8 @@ class FlashAttention(AttentionBackend):
     def __init__(self, shape: GroupedShape, *, num_splits: int = 8) -> None:
         """`num_splits` parts of each context are attended to in parallel.
 
-        The library's own choice (0) follows the width of the block table, so that the same rows
-        would come out different in their last bits.
+        The library's own choice (0) depends on the width of the block table, so the same rows would
+        differ in their last bits from graph to graph.
         """
         if not isinstance(shape, GroupedShape):
             raise InvalidInputError(
@@ -150,14 +150,14 @@ def operands(
 
 
 def key_starts(context_lens: torch.Tensor) -> torch.Tensor:
-    """int32 [reqs + 1]: where the keys of each request would begin if they lay in a row."""
+    """int32 [reqs + 1]: where the keys of each request begin if all keys are concatenated."""
     starts = context_lens.new_zeros(len(context_lens) + 1, dtype=torch.int32)
     starts[1:] = context_lens.cumsum(0)
     return starts
 
 
 def copy_live(out: torch.Tensor, result: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-    """Copy the rows of requests to `out`, and zeros behind them, where nobody has written."""
+    """Copy the rows of requests to `out`, and zeros to rows after them, which have no result."""
     token = torch.arange(len(out), dtype=query_start_loc.dtype, device=out.device)
     padding = token >= query_start_loc[-1]
     out.copy_(result.masked_fill(padding[:, None, None], 0))

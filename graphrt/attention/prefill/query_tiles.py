@@ -16,7 +16,7 @@ LARGEST_TILE = 256
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Tiles of `size` query slots; what is no live token sees nothing.
+    """Tiles of `size` query slots. A slot without a live token sees no key.
 
     `pages` [tiles, blocks] are the pages of the tile's request, `visible` int32 [tiles, size] how
     many keys each slot sees. `token` [tiles * size] says which token is in each slot, and `slot`
@@ -34,7 +34,7 @@ class QueryTiles:
 
 
 def tiles_of(shape: AttentionShape, step: AttentionStep, tokens: int) -> QueryTiles:
-    """How the `tokens` queries of a step are cut into tiles; reads nothing on the host.
+    """The tiles of the `tokens` queries of a step; reads nothing on the host.
 
     Raises `InvalidInputError`.
     """
@@ -56,8 +56,8 @@ def tiles_of(shape: AttentionShape, step: AttentionStep, tokens: int) -> QueryTi
 
 
 def with_tiles(shape: AttentionShape, step: AttentionStep) -> AttentionStep:
-    """`step` with its tiles prepared, if the number of tokens is known; else each layer makes them,
-    as only the query says how many there are."""
+    """`step` with its tiles prepared, if the number of tokens is known. Otherwise each layer makes
+    them, from the length of its query."""
     if step.query_len is not None:
         tokens = step.query_len * len(step.context_lens)
     else:
@@ -72,7 +72,7 @@ def tile_size(shape: AttentionShape, tokens: int, reqs: int) -> int:
     """The size that costs least for any way in which `tokens` belong to `reqs` requests.
 
     Every tile gathers all keys of its request once, and every slot, live or not, attends to them:
-    large tiles gather less and attend more in vain.
+    large tiles gather less, and have more slots without a token.
     """
     sizes = [1]
     while sizes[-1] < min(tokens, LARGEST_TILE):
@@ -99,7 +99,7 @@ def _key_costs(shape: AttentionShape) -> tuple[float, float]:
 
 
 def _most_tiles(tokens: int, reqs: int, size: int) -> int:
-    """Only the last tile of each request can have empty slots, and no tile is empty."""
+    """The most tiles: only the last one of each request can have empty slots, and none is empty."""
     return min(tokens, (tokens + reqs * (size - 1)) // size)
 
 
@@ -126,7 +126,7 @@ def _ragged(
     tile_counts = (ends - starts + (size - 1)) // size
     tile_ends = tile_counts.cumsum(0, dtype=kind)
     tile_starts = tile_ends - tile_counts
-    # Tiles behind the last belong to the last request, past its end.
+    # Tiles that no request needs count as tiles of the last one, after its end.
     tile = torch.arange(num_tiles, dtype=kind, device=device)
     owner = torch.searchsorted(tile_ends, tile, right=True).clamp(max=reqs - 1)
     row = torch.arange(size, dtype=kind, device=device)

@@ -51,7 +51,7 @@ def varlen_attention(
 
 
 def _tile_bytes(shape: AttentionShape, size: int, context: int, item: int) -> int:
-    """What a tile needs at once: its keys, and its mask as it is and as numbers."""
+    """Bytes that a tile needs at once: its keys, and its mask as bools and as numbers."""
     masks = 1 if size == 1 else size * shape.group
     return context * (key_dims(shape) * item + masks * (1 + item))
 
@@ -67,10 +67,10 @@ def _attend(
     tiles, size = visible.shape
     kv_heads, group = shape.kv_heads, shape.group
     keys, values = _gather(shape, pages, caches)
-    # The heads of a group are queries of their common keys, which need not be repeated so.
+    # Heads of a group become queries of their KV head, whose keys need not be repeated then.
     grouped = query.view(tiles, size, kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
     key = torch.arange(keys.shape[2], dtype=visible.dtype, device=visible.device)
-    # One key even where there is none, as the softmax of nothing is NaN on some devices.
+    # One key even for a slot that sees none: the softmax of nothing is NaN on some devices.
     mask = key < visible.clamp(min=1)[:, None, :, None]
     if size > 1:
         mask = mask[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)

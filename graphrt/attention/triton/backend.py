@@ -55,8 +55,8 @@ class TritonAttention(AttentionBackend):
         """Buffers for batches of up to `max_num_reqs` requests of `max_query_len` tokens.
 
         `dtype` is that of the queries and caches. `max_context` is the longest context there can
-        be, if that is less than a block table holds; tasks need it, as what they are captured for.
-        `group` is what they are called. Raises `InvalidOptionError`.
+        be, if that is less than a block table holds; tasks need it, as they are captured for it.
+        `group` is the name of the tasks. Raises `InvalidOptionError`.
         """
         super().__init__(shape)
         device = torch.device(device)
@@ -90,7 +90,7 @@ class TritonAttention(AttentionBackend):
             for query_len in range(1, max_query_len + 1)
         }
         self._workspace = self._new_workspace(device)
-        # Whose spans the schedule holds.
+        # The `_key` of the step whose spans are in `_workspace.schedule`.
         self._scheduled: tuple[object, object] | None = None
         self._task = UpdatableTask(
             group, self._issue, {"num_splits": HostArg(axis=None)}, at_capture=self._worst_case
@@ -176,7 +176,7 @@ class TritonAttention(AttentionBackend):
             self._task(step, query, caches, out)
         else:
             if step.prepared.scheduled and self._scheduled != _key(step):
-                # Another step of the same forward has scheduled since.
+                # Another step of the same forward has overwritten the schedule.
                 self._schedule(step)
             paged_decode(self.shape, step, query, caches, out, step.prepared, self._workspace)
 
@@ -192,7 +192,7 @@ class TritonAttention(AttentionBackend):
         self._scheduled = _key(step)
 
     def _updatable(self) -> bool:
-        """Whether this step has host arguments; uniform batches that run by pieces have none."""
+        """Whether this step has host arguments. A uniform batch under PIECEWISE has none."""
         context = current_context()
         if context is None or context.capture is not None:
             return context is not None
@@ -223,9 +223,11 @@ class TritonAttention(AttentionBackend):
     def _new_workspace(self, device: torch.device) -> Workspace:
         reqs = self.max_num_reqs
         spans = {query_len: room.limit(reqs) for query_len, room in self._rooms.items()}
-        # Where the host decides, requests times their splits are up to twice the limit.
-        most = 1 if self.splits == "device" else 2
-        rows = max(most * count * length for length, count in spans.items()) * self.shape.num_heads
+        # If the host decides, requests times their splits are up to twice the limit.
+        factor = 1 if self.splits == "device" else 2
+        rows = (
+            max(factor * count * length for length, count in spans.items()) * self.shape.num_heads
+        )
         floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
         return Workspace(
             torch.zeros(1 + reqs + max(spans.values()), dtype=torch.int32, device=device),
@@ -240,7 +242,8 @@ def _key(step: AttentionStep) -> tuple[object, object]:
 
 
 def _check_tables(step: AttentionStep) -> None:
-    """The kernels take one stride of the block table, and none of the lengths."""
+    """Raise `InvalidInputError` for metadata that the kernels cannot read: they take one stride of
+    the block table, and none of the lengths."""
     check_strides(step.block_table, step.context_lens)
     kinds = {step.block_table.dtype, step.context_lens.dtype}
     if not kinds <= {torch.int32, torch.int64} or len(step.block_table) < len(step.context_lens):

@@ -49,14 +49,14 @@ def attend_grouped(
 ):
     """Grid: KV heads x blocks of query rows (tokens x heads of a group), spans.
 
-    `scale` is the softmax scale times log2(e). `OPERAND` is the dtype of
-    the products: that of the cache, or float32 in the interpreter, which cannot multiply bfloat16.
+    `scale` is the softmax scale times log2(e). `OPERAND` is the dtype of the products: that of the
+    cache, or float32 in the interpreter, which cannot multiply bfloat16.
     """
     kv_head = tl.program_id(0) // ROW_BLOCKS
     block = tl.program_id(0) % ROW_BLOCKS
-    item = tl.program_id(1)
+    span = tl.program_id(1)
     request, begin, end, length, count = span_at(
-        item, context_lens, schedule, num_splits, reqs, UNIT, SCHEDULED
+        span, context_lens, schedule, num_splits, reqs, UNIT, SCHEDULED
     )
     if end < 0:
         return
@@ -67,52 +67,52 @@ def attend_grouped(
     live = rows < GROUP * QUERY_LEN
     visible = length - QUERY_LEN + token + 1
     dims = tl.arange(0, BLOCK_DIM)
-    row_at = (request * QUERY_LEN + token).to(tl.int64) * query_token + head * query_head
-    rows_in = live[:, None] & (dims < DIM)[None, :]
-    asked = tl.load(query + row_at[:, None] + dims[None, :], mask=rows_in, other=0.0).to(OPERAND)
-    highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
+    query_at = (request * QUERY_LEN + token).to(tl.int64) * query_token + head * query_head
+    row_mask = live[:, None] & (dims < DIM)[None, :]
+    queries = tl.load(query + query_at[:, None] + dims[None, :], mask=row_mask, other=0.0).to(
+        OPERAND
+    )
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    exp_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
     table = block_table + request.to(tl.int64) * table_request
     offsets = tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         columns = start + offsets
-        held = columns < end
+        in_span = columns < end
         if PAGE_SIZE % BLOCK_N == 0:
             page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
             slots = start % PAGE_SIZE + offsets
             key_at = page * key_page + slots * key_slot + kv_head * key_head
             value_at = page * value_page + slots * value_slot + kv_head * value_head
         else:
-            pages = tl.load(table + columns // PAGE_SIZE, mask=held, other=0).to(tl.int64)
+            pages = tl.load(table + columns // PAGE_SIZE, mask=in_span, other=0).to(tl.int64)
             slots = columns % PAGE_SIZE
             key_at = pages * key_page + slots * key_slot + kv_head * key_head
             value_at = pages * value_page + slots * value_slot + kv_head * value_head
-        kept = held[:, None] & (dims < DIM)[None, :]
-        keys = tl.load(key_cache + key_at[:, None] + dims[None, :], mask=kept, other=0.0)
+        key_mask = in_span[:, None] & (dims < DIM)[None, :]
+        keys = tl.load(key_cache + key_at[:, None] + dims[None, :], mask=key_mask, other=0.0)
         keys = keys.to(OPERAND)
-        values = tl.load(value_cache + value_at[:, None] + dims[None, :], mask=kept, other=0.0)
+        values = tl.load(value_cache + value_at[:, None] + dims[None, :], mask=key_mask, other=0.0)
         values = values.to(OPERAND)
-        scores = tl.dot(asked, tl.trans(keys), input_precision=PRECISION)
-        seen = held[None, :] & (columns[None, :] < visible[:, None])
-        scores = tl.where(seen, scores * scale, -float("inf"))
-        above = tl.maximum(highest, tl.max(scores, 1))
-        shift = tl.where(above == -float("inf"), 0.0, above)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        is_visible = in_span[None, :] & (columns[None, :] < visible[:, None])
+        scores = tl.where(is_visible, scores * scale, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
-        rescale = tl.exp2(highest - shift)
-        total = total * rescale + tl.sum(weights, 1)
-        as_operand = weights.to(value_cache.dtype.element_ty).to(OPERAND)
-        mixed = mixed * rescale[:, None]
-        mixed = tl.dot(as_operand, values, mixed, input_precision=PRECISION)
-        highest = above
+        rescale = tl.exp2(row_max - shift)
+        exp_sum = exp_sum * rescale + tl.sum(weights, 1)
+        probs = weights.to(value_cache.dtype.element_ty).to(OPERAND)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(probs, values, acc, input_precision=PRECISION)
+        row_max = new_max
 
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = acc / tl.where(exp_sum == 0.0, 1.0, exp_sum)[:, None]
     if count == 1:
         out_at = (request * QUERY_LEN + token).to(tl.int64) * out_token + head * out_head
-        tl.store(
-            out + out_at[:, None] + dims[None, :], mixed.to(out.dtype.element_ty), mask=rows_in
-        )
+        tl.store(out + out_at[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=row_mask)
     else:
-        part_at = item.to(tl.int64) * (HEADS * QUERY_LEN) + token * HEADS + head
-        tl.store(partial + part_at[:, None] * DIM + dims[None, :], mixed, mask=rows_in)
-        tl.store(sums + part_at, highest + tl.log2(total), mask=live)
+        part_at = span.to(tl.int64) * (HEADS * QUERY_LEN) + token * HEADS + head
+        tl.store(partial + part_at[:, None] * DIM + dims[None, :], acc, mask=row_mask)
+        tl.store(sums + part_at, row_max + tl.log2(exp_sum), mask=live)

@@ -19,13 +19,13 @@ from graphrt.attention.triton.work import AIM, UNIT, Room, Splits, schedule_span
 
 _MERGE_PROGRAMS = 512
 _MOST_ROWS = 64
-"""Query rows of one program: more share a KV head over several."""
+"""The most query rows of one program: more rows of a KV head take several programs."""
 
 
 @dataclass(frozen=True)
 class Tiles:
     """How a kernel is built: keys of a block, warps, and stages of its pipeline. `residents` is how
-    many of its programs share a multiprocessor, for which their shared memory is the limit."""
+    many of its programs fit on a multiprocessor at once, by their shared memory."""
 
     block_n: int
     warps: int
@@ -197,7 +197,7 @@ def _merge(
     assert step.query_len is not None
     reqs, rows = len(step.context_lens), step.query_len * shape.num_heads
     value_dim: int = triton.next_power_of_2(shape.value_dim)
-    # Few rows are spread over many programs; many rows over few, as empty ones cost time too.
+    # Few rows are spread over many programs. Many rows take few, as empty programs cost time.
     few = reqs * rows * max(1, value_dim // 128) <= _MERGE_PROGRAMS
     block_dim, block_splits = min(128 if few else 512, value_dim), 64 if few else 16
     block_rows = max(1, reqs * rows // _MERGE_PROGRAMS)

@@ -1,4 +1,4 @@
-"""The second stage of split attention: the spans of each row, weighed by their log-sum-exp."""
+"""The second stage of split attention: merges the spans of each row by their log-sum-exp."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def merge_spans(
     dimension.
 
     `partial` [spans, rows, VALUE_DIM] and `sums` [spans, rows] (log2 of the sum of exponentials)
-    are float32. Requests of one span have been written by the first stage.
+    are float32. The first stage has written requests of one span.
     """
     request = tl.program_id(0)
     length = tl.load(context_lens + request)
@@ -50,27 +50,27 @@ def merge_spans(
     dims = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     begin = tl.program_id(1) * block_rows
     for row in range(begin, tl.minimum(begin + block_rows, rows)):
-        highest = -float("inf")
-        total = 0.0
+        row_max = -float("inf")
+        exp_sum = 0.0
         merged = tl.zeros([BLOCK_DIM], tl.float32)
         for start in range(0, count, BLOCK_SPLITS):
             splits = start + tl.arange(0, BLOCK_SPLITS)
-            places = (first + splits).to(tl.int64) * rows + row
-            weights = tl.load(sums + places, mask=splits < count, other=-float("inf"))
+            rows_at = (first + splits).to(tl.int64) * rows + row
+            span_sums = tl.load(sums + rows_at, mask=splits < count, other=-float("inf"))
             values = tl.load(
-                partial + places[:, None] * VALUE_DIM + dims[None, :],
+                partial + rows_at[:, None] * VALUE_DIM + dims[None, :],
                 mask=(splits < count)[:, None] & (dims < VALUE_DIM)[None, :],
                 other=0.0,
             )
-            above = tl.maximum(highest, tl.max(weights, 0))
+            new_max = tl.maximum(row_max, tl.max(span_sums, 0))
             # A row that sees nothing has no sum: its weights are 0, not NaN.
-            shift = tl.where(above == -float("inf"), 0.0, above)
-            scaled = tl.exp2(weights - shift)
-            rescale = tl.exp2(highest - shift)
-            merged = merged * rescale + tl.sum(scaled[:, None] * values, 0)
-            total = total * rescale + tl.sum(scaled, 0)
-            highest = above
-        merged = merged / tl.where(total == 0.0, 1.0, total)
+            shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+            weights = tl.exp2(span_sums - shift)
+            rescale = tl.exp2(row_max - shift)
+            merged = merged * rescale + tl.sum(weights[:, None] * values, 0)
+            exp_sum = exp_sum * rescale + tl.sum(weights, 0)
+            row_max = new_max
+        merged = merged / tl.where(exp_sum == 0.0, 1.0, exp_sum)
         token, head = row // HEADS, row % HEADS
         out_at = (request * QUERY_LEN + token).to(tl.int64) * out_token + head * out_head
         tl.store(out + out_at + dims, merged.to(out.dtype.element_ty), mask=dims < VALUE_DIM)

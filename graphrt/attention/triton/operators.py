@@ -28,7 +28,7 @@ _LIBRARY.define(
 
 
 def _on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, wherever its tensors are."""
+    """A context for launches on a tensor's device: Triton launches on the current one."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)
@@ -80,14 +80,14 @@ def _paged_decode(
         )
 
 
-def _nothing(*_: object) -> None:
+def _meta(*_: object) -> None:
     """All results are written in place."""
 
 
 _LIBRARY.impl("schedule_spans", _schedule_spans, "CompositeExplicitAutograd")
 _LIBRARY.impl("paged_decode", _paged_decode, "CompositeExplicitAutograd")
-_LIBRARY.impl("schedule_spans", _nothing, "Meta")
-_LIBRARY.impl("paged_decode", _nothing, "Meta")
+_LIBRARY.impl("schedule_spans", _meta, "Meta")
+_LIBRARY.impl("paged_decode", _meta, "Meta")
 
 
 def schedule_spans(step: AttentionStep, room: Room, workspace: Workspace) -> None:

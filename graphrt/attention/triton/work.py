@@ -25,7 +25,7 @@ SHORT = 2 * UNIT
 AIM = 1536
 """Tokens of the longest span, while there is room for more spans."""
 _MERGE_SHARE = 5
-"""What merging a span may cost: reading its keys, divided by this, on a full device."""
+"""On a full device, merging a span may take the time of reading its keys, divided by this."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Splits:
 
 @dataclass(frozen=True)
 class Room:
-    """What a device has room for: `wave` is the spans whose programs run at the same time,
-    `processors` its multiprocessors, and `merge_tokens` the tokens whose keys are read in the time
-    in which one span is written and merged."""
+    """How many spans a device has room for. `wave` is the number whose programs run at the same
+    time, `processors` that of multiprocessors. Writing and merging one span takes as long as
+    reading the keys of `merge_tokens` tokens."""
 
     wave: float
     processors: int
@@ -98,13 +98,13 @@ def fixed_splits(lengths: Sequence[int], room: Room) -> Splits:
 
 
 def most_splits(num_splits: int, reqs: int, room: Room) -> int:
-    """`num_splits`, or as many as the spans of `reqs` requests may be."""
+    """`num_splits`, but no more than the spans of `reqs` requests may be."""
     return max(1, min(num_splits, 2 * room.limit(reqs) // reqs))
 
 
 @triton.jit
 def span_of(length, chunk, most, UNIT: tl.constexpr):
-    """Tokens of each span of a request, and how many spans it has: 1 where it is empty."""
+    """Tokens of each span of a request, and its number of spans: 1 for an empty request."""
     wanted = tl.minimum(tl.maximum(tl.cdiv(length, chunk), 1), most)
     wanted = tl.where(length <= 2 * UNIT, 1, wanted)
     span = tl.maximum(tl.cdiv(tl.cdiv(length, wanted), UNIT), 1) * UNIT
@@ -115,8 +115,8 @@ def span_of(length, chunk, most, UNIT: tl.constexpr):
 def span_at(
     item, context_lens, schedule, num_splits, reqs, UNIT: tl.constexpr, SCHEDULED: tl.constexpr
 ):
-    """Whose span number `item` is, its first token and its end, the length of the request, and how
-    many spans that has. The end is -1 where nobody needs the span; an empty request has one."""
+    """For span number `item`: its request, its first token and its end, the length of the request,
+    and its number of spans. The end is -1 for a span that no request needs."""
     if SCHEDULED:
         request = tl.load(schedule + 1 + reqs + item)
         owner = tl.maximum(request, 0)
@@ -167,10 +167,10 @@ def schedule_spans(
     span, count = span_of(lengths, chunk, 1 << 30, UNIT)
     count = tl.where(rows < reqs, count, 0)
     if SORTED:
-        # Columns are the other requests. Their numbers are read again, for want of a transpose.
+        # Columns are the other requests, whose lengths are loaded again: no transpose of a vector.
         others = tl.arange(0, REQS)
-        theirs = tl.load(context_lens + others, mask=others < reqs, other=0).to(tl.int32)
-        their_span, their_count = span_of(theirs, chunk, 1 << 30, UNIT)
+        their_lengths = tl.load(context_lens + others, mask=others < reqs, other=0).to(tl.int32)
+        their_span, their_count = span_of(their_lengths, chunk, 1 << 30, UNIT)
         their_count = tl.where(others < reqs, their_count, 0)
         longer = their_span[None, :] > span[:, None]
         earlier = (their_span[None, :] == span[:, None]) & (others[None, :] < rows[:, None])

@@ -35,8 +35,8 @@ def make_private(directory: Path) -> None:
 
 @contextlib.contextmanager
 def opened(root: Path, *below: str) -> Iterator[int | None]:
-    """A descriptor of the directory `below` in `root`, which nobody but this user and root may
-    change; None if there is none, and nobody else may make it.
+    """A descriptor of the directory `below` in `root`, which only this user and root may change;
+    None if there is no such directory, and only they may make it.
 
     Links in the path of `root` are followed first, and their targets are checked; below `root`
     links are refused. Raises `RefusedError`, and other `OSError` where it cannot be opened.
@@ -63,10 +63,10 @@ def opened(root: Path, *below: str) -> Iterator[int | None]:
 
 
 def read_file(directory: int, name: str, most_bytes: int) -> bytes:
-    """The content of a file in an opened directory, if nobody else may change it, and it has no
-    more than `most_bytes`.
+    """The content of a file in an opened directory, if only this user and root may change it, and
+    it has at most `most_bytes`.
 
-    Raises `RefusedError`, and other `OSError` where there is none, or it cannot be read.
+    Raises `RefusedError`, and another `OSError` if the file does not exist or cannot be read.
     """
     _refuse_link(directory, name, Path(name))
     file = os.open(name, _READ, dir_fd=directory)
@@ -96,7 +96,7 @@ def _refuse_link(directory: int, name: str, path: Path) -> None:
 
 
 def _read(file: int, size: int) -> bytes:
-    """At most the checked size, even if the file grows meanwhile."""
+    """The content, up to the checked size even if the file has grown since."""
     parts = []
     while size > 0:
         part = os.read(file, min(size, 1 << 24))

@@ -125,12 +125,12 @@ class Compiler:
         inputs = [value_of(node) for node in placeholders(graph)]
         name, symbol = self._name(key), self._symbol
         sources = size_sources(graph)
-        general = self._compile_once(graph, inputs, name, static=False)
+        general = self._compile_graph(graph, inputs, name, static=False)
         conditions = conditions_on(getattr(general, "conditions", ()), sources)
         static: dict[int, Callable[..., Any]] = {}
         if self._sizes and varies_by(graph, symbol, sources):
             static = {
-                size: self._compile_once(
+                size: self._compile_graph(
                     graph, static_inputs(graph, symbol, size), f"{name}_{size}", static=True
                 )
                 for size in self._sizes
@@ -156,7 +156,7 @@ class Compiler:
         kind = "piece" if self._partition_at is None else "partitioned"
         return f"{kind}_{key[:_KEY_LENGTH]}"
 
-    def _compile_once(
+    def _compile_graph(
         self, graph: fx.GraphModule, inputs: Sequence[Any], name: str, *, static: bool
     ) -> Callable[..., Any]:
         if self._partition_at is None:

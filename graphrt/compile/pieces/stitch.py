@@ -105,6 +105,8 @@ def stitch(
 
 
 class _Writer:
+    """Writes the lines of the function that runs all pieces, and the globals that they name."""
+
     def __init__(
         self, graph: fx.GraphModule, pieces: Sequence[Piece], parameters: Parameters | None
     ) -> None:

@@ -105,7 +105,7 @@ def tables_of_others() -> Iterator[tuple[str, Any]]:
     """Decompositions, meta functions and lowerings that do not come with torch, by their names."""
     for kind, table in _TABLES.items():
         if table.path.rpartition(".")[0] not in sys.modules:
-            continue  # nobody can have added to it
+            continue  # not imported yet, so it has torch's own functions only
         for target, function in _value_of(table, {}).items():
             module = getattr(function, "__module__", None) or "torch"
             if module.partition(".")[0] not in _TORCHS_MODULES:

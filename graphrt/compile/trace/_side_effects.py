@@ -42,7 +42,7 @@ class Rewritten:
             return "nothing"
 
     def holds(self) -> bool:
-        """Whether it is the value of the trace, by `repr`: 0.0 == -0.0."""
+        """Whether it is the value of the trace. Compared by `repr`, which tells 0.0 from -0.0."""
         now = self.now()
         return type(now) is type(self.value) and repr(now) == repr(self.value)
 
@@ -159,7 +159,7 @@ def _is_same(effects: SideEffects, variable: Any, before: object) -> bool:
         return False
     value = variable.value
     is_plain = type(value) is type(before) and type(value) in _PLAIN
-    # By `repr`: 0.0 == -0.0.
+    # `repr` tells 0.0 from -0.0.
     return value is before or (is_plain and repr(value) == repr(before))
 
 

@@ -280,7 +280,7 @@ def _equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, float | complex):
-        return repr(a) == repr(b)  # 0.0 == -0.0, and NaN != NaN
+        return repr(a) == repr(b)  # tells 0.0 from -0.0, and a NaN equals itself
     try:
         return bool(a == b)
     except (RuntimeError, TypeError, ValueError):

@@ -109,7 +109,7 @@ def distinct_sizes(near_sizes: Mapping[str, int], avoid: Iterable[int]) -> dict[
     chosen: dict[str, int] = {}
     for name, size in near_sizes.items():
         above = range(size + 1, size + len(taken) + 8)
-        # Even sizes stay even first: the forward may rely on two equal halves.
+        # Sizes of the same parity first: the forward may rely on two equal halves.
         near = [size, *sorted((*range(size - 1, 3, -1), *above), key=lambda n: (n - size) % 2)]
         chosen[name] = next(n for n in near if n not in taken and n + 1 not in taken)
         taken |= {chosen[name] - 1, chosen[name], chosen[name] + 1}

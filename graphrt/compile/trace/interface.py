@@ -80,7 +80,7 @@ def interface(traced: Traced, probes: Sequence[Probe]) -> tuple[Interface | None
     except Exception as error:
         # `Output` supports nothing that a forward may do with the results of its graph.
         return None, f"the forward computes with what its graph returns ({error!r})"
-    # By `repr`: True == 1, and comparing tensors gives a tensor.
+    # Compared by `repr`, as True == 1 and a comparison of tensors is a tensor.
     if len(set(map(repr, interfaces))) == 1:
         return interfaces[0], ""
     return None, "two example batches do not tell how the forward calls its graph"

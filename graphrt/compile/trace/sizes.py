@@ -197,6 +197,8 @@ class _OtherResult(Exception):
 
 
 class _Rerun(fx.Interpreter):
+    """Runs a graph at other sizes; raises if a result is not as the trace predicts."""
+
     def __init__(self, graph: fx.GraphModule, sizes: Mapping[Any, int]) -> None:
         super().__init__(graph)
         self._sizes = dict(sizes)

@@ -1,1 +1,1 @@
-"""The tape of a capture: what is recorded, how it is made cheap, and the code that replays it."""
+"""The tape of a capture: operators are recorded, and lowered to the cheapest calls for replays."""

@@ -159,7 +159,7 @@ def _out_spellings(
 
 
 def lower_again(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Call:
-    """The fastest call that issues a functional operator as it is; never executes it."""
+    """The fastest call that issues a functional operator itself; never executes it."""
     reference = Call(op.raw, args, kwargs)
     for fast in _bindings(op.name):
         call = Call(fast, args, kwargs)

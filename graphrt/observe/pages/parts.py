@@ -1,7 +1,7 @@
 """The parts of a page: tables whose cells may hold bars, tiles of figures, findings, time lines.
 
 A chart is a table: its numbers can be read, sorted and heard, and it fits a narrow screen. All text
-is escaped here, since names and failures are of a host's own making.
+is escaped here, as names and failures come from the host.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _LEVELS = {"error": "Fault", "warning": "Costs time", "note": "Note"}
 
 
 def findings(found: Sequence[Finding]) -> str:
-    """What deserves a look, each with what to try."""
+    """The list of findings, each with what to try."""
     if not found:
         return '<p><span class="level good">Nothing stands out.</span></p>'
     each = "".join(

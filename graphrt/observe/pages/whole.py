@@ -17,7 +17,7 @@ from graphrt.core.base.texts import counted, seconds_text, size_text
 from graphrt.core.runner.report import RunnerReport
 from graphrt.observe.files import Run, runs_of
 from graphrt.observe.findings import findings_of
-from graphrt.observe.memory import told_beforehand
+from graphrt.observe.memory import taken_and_predicted
 from graphrt.observe.pages.parts import (
     Cell,
     escaped,
@@ -31,8 +31,8 @@ from graphrt.observe.pages.style import SCRIPT, STYLE
 
 _MOST_ROWS = 24
 """Rows of a chart; more sizes are put together."""
-_PADS = 0.4
-"""Padding that is told by colour and weight."""
+_MUCH_PADDING = 0.4
+"""A larger share of padding is marked by colour and weight."""
 
 Figures = Mapping[str, Any]
 
@@ -42,13 +42,13 @@ def page(
 ) -> str:
     """HTML of reports, of their plain data, or of files of them; two runs are compared.
 
-    Raises `InvalidOptionError` for what is no report.
+    Raises `InvalidOptionError` for anything but reports.
     """
     runs = [run for at, each in enumerate(reports, 1) for run in runs_of(each, f"run {at}")]
     parts = [*_compared(*runs)] if len(runs) == 2 else []
     for number, run in enumerate(runs):
         parts += _run(run, f"r{number}", alone=len(runs) == 1)
-    named = [_named(runs[0].figures)] if len(runs) == 1 else [run.label for run in runs]
+    named = [_mode_and_device(runs[0].figures)] if len(runs) == 1 else [run.label for run in runs]
     heading = f"{title}: {' and '.join(named)}"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -67,18 +67,18 @@ def write_page(
     *reports: RunnerReport | Mapping[str, Any] | str | os.PathLike[str],
     title: str = "graphrt run",
 ) -> None:
-    """Write `page(*reports)` to a file, which needs nothing else to be looked at."""
+    """Write `page(*reports)` to a file, which needs no other file."""
     Path(path).write_text(page(*reports, title=title), encoding="utf-8")
 
 
-def _named(figures: Figures) -> str:
+def _mode_and_device(figures: Figures) -> str:
     return f"{figures['mode']} on {figures['device'] or 'no device'}"
 
 
 def _run(run: Run, key: str, *, alone: bool) -> Iterator[str]:
     figures = run.figures
     if not alone:
-        yield f'<h2 id="{key}">{escaped(run.label)}: {escaped(_named(figures))}</h2>'
+        yield f'<h2 id="{key}">{escaped(run.label)}: {escaped(_mode_and_device(figures))}</h2>'
     versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
     yield f'<p class="soft">{escaped(versions)}</p>'
     level = 2 if alone else 3
@@ -120,7 +120,7 @@ def _tiles(run: Run) -> str:
     quarantined, dropped = int(totals["quarantined"]), len(figures["dropped"])
     remarks = [f"{quarantined} in quarantine"] if quarantined else []
     remarks += [f"{dropped} dropped"] if dropped else []
-    driver, beforehand = figures["driver_bytes"], told_beforehand(figures)
+    driver, beforehand = figures["driver_bytes"], taken_and_predicted(figures)
     memory = [f"{size_text(driver)} of the driver"] if driver else []
     memory += [f"{beforehand[1]} predicted"] if beforehand else []
     return tiles(
@@ -171,7 +171,7 @@ def _graphs(run: Run) -> str:
 
 
 def _eager_of(graph: Figures) -> int:
-    """Batches that the graph was to serve and has not."""
+    """Batches for which the graph was chosen, but which ran eagerly."""
     return sum(graph["not_served"].values())
 
 
@@ -186,7 +186,7 @@ def _padding_cell(graph: Figures) -> Cell:
     share = _share(graph)
     if share is None:
         return Cell("", 0.0, "n")
-    css = "n hot" if share >= _PADS else "n"
+    css = "n hot" if share >= _MUCH_PADDING else "n"
     return Cell(f"{share:.0%}", share, css, bar=[("pad", share, "padding")])
 
 
@@ -228,7 +228,7 @@ def _reasons(run: Run) -> str:
 
 
 def _padding(run: Run) -> str:
-    """Live and padded rows that were computed, by the live tokens of the batch."""
+    """The chart of live and padded rows, by the live tokens of the batch."""
     by_size: dict[int, list[int]] = {}
     for graph in run.figures["graphs"]:
         for tokens, count in graph["sizes"]:
@@ -256,7 +256,7 @@ def _padding(run: Run) -> str:
                 Cell(css="wide", bar=bar),
                 Cell(f"{steps:,}", steps, "n"),
                 Cell(f"{live + pad:,}", live + pad, "n"),
-                Cell(f"{share:.0%}", share, "n hot" if share >= _PADS else "n"),
+                Cell(f"{share:.0%}", share, "n hot" if share >= _MUCH_PADDING else "n"),
             ]
         )
     heads = [("Batch", "n"), ("", "wide"), ("Steps", "n"), ("Rows", "n"), ("Padding", "n")]

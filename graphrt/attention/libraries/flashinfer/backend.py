@@ -74,11 +74,11 @@ class FlashInferAttention(AttentionBackend):
         library = load("flashinfer", "flashinfer-python")
         buffers = Buffers.allocate(max_reqs, max_blocks, workspace_bytes, device)
         self._wrappers = wrappers_of(library, shape, dtype, buffers)
-        self._eager = self._wrappers.eager()
-        self._decode: dict[int, Any] = {}
-        self._planned: Any = None
+        self._eager_wrapper = self._wrappers.eager()
+        self._decode_wrappers: dict[int, Any] = {}
+        self._planned_wrapper: Any = None
         self._live_tokens = 0
-        self._next: Lengths | None = None
+        self._next_lengths: Lengths | None = None
 
     def get_cudagraph_support(self) -> AttentionSupport:
         # Only the wrapper for one token per request is planned for graphs here.
@@ -86,7 +86,7 @@ class FlashInferAttention(AttentionBackend):
         return min(single, get_cudagraph_support(self.name))
 
     def lengths(self, context_lens: Sequence[int], query_lens: Sequence[int] | None = None) -> None:
-        """What the next step has: its live requests' context lengths and numbers of new tokens,
+        """Set the lengths of the next step's live requests: contexts, and numbers of new tokens,
         None for one each."""
         queries = [1] * len(context_lens) if query_lens is None else query_lens
         if len(queries) != len(context_lens):
@@ -96,7 +96,7 @@ class FlashInferAttention(AttentionBackend):
                 expected="equally many",
                 advice="one entry of both lists for each request",
             )
-        self._next = Lengths(tuple(context_lens), tuple(queries))
+        self._next_lengths = Lengths(tuple(context_lens), tuple(queries))
 
     def build(
         self, buffers: Mapping[str, torch.Tensor], descriptor: BatchDescriptor, phase: Phase
@@ -108,9 +108,9 @@ class FlashInferAttention(AttentionBackend):
         lists = page_lists(lengths.context_lens, self.shape.page_size, max_blocks)
         query_starts = starts(torch.tensor(lengths.query_lens, dtype=torch.int32, device="cpu"))
         step = StepLists(query_starts, lists, lists.indices(block_table))
-        wrapper = self._wrapper(reqs, phase) if decode else self._eager
-        self._wrappers.plan(wrapper, step, decode=wrapper is not self._eager)
-        self._planned = wrapper
+        wrapper = self._wrapper(reqs, phase) if decode else self._eager_wrapper
+        self._wrappers.plan(wrapper, step, decode=wrapper is not self._eager_wrapper)
+        self._planned_wrapper = wrapper
         self._live_tokens = sum(lengths.query_lens)
 
     def run(
@@ -121,7 +121,7 @@ class FlashInferAttention(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         live = self._live_tokens
-        self._wrappers.run(self._planned, query[:live], caches, out[:live])
+        self._wrappers.run(self._planned_wrapper, query[:live], caches, out[:live])
         if step.query_len == 1:
             # Padding requests have attended to a token of the dummy page.
             out.masked_fill_((step.context_lens <= 0)[:, None, None], 0)
@@ -133,7 +133,7 @@ class FlashInferAttention(AttentionBackend):
         reqs, max_blocks = buffers[block_table].shape
         if phase in ("warmup", "capture"):
             return worst_case(descriptor.num_tokens, reqs, max_blocks * self.shape.page_size)
-        lengths, self._next = self._next, None
+        lengths, self._next_lengths = self._next_lengths, None
         if lengths is not None:
             return lengths
         self.device_reads += 1
@@ -143,13 +143,13 @@ class FlashInferAttention(AttentionBackend):
         return Lengths(contexts, tuple(buffers[query_start_loc].diff().tolist()))
 
     def _wrapper(self, reqs: int, phase: Phase) -> Any:
-        # Each has workspaces of its own, so sizes that are never captured get none.
-        if phase in ("warmup", "capture") and reqs not in self._decode:
-            self._decode[reqs] = self._wrappers.decode(reqs)
-        return self._decode.get(reqs, self._eager)
+        # A wrapper has its own workspaces: only sizes that are captured get one.
+        if phase in ("warmup", "capture") and reqs not in self._decode_wrappers:
+            self._decode_wrappers[reqs] = self._wrappers.decode(reqs)
+        return self._decode_wrappers.get(reqs, self._eager_wrapper)
 
 
 def worst_case(tokens: int, reqs: int, max_context: int) -> Lengths:
     """As many requests as there can be, of the longest context, with all tokens among them."""
-    each, more = divmod(tokens, reqs)
-    return Lengths((max_context,) * reqs, (each + 1,) * more + (each,) * (reqs - more))
+    each, rest = divmod(tokens, reqs)
+    return Lengths((max_context,) * reqs, (each + 1,) * rest + (each,) * (reqs - rest))

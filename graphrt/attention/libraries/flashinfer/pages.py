@@ -12,7 +12,7 @@ from graphrt.core.base.errors import InvalidInputError
 
 @dataclass(frozen=True)
 class PageLists:
-    """int32 tensors on the host. `entries` says where in a flattened block table each page is.
+    """int32 tensors on the host. `entries` are the indices of pages in a flattened block table.
 
     `key_lens` are the context lengths, `indptr` where the pages of each request begin and the last
     one's end, and `last_page_len` how many tokens its last page holds.
@@ -46,7 +46,7 @@ def page_lists(context_lens: Sequence[int], page_size: int, max_blocks: int) -> 
     lengths = torch.tensor(context_lens, dtype=torch.int32, device="cpu").clamp(min=1)
     counts = (lengths + (page_size - 1)) // page_size
     indptr = starts(counts)
-    # Within a row the entries are consecutive, as their places in the list are.
+    # The entries of a request are consecutive, in the block table as in the list.
     shifts = torch.arange(len(lengths), dtype=torch.int32, device="cpu") * max_blocks - indptr[:-1]
     entries = torch.arange(int(indptr[-1]), dtype=torch.int32, device="cpu")
     entries += shifts.repeat_interleave(counts)
@@ -54,5 +54,5 @@ def page_lists(context_lens: Sequence[int], page_size: int, max_blocks: int) -> 
 
 
 def starts(counts: torch.Tensor) -> torch.Tensor:
-    """int32 [len + 1]: the sums of all counts before each, and of all."""
+    """int32 [len + 1]: the sum of the counts before each, and the sum of all."""
     return torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))

@@ -13,7 +13,7 @@ from graphrt.attention.shapes import AttentionShape, GroupedShape, LatentShape
 
 @dataclass(frozen=True)
 class Buffers:
-    """What captured kernels read: one set for all sizes, as every step plans its own."""
+    """Buffers that captured kernels read. All sizes share them, as each step is planned anew."""
 
     workspace: torch.Tensor
     query_starts: torch.Tensor
@@ -47,7 +47,7 @@ class StepLists:
 
 
 class Wrappers(Protocol):
-    """How the kernels of one shape are made ready and called."""
+    """Plans and calls the kernels of one shape."""
 
     def decode(self, reqs: int) -> Any:
         """A wrapper for graphs of so many requests with one token each."""
@@ -56,12 +56,12 @@ class Wrappers(Protocol):
         """A wrapper for eager steps of any kind."""
 
     def plan(self, wrapper: Any, step: StepLists, *, decode: bool) -> None:
-        """Make `wrapper` ready for a step."""
+        """Plan a step for `wrapper`."""
 
     def run(
         self, wrapper: Any, query: torch.Tensor, caches: tuple[torch.Tensor, ...], out: torch.Tensor
     ) -> None:
-        """Launch what was planned."""
+        """Launch the planned step."""
 
 
 def wrappers_of(
@@ -87,7 +87,7 @@ class GroupedWrappers:
             buffers.workspace,
             "NHD",
             use_cuda_graph=True,
-            # One key head serves so few queries otherwise that tensor cores are not worth it.
+            # With fewer queries for each KV head, tensor cores are not faster.
             use_tensor_cores=self.shape.group >= 4,
             paged_kv_indptr_buffer=buffers.page_starts[: reqs + 1],
             paged_kv_indices_buffer=buffers.pages,

@@ -72,7 +72,7 @@ class Values:
         self.unknown: list[str] = []
         self._sources = sources
         self._described: dict[tuple[int, Names, bool], str] = {}
-        self._alive: list[object] = []  # a freed object's id could become another's
+        self._alive: list[object] = []  # another object could get the id of a freed one
         self._state_counts = True
 
     def of(self, value: Any, names: Names = frozenset()) -> str:

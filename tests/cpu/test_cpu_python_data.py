@@ -115,7 +115,7 @@ def test_a_custom_operator_that_hides_a_write_gets_the_captured_value():
 def test_wrapped_memory_of_the_host_that_is_written_is_refused(name, inference):
     with pytest.raises(RefusedOpError, match="wrapped inside of the capture") as caught:
         capture(accumulate(lambda x: WRAPPED[name]()), torch.ones(4), inference=inference)
-    assert "test_cpu_births.py" in caught.value.source
+    assert "test_cpu_python_data.py" in caught.value.source
 
 
 def test_memory_that_was_wrapped_before_the_capture_is_state():
