@@ -107,7 +107,7 @@ def _devices(entry: FoundPlatform) -> list[str]:
     name_of = getattr(torch.get_device_module(kind), "get_device_name", None)
     if kind == "cpu" or name_of is None:
         return [host.processor() or host.machine()] if kind == "cpu" else []
-    return [str(name_of(at)) for at in range(int(_asked(entry, "device_count") or 0))]
+    return [str(name_of(index)) for index in range(int(_asked(entry, "device_count") or 0))]
 
 
 def _driver() -> str | None:
@@ -206,9 +206,11 @@ def _show(report: dict[str, Any], console: Console) -> None:
     for column in ("platform", "plugin", "available", "devices"):
         table.add_column(column, overflow="fold")
     for entry in report["platforms"]:
-        yes = entry["available"]
+        is_available = entry["available"]
         state = (
-            Text("yes", style="green") if yes else Text(f"no: {entry['reason']}", style="yellow")
+            Text("yes", style="green")
+            if is_available
+            else Text(f"no: {entry['reason']}", style="yellow")
         )
         driver = f", driver {entry['driver']}" if entry["driver"] else ""
         devices = f"{', '.join(dict.fromkeys(entry['devices']))}{driver}"

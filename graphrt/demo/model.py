@@ -147,7 +147,7 @@ class Decoder:
 
 
 def layer_weights(config: DecoderConfig, weights: Mapping[str, Tensor], index: int) -> LayerWeights:
-    """The weights of layer `index`, with what is multiplied together in one tensor."""
+    """The weights of layer `index`; those that one product uses are joined in one tensor."""
 
     def fused(name: str, *parts: str) -> dict[str, Tensor]:
         biases = [of_layer[f"{part}.bias"] for part in parts if f"{part}.bias" in of_layer]

@@ -136,7 +136,7 @@ def named(call: Callable[[], object]) -> None:
 
 
 def check_replayed() -> None:
-    """Raise `LaunchQueueError` behind a replay if its inputs did not go through the queue."""
+    """Raise `LaunchQueueError`, behind a replay, if the queue has ended since `check_queue`."""
     for launching in _launching:
         launching.end()
 
@@ -211,7 +211,7 @@ def _threads_now() -> list[_Thread]:
     for number in numbers:
         try:
             text = (_TASKS / number / "stat").read_text()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the thread has ended meanwhile
             continue
         name, _, rest = text[text.index("(") + 1 :].rpartition(")")
         threads.append(_Thread(int(rest.split()[_START_TICKS]), int(number), name.lower()))

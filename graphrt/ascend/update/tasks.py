@@ -235,9 +235,11 @@ class Tasks:
                     if watched is not None:
                         watched.updating(update.name)
                     if watching:
-                        before = self._allocations.begin(stream)
+                        allocations_before = self._allocations.begin(stream)
                         self._brackets.issue(graph, stream, update)
-                        none_allocated &= self._allocations.check(update.name, stream, before)
+                        none_allocated &= self._allocations.check(
+                            update.name, stream, allocations_before
+                        )
                     elif changed:
                         self._brackets.issue(graph, stream, update)
                     else:
@@ -273,7 +275,7 @@ class Tasks:
                 event.record(current)
                 event.wait(current)
                 event.reset(current)
-        # Else the next update could signal before `current` has taken these signals.
+        # Without it the next update could signal before `current` has taken these signals.
         updating.wait_stream(current)
 
     @contextmanager

@@ -59,10 +59,10 @@ def image_of(kind: int, launch: tuple[Any, ...], arguments: Iterable[bytes]) -> 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
     """Where each argument begins in the data of an image."""
-    starts, at = [], 0
+    starts, offset = [], 0
     for size in sizes:
-        starts.append(at)
-        at += size + -size % ALIGNMENT
+        starts.append(offset)
+        offset += size + -size % ALIGNMENT
     return starts
 
 

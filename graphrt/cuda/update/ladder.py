@@ -55,7 +55,7 @@ class Calls(Protocol):
 
 
 class TaskNode:
-    """A node of a captured task: what it was captured with (`base`), and what it has now.
+    """A node of a captured task: its parameters at the capture (`base`) and now (`applied`).
 
     `base` is None if the driver does not tell; `Ladder.give_directly` sets such a node.
     """
@@ -198,7 +198,7 @@ class Ladder:
         self._switch_again(graph)
 
     def forget(self) -> None:
-        """Set every node anew in the next round, as this one was left half-way."""
+        """Make the next round set every node, as this one was left half-way."""
         for node in self.nodes:
             node.applied = None
 

@@ -162,8 +162,8 @@ class ModelGraphs(Seam):
         rows = batch_size * max(config.num_beams, config.num_return_sequences)
         kind = config.cache_implementation
         # Some checkpoints ask for a cache of fixed size, which ours is.
-        fixed = kind in ALL_STATIC_CACHE_IMPLEMENTATIONS and "offloaded" not in kind
-        if kind not in (None, "dynamic") and not fixed:
+        has_fixed_size = kind in ALL_STATIC_CACHE_IMPLEMENTATIONS and "offloaded" not in kind
+        if kind not in (None, "dynamic") and not has_fixed_size:
             return f"cache_implementation={kind!r} was asked for"
         if rows > self.max_batch:
             return f"{rows} rows are above max_batch={self.max_batch}"
@@ -254,9 +254,9 @@ class ModelGraphs(Seam):
         return None
 
     def _why_other_arguments(self, call: Mapping[str, Any], cache: Any) -> str | None:
-        known = self._signature.served if self.steps is None else self.steps.known
+        served = self._signature.served if self.steps is None else self.steps.known
         for name, value in call.items():
-            if name in known or value is None or value is False:
+            if name in served or value is None or value is False:
                 continue
             if name != "logits_to_keep" or not isinstance(value, int):
                 return f"{name}= was passed"

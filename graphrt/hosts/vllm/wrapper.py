@@ -30,7 +30,7 @@ def graph_options(vllm_config: Any) -> GraphOptions:
     """Options of wrappers: lazy captures, and arguments compared at every replay if vLLM debugs."""
     debugging = logging.getLogger("vllm").isEnabledFor(logging.DEBUG)
     # With LoRA a graph reads a flag on the host that says whether adapters are active. It may be
-    # baked in, as vLLM has graphs of their own for batches with adapters.
+    # baked in, as vLLM has separate graphs for batches with adapters.
     has_lora = getattr(vllm_config, "lora_config", None) is not None
     return GraphOptions(
         lazy=True,

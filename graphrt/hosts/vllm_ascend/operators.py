@@ -52,8 +52,8 @@ class OperatorWatch(ThreadMode):
 
     def take(self) -> list[Issued]:
         """The operators called since the last `take`."""
-        seen, self._seen = self._seen, []
-        return seen
+        operators, self._seen = self._seen, []
+        return operators
 
 
 def _check_lengths(issued: Issued) -> None:
@@ -110,8 +110,8 @@ def _by_name(issued: Issued) -> dict[str, Any]:
 def _on_host(value: Any) -> list[int]:
     """The whole numbers of a list, or of a tensor on the host; none for anything else."""
     if isinstance(value, torch.Tensor):
-        whole = value.device.type == "cpu" and not value.is_floating_point()
-        value = value.flatten().tolist() if whole else None
+        is_host_integer = value.device.type == "cpu" and not value.is_floating_point()
+        value = value.flatten().tolist() if is_host_integer else None
     return value if type(value) is list and value and type(value[0]) is int else []
 
 

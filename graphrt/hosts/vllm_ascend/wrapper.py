@@ -228,7 +228,7 @@ class ACLGraphWrapper:
         output = self.runnable(*args, **kwargs)
         capture = current_capture()
         if capture is not None and self.aclgraph_options.weak_ref_output:
-            # Nothing but this graph reads it, so what is captured next may use its memory.
+            # No other graph reads the output, so graphs captured later may use its memory.
             output = tree.map_leaves(capture.captured_ref, output)
         return output
 
