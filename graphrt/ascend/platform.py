@@ -275,7 +275,7 @@ class AscendPlatform(Platform):
 
     def order_after(self, stream: Any) -> None:
         current = self._npu.current_stream()
-        # Before anything is queued there, the inputs of a step among it.
+        # Before anything is queued there, also the inputs of a step.
         leave_stream(current)
         current.wait_stream(stream)
 

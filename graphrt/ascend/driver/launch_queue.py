@@ -187,7 +187,8 @@ def queue_ended() -> LaunchQueueError:
 
 
 def _noticed() -> LaunchQueueError:
-    """The same where the thread shows it: remembers torch_npu's error, if that is yet to come."""
+    """The same, where the thread's CPU time showed it: first notes torch_npu's own error, if that
+    was not raised yet."""
     try:
         _wait_for_queue(torch_npu().npu.default_stream())
     except RuntimeError as error:

@@ -15,7 +15,7 @@ from graphrt.cuda.update.node_parameters import Setting, WholeSetting
 
 @dataclass(slots=True)
 class UpdateCounts:
-    """What `UpdateFigures` are made of."""
+    """Counts the updates of one memory's tasks, for `UpdateFigures`."""
 
     patches: int = 0
     shared_patches: int = 0
@@ -39,7 +39,7 @@ _FIGURES = fields(UpdateFigures)
 
 
 class Calls(Protocol):
-    """What is asked of the driver: see `NodeCalls`."""
+    """The driver's calls that a ladder needs: see `NodeCalls`."""
 
     set_kernel: Any
 

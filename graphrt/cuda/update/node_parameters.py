@@ -60,7 +60,7 @@ class WholeSetting:
         self.image = image
 
     def address(self, offset: int) -> int:
-        """Where the byte at `offset` of the data is."""
+        """The address of the byte at `offset` of the data."""
         return ctypes.addressof(self._buffer) + offset
 
     def load(self, image: Image) -> None:
@@ -124,7 +124,7 @@ class PatchedSetting:
 
     def load(self, image: Image) -> None:
         shared = self._shared
-        # Another layer may have loaded another image since.
+        # `shared` has the image that some layer loaded last.
         if shared.image is not image:
             shared.load(image)
         before = self._image

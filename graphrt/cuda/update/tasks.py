@@ -243,7 +243,7 @@ class Tasks:
     def __init__(self) -> None:
         # graph -> the nodes that were captured before its open task.
         self._before: dict[Any, set[int]] = {}
-        # Read in captures only, so it is weak; for replays each handle holds its graph's tasks.
+        # graph -> its tasks. Weak, as only captures look here: handles hold the tasks for replays.
         self._graphs: WeakKeyDictionary[Any, GraphTasks] = WeakKeyDictionary()
 
     def begin(self, graph: Any, counts: UpdateCounts) -> None:

@@ -99,7 +99,7 @@ class Template:
     """A call without its tensors."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Of a call that `read_call` takes."""
+        """`args` and `kwargs` are those of a call that `read_call` takes."""
         places = iter(range(1 << 62))
         self._call = _mapped(_TENSORS, lambda _: _Place(next(places)), (list(args), dict(kwargs)))
 

@@ -136,9 +136,9 @@ class DenoiserForward:
         self._warned_of: set[object] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the denoiser returns, from a graph where there can be one."""
+        """The denoiser's outputs, from a graph if one can serve the call."""
         if torch.compiler.is_compiling() or is_inside_capture():
-            # Whoever traces or captures the denoiser wants its operators.
+            # A trace or a capture around the denoiser needs its operators, not a replay.
             return self.eager(*args, **kwargs)
         if not self._pool.lock.acquire(blocking=False):
             return self._eagerly(EagerReason.BUSY, "", args, kwargs)

@@ -147,7 +147,7 @@ def report(pipe: Any) -> dict[str, DenoiserReport]:
 
 
 def _reports(pipe: Any, *, is_served: bool = False) -> dict[str, DenoiserReport]:
-    """Of each denoiser; with `is_served` only of those whose calls may reach graphs."""
+    """The report of each denoiser; with `is_served` only of those whose calls may reach graphs."""
     reports = {name: served.report() for name, served in _served(pipe).items()}
     modules = dict(_modules(pipe))
     for name, each in (_installed.get(pipe, {}) if _can_be_key(pipe) else {}).items():
@@ -189,7 +189,7 @@ def _served(pipe: Any) -> dict[str, DenoiserForward]:
     for name, module in _modules(pipe):
         forward = vars(module).get("forward")
         while forward is not None and not isinstance(forward, DenoiserForward):
-            # Hooks of accelerate and of diffusers wrap a forward, and say so.
+            # Hooks of accelerate and of diffusers wrap a forward, and set `__wrapped__`.
             forward = getattr(forward, "__wrapped__", None)
         if forward is not None:
             served[name] = forward

@@ -69,7 +69,7 @@ class ModulePicture:
         self._same: list[Any] = []
         self._tensors = walk.tensors
         for container in self._containers:
-            if type(container) is set:  # members are hashed: equal ones are the same to a forward
+            if type(container) is set:  # hashable members do not change in place
                 continue
             for key, value in _items_of(container):
                 is_watched = isinstance(value, torch.Tensor) or id(value) in walk.entered
@@ -82,7 +82,7 @@ class ModulePicture:
         self.hook = next(_hooks_of(module), None)
         """The hook that a replay would leave out, if there is one."""
         self.unseen = walk.unseen
-        """What could change without a sign, if there is anything."""
+        """The object that could change without being noticed, if there is one."""
 
     def holds(self) -> bool:
         """Whether the module is still the same."""
@@ -155,7 +155,7 @@ class _Walk:
             if type(value) in _PLAIN or isinstance(value, _FIXED) or id(value) in self.entered:
                 continue
             self.entered.add(id(value))
-            self._kept.append(value)  # else its id may come back
+            self._kept.append(value)  # alive, as a new object might get its id
             members = self._inside(path, value)
             values_left -= len(members)
             if values_left < 0:

@@ -625,7 +625,7 @@ class StepCache(Cache):  # type: ignore[misc]
         return super().get_query_offset(layer_idx)
 
     def mask(self) -> torch.Tensor:
-        """Which positions hold tokens `(size, length)`, and behind them which places of a ring."""
+        """Which positions hold tokens `(size, length)`, followed by which slots of a ring do."""
         memory, length = self._memory, self._length
         mask = first_rows(memory.mask, self._rows.shape[0])
         if memory.window is None:

@@ -150,7 +150,7 @@ class Fingerprint:
 
 
 class _Seen:
-    """One module as it was."""
+    """One module as it was when the fingerprint was made."""
 
     def __init__(self, name: str, module: torch.nn.Module, unread: frozenset[str]) -> None:
         self.name, self._module, self._unread = name, module, unread

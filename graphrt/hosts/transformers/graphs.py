@@ -75,7 +75,7 @@ class ModelGraphs(Seam):
             try:
                 self.steps = make(window=window, checked=checked)
             except Exception as error:
-                # A model may make its masks in a way of its own.
+                # A model that makes its masks itself may be captured without ring and checks.
                 if window is None and not checked:
                     raise
                 what = "checks tokens eagerly" if checked else "keeps all positions where it slides"
@@ -408,7 +408,7 @@ def _checked_mask(tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tens
             expected=f"a tensor of the shape {tuple(tokens.shape)}",
             advice="pass what the tokenizer gives",
         )
-    # The next token's logits are those of the last column: with padding there, of no token.
+    # The next token's logits are those of the last column, so padding must not be there.
     is_binary = mask.eq(0).logical_or(mask.eq(1)).all(-1)
     wrong = is_binary.logical_not().logical_or(mask[:, -1].eq(0)).tolist()
     if any(wrong):

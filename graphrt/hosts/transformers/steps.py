@@ -399,7 +399,7 @@ class _Step(nn.Module):
         super().__init__()
         self.training = False
         self.model = signature.model
-        # The model's own: `with_graphs` has another one in its place.
+        # The model's own forward, which `with_graphs` has replaced on the model.
         self._forward = forward
         self._memory, self._cross, self._count = memory, cross, count
         self._names = signature.tokens, signature.positions, signature.cache
@@ -429,7 +429,7 @@ class _Step(nn.Module):
         step_cache = StepCache(memory, rows, length, self._count)
         call = {**self._more, tokens_name: tokens, cache_name: step_cache}
         if positions is not None and positions_name is not None:
-            # Planes are the last dimension of an input, whose first one is padded.
+            # A runner pads the first dimension of an input, so planes are its last one.
             call[positions_name] = positions if positions.dim() == 2 else positions.permute(2, 0, 1)
         if self._mask_name is not None:
             call[self._mask_name] = step_cache.mask()

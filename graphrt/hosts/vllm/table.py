@@ -121,7 +121,7 @@ class Table:
             tokens, reqs = row.descriptor.num_tokens, row.descriptor.num_reqs
             descriptor = row.descriptor
             if sizes[row.mode, descriptor[:2]] == 1:
-                # vLLM's own descriptor says no more.
+                # No other row has these tokens and requests, so the variant can be left out.
                 descriptor = BatchDescriptor(tokens, reqs)
             records.append(
                 GraphRecord(

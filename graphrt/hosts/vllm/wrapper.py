@@ -54,7 +54,7 @@ class _Offloading:
 
 
 def offloading() -> SegmentHooks | None:
-    """What vLLM's weight offloader needs around each graph; None where it offloads nothing."""
+    """Hooks around each graph for vLLM's weight offloader; None if it offloads nothing."""
     from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
 
     offloader = get_offloader()

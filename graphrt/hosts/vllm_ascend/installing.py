@@ -62,7 +62,7 @@ def install() -> None:
             advice="install one of these, or leave graphrt out",
         )
     if not has_value_wait():
-        # Its own graphs have no wait there either: see graphrt.ascend's task groups.
+        # vllm-ascend's own graphs lack that wait too: see `Groups` in graphrt/ascend/update.
         raise UnsupportedHostError(
             "without a value wait of CANN a graph of the engine does not wait for its updates",
             expected="a CANN with aclrtValueWait",

@@ -90,7 +90,7 @@ def _check_lengths(issued: Issued) -> None:
 
 
 def _room(arguments: dict[str, Any]) -> tuple[int | None, int | None]:
-    """How many keys one request may have, and how many requests there are, as far as is known."""
+    """How many keys one request may have, and how many requests there are; None: unknown."""
     if "key_cache" not in arguments:
         latents, heads = arguments.get("ctkv"), arguments.get("kv_headnum")
         return room_in_blocks(latents, arguments.get("block_tables"), heads), None

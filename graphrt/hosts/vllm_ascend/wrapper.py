@@ -128,7 +128,7 @@ class ACLGraphWrapper:
 
     @property
     def concrete_aclgraph_entries(self) -> dict[Any, ACLGraphEntry]:
-        """What is captured, by vLLM's descriptor. What is taken out of it is destroyed."""
+        """The captured graphs by vLLM's descriptor. One that is taken out is destroyed."""
         return self._entries
 
     @concrete_aclgraph_entries.setter
