@@ -35,7 +35,7 @@ _ROPE_KEYS = {"default": (), "linear": _LLAMA3[:1], "llama3": _LLAMA3}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a decoder is built from; `weights` are named by `tensor_shapes(config)`."""
+    """The config and weights of a decoder; `weights` are named by `tensor_shapes(config)`."""
 
     config: DecoderConfig
     weights: dict[str, Tensor]

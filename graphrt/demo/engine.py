@@ -24,7 +24,8 @@ class OutOfPagesError(GraphRTError, MemoryError):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """`num_pages` counts the dummy page 0, which padding writes to; `context` is in tokens."""
+    """The sizes of batches and of the KV cache. `num_pages` counts the dummy page 0, which padding
+    writes to; `context` is in tokens."""
 
     max_num_reqs: int = 8
     max_num_tokens: int = 64
@@ -39,7 +40,7 @@ class EngineLimits:
 
 @dataclass
 class Request:
-    """`tokens` are the prompt and what was generated; `computed` of them are in the cache."""
+    """One prompt and its generated text: both are in `tokens`, `computed` of them in the cache."""
 
     tokens: list[int]
     prompt_len: int

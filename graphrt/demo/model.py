@@ -98,7 +98,7 @@ def _is_decode() -> bool:
 
 
 class Decoder:
-    """Inference only: the weights are shared with the caller and never written."""
+    """A decoder's forward, for inference: its weights are the caller's, and are never written."""
 
     def __init__(
         self, config: DecoderConfig, weights: Mapping[str, Tensor], context: int,

@@ -26,7 +26,7 @@ class TaskHandle:
 
 
 class Groups:
-    """Task groups that are begun, ended and updated by the public functions of torch_npu."""
+    """Captures and updates tasks by torch_npu's public functions for task groups."""
 
     def __init__(self, npu: Any) -> None:
         self._npu = npu
@@ -86,7 +86,7 @@ class Groups:
 
 
 class AutoDispatch:
-    """Task groups of torch_npu's `auto_dispatch_capture`, updated by `NPUGraph.update`.
+    """Captures and updates tasks by torch_npu's `auto_dispatch_capture` and `NPUGraph.update`.
 
     torch_npu updates on one stream for the whole process, in no order with the replay, ignores
     unknown names, and leaves its update open when the operator raises; so it is handed one record

@@ -86,7 +86,7 @@ class TaskNode:
 
 
 class Ladder:
-    """The ways to give one graph's executable new parameters, tried in order; each is counted.
+    """Gives one graph's executable new parameters, in the first way that the driver accepts.
 
     A round sets one node after the other, and `settle` ends it. If the driver refused a node, the
     template gets all parameters, and the executable is updated from the whole template, else

@@ -238,7 +238,7 @@ class GraphTasks:
 
 
 class Tasks:
-    """The tasks of open captures, and the updates of captured ones."""
+    """Notes the nodes of tasks in captures, and updates them before replays."""
 
     def __init__(self) -> None:
         # graph -> the nodes that were captured before its open task.

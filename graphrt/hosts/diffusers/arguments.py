@@ -96,7 +96,7 @@ class _OfTensor(NamedTuple):
 
 
 class Template:
-    """A call without its tensors."""
+    """A call without its tensors, to be made again with others."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """`args` and `kwargs` are those of a call that `read_call` takes."""

@@ -110,7 +110,7 @@ class SharedPool:
 
 
 class DenoiserForward:
-    """Takes the place of `module.forward`, on the instance: see the module's docstring."""
+    """Serves the calls of a denoiser by graphs, in place of `module.forward` on the instance."""
 
     def __init__(
         self, name: str, module: torch.nn.Module, pool: SharedPool, max_batch: int, most: int

@@ -32,7 +32,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class Buckets:
-    """Graphs of one encoder; `names` are the inputs that they take."""
+    """Captures and replays the calls of one encoder; `names` are the inputs that graphs take."""
 
     def __init__(
         self,

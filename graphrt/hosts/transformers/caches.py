@@ -42,7 +42,7 @@ _PAST = "the cache keeps past states, to be cropped"
 
 
 class Residence:
-    """Whether the layers of one `KeptCache` are in the memory, and in how many of its rows."""
+    """Says whether the layers of one `KeptCache` are in the memory, and in how many of its rows."""
 
     def __init__(self, most_rows: int, attached: bool = True) -> None:
         self.most_rows = most_rows

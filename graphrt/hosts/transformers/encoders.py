@@ -40,7 +40,7 @@ def _may_come_of_a_mask(error: Exception) -> bool:
 
 
 class EncoderGraphs(Seam):
-    """The graphs of one encoder; `with_graphs` makes them, `graphs_of` finds them."""
+    """Serves the calls of one encoder by graphs; `with_graphs` makes it, `graphs_of` finds it."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from graphrt.hosts.transformers.steps import StepGraphs
 
 
 class ModelGraphs(Seam):
-    """The graphs of one model; `with_graphs` makes them, `graphs_of` finds them."""
+    """Serves a model's decode steps by graphs; `with_graphs` makes it, `graphs_of` finds it."""
 
     _UNREAD = TOKEN_IDS | {"use_cache"}
 
@@ -380,7 +380,7 @@ class _Calls(threading.local):
 
 
 class _Loop:
-    """The sequences of `prefill` and `step`."""
+    """The cache and the mask of the sequences of `prefill` and `step`."""
 
     def __init__(self, cache: Any, mask: torch.Tensor) -> None:
         self.cache, self.mask = cache, mask

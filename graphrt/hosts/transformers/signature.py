@@ -45,7 +45,7 @@ class Encoded:
 
 
 class Signature:
-    """The arguments of one model's forward."""
+    """Names the arguments of one model's forward, and makes calls of it as `generate` does."""
 
     def __init__(self, model: Any, forward: Callable[..., Any]) -> None:
         self.model = model

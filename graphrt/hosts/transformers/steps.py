@@ -54,7 +54,7 @@ CLOSE = {torch.float32: 1e-2, torch.float64: 1e-6, torch.float16: 5e-2, torch.bf
 
 
 class StepGraphs:
-    """Graphs of steps, and the caches that they serve."""
+    """Captures and replays the decode steps of one model, and makes the caches for them."""
 
     def __init__(
         self,

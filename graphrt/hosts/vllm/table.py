@@ -62,7 +62,8 @@ class Figures(NamedTuple):
 
 
 class Table:
-    """One row for each batch that was captured, or that vLLM has announced."""
+    """Collects captures and steps for the report: a row for each batch that was captured, or that
+    vLLM has dispatched."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[GraphMode, BatchDescriptor], Row] = {}
